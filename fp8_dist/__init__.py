@@ -88,7 +88,7 @@ __all__ = [
 
 _IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "tensor_parallel")
 
-if not TYPE_CHECKING:  # else any name would be an attribute
+if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
 
     def __getattr__(name: str) -> ModuleType:
         if name in _IMPORTED_WHEN_USED:

@@ -25,7 +25,7 @@ from fp8_dist.scaling import (
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import has_functorch_transforms
 
-# The statistics of a tensor for each scheme, and its copies.
+# The statistics of a tensor for each scheme, and its float8 copies.
 Known = dict[Scheme, Statistics]
 Copies = dict[Copy, Quantized]
 
@@ -40,35 +40,35 @@ def cast_to_float8(
     """Cast a tensor to float8 with the scale of the global tensor.
 
     Args:
-        tensor: floating point, any shape. A DTensor may have any placements: amax is reduced over
-            exactly the axes on which it is sharded; Partial ones are reduced first.
+        tensor: floating point, any shape. A DTensor may have any placements. Its amax is reduced
+            over exactly the axes that shard it. Partial axes are all-reduced first.
         cast_config: ``target_dtype=None`` means e4m3. ``DISABLED`` returns ``tensor`` itself.
         dim: the reduced dim of an axiswise cast (one scale for each index of the other dims);
             ``None`` for a tensorwise or blockwise one.
-        round_scales_to_power_of_2: round the quantization multiplier down to a power of two. The
-            scales of blocks are powers of two in any case.
+        round_scales_to_power_of_2: round the quantization multiplier down to a power of two. Block
+            scales are always powers of two.
 
     Returns:
         Float8Tensor of the input's shape, or DTensor(Float8Tensor) with the placements of the input
-        (Replicate instead of Partial). Its scale is fp32, 0-dim or of size 1 along ``dim``, by the
-        formula of :mod:`fp8_dist.kernels.scale`; blocks have exponents instead. Its
-        ``redistribute`` moves 1 byte per element, and scales along the last dim with their rows.
-        Tensors with scales along other dims, in square blocks or in blocks that shards cut can't be
-        redistributed. The gradient passes unchanged. On a rank outside of a DTensor's mesh the
-        local tensor is empty.
+        (Replicate instead of Partial). Its scale is fp32, 0-dim or of size 1 along ``dim``, and
+        follows the formula of :mod:`fp8_dist.kernels.scale`. Blocks have exponents instead.
+        ``redistribute`` moves 1 byte per element; scales along the last dim move with their rows. A
+        tensor with scales along other dims, with square blocks, or with blocks that shards cut
+        can't be redistributed. The gradient passes through unchanged. On a rank outside the
+        DTensor's mesh the local tensor is empty.
 
-    Collectives: an all-reduce of 4 bytes per scale (1 for blocks that shards cut, none for other
-    blocks) over the axes that shard the values that a scale covers, if there are any. It is one
-    all-reduce per axis where these have no group in common, see :mod:`fp8_dist.mesh.groups`.
-    Partial axes are all-reduced in high precision.
+    Collectives: an all-reduce over the axes that shard the values of one scale, if there are any.
+    It has 4 bytes per scale, or 1 byte per block if shards cut blocks. Blocks that no shard cuts
+    need none. Axes that no process group spans are reduced one after the other (see
+    :mod:`fp8_dist.mesh.groups`). Partial axes are all-reduced in high precision.
 
     Raises:
         TypeError: ``tensor`` is not a tensor, not floating point, or float8 already.
         ValueError: ``dim`` does not fit the granularity or the tensor, or the scale is DELAYED,
             which needs the history of a Float8Linear.
-        NotImplementedError: a transform of ``torch.func`` is active, or the tensor has a tangent
-            of forward-mode differentiation; or ranks have several pieces of a DTensor
-            (``_StridedShard``), some of which begin inside of a block.
+        NotImplementedError: a transform of ``torch.func`` is active, the tensor has a tangent of
+            forward-mode differentiation, or ranks hold several pieces of a DTensor
+            (``_StridedShard``), some of which begin inside a block.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
@@ -130,7 +130,7 @@ def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -
 
 
 class _Plan(NamedTuple):
-    """The different schemes of copies, the index of each copy's scheme, and each copy's layout."""
+    """The distinct schemes of some copies; each copy's index among them, and its memory layout."""
 
     schemes: list[Scheme]
     of: list[int]
@@ -146,7 +146,7 @@ def _plan(copies: tuple[Copy, ...]) -> _Plan:
 
 
 def planned(copies: Sequence[Copy]) -> _Plan:
-    """The plan by which copies of a tensor are made together."""
+    """Return the plan for making several copies of a tensor at once."""
     # Dynamo warns about functions with a cache.
     plan = _plan.__wrapped__ if torch.compiler.is_compiling() else _plan
     return plan(tuple(copies))
@@ -155,7 +155,7 @@ def planned(copies: Sequence[Copy]) -> _Plan:
 def quantize(
     tensor: torch.Tensor, scheme: Scheme, within: tuple[int, ...] | None = None
 ) -> Quantized:
-    """Cast the local part of a tensor to one copy; arguments as of :func:`cast_copies`."""
+    """Cast the local part of a tensor to one copy; arguments as in :func:`cast_copies`."""
     copy = Copy(scheme)
     return cast_copies(tensor, (copy,), within)[1][copy]
 
@@ -163,7 +163,9 @@ def quantize(
 def statistics_of(
     x: torch.Tensor, scheme: Scheme, layout: Layout | None, within: tuple[int, ...] | None = None
 ) -> Statistics:
-    """The statistics of a tensor for a scheme, in the shapes of those of its local part ``x``.
+    """Compute the statistics of a global tensor, whose local part is ``x``, for one scheme.
+
+    The result has the shapes of the statistics of ``x``.
 
     Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`.
     """
@@ -178,16 +180,16 @@ def cast_copies(
     *,
     local: torch.Tensor | None = None,
 ) -> tuple[Known, Copies]:
-    """Cast the local part of a tensor to float8 copies, by its global statistics.
+    """Cast the local part of a tensor to float8 copies with the statistics of the global tensor.
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
         within: the mesh axes over which statistics may be reduced; ``None`` means all.
-        local: its local tensor, if ``tensor`` stores it in another form.
+        local: the local tensor to cast, if ``tensor`` stores it in another form.
 
     Returns:
-        The statistics for each scheme, and the copies. A graph has no statistics of a cast that
-        finds them itself.
+        The statistics for each scheme, and the copies. In a graph, the statistics are missing if
+        the cast measured them itself.
 
     Collectives: at most one all-reduce of the statistics for each scheme, see
     :func:`fp8_dist.scaling.reduced_statistics`.
@@ -196,8 +198,8 @@ def cast_copies(
     plan = planned(copies)
     reduces = any(bool(reduction_groups(s, layout, within)) for s in plan.schemes)
     if reduces and len(plan.schemes) > 1:
-        # One scheme at a time: a graph that needs one copy must not repeat the reduction for
-        # another.
+        # One scheme at a time, so that a graph that needs only one copy does not repeat the
+        # reduction of the other.
         known: Known = {}
         made: Copies = {}
         for scheme in plan.schemes:
@@ -218,9 +220,9 @@ def cast_copies(
 def cast_by(
     x: torch.Tensor, copies: Sequence[Copy], known: Known, layout: Layout | None = None
 ) -> Copies:
-    """Cast a local tensor to float8 copies by known statistics, which its values may exceed.
+    """Cast a local tensor to float8 copies with known statistics; larger values saturate.
 
-    ``layout``: the layout of the tensor that it is part of.
+    ``layout``: the layout of the global tensor.
     """
     plan = planned(copies)
     statistics = [known[scheme] for scheme in plan.schemes]
@@ -236,9 +238,9 @@ def as_copies(
     scales: Sequence[Scales],
     layout: Layout | None = None,
 ) -> Copies:
-    """Assemble the copies of a local tensor from the data of each and the scales of each scheme.
+    """Assemble the copies of a local tensor from each copy's data and each scheme's scales.
 
-    ``layout``: the layout of the tensor that it is part of.
+    ``layout``: the layout of the global tensor.
     """
     found, of_matrix = {}, x.ndim == 2
     for copy, i, qdata in zip(copies, planned(copies).of, data, strict=True):
@@ -250,12 +252,12 @@ def as_copies(
 
 
 def placed(qdata: torch.Tensor, scales: Scales, scheme: Scheme, layout: Layout | None) -> Quantized:
-    """The float8 data of a rank's part of a tensor, with where it begins."""
+    """Combine the float8 data of a rank's part of a tensor with its scales and its position."""
     return Quantized(qdata, scales, scheme, scheme.start(layout), scheme.is_cut(layout))
 
 
 def flat_copies(copies: Copies) -> list[torch.Tensor]:
-    """The scales of each scheme, flat, and then the data as casts write it (:func:`as_copies`)."""
+    """List the scales of each scheme, then each copy's data: the inverse of :func:`as_copies`."""
     scales = {copy.scheme: quantized.scales for copy, quantized in copies.items()}
     data = []
     for copy, (qdata, *_) in copies.items():
@@ -275,7 +277,7 @@ class _CastToFloat8(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         layout = Layout.of(tensor)
         if layout is not None and layout.mesh.get_coordinate() is None:
-            # As with DTensor's operators, a rank outside of the mesh has an empty local tensor.
+            # As with DTensor's operators, a rank outside the mesh has an empty local tensor.
             local = local_tensor(tensor)
             one = (local.new_ones((), dtype=torch.float32),)
             outside = Quantized(local.to(scheme.dtype), one, Dense(scheme.dtype))

@@ -1,7 +1,7 @@
-"""Frozen configs of casts and GEMMs, their checks, and recipes.
+"""Frozen configs of casts and GEMMs, their validation, and the configs of named recipes.
 
-The field names are those of ``torchao.float8`` 0.18, so that a config carries over. ``None`` stays
-``None`` in the fields; :meth:`Float8LinearConfig.cast_config` and :meth:`CastConfig.dtype_for`
+The field names are those of ``torchao.float8`` 0.18, so that a config carries over. A field that is
+``None`` stays ``None``; :meth:`Float8LinearConfig.cast_config` and :meth:`CastConfig.dtype_for`
 resolve it.
 """
 
@@ -68,14 +68,15 @@ class CastConfig:
         scaling_type: the source of the scale.
         scaling_granularity: the values that one scale covers, or a
             :class:`fp8_dist.scaling.Scheme`.
-        target_dtype: a float8 dtype; ``None`` means that of the scheme, or else the operand's
-            default (e4m3 for input and weight, e5m2 for grad_output).
-        block_size: (rows, columns) of a block, for BLOCKWISE alone: one row for input and
-            grad_output, a square for the weight.
-        scale_rule: the rounding of the scales of blocks to MX exponents. ``"ceil"`` rounds them up,
-            so that no value saturates. ``"floor"`` is the rule of OCP Microscaling Formats v1.0, by
-            which the largest values of a block may saturate. ``None`` rounds them up as well, and
-            uses the formula of other scales, with its epsilon (:mod:`fp8_dist.kernels.scale`).
+        target_dtype: a float8 dtype. ``None`` means the dtype of the scheme, if
+            ``scaling_granularity`` is one, and otherwise the operand's default (e4m3 for input and
+            weight, e5m2 for grad_output).
+        block_size: (rows, columns) of a block, for BLOCKWISE only. Input and grad_output take
+            blocks of one row, the weight takes square blocks.
+        scale_rule: the rounding of block scales to MX exponents. ``"ceil"`` rounds them up, so that
+            no value saturates. ``"floor"`` is the rule of OCP Microscaling Formats v1.0, with which
+            the largest values of a block may saturate. ``None`` rounds them up too, but uses the
+            formula of the other scales, including its epsilon (:mod:`fp8_dist.kernels.scale`).
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -124,7 +125,7 @@ class CastConfig:
     def scheme(self, operand: Operand, power_of_2: bool) -> Scheme:
         """The scaling scheme of ``operand`` in its first GEMM.
 
-        ``power_of_2``: round scales to powers of two.
+        ``power_of_2``: whether scales are rounded to powers of two.
         """
         covers, dtype = self.scaling_granularity, self.dtype_for(operand)
         if isinstance(covers, Scheme):
@@ -136,7 +137,7 @@ class CastConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether the operand is cast; if not, it stays in high precision."""
+        """Whether the operand is cast. Otherwise it stays in high precision."""
         return self.scaling_type is not ScalingType.DISABLED
 
     def dtype_for(self, operand: Operand) -> torch.dtype:
@@ -209,29 +210,29 @@ class Float8LinearConfig:
         cast_config_input: the cast of the input.
         cast_config_weight: the cast of the weight.
         cast_config_grad_output: the cast of the gradient of the output.
-        cast_config_input_for_grad_weight: the cast of the input in its second GEMM. ``None``, here
-            and for the two other second casts, means the same as in the first.
-        cast_config_weight_for_grad_input: the cast of the weight in its second GEMM.
-        cast_config_grad_output_for_grad_weight: the cast of the gradient in its second GEMM.
+        cast_config_input_for_grad_weight: the cast of the input in its second GEMM. ``None`` means
+            the same cast as in its first GEMM.
+        cast_config_weight_for_grad_input: likewise for the weight.
+        cast_config_grad_output_for_grad_weight: likewise for the gradient of the output.
         gemm_config_output: the GEMM of the output.
         gemm_config_grad_input: the GEMM of the gradient of the input.
         gemm_config_grad_weight: the GEMM of the gradient of the weight.
-        enable_fsdp_float8_all_gather: FSDP2 gathers the weight as float8. ``"auto"``: it does if
-            one float8 copy of the weight serves both of its GEMMs, and gathers high precision
-            otherwise (see :attr:`fsdp_float8_all_gather`).
-        pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs;
-            otherwise misaligned local shapes are an error on such a device.
+        enable_fsdp_float8_all_gather: whether FSDP2 gathers the weight as float8. With ``"auto"``
+            it does if one float8 copy of the weight serves both of its GEMMs, and otherwise gathers
+            in high precision (see :attr:`fsdp_float8_all_gather`).
+        pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs. Without
+            it, misaligned local shapes raise an error on such a device.
         emulate: multiply in a wider type even if the device has a float8 GEMM.
         force_recompute_fp8_weight_in_bwd: torchao's deprecated switch. Only ``False`` is accepted.
         round_scales_to_power_of_2: round the quantization multiplier down to a power of two.
-        amax_scope: ``"global"``: every scale is that of the global tensor. ``"rank"``: operands
-            that never leave their rank are scaled by their local amax, which saves their
-            all-reduce and deviates from the single-device result.
+        amax_scope: with ``"global"`` every scale is computed from the global tensor. With
+            ``"rank"`` operands that never leave their rank are scaled by their local amax, which
+            saves an all-reduce but deviates from the single-device result.
         amax_history_len: length of the amax history of ``ScalingType.DELAYED``.
         cache_float8_shards: keep the float8 copy of a weight's local shard (1 byte per element)
-            until the weight changes, so that micro-batches cast once.
-        fold_row_scales: cast each operand once, one scale per row, and fold the scales that run
-            along a contraction into grad_output (:mod:`fp8_dist.linear.rowwise_folded`). Needs
+            until the weight changes, so that micro-batches share one cast.
+        fold_row_scales: cast each operand once, with one scale per row, and fold the scales that
+            run along a contraction into grad_output (:mod:`fp8_dist.linear.rowwise_folded`). Needs
             AXISWISE dynamic casts and power-of-two scales.
     """
 
@@ -281,10 +282,10 @@ class Float8LinearConfig:
         return self.enable_fsdp_float8_all_gather
 
     def gemm_enabled(self, gemm: Gemm) -> bool:
-        """Whether ``gemm`` multiplies float8 operands. Both are cast, or neither."""
+        """Whether ``gemm`` multiplies float8 operands. Either both are cast, or neither is."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
 
-    # Caches of values that each forward needs. They are filled before any graph is traced.
+    # Caches of values that every forward needs. They are filled before any graph is traced.
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -306,14 +307,14 @@ class Float8LinearConfig:
         return options
 
     def copies(self, operand: Operand, device: torch.device) -> dict[Gemm, Copy]:
-        """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
+        """The float8 copy of ``operand`` for each GEMM that takes it in float8."""
         return self.recipe.copies(operand, device, self.emulate)
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
 
-        The inner dim of grad_weight is always padded: it is the number of rows of the input, and an
-        error on the one rank where that is misaligned would hang the others.
+        The inner dim of grad_weight is always padded. It is the number of rows of the input, which
+        may be misaligned on one rank only, and an error on that rank would hang the others.
         """
         return self._gemm_options[gemm]
 
@@ -335,7 +336,10 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
-        """The config of a ready-made recipe: a :class:`Float8LinearRecipeName` or its value.
+        """Return the config of a ready-made recipe.
+
+        Args:
+            recipe_name: a :class:`Float8LinearRecipeName` or its value.
 
         Raises:
             ValueError: the name is not a recipe.

@@ -1,13 +1,13 @@
-"""Report of the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
+"""Report on the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
 
-It prints the versions and devices that matter, and the layers of a model that would be converted::
+It prints the relevant versions and devices, and the layers of a model that would be converted::
 
     python -m fp8_dist.doctor
     python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --dp 8 --tp 2
 
 ``function`` takes no arguments and returns the model, an nn.Module that is not converted yet. It
-is called on the meta device; if it fails there, on the CPU. The exit status is 0, or 2 for a wrong
-call.
+is called on the meta device, and if it fails there, on the CPU. The exit status is 0, or 2 for
+wrong arguments.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, by default those of the process.
+    """Run the command with the given arguments, by default those of the process.
 
     Returns:
         The exit status, 0.
@@ -89,7 +89,7 @@ def _ranks(text: str) -> int:
 
 
 def _build(path: str) -> tuple[nn.Module, str]:
-    """The model, and the device that it was built on."""
+    """Build the model; return it with a description of the device it was built on."""
     try:
         function = pkgutil.resolve_name(path)
     except Exception as error:  # whatever the import of the module raises
@@ -174,7 +174,7 @@ def _backends() -> Iterator[str]:
 def _triton() -> str:
     if find_spec("triton") is None:
         return "Triton: not installed; GPUs cast with torch's operators, which is slower"
-    distributions = packages_distributions().get("triton")  # ROCm's has another name
+    distributions = packages_distributions().get("triton")  # not called triton for ROCm
     return f"Triton: {version(distributions[0]) if distributions else 'found'}, fused kernels"
 
 
@@ -243,7 +243,7 @@ def _precision(config: Float8LinearConfig, operand: Operand) -> str:
 
 
 def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[str]:
-    """Lines for the layers whose parts gain nothing; similar layers share a line."""
+    """Lines for the layers whose shards gain nothing; similar layers share a line."""
     styles = {0: "ColwiseParallel", 1: "RowwiseParallel"} if tp > 1 else {None: ""}
     for name, (first, *_) in alike(rows):
         out_features, in_features = first.shape

@@ -1,4 +1,4 @@
-"""Recipes: for each operand and GEMM a scaling scheme, and where its statistics come from."""
+"""Recipes: the scaling scheme of each operand in each GEMM, and the source of its statistics."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -20,26 +20,26 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
 
 
 def is_second(operand: Operand, gemm: Gemm) -> bool:
-    """Whether ``gemm`` contracts the rows of the operand."""
+    """Whether ``gemm`` is the second GEMM of ``operand``, which contracts its rows."""
     return gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
 
 
 class Recipe:
-    """The table that a :class:`fp8_dist.Float8LinearConfig` makes.
+    """The schemes of all operands, resolved from a :class:`fp8_dist.Float8LinearConfig`.
 
     Args:
-        table: the scheme of each operand in each of its two GEMMs; ``None``: high precision.
-        delayed: the operands whose statistic follows from the amaxes of earlier steps; they have
-            one scale per tensor.
-        folds: the scales that run along a contraction are folded into grad_output
+        table: the scheme of each operand in each of its two GEMMs, or ``None`` for high precision.
+        delayed: the operands with DELAYED scaling, whose statistic follows from the amaxes of
+            earlier steps. They have one scale per tensor.
+        folds: whether the scales that run along a contraction are folded into grad_output
             (:mod:`fp8_dist.linear.rowwise_folded`).
 
     Attributes:
         uses: the table, by operand.
-        delayed: the schemes of the operands whose statistic follows from earlier steps.
-        schemes: the different schemes of each operand, in the order of its GEMMs.
-        gather_scheme: the one scheme that serves both GEMMs of an operand and can be gathered;
-            ``None``: it is gathered in high precision.
+        delayed: the schemes of the operands with DELAYED scaling.
+        schemes: the distinct schemes of each operand, in the order of its GEMMs.
+        gather_scheme: for each operand, the one scheme that serves both of its GEMMs and can be
+            gathered. ``None`` if the operand is gathered in high precision.
 
     Raises:
         ValueError: the schemes do not fit together.
@@ -67,7 +67,7 @@ class Recipe:
         self._copies = tuple(self._copies_of(transposes) for transposes in (False, True))
 
     def copies(self, operand: Operand, device: torch.device, emulate: bool) -> dict[Gemm, Copy]:
-        """The float8 copy of ``operand`` that each GEMM takes; others take it in high precision."""
+        """The float8 copy of ``operand`` for each GEMM that takes it in float8."""
         # An int, because dynamo of torch 2.11 does not support a bool as an index.
         return self._copies[int(not emulate and takes_transposed(device))][operand]
 

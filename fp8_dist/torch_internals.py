@@ -137,7 +137,7 @@ STAND_INS = (FakeTensor, FunctionalTensor)
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
-# An op of torch after 2.11 that wraps a collective's result as an AsyncCollectiveTensor.
+# An operator of torch > 2.11 that wraps a collective's result as an AsyncCollectiveTensor.
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
 
 P = ParamSpec("P")
@@ -145,7 +145,7 @@ R = TypeVar("R")
 
 
 def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: ``lru_cache``, except while dynamo traces, because it warns about caches."""
+    """Cache a function's results, except while dynamo traces it: dynamo warns about lru_cache."""
     cached: Callable[..., R] = lru_cache(maxsize=4096)(function)
 
     @wraps(function)
@@ -158,10 +158,11 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def stable_hash(tensor: torch.Tensor) -> str:
-    """Key of a tensor in torch's cache of compiled graphs: everything that a graph may depend on.
+    """Key of a tensor subclass in torch's cache of compiled graphs.
 
-    It is the whole key of a tensor subclass, so it includes shapes and dtypes, also those of inner
-    tensors. A subclass uses it as its method ``_stable_hash_for_caching``.
+    torch adds nothing to it, so it contains everything that a graph may depend on, including the
+    shapes and dtypes of inner tensors. A subclass uses this function as its method
+    ``_stable_hash_for_caching``.
     """
     key: list[Any] = [type(tensor).__qualname__, tensor.device, tensor.dtype, tensor.requires_grad]
     key += [tensor.shape, tensor.stride(), tensor.storage_offset()]
@@ -175,8 +176,8 @@ def _tell_local_tensors_apart() -> None:
     """Add the local tensor of a DTensor to its key in torch's cache of compiled graphs.
 
     The key of torch 2.13 has only the placements and the shape of a DTensor. A compiled optimizer
-    that was traced with plain shards would run on tensors of another class, and read their address,
-    which they don't have. A graph of e4m3 data would run on e5m2 data.
+    that was traced with plain shards would therefore also run on shards of another class, which
+    have no address for it to read. A graph of e4m3 data would run on e5m2 data.
     """
     if torch.__version__ < "2.13":  # tensors make no keys
         return
@@ -197,7 +198,7 @@ _tell_local_tensors_apart()
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:
-    """The local tensor, perhaps in flight. Unlike this, ``to_local()`` waits and has a gradient."""
+    """The local tensor, which may be in flight. (``to_local()`` waits, and is differentiable.)"""
     return tensor._local_tensor
 
 
@@ -217,7 +218,7 @@ def in_backward() -> bool:
 
 
 def backward_id() -> int:
-    """The number of the backward pass that this thread runs; -1 outside of any."""
+    """The number of the backward pass that this thread runs, or -1."""
     return int(_current_graph_task_id())
 
 
@@ -226,7 +227,7 @@ def make_dtensor(
 ) -> DTensor:
     """``DTensor.from_local`` for a contiguous global tensor, faster and without a gradient.
 
-    In a graph, with a gradient, or on a rank outside of the mesh it is ``from_local`` itself.
+    In a graph, with a gradient, or on a rank outside the mesh it calls ``from_local``.
     """
     if (
         torch.compiler.is_compiling()
@@ -272,26 +273,31 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor inside of wrappers, such as a DTensor, or ``tensor`` if it is plain."""
+    """The plain tensor inside wrappers such as DTensor, or ``tensor`` itself if it is plain."""
     while not is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor or parameter is not of a subclass."""
+    """Whether a tensor is a torch.Tensor or an nn.Parameter, and not of another subclass."""
     return type(tensor) in _PLAIN
 
 
 def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run after ``optimizer.step()``; not for subclasses that skip ``__init__``."""
+    """Whether ``optimizer.step()`` runs hooks. A subclass that skips ``__init__`` does not."""
     hooked = getattr(type(optimizer).step, "hooked", False)
     return hooked and "_optimizer_step_post_hooks" in vars(optimizer)
 
 
 def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
+<<<<<<< HEAD
     """Whether a parameter has post-accumulate-grad hooks, which may update it in a backward."""
     return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+=======
+    """Whether a parameter has post-accumulate-grad hooks, which may update it in the backward."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+>>>>>>> prose-linear
 
 
 def op_name(op: OpOverload) -> str:
@@ -436,9 +442,9 @@ def before_fsdp_gathers(call: Callable[[Any], None], consequence: str) -> None:
 
 
 def fsdp_init_shards(module: FSDPModule) -> None:
-    """Let FSDP2 replace the local tensors of a module's parameters that it pads or pins.
+    """Let FSDP2 replace the local tensors of a module's parameters, which it may pad or pin.
 
-    Otherwise it does so before the first gather.
+    Otherwise FSDP2 does so before the first gather.
     """
     for group in fsdp_groups_of_module(module):
         is_done = group._reset_sharded_params
@@ -446,6 +452,7 @@ def fsdp_init_shards(module: FSDPModule) -> None:
             group.lazy_init()
 
 
+<<<<<<< HEAD
 class FsdpParameter(NamedTuple):
     """A parameter that FSDP2 shards.
 
@@ -455,6 +462,13 @@ class FsdpParameter(NamedTuple):
         has_hooks: ``fully_shard`` found such hooks on the tensor.
         has_gathered: it was gathered at least once.
         param_dtype: the dtype of a gather without hooks; None: the parameter's own.
+=======
+def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
+    """Let FSDP2 call ``call(group)`` for each parameter group before the group's first gather.
+
+    The call follows FSDP2's lazy initialization of the group: when the root module first runs, and
+    each time that a module is unsharded by hand.
+>>>>>>> prose-linear
     """
 
     users: list[tuple[nn.Module, str]]
@@ -469,6 +483,7 @@ class FsdpParameter(NamedTuple):
         return getattr(module, name)
 
 
+<<<<<<< HEAD
 def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
     """The parameters of FSDP2's parameter groups, in their order."""
     for group in groups:
@@ -477,12 +492,82 @@ def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
             shared = zip(info.shared_modules, info.shared_param_names, strict=True)
             yield FsdpParameter(
                 [(info.module, info.param_name), *shared],
+=======
+def fsdp_roots_of(group: Any) -> list[nn.Module]:
+    """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
+
+    The result includes roots that share streams with the group's root.
+    """
+    states: list[Any] = [reference() for reference in list(_module_state_mapping.values())]
+    roots = [state for state in states if getattr(state, "_is_root", False)]
+    of_roots = [m for root in roots if root._comm_ctx is group.comm_ctx for m in root._modules]
+    return list(dict.fromkeys([*of_roots, *group.modules]))
+
+
+def _groups_of_state(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [
+        getattr(state, "_fsdp_param_group", None)
+    ]
+    return [group for group in groups if group is not None]
+
+
+def fsdp_groups_of_same_root(group: Any) -> list[Any]:
+    """The groups under the same root as ``group``; only ``group`` before FSDP2 first runs it."""
+    return [other for other in fsdp_groups() if other.comm_ctx is group.comm_ctx]
+
+
+def fsdp_modules_asked(group: Any) -> list[nn.Module]:
+    """The modules that FSDP2 passes to the all-gather hooks of a group's parameters.
+
+    It passes one module for each parameter with hooks, and not others that share the parameter.
+    """
+    return [p._module_info.module for p in group.fsdp_params if hasattr(p, "_extensions_data")]
+
+
+def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
+    """All modules that hold a parameter of the group with hooks for FSDP2's all-gather."""
+    infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
+    return [module for info in infos for module in (info.module, *info.shared_modules)]
+
+
+def fsdp_modules_sharing(group: Any, module: nn.Module) -> list[nn.Module]:
+    """The other modules that share a parameter for which FSDP2 passes ``module`` to the hooks."""
+    infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
+    return [user for info in infos if info.module is module for user in info.shared_modules]
+
+
+def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (module, parameter name) for each user of a parameter that an FSDP module shards."""
+    for group in fsdp_groups_of_module(module):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
+
+
+class FsdpParameterUse(NamedTuple):
+    """A parameter of a module that FSDP2 shards."""
+
+    module: nn.Module
+    name: str
+    has_extensions: bool  # fully_shard found all-gather hooks on the tensor
+    has_gathered: bool  # it was gathered at least once
+    param_dtype: torch.dtype | None  # dtype of a gather without hooks; None: the parameter's
+
+
+def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
+    """Yield every use of every parameter that FSDP2 shards, in all models."""
+    for group in fsdp_groups():
+        for parameter in group.fsdp_params:
+            state = (
+>>>>>>> prose-linear
                 hasattr(parameter, "_extensions_data"),
                 hasattr(parameter, "_unsharded_param"),
                 group.mp_policy.param_dtype,
             )
 
 
+<<<<<<< HEAD
 def fsdp_is_running(group: Any) -> bool:
     """Whether FSDP2 runs the forward or the backward of a parameter group."""
     return group._training_state.name != "IDLE"
@@ -507,6 +592,12 @@ def check_fsdp_reduction(group: Any) -> None:
     if missing:
         text = f"set_gradient_transport needs {', '.join(missing)} of FSDP2"
         raise ImportError(_does_not_know(text))
+=======
+def fsdp_parameters_of_group(group: Any) -> list[nn.Parameter]:
+    """The sharded parameters of a group in the group's order, as their modules hold them."""
+    infos = [parameter._module_info for parameter in group.fsdp_params]
+    return [getattr(info.module, info.param_name) for info in infos]
+>>>>>>> prose-linear
 
 
 def fsdp_padded_sizes(group: Any) -> list[int]:
@@ -539,9 +630,15 @@ def set_fsdp_replicas(group: Any, replicas: Any) -> None:
 
 
 def fsdp_reduction(group: Any) -> Any:
+<<<<<<< HEAD
     """The reduce-scatter of a parameter group; None if it is FSDP2's own."""
     found = getattr(group, "_reduce_scatter_comm", None)  # check_fsdp_reduction raises without it
     return None if type(found) is _DefaultReduceScatter else found
+=======
+    """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
+    found = group._reduce_scatter_comm
+    return None if type(found) is DefaultReduceScatter else found
+>>>>>>> prose-linear
 
 
 def set_fsdp_reduction(
@@ -550,11 +647,11 @@ def set_fsdp_reduction(
     """Replace the reduce-scatter of a parameter group; None restores FSDP2's own.
 
     Args:
-        call: runs before it, with the indices of the parameters whose gradients it reduces. FSDP2
-            does not pass them to a custom reduce-scatter.
+        call: runs before the reduce-scatter, with the indices of the parameters whose gradients it
+            reduces. FSDP2 does not pass these to a custom reduce-scatter.
     """
     found = vars(group).get("post_backward")
-    if hasattr(found, "in_place_of"):  # ours: other code has not replaced it since
+    if hasattr(found, "in_place_of"):  # with_call below, which no other code has replaced since
         group.post_backward = found.in_place_of
     if comm is not fsdp_reduction(group):
         own = _DefaultReduceScatter() if comm is None else comm

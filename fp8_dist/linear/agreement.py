@@ -79,7 +79,7 @@ class Facts:
 
 
 def note_converted(model: nn.Module) -> None:
-    """Remember a converted model: its parts are compared even without converted layers."""
+    """Remember a converted model, whose parts are compared even if they have no float8 layers."""
     _converted.add(model)
 
 
@@ -89,7 +89,7 @@ def is_part_of_converted(module: nn.Module) -> bool:
 
 
 def needs_comparison(module: nn.Module) -> bool:
-    """Whether a module was neither compared by :func:`check_layers` nor marked as compared."""
+    """Whether a module has neither been compared by :func:`check_layers` nor marked as compared."""
     return module not in _compared
 
 
@@ -101,8 +101,8 @@ def mark_compared(module: nn.Module) -> None:
 def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
     """Compare the layers in a module, once, between the ranks that share its parameters.
 
-    FSDP2's sharded parameters must be in place. The meshes are those of all parameters, so ranks
-    agree about them whatever they have converted.
+    FSDP2's sharded parameters must be in place. Ranks are compared on the meshes of all parameters,
+    so they agree about these meshes whatever they have converted.
 
     Args:
         layers: all modules with float8 parameters in the module, by name.

@@ -4,10 +4,10 @@ A cast then needs no all-reduce. Each rank records the amaxes of a step.
 :func:`fp8_dist.sync_float8_amax_and_scale_history` reduces the amaxes of all operands of a model at
 once and computes the next scales from the histories.
 
-Until a history holds a value (before the first sync, and as long as an operand was all zeros) the
-scale is that of the tensor itself. Between two syncs an operand's scale does not change. The
-recorded amax is the maximum over all casts, so micro-batches accumulate, and a forward that
-activation checkpointing repeats changes nothing.
+Until a history holds a value (before the first sync, and as long as an operand is all zeros) each
+tensor is scaled by its own amax. Between two syncs an operand's scale does not change. The recorded
+amax is the maximum over all casts since the last sync, so micro-batches accumulate, and a forward
+that activation checkpointing repeats changes nothing.
 """
 
 import math
@@ -28,8 +28,8 @@ from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.scaling import Copy, Dense, Statistics, reduction_groups
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
-# A rank's status of saved histories: 0, it was given none; 1, it was given some; 2, they are
-# damaged. Ranks take the maximum.
+# A rank's status of saved histories is 0 if it was given none, 1 if it was given some, and 2 if
+# these are damaged. Ranks reduce it by MAX.
 _DAMAGED = 2.0
 
 
@@ -40,14 +40,14 @@ class AmaxHistory:
         scheme: the scheme of the operand, with one scale per tensor.
         length: the number of amaxes that are kept.
         history: fp32 amaxes, the newest first, at most ``length``; ``None`` before the first. A
-            step that was left out puts a zero at the end.
-        statistic: the amax by which the operand is cast, fp32, 0-dim: the largest in the history;
-            ``None`` without one.
+            step whose amax is left out adds a zero at the end.
+        statistic: the amax with which the operand is cast, fp32, 0-dim: the largest in the history.
+            ``None`` if there is no history.
         current: fp32, 0-dim, the local amax since the last sync; ``None`` if there was no cast.
-        mesh: the mesh of an operand that is a DTensor whatever the layer's weight is; else
+        mesh: the mesh of an operand that is a DTensor even if the layer's weight is not; otherwise
             ``None``.
-        restored: True from ``Float8State.load_state_dict`` to the next cast; False from a load of
-            the parameters without histories to the end of a step; else ``None``.
+        restored: True from ``Float8State.load_state_dict`` until the next cast. False from a load
+            of the parameters without histories until the end of a step. Otherwise ``None``.
     """
 
     restored: bool | None = None
@@ -58,7 +58,7 @@ class AmaxHistory:
         self.history: torch.Tensor | None = None
         self.current: torch.Tensor | None = None
         self.statistic: torch.Tensor | None = None
-        self._scaling: Scaling | None = None  # that follows from the statistic
+        self._scaling: Scaling | None = None  # computed from the statistic
         self.mesh = mesh
         self._last: torch.Tensor | None = None
         self._handle = register_handle(self)
@@ -68,12 +68,12 @@ class AmaxHistory:
         self._handle = register_handle(self)  # a copy needs a handle of its own
 
     def statistics_of(self, tensor: torch.Tensor, record: bool = True) -> Statistics:
-        """The statistics to cast a tensor by; NaN if it holds a non-finite value.
+        """Return the statistics to cast a tensor with, NaN if it holds a non-finite value.
 
         With ``record`` the amax of the tensor is recorded. Otherwise :meth:`recorded` may record it
         later.
 
-        Collectives: none once there is a history; those of a dynamic cast before.
+        Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
         groups, local = self._groups(tensor), local_tensor(tensor)
         if must_query():
@@ -93,7 +93,7 @@ class AmaxHistory:
     def known_copies_of(
         self, tensor: torch.Tensor, copies: Sequence[Copy], record: bool
     ) -> tuple[Statistics, Copies]:
-        """The statistics, and the copies of :meth:`copies_of`; outside of compiled graphs."""
+        """The statistics, and the copies of :meth:`copies_of`. Not for compiled graphs."""
         x = local_tensor(tensor)
         if is_selectively_checkpointed():
             statistics = self.statistics_of(tensor, record)
@@ -124,7 +124,7 @@ class AmaxHistory:
         return (self.statistic.to(x.device),), as_copies(x, copies, data, [(scale,)])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
-        """Record the amax of the last cast, if it was not recorded yet, and return ``scale``."""
+        """Record the amax of the last cast unless it was recorded already; return ``scale``."""
         if must_query():
             return record_amax.overload(scale, self._handle)
         self.record_later()
@@ -154,12 +154,13 @@ class AmaxHistory:
     def _record_last(self) -> None:
         value, self._last = self._last, None
         if value is not None and not value.is_meta:
-            # The same op for the first amax: selective activation checkpointing counts operators.
+            # Call maximum for the first amax too: selective activation checkpointing counts
+            # operators.
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
 
     def record_later(self) -> None:
-        """Record the amax of the last cast, perhaps on another stream than the cast's."""
+        """Record the amax of the last cast, which may have run on another stream."""
         if self._last is not None:
             keep_for_current_stream([self._last])
         self._record_last()
@@ -170,11 +171,11 @@ class AmaxHistory:
         return row[row > 0]
 
     def forget_scale(self) -> None:
-        """Scale the next casts by their own amaxes, up to the next sync."""
+        """Scale the next casts by their own amaxes, until the next sync."""
         self.statistic = self._scaling = None
 
     def load(self, history: torch.Tensor) -> None:
-        """Continue from a saved history, cut to ``length``; an empty one starts anew."""
+        """Continue from a saved history, cut to ``length``. An empty one starts a new history."""
         self.current = self.history = self._last = self.restored = None
         self.forget_scale()
         history = history.detach()[: self.length]
@@ -194,7 +195,7 @@ def history_copies(
     record: bool,
     groups: list[str],
 ) -> list[torch.Tensor]:
-    """The scale and the data of :meth:`AmaxHistory.copies_of` for a local tensor."""
+    """Operator of :meth:`AmaxHistory.copies_of`, for a local tensor: its scale and the data."""
     history = owner_of(handle)
     copies = [Copy(history.scheme, turned) for turned in transposed]
     return flat_copies(history._copies_of_local(x, copies, record, groups)[1])
@@ -216,14 +217,14 @@ def _history_copies_fake(
 def history_statistic(
     x: torch.Tensor, handle: torch.Tensor, record: bool, groups: list[str]
 ) -> torch.Tensor:
-    """:meth:`AmaxHistory.statistics_of` for a local tensor."""
+    """Operator of :meth:`AmaxHistory.statistics_of`, for a local tensor."""
     (statistic,) = owner_of(handle)._statistics_of_local(x, record, groups)
     return statistic.to(x.device, copy=True)
 
 
 @query("record_amax(Tensor scale, Tensor handle) -> Tensor")
 def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """:meth:`AmaxHistory.recorded` as an operator."""
+    """Operator of :meth:`AmaxHistory.recorded`."""
     owner_of(handle).record_later()
     return scale.clone()
 
@@ -233,7 +234,7 @@ record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
 
 
 def saved_rows(saved: Any, histories: Iterable[str], fqn: str) -> dict[str, torch.Tensor]:
-    """The saved amaxes of a layer's histories, fp32 ``[amaxes]``; empty where none were saved.
+    """Return the saved amaxes of a layer's histories, fp32 ``[amaxes]``, or empty tensors.
 
     Raises:
         ValueError: ``saved`` does not map operands to positive, finite amaxes in one dimension.
@@ -270,23 +271,23 @@ def load_histories(
     device: torch.device,
     fqn: str,
 ) -> bool:
-    """Continue the histories of a layer from saved ones; those that were not saved start anew.
+    """Continue the histories of a layer from saved ones. Those that were not saved start anew.
 
-    Histories that are ``restored`` stay as they are, and other ranks take their values.
+    Histories that are ``restored`` stay as they are, and other ranks take over their values.
 
     Args:
-        histories: by name.
-        saved: amaxes by name, the newest first; ``None`` if this rank was given none.
-        meshes: the meshes that the layer's operands are distributed over. Ranks that were given
-            none take those of the others. (A checkpoint that rank 0 broadcasts has no histories.)
+        histories: the layer's histories, by name of the operand.
+        saved: the saved amaxes by name, the newest first; ``None`` if this rank was given none.
+        meshes: the meshes that the layer's operands are distributed over. Ranks that were given no
+            histories take those of other ranks. (A checkpoint that rank 0 broadcasts has none.)
         device: the device of the histories if there are no meshes.
         fqn: the layer's name, for messages.
 
     Returns:
         Whether any rank was given histories. If none was, the histories stay as they are.
 
-    Collectives: an all-reduce of 4 bytes per amax that histories can hold, and 4 more per history,
-    over each mesh.
+    Collectives: an all-reduce over each mesh, of 4 bytes per amax that the histories can hold, and
+    4 more bytes per history.
 
     Raises:
         ValueError: ``saved`` is damaged on any rank of these meshes. All of them raise.
@@ -323,10 +324,10 @@ def load_histories(
 
 
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
-    """End a step in which the operands had the given global amaxes (fp32, one for each).
+    """End a step in which the operands had the given global amaxes (fp32, one per operand).
 
-    A non-finite amax is left out: it showed in the step itself, whose update may have been skipped
-    for that reason. 0 is left out as well: it is also the value that a rank without a cast reports.
+    A non-finite amax is left out: it has had its effect in the step itself, whose update may have
+    been skipped. An amax of 0 is left out as well, because ranks without a cast report 0 too.
     """
     same_size: dict[Any, list[int]] = {}
     on_host: list[float] = []
@@ -334,7 +335,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
         history.current = None
         filled = 0 if history.history is None else len(history.history)
         if not filled:
-            # Only here do values decide on the host. They are the same on all ranks.
+            # Only here does the host read values. They are the same on all ranks.
             on_host = on_host or values.tolist()
             if not 0 < on_host[i] < math.inf:
                 continue
@@ -350,7 +351,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
         before = [history.history for history in group if history.history is not None]
         if before:
             old, length = torch.stack(before).to(values.device), group[0].length
-            # An amax that is left out becomes a zero at the end, so the host needs no values.
+            # For an amax that is left out a zero is added at the end, so the host reads no values.
             new = new.nan_to_num(nan=0.0, posinf=0.0)
             longer, same = torch.cat([new, old], dim=1), torch.cat([old, new], dim=1)
             new = torch.where(new > 0, longer, same)[:, :length]
@@ -361,7 +362,7 @@ def advance_to(histories: Sequence[AmaxHistory], rows: torch.Tensor) -> None:
     """Set the amaxes of histories to ``rows``, ``[histories, amaxes]``, and update their scales."""
     largest = rows.amax(dim=1)
     kinds = {(history.scheme.dtype, history.scheme.power_of_2) for history in histories}
-    # Each kind computes the scales of all histories: selecting those of a kind would cost more.
+    # Compute the scales of all histories for each kind, which costs less than selecting some.
     scalings = {kind: scaling_from_amax(largest, *kind) for kind in kinds}
     for i, history in enumerate(histories):
         multipliers, scales = scalings[history.scheme.dtype, history.scheme.power_of_2]

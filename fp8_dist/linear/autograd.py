@@ -1,7 +1,7 @@
 """The autograd function of a linear layer: three GEMMs on float8 operands.
 
-The placements of each tensor on a tensor-parallel mesh follow from the weight's placements (the
-table in :mod:`fp8_dist.mesh.rules`). Operands that must move are moved as float8::
+The placements of each tensor on a tensor-parallel mesh follow from the weight's placements (see the
+table in :mod:`fp8_dist.mesh.rules`). Operands that have to move are moved as float8::
 
     forward     input --cast--> float8 --gather--> float8 @ weight^T --reduce--> output
     backward    grad_output --cast--> float8 --gather--> @ weight  --reduce--> grad_input
@@ -58,10 +58,10 @@ def float8_linear(
     weight_casts: WeightCasts,
     spec: LinearSpec,
 ) -> torch.Tensor:
-    """``input @ weight^T + bias`` with float8 operands.
+    """Compute ``input @ weight^T + bias`` with float8 operands.
 
     Args:
-        input: ``[..., K]``, in high precision or cast already, without Partial placements.
+        input: ``[..., K]``, in high precision or already float8, without Partial placements.
         weight: ``[N, K]``, the tensor that gradients flow to. It is a DTensor if and only if
             ``input`` is one, on the same mesh.
         bias: ``[N]`` or None.
@@ -72,8 +72,9 @@ def float8_linear(
         ``[..., N]`` in the input's dtype.
     """
     flat, kept = _flat_weight(weight_casts)
-    # Compiled code uses one function: dynamo assumes that the gradient of an output has the
-    # output's placements, but between the two functions it has those of the final output.
+    # Compiled code uses one function. Dynamo assumes that the gradient of an output has the
+    # output's placements, but the gradient that _FinishOutput passes on has the placements of the
+    # final output.
     if not isinstance(input, DTensor) or torch.compiler.is_compiling():
         return _LinearFunction.apply(input, weight, bias, spec, kept, *flat)
     if spec.output_placements is not None:
@@ -89,8 +90,8 @@ class _Form(NamedTuple):
     """A float8 operand without its tensors.
 
     Attributes:
-        scheme, start, is_cut: those of the operand.
-        places: for the data and each of the scales its place in a flat list of tensors.
+        scheme, start, is_cut: see :class:`fp8_dist.scaling.Quantized`.
+        places: the indices of the data and of the scales in a flat list of tensors.
     """
 
     scheme: Scheme
@@ -104,15 +105,15 @@ class _Form(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Where the casts of a weight are in a flat list of tensors; see :class:`WeightCasts`."""
+    """The casts of a weight, whose tensors are in a flat list; see :class:`WeightCasts`."""
 
     output: _Form | None
     grad_input: _Form | None
-    recast: _Form | None  # of the statistics alone
+    recast: _Form | None  # its places are those of the statistics
 
 
 def _flat_weight(casts: WeightCasts) -> tuple[list[torch.Tensor | None], _Kept]:
-    """The tensors of a weight's casts, each once: dynamo refuses to pass a tensor twice."""
+    """List the tensors of a weight's casts, each once: dynamo refuses to pass a tensor twice."""
     flat: list[torch.Tensor] = []
 
     def indices(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -137,8 +138,8 @@ def _flat_weight(casts: WeightCasts) -> tuple[list[torch.Tensor | None], _Kept]:
         statistics, scheme, start, is_cut = recast
         again = _Form(scheme, start, is_cut, indices(statistics))
     kept = _Kept(form(output), form(grad_input), again)
-    # Dynamo (2.13) tells by the number of arguments whether a forward takes a ctx. With two of
-    # them *flat would count as if it were one more name.
+    # Dynamo (2.13) decides by the number of arguments whether a forward takes a ctx. If there were
+    # two in flat, it would count *flat as one parameter, and decide wrongly.
     return [*flat, None] if len(flat) == 2 else list(flat), kept
 
 
@@ -150,9 +151,9 @@ def _gemm(
     out_dtype: torch.dtype,
     layouts: tuple[Layout, Layout] | None = None,
 ) -> torch.Tensor:
-    """Run one of the three GEMMs on local operands ``[..., K]``; nothing else starts them.
+    """Run one of the three GEMMs on local operands ``[..., K]``. No other code runs them.
 
-    ``layouts``: the layouts of the operands of grad_weight.
+    ``layouts``: for grad_weight, the layouts of its operands.
     """
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         assert isinstance(left, torch.Tensor)
@@ -171,9 +172,10 @@ def _gemm(
 
 
 def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
-    """``[M, N]`` as ``[..., N]`` with the leading dims of an operand.
+    """Reshape ``[M, N]`` to ``[..., N]``, with the leading dims of an operand.
 
-    It is not a view for autograd: a function's output that is a view can't be modified in place.
+    Autograd does not treat the result as a view. If the output of an autograd function is a view,
+    it can't be modified in place.
     """
     operand = like if isinstance(like, torch.Tensor) else like.qdata
     if operand.ndim == 2:
@@ -184,8 +186,8 @@ def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
 class _LinearFunction(torch.autograd.Function):
     """The GEMMs of :func:`float8_linear`.
 
-    In eager code a DTensor output has the placements in which the GEMM leaves it, for
-    :class:`_FinishOutput`. In compiled code it is finished here.
+    In eager code a DTensor output has the placements in which the GEMM leaves it, and
+    :class:`_FinishOutput` follows. In compiled code the output is finished here.
     """
 
     @staticmethod
@@ -202,13 +204,14 @@ class _LinearFunction(torch.autograd.Function):
         if x_layout is not None and w_layout is not None:
             now = x_layout.placements, w_layout.placements
             layouts = linear_layouts(*now, input.ndim, spec.fqn)
-        # Under no_grad ctx.needs_input_grad follows the tensors, so spec.record decides.
+        # Under no_grad ctx.needs_input_grad is still True for tensors that require gradients, so
+        # spec.record decides.
         needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.record else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         whole = _with_features(input, weight.shape[1])
         x = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
         w = local_tensor(weight) if kept.output is None else kept.output.operand(flat)
-        # Wait for the gather of the input only here, after the weight's cast was issued.
+        # Wait for the gather of the input only here, where the weight's cast has been issued.
         uses = spec.config.recipe.uses["input"]
         left = wait_local(x["output"], uses["output"])
         product = _gemm(left, w, "output", spec, input.dtype)
@@ -224,7 +227,7 @@ class _LinearFunction(torch.autograd.Function):
         recast: list[torch.Tensor] = []
         if needs_input and kept.recast is not None:
             recast = [weight, *[flat[i] for i in kept.recast.places]]
-        # Plain tensors: hooks on saved tensors see the real bytes.
+        # Save plain tensors, so that hooks on saved tensors see the real bytes.
         of_input: Local | None = None
         if needs_weight:
             of_input = wait_local(x["grad_weight"], uses["grad_weight"])
@@ -290,13 +293,13 @@ class _LinearFunction(torch.autograd.Function):
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
-        # Observers see what the GEMM gave, before a transport encodes it.
+        # Observers get the result of the GEMM, before a transport encodes it.
         observed = moving if isinstance(moving, DTensor) else grad_input
-        # Finish late: the GEMM of grad_weight hides the transport.
+        # Finish late, so that the transport overlaps with the GEMM of grad_weight.
         grad_input = grad_input if moving is None else finish_reduction(moving)
         if are_gemms_observed():
-            # The forward may not have been observed. Operands kept in ctx would live as long as
-            # the graph.
+            # The forward may not have been observed. Remove the operands from ctx, which lives as
+            # long as the graph.
             high = getattr(ctx, "high", HighPrecision())
             ctx.high = HighPrecision()
             observe_gemm(spec.owner, "grad_input", grad, high.weight, observed)
@@ -305,10 +308,10 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def _with_features(input: torch.Tensor, features: int) -> torch.Tensor:
-    """The input with ``features`` as the global size of its last dim.
+    """Return the input with ``features`` as the global size of its last dim.
 
-    ``DTensor.from_local`` assumes that all shards have the size of the local one. Where unequal
-    shards cut blocks, ranks would disagree about which blocks are cut.
+    ``DTensor.from_local`` assumes that all shards have the size of the local one. If shards are
+    unequal and cut blocks, ranks would disagree about which blocks are cut.
     """
     layout = Layout.of(input)
     if layout is None or layout.shape[-1] == features:
@@ -317,14 +320,14 @@ def _with_features(input: torch.Tensor, features: int) -> torch.Tensor:
     return layout._replace(shape=shape).wrap(local_tensor(input))
 
 
-# The place of an operand in high precision among saved tensors, or what a float8 one consists of.
+# The index of a high-precision operand among the saved tensors, or the form of a float8 operand.
 _SavedForm = int | _Form | None
 
 
 def _saved(
     x: Local | None, w: Local | None
 ) -> tuple[list[torch.Tensor], tuple[_SavedForm, _SavedForm]]:
-    """The tensors of two operands, and where each is among them."""
+    """List the tensors of two operands for ``save_for_backward``, with the form of each."""
     flat: list[torch.Tensor] = []
     forms: list[_SavedForm] = []
     for operand in (x, w):
@@ -355,10 +358,10 @@ def _recast(
     grad: torch.Tensor,
     spec: LinearSpec,
 ) -> Quantized:
-    """Cast a weight again that FSDP2 has gathered again.
+    """Cast a weight that FSDP2 has gathered again for the backward.
 
-    The cast depends on the gradient, because a graph would otherwise compute it in the forward and
-    keep the float8 copy.
+    The cast takes the gradient as an argument, because a graph would otherwise compute it in the
+    forward and keep the float8 copy.
     """
     scheme, start, is_cut, _ = form
     local, known, after = local_tensor(weight), [tuple(statistics)], local_tensor(grad)
@@ -373,12 +376,13 @@ def _recast(
 class _FinishOutput(torch.autograd.Function):
     """Add the bias to a DTensor output, and reduce or move it to ``spec.output_placements``.
 
-    This is a function of its own because it saves nothing for backward. Full activation
-    checkpointing ends a recomputation as soon as the last tensor is saved. A reduction issued by
-    the function that saves tensors would be repeated, and its result dropped without being waited
-    for.
+    This function is separate because it saves nothing for backward. Full activation checkpointing
+    ends a recomputation as soon as the last tensor is saved. If the function that saves tensors
+    also issued the reduction, the reduction would be repeated, and its result dropped without a
+    wait.
 
-    The gradient keeps the placements in which it arrives: the GEMMs' function gathers it as float8.
+    The gradient keeps the placements in which it arrives. :class:`_LinearFunction` gathers it as
+    float8.
     """
 
     @staticmethod
@@ -391,7 +395,8 @@ class _FinishOutput(torch.autograd.Function):
         ctx.spec, ctx.bias_layout = spec, Layout.of(bias)
         ctx.set_materialize_grads(False)
         finished = _finished(output, bias, spec)
-        # Autograd would make a view of an input that is returned, through DTensor's dispatch.
+        # If forward returned its input, autograd would make a view of it, through DTensor's
+        # dispatch.
         return with_local(output, local_tensor(output)) if finished is output else finished
 
     @staticmethod
@@ -405,10 +410,10 @@ class _FinishOutput(torch.autograd.Function):
 
 
 def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> torch.Tensor:
-    """The GEMM's output with the bias added, at ``spec.output_placements`` (None: any).
+    """Add the bias to a GEMM's output, and redistribute it to ``spec.output_placements`` if given.
 
-    The bias is added without being moved: to the columns of a column-parallel output, to the sum of
-    a row-parallel one.
+    The bias is not moved. It is added to the columns of a column-parallel output, or to the reduced
+    output of a row-parallel layer.
     """
     placements, transport = spec.output_placements, spec.reduce_transport
     if bias is None:
@@ -425,8 +430,8 @@ def _start_to_input(
 ) -> DTensor | Scattering:
     """Start to redistribute grad_input to the placements of the input.
 
-    The gradient of an input that was gathered here is reduce-scattered here. An input that arrived
-    gathered keeps a Partial gradient, so that consumers of the same input share one reduction.
+    If this layer gathered the input, it also reduce-scatters the gradient. An input that arrived
+    gathered gets a Partial gradient, so that all layers that take this input share one reduction.
     """
     each_axis = zip(input_layout.placements, layouts.input, layouts.grad_input, strict=True)
     target = tuple(grad if now == needed else now for now, needed, grad in each_axis)
@@ -434,7 +439,7 @@ def _start_to_input(
 
 
 def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:
-    """Sum of the high-precision gradient over its rows, at the placements of the bias."""
+    """Sum the high-precision gradient over its rows, at the placements of the bias."""
     summed = grad.sum(dim=tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
     if not isinstance(summed, DTensor) or bias_layout is None:
         return summed

@@ -1,4 +1,4 @@
-"""Checks of a Float8Linear's operands. They use facts that all ranks share, so all ranks raise."""
+"""Checks of a Float8Linear's operands. All ranks check the same facts, so all of them raise."""
 
 import torch
 from torch.distributed.tensor import Shard
@@ -33,7 +33,7 @@ def check_summed_in_fp32(input: torch.Tensor, transport: str, fqn: str) -> None:
 def check_reduces_input_gradient(
     weight: torch.Tensor, input: torch.Tensor, transport: str, fqn: str
 ) -> None:
-    """Raise ValueError for a transport of a column-parallel layer whose input arrives gathered."""
+    """Raise ValueError if a column-parallel layer with a transport gets a gathered input."""
     here, there = Layout.of(weight), Layout.of(input)
     if here is None or there is None:
         return
@@ -78,7 +78,7 @@ def _described(scheme: Scheme) -> str:
 
 
 def takes_any_size(config: Float8LinearConfig) -> bool:
-    """Whether layers of any size run on a GPU: padded, emulated, or without float8 GEMMs."""
+    """Whether a GPU runs layers of any size: padding, emulation, or schemes without alignment."""
     schemes = [scheme for used in config.recipe.schemes.values() for scheme in used]
     aligned = any(scheme.needs_alignment for scheme in schemes)
     return config.pad_inner_dim or config.emulate or not aligned
@@ -87,9 +87,9 @@ def takes_any_size(config: Float8LinearConfig) -> bool:
 def check_alignment(
     config: Float8LinearConfig, weight: torch.Tensor, device: torch.device, fqn: str
 ) -> None:
-    """Raise ValueError, on all ranks, if a float8 GEMM of any rank would refuse its sizes.
+    """Raise ValueError, on all ranks, if a float8 GEMM on any rank would refuse its sizes.
 
-    ``weight`` is ``[out_features, in_features]``, as tensor parallelism shards it.
+    ``weight`` is ``[out_features, in_features]``, with its placements on a tensor-parallel mesh.
     """
     layout = Layout.of(weight)
     if layout is None and not (weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT):

@@ -26,7 +26,7 @@ _SHOWN_STATES = {
 
 @lru_cache
 def config_text(config: Float8LinearConfig) -> str:
-    """The recipe, or else the casts; options that differ from it; operands gathered in float8."""
+    """The recipe or the casts, the options that differ from it, and the float8 gathers."""
     by_recipe = [
         (recipe.value, _options_beside(config, Float8LinearConfig.from_recipe_name(recipe)))
         for recipe in Float8LinearRecipeName
@@ -48,7 +48,7 @@ def config_text(config: Float8LinearConfig) -> str:
 def scale_text(
     parameter: torch.Tensor | None, cache: WeightCache, history: AmaxHistory | None
 ) -> str:
-    """State of a weight's scale, as the next use would find it.
+    """Return the state of a weight's scale, as the next use would find it.
 
     Collectives: none. Nothing is waited for, and no state is changed.
     """
@@ -84,7 +84,7 @@ def _casts_text(config: Float8LinearConfig) -> str:
 
 
 def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> list[str]:
-    """The fields that differ from the recipe, without casts and fields that are shown elsewhere."""
+    """The fields that differ from the recipe, except for casts and fields shown elsewhere."""
     return [
         f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)

@@ -2,8 +2,7 @@
 
 Code with hand-written tensor parallelism has no DTensors: each rank holds its part of a weight as a
 plain parameter, and its parts of activations as plain tensors. A layer with declared placements
-wraps them as DTensors during its forward. All casts, moves and gradients are then those of a layer
-that was parallelized by a style.
+wraps them as DTensors during its forward, and then works like a layer with a parallel style.
 """
 
 from typing import NamedTuple
@@ -16,12 +15,12 @@ from fp8_dist.mesh import Layout, Placements, layout_over, sharded_dim
 
 
 class LocalPlacements(NamedTuple):
-    """Declared placements of the weight and the input, as local tensors.
+    """Declared placements of a weight and an input that are plain local tensors.
 
     The placement of the output is the layer's ``output_placements``.
 
     Attributes:
-        mesh: 1-D.
+        mesh: a 1-D mesh.
         weight: Shard(0), Shard(1) or Replicate.
         input: Shard or Replicate.
     """
@@ -32,17 +31,17 @@ class LocalPlacements(NamedTuple):
 
     @property
     def bias(self) -> Placement:
-        """Shard(0) for a column-parallel weight, as the output's columns; else Replicate."""
+        """Shard(0) for a column-parallel weight, like the columns of the output; else Replicate."""
         return Shard(0) if self.weight == Shard(0) else Replicate()
 
     def weight_layout(self, parameter: torch.Tensor, fqn: str) -> Layout:
-        """Layout of the weight whose local part is ``parameter``, which FSDP2 may have sharded."""
+        """Layout of the weight with the local part ``parameter``, which FSDP2 may have sharded."""
         return layout_over(parameter, self.mesh, self.weight, fqn)
 
     def distributed(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The operands as DTensors. Gradients arrive at the declared placements."""
+        """Wrap the operands as DTensors, whose gradients have the declared placements."""
         return (
             input if isinstance(input, DTensor) else self._wrap(input, self.input),
             self._wrap(weight, self.weight),

@@ -51,13 +51,13 @@ class Float8Linear(nn.Linear):
 
     Shapes: input ``[..., in_features]``, output ``[..., out_features]`` in the input's dtype (the
     autocast dtype under autocast). Parameters stay in high precision, so a ``state_dict`` is
-    interchangeable with nn.Linear's. :func:`fp8_dist.convert_to_float8_training`,
-    :meth:`from_float` and the constructor make layers; the constructor takes nn.Linear's arguments
-    and ``config``.
+    interchangeable with nn.Linear's. Create layers with
+    :func:`fp8_dist.convert_to_float8_training`, :meth:`from_float`, or the constructor, which takes
+    nn.Linear's arguments and ``config``.
 
     Collectives: none on one device. On DTensors, those of the table in :mod:`fp8_dist.mesh.rules`.
-    If the values that a scale covers are sharded, and the scale is not known yet, also an
-    all-reduce of 4 bytes per scale.
+    If the values of one scale are sharded and the scale is not known yet, also an all-reduce of 4
+    bytes per scale.
 
     A layer whose ``weight`` is replaced by a quantized one (``torchao.quantization.quantize_``)
     turns into an nn.Linear.
@@ -65,17 +65,17 @@ class Float8Linear(nn.Linear):
     Attributes:
         config: the configuration of casts and GEMMs.
         fqn: the layer's name in the converted model, for messages.
-        output_placements: placements of a DTensor output; ``None`` keeps those that the GEMM
-            leaves. The tensor-parallel styles set it.
-        reduce_transport: encoding of the summands where the output or grad_input is
-            reduce-scattered. The styles and ``declare_placements`` set it.
-        local_placements: placements of plain local tensors on a mesh, if they are declared;
+        output_placements: the placements of a DTensor output; ``None`` keeps the placements in
+            which the GEMM leaves it. The tensor-parallel styles set it.
+        reduce_transport: the encoding of the summands in reduce-scatters of the output and of
+            grad_input. The styles and ``declare_placements`` set it.
+        local_placements: the placements of plain local tensors on a mesh, if they are declared.
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
-        float8_weight: casts the weight, and caches its scales.
-        prepared_by: a name for each ``PrepareFloat8ModuleInput`` around the layer: the ``fqn`` of
-            the first layer whose config it follows.
-        histories: the amax history of each operand whose scaling is DELAYED, and of an input that
-            ``PrepareFloat8ModuleInput`` casts by the layer's config.
+        float8_weight: the object that casts the weight and caches its scales.
+        prepared_by: for each ``PrepareFloat8ModuleInput`` around the layer, the ``fqn`` of the
+            first layer whose config it follows.
+        histories: the amax history of each operand whose scaling is DELAYED, and the history of an
+            input that ``PrepareFloat8ModuleInput`` casts by the layer's config.
     """
 
     prepared_by: frozenset[str] = frozenset()
@@ -97,10 +97,10 @@ class Float8Linear(nn.Linear):
     def from_float(
         cls, mod: nn.Linear, config: Float8LinearConfig | None = None, *, fqn: str = ""
     ) -> "Float8Linear":
-        """A float8 layer that shares the parameters, hooks and attributes of ``mod``.
+        """Create a float8 layer that shares the parameters, hooks and attributes of ``mod``.
 
         With ``config.fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
-        the type that FSDP2 gathers in float8: make the optimizer afterwards.
+        the type that FSDP2 gathers in float8. Create the optimizer afterwards.
 
         Args:
             mod: the layer to convert; it is not changed.
@@ -144,9 +144,9 @@ class Float8Linear(nn.Linear):
             self.weight = self.float8_weight.wrapped(self.weight)
 
     def to_linear(self) -> nn.Linear:
-        """A new nn.Linear that shares this layer's parameters, as plain tensors, and has its mode.
+        """Return a new nn.Linear that shares this layer's parameters, as plain tensors.
 
-        Hooks and other attributes do not carry over.
+        It is in the training mode of this layer. Hooks and other attributes do not carry over.
         """
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
@@ -162,14 +162,18 @@ class Float8Linear(nn.Linear):
         return {"weight": self.float8_weight}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Compute ``input @ weight^T + bias`` in float8; for shapes and collectives see the class.
+        """Compute ``input @ weight^T + bias`` in float8. See the class for shapes and collectives.
 
         Raises:
             TypeError: the input is not floating point, or a tensor that was declared as local is a
                 DTensor (and not an input that ``share_input`` returned).
             ValueError: the input's last dim is not ``in_features``; the input and the weight are
                 neither DTensors on one mesh nor both plain; features are misaligned
-                (``pad_inner_dim``); or local tensors do not fit their declared placements.
+                (``pad_inner_dim``); a float8 input or gathered weight has another cast than the
+                config; ``reduce_transport`` does not apply; or local tensors do not fit their
+                declared placements.
+            NotImplementedError: a transform of ``torch.func`` or forward-mode differentiation is
+                active, or a layer with DELAYED scales is exported or captured in a CUDA graph.
         """
         declared = self.local_placements
         if declared is None:
@@ -186,7 +190,7 @@ class Float8Linear(nn.Linear):
         dtype, plain = input.dtype, not isinstance(input, DTensor)
         if not dtype.is_floating_point:
             raise TypeError(f"{self.fqn}: the input must be floating point, got {dtype}")
-        # The shape of a DTensor that was made of uneven local tensors is only torch's guess.
+        # If a DTensor was made from uneven local tensors, its shape is only torch's guess.
         if plain and (input.ndim == 0 or input.shape[-1] != self.in_features):
             raise ValueError(
                 f"{self.fqn}: the last dim of the input must be in_features={self.in_features}, "
@@ -223,7 +227,7 @@ class Float8Linear(nn.Linear):
         training = torch.is_grad_enabled()
         if not compiling and not self.float8_weight.leaves_something(weight, training):
             self.float8_weight.end_of_evaluation(weight)
-        # A graph would guard the name (torch 2.11), so no two layers could share one.
+        # A graph would guard on the name (torch 2.11), so no two layers could share a graph.
         fqn = "" if compiling else self.fqn
         owner = self.float8_weight
         spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, owner, training)
@@ -233,11 +237,11 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's text, the recipe, the operands gathered in float8, and the scale's state.
 
-        The recipe is ``recipe=tensorwise``, for example, with the options that differ from it, or
-        the casts. The state of the weight's scale is ``fresh``, ``stale`` (precomputed before the
-        weight changed), ``unknown`` (the next use computes it), ``pending`` (being computed), or
-        ``delayed`` with the number of amaxes in its history. A transport of reduce-scatters is
-        shown if there is one.
+        The recipe is shown as ``recipe=tensorwise``, for example, with the options that differ from
+        it. If no recipe has these casts, they are listed. The state of the weight's scale is
+        ``fresh``, ``stale`` (precomputed before the weight changed), ``unknown`` (the next use
+        computes it), ``pending`` (being computed), or ``delayed`` with the number of amaxes in its
+        history. The transport of reduce-scatters is shown if there is one.
 
         Collectives: none. Nothing is waited for, and no state is changed.
         """
@@ -261,7 +265,7 @@ class Float8Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "float8_weight" in self.__dict__:
-            # FSDP2 exchanges parameters in this way where a module class has a __setattr__.
+            # FSDP2 exchanges parameters through __setattr__ if a module class defines it.
             if name == "weight":
                 if not Float8Weight.can_be(value):
                     self._become_linear(f"{type(value).__module__}.{type(value).__name__}")
@@ -272,7 +276,7 @@ class Float8Linear(nn.Linear):
         nn.Linear.__setattr__(self, name, value)
 
     def _become_linear(self, weight_type: str) -> None:
-        """Turn into an nn.Linear, so that a weight of another type multiplies in its own way."""
+        """Turn into an nn.Linear, so that a weight of another type can use its own GEMM."""
         if self.float8_weight.is_exchanged or self.meshes():
             raise NotImplementedError(
                 f"{self.fqn}: a {weight_type} can't replace the weight of a layer that is "
@@ -295,7 +299,7 @@ class Float8Linear(nn.Linear):
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
-        # module.to(), .cuda(), to_empty() and the like change the weight unnoticed.
+        # The weight cache does not notice module.to(), .cuda(), to_empty() and the like.
         self.float8_weight.cache.reset()
         return super()._apply(fn, recurse)
 
@@ -303,7 +307,8 @@ class Float8Linear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars:
             destination[prefix + "weight"] = self.float8_weight.plain(self.weight)
-        # In the metadata, because the keys are nn.Linear's. load_state_dict passes metadata back.
+        # Histories are in the metadata, because the keys must be nn.Linear's. load_state_dict
+        # passes the metadata back.
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if self.histories and metadata is not None:
             save_to_metadata(self.histories, metadata)
@@ -322,7 +327,7 @@ class Float8Linear(nn.Linear):
         if "float8_weight" not in self.__dict__:
             return  # the layer has turned into an nn.Linear
         self.float8_weight.cache.drop(Change.LOAD)
-        if self.histories:  # a collective loads them
+        if self.histories:  # loading them needs a collective
             self.float8_weight.compare("load_state_dict")
         device = self.weight.device
         load_from_metadata(self.histories, local_metadata, self.meshes(), device, self.fqn, is_own)
@@ -331,10 +336,10 @@ class Float8Linear(nn.Linear):
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
-    Call it after changes that can't be noticed: writes to a numpy array of a weight, and, if FSDP2
-    does not gather it in float8, writes into its ``.data``, collectives into it
-    (``dist.broadcast``), and for DTensors in-place foreach ops outside an optimizer. The table of
-    docs/state.md has all of them. Call it on all ranks.
+    Call it, on all ranks, after changes that can't be noticed. These are writes to a numpy array
+    that shares memory with a weight. If FSDP2 does not gather the weight in float8, they are also
+    writes into its ``.data``, collectives into it (``dist.broadcast``), and for DTensors in-place
+    foreach ops outside an optimizer. The table of docs/state.md lists all of them.
 
     Collectives: none.
     """
@@ -355,12 +360,19 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     return {n: m for n, m in found if isinstance(m, Float8Linear)}
 
 
+<<<<<<< HEAD
 def other_users(
     module: nn.Module, parameters: Mapping[str, torch.Tensor], known: Iterable[nn.Module]
 ) -> list[str]:
     """Other uses of parameters, by FQN, than by ``known`` modules, as one phrase for each."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     users = set(known)
+=======
+def other_users(module: nn.Module, layers: Mapping[str, nn.Linear]) -> list[str]:
+    """Describe each other use of the weights of ``layers`` in ``module`` with a phrase."""
+    names = {id(layer.weight): name for name, layer in layers.items()}
+    known = set(layers.values())
+>>>>>>> prose-linear
     return [
         f"{names[id(parameter)]} is also {fqn + '.' if fqn else ''}{name}"
         for fqn, other in module.named_modules()

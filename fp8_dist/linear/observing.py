@@ -3,11 +3,11 @@
 Without an observer a cast costs one check of a Python variable, and no operator. In compiled code
 the operators are in the graph only while there is an observer of casts. The graphs with and without
 them are both kept, so code compiles once more when it is first observed, and never again. GEMMs are
-observed in eager code alone.
+only observed in eager code.
 
 An input that ``PrepareFloat8ModuleInput`` casts for several layers is *prepared*. Its cast and its
 uses are in different places, perhaps with a gather in between, and a module may have several such
-inputs. So each cast has a number, which the Float8Tensor carries to the layers.
+inputs. Therefore each cast has a number, which the Float8Tensor carries to the layers.
 """
 
 import itertools
@@ -52,13 +52,14 @@ class Owner(Protocol):
     handle: torch.Tensor
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """The high-precision parameter behind a forward's weight, detached: plain or a DTensor."""
+        """The high-precision parameter of a forward's weight, detached: plain or a DTensor."""
 
 
 class Observer:
-    """An observer of casts and GEMMs. It overrides methods, and must not change their tensors.
+    """Base class of observers of casts and GEMMs.
 
-    The methods are called without gradients and outside of dispatch modes.
+    A subclass overrides methods, which must not change the tensors that they are given. They are
+    called without gradients and outside dispatch modes.
     """
 
     def on_casts(
@@ -71,13 +72,13 @@ class Observer:
         """Called when a local operand was cast for GEMMs.
 
         ``high`` is ``[..., K]`` in high precision. ``lows`` are float8 copies of the same shape, by
-        the GEMMs that take them. In eager code one call has all copies of a cast operand.
+        the GEMMs that take them. In eager code one call contains all copies of a cast operand.
         """
 
     def on_prepared_cast(self, owner: Owner, high: torch.Tensor, low: Quantized) -> object:
         """Called when a local input was prepared by the config of ``owner``.
 
-        The result is handed to :meth:`on_prepared_use`.
+        The result is passed to :meth:`on_prepared_use`.
         """
         return None
 
@@ -105,10 +106,10 @@ class Observer:
 
 
 class _Shown(NamedTuple):
-    """Record of the casts that an observer was shown.
+    """The casts that an observer was shown.
 
     Attributes:
-        casts: casts outside of a backward.
+        casts: casts outside a backward.
         kept: results of :meth:`Observer.on_prepared_cast`, by the number of the cast.
     """
 
@@ -117,11 +118,11 @@ class _Shown(NamedTuple):
 
 
 _observers: dict[Observer, _Shown] = {}  # of casts
-_is_observed = False  # for guards of graphs; with the dict they would guard its items too
+_is_observed = False  # what graphs guard on: guards on the dict would include its items
 _gemm_observers: list[Observer] = []
 _recordings: list[list["GemmRecord"]] = []
-# Prepared inputs in high precision, by the cast number of the Float8Tensors made of each. Eager
-# code passes on the number's tensor itself, so an input is kept as long as one of them lives.
+# Prepared inputs in high precision, by the cast number of the Float8Tensors made from each. Eager
+# code passes the number's tensor on, so an input is kept as long as one of its Float8Tensors lives.
 _prepared: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 _cast_numbers = itertools.count()
 
@@ -151,7 +152,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def gemms_observed_by(observer: Observer) -> Iterator[None]:
-    """Show an observer the GEMMs of all layers inside the block. Compiled code runs eagerly."""
+    """Show an observer the GEMMs of all layers inside the block, where all code runs eagerly."""
     _gemm_observers.append(observer)
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -161,16 +162,16 @@ def gemms_observed_by(observer: Observer) -> Iterator[None]:
 
 
 def _tell(method: Callable[..., R], *arguments: Any) -> R:
-    """Call a method of an observer."""
+    """Call a method of an observer without gradients, outside dispatch modes."""
     with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         return method(*arguments)
 
 
 def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
-    """The schemes of the casts of an operand that observers are shown, by the GEMMs of each."""
+    """The schemes of the casts of an operand that observers see, by the GEMMs that take each."""
     recipe = config.recipe
     if recipe.folds and operand == "grad_output":
-        # Each cast has the scales of another operand folded in. The one of grad_weight has one
+        # Each cast has the scales of another operand folded in. The cast for grad_weight has one
         # scale per column.
         uses = recipe.uses[operand].items()
         return {
@@ -182,7 +183,7 @@ def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, .
 
 
 def _gemms_of(config: Float8LinearConfig, operand: Operand, scheme: Scheme) -> tuple[Gemm, ...]:
-    # A list, because dynamo supports no generator here.
+    # A list, because dynamo does not support a generator here.
     return tuple([gemm for gemm, each in config.recipe.uses[operand].items() if each == scheme])
 
 
@@ -200,12 +201,12 @@ def observe(
     Args:
         owner: the layer's ``float8_weight``.
         operand, gemms, high, low: as for :meth:`Observer.on_casts`.
-        repeats: a backward may repeat the cast (activation checkpointing, FSDP2's second gather).
-            It is shown once.
-        used: a tensor that the layer uses afterwards; None: the first scale of ``low``.
+        repeats: whether a backward may repeat the cast (activation checkpointing, FSDP2's second
+            gather). Such a cast is shown once.
+        used: a tensor that the layer uses afterwards; None for the first scale of ``low``.
 
     Returns:
-        The tensor to use in place of ``used``. A graph would drop the operator otherwise.
+        The tensor to use in place of ``used``. Otherwise a graph would drop the operator.
     """
     used = low.scales[0] if used is None else used
     if not torch.compiler.is_compiling():
@@ -224,7 +225,7 @@ def observe_copies(
     made: Copies,
     repeats: bool = True,
 ) -> Copies:
-    """:func:`observe` for copies of an operand, once per cast; in eager code in one call."""
+    """:func:`observe` each cast among the copies of an operand; in eager code, in one call."""
     if not torch.compiler.is_compiling():
         lows: dict[tuple[Gemm, ...], Quantized] = {}
         for copy, quantized in made.items():
@@ -260,9 +261,10 @@ def _show(
 
 
 def _observers_of(what: Hashable, repeats: bool) -> list[Observer]:
-    """The observers to show a cast. If it ``repeats``, a backward shows it only to new ones.
+    """The observers to show a cast to.
 
-    Compiled code may move a cast of the forward to the backward, where it is used.
+    If the cast ``repeats``, a backward shows it only to observers that have not seen it: compiled
+    code may move a cast of the forward to the backward, where it is used.
     """
     if not repeats:
         return list(_observers)
@@ -289,7 +291,7 @@ def observe_cast(
     start: Start,
     repeats: bool,
 ) -> torch.Tensor:
-    """:func:`observe` in a compiled graph."""
+    """Operator of :func:`observe`."""
     low = Quantized(qdata, tuple(scales), scheme_named(scheme), (start[0], start[1]))
     _show(owner_of(handle), operand, high, {tuple(gemms): low}, repeats)
     return used.clone()
@@ -325,7 +327,7 @@ def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> 
 
 
 def observe_prepared_use(owner: Owner, prepared: Float8Tensor) -> Float8Tensor:
-    """Tell observers that a layer takes a prepared input, and return the input to use."""
+    """Show observers that a layer takes a prepared input, and return the input to use."""
     number = prepared.cast_number
     if number is None:  # its cast was not observed
         return prepared
@@ -368,10 +370,10 @@ def observe_preparation(
     scheme: str,
     start: Start,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`observe_prepared_cast` in a compiled graph.
+    """Operator of :func:`observe_prepared_cast`.
 
-    ``scale`` is that of the first level, ``others`` are those of others. Returns the scale to use,
-    and the number of the cast.
+    ``scale`` is the scale of the first level, ``others`` are the scales of the other levels.
+    Returns the scale to use, and the number of the cast.
     """
     low = Quantized(qdata, (scale, *others), scheme_named(scheme), (start[0], start[1]))
     return scale.clone(), _show_preparation(owner_of(handle), high, low)
@@ -379,7 +381,7 @@ def observe_preparation(
 
 @query("observe_use(Tensor scale, Tensor handle, Tensor number) -> Tensor")
 def observe_use(scale: torch.Tensor, handle: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """:func:`observe_prepared_use` in a compiled graph."""
+    """Operator of :func:`observe_prepared_use`."""
     _show_use(owner_of(handle), number)
     return scale.clone()
 
@@ -398,7 +400,7 @@ class HighPrecision(NamedTuple):
 
 
 def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> HighPrecision:
-    """The high-precision operands of a forward with a possibly prepared input, gathered weight."""
+    """The high-precision operands of a forward, which may take a prepared input."""
     local, high = local_tensor(input), None
     if not isinstance(local, Float8Tensor):
         high = input.detach()
@@ -414,9 +416,9 @@ def observe_gemm(
     right: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> None:
-    """Show observers a GEMM if its operands are known and it is not of a repeated forward.
+    """Show observers a GEMM, unless an operand is unknown or the GEMM is of a repeated forward.
 
-    Arguments as for :meth:`Observer.on_gemm`.
+    The arguments are those of :meth:`Observer.on_gemm`.
     """
     if left is None or right is None or result is None or (gemm == "output" and in_backward()):
         return
@@ -432,7 +434,7 @@ class GemmRecord(NamedTuple):
         gemm: one of the layer's three GEMMs.
         a: a copy of the left operand, ``[M, K]``, local.
         b: a copy of the right operand, ``[K, N]``, local.
-        options: the (use_fast_accum, pad_inner_dim, emulate) of the GEMM.
+        options: (use_fast_accum, pad_inner_dim, emulate).
     """
 
     fqn: str
@@ -448,7 +450,7 @@ def record_gemms() -> Iterator[list[GemmRecord]]:
 
     Yields:
         A list that grows by one :class:`GemmRecord` per GEMM, in the order in which they run. GEMMs
-        of compiled graphs and those left in high precision are not recorded.
+        in compiled graphs and in high precision are not recorded.
 
     Collectives: none.
     """
@@ -470,7 +472,7 @@ def note_gemm(
     out_dtype: torch.dtype,
     options: GemmOptions,
 ) -> None:
-    """Add a GEMM to the active recordings; arguments as of :func:`fp8_dist.scaling.multiply`."""
+    """Add a GEMM to the active recordings; arguments as in :func:`fp8_dist.scaling.multiply`."""
     if not _recordings:
         return
     a, b = (Float8Tensor.of(each, out_dtype).clone() for each in matrices(left, right, turn))

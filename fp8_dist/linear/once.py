@@ -11,7 +11,7 @@ Backward = Callable[[Any, torch.Tensor | None], Gradients]
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """A gradient of a layer, which can't be differentiated."""
+    """Identity of a layer's gradient, which raises if it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, fqn: str, *origins: torch.Tensor) -> torch.Tensor:
@@ -27,10 +27,10 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Decorator for the ``backward`` of a layer's function; ``ctx.spec.fqn`` is the layer's name.
+    """Make a layer's ``backward`` raise under a second differentiation.
 
-    Under ``create_graph=True`` a second differentiation must raise instead of treating gradients as
-    constants.
+    Otherwise ``create_graph=True`` would treat gradients as constants. ``ctx.spec.fqn`` is the
+    layer's name.
     """
 
     @wraps(backward)
@@ -39,9 +39,8 @@ def differentiable_once(backward: Backward) -> Backward:
             return backward(ctx, grad)
         with torch.no_grad():
             gradients = backward(ctx, grad)
-        # The gradient is a function of grad_output and of all that the output depends on.
-        # Differentiating it with respect to any of these raises. Without them, torch would treat
-        # the gradient as constant.
+        # The gradient is a function of grad_output and of everything that the output depends on.
+        # With these as arguments, differentiating it with respect to any of them raises.
         origins, fqn = (*_leaves(ctx), grad), ctx.spec.fqn
         return tuple(
             g if g is None else _NoSecondDerivative.apply(g, fqn, *origins) for g in gradients

@@ -1,7 +1,7 @@
 """Planning, casting and moving the operands of a linear layer's GEMMs.
 
-If one float8 copy serves all GEMMs of an operand, the operand is cast where it is, and moves as
-float8. Otherwise it moves in high precision and is cast where it arrives.
+If one float8 copy serves all GEMMs of an operand, the operand is cast first and moved as float8.
+Otherwise it is moved in high precision and cast where it arrives.
 """
 
 import math
@@ -47,7 +47,7 @@ class LinearSpec(NamedTuple):
 
 
 class Recast(NamedTuple):
-    """A cast of the local weight in the backward, by the statistics of its global tensor."""
+    """Description of a cast of the local weight in the backward, with known global statistics."""
 
     statistics: Statistics
     scheme: Scheme
@@ -59,10 +59,11 @@ class WeightCasts(NamedTuple):
     """The local weight in float8, as a forward takes it.
 
     Attributes:
-        output, grad_input: the copies that these GEMMs take, perhaps the same; ``None``: they take
-            the weight in high precision, or by ``recast``.
-        recast: the cast for grad_input, made in the backward. The weight is then FSDP2's
-            high-precision copy, which FSDP2 frees in between; a float8 copy would outlive it.
+        output, grad_input: the copies that these GEMMs take, which may be the same copy. ``None``
+            means that the GEMM takes the weight in high precision, or by ``recast``.
+        recast: the cast for grad_input, if it is made in the backward. The weight is then FSDP2's
+            unsharded high-precision parameter. FSDP2 frees it between forward and backward, and a
+            float8 copy would outlive it.
     """
 
     output: Quantized | None = None
@@ -80,10 +81,10 @@ class OperandPlan(NamedTuple):
     """Plan of an operand's cast and redistribution.
 
     Attributes:
-        first: the one scheme for all GEMMs, in which the operand is cast before it moves; ``None``:
-            it moves in high precision, and is cast for each GEMM where it arrives.
-        moves: the operand is redistributed.
-        within: the mesh axes over which statistics may be reduced; ``None``: all.
+        first: the one scheme for all GEMMs, with which the operand is cast before it is moved.
+            ``None``: it is moved in high precision, and then cast for each GEMM.
+        moves: whether the operand is redistributed.
+        within: the mesh axes over which statistics may be reduced; ``None`` means all.
     """
 
     first: Scheme | None
@@ -102,11 +103,11 @@ def plan_operand(
     """Plan an operand's cast and redistribution from facts that all ranks share.
 
     Args:
-        schemes: the scheme that each GEMM takes; ``None``: high precision.
+        schemes: the scheme that each GEMM takes, or ``None`` for high precision.
         now: the placements of a DTensor operand; ``None`` for a plain tensor.
         then: the placements that the GEMMs need.
-        amax_scope: with ``"rank"`` statistics are reduced only over axes on which float8 data
-            moves.
+        amax_scope: with ``"rank"``, statistics are reduced only over axes along which float8 data
+            is moved.
     """
     axes: tuple[int, ...] = ()
     dims: list[int] = []
@@ -116,7 +117,7 @@ def plan_operand(
             axes += (axis,)
             dims.append(dim)
     moves, everywhere = now != then, amax_scope == "global"
-    # Shards of several pieces are not redistributed as float8.
+    # Shards that consist of several pieces are not redistributed as float8.
     first = None if has_pieces(now) else schemes[0]
     serves_all = first is not None and all(scheme == first for scheme in schemes)
     if (
@@ -169,11 +170,11 @@ def prepare_operand(
     placements: Placements | None,
     spec: LinearSpec,
 ) -> Operands:
-    """Cast an operand for the given GEMMs, and redistribute it to ``placements``, by its plan.
+    """Cast an operand for the given GEMMs and redistribute it to ``placements``, as planned.
 
     Args:
-        tensor: ``[..., K]``, in high precision or cast already; no Partial placements.
-        placements: the placements of a DTensor that the GEMMs need.
+        tensor: ``[..., K]``, in high precision or already float8; no Partial placements.
+        placements: the placements that the GEMMs need, if ``tensor`` is a DTensor.
     """
     prepared = local_tensor(tensor)
     if isinstance(prepared, Float8Tensor):
@@ -202,7 +203,7 @@ def _cast_here(
     within: tuple[int, ...] | None,
     high: torch.Tensor,
 ) -> Operands:
-    """Cast an operand for the given GEMMs without moving it; ``high`` is its local tensor."""
+    """Cast an operand for the given GEMMs where it is; ``high`` is its local tensor."""
     by_gemm = spec.config.copies(operand, tensor.device)
     taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
     wanted = tuple(dict.fromkeys(filter(None, taken.values())))
@@ -217,13 +218,13 @@ def prepare_gradients(
     weight: Local | None,
     spec: LinearSpec,
 ) -> dict[Gemm, tuple[Local, Local]]:
-    """The left and the right operand of each gradient GEMM.
+    """Prepare the left and the right operand of each gradient GEMM.
 
     Args:
         grad: grad_output ``[..., N]``, high precision, no Partial placements.
-        placements: the placements of a DTensor that the GEMMs need.
-        input: the right operand of grad_weight; None: that GEMM is left out.
-        weight: the right operand of grad_input; None: that GEMM is left out.
+        placements: the placements that the GEMMs need, if ``grad`` is a DTensor.
+        input: the right operand of grad_weight; None if that GEMM is left out.
+        weight: the right operand of grad_input; None if that GEMM is left out.
     """
     right: Operands = {}
     if weight is not None:
@@ -241,7 +242,7 @@ def prepare_gradients(
     _plan_of(grad, "grad_output", (scheme,), placements, spec)  # for its warning
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
-        # One GEMM is in high precision, so grad_output moves in high precision, once.
+        # One GEMM is in high precision, so grad_output is moved once, in high precision.
         high, grad = _moved_in_high_precision(grad, placements)
         operands = {gemm: (high, right[gemm]) for gemm in gemms}
     within = () if spec.config.amax_scope == "rank" else None
@@ -259,7 +260,7 @@ def _copies(
     spec: LinearSpec,
     within: tuple[int, ...] | None,
 ) -> Copies:
-    """Float8 copies of the local part of an operand; a plain tensor is cast as a matrix."""
+    """Cast the local part of an operand to float8 copies. A plain tensor is cast as a matrix."""
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
     made = _copies_of_matrix(tensor, matrix, operand, copies, spec, within)
     if not is_observed():
@@ -275,7 +276,7 @@ def _copies_of_matrix(
     spec: LinearSpec,
     within: tuple[int, ...] | None,
 ) -> Copies:
-    """:func:`_copies` without observers; ``matrix`` is a plain ``tensor`` as a matrix."""
+    """:func:`_copies` without observers; ``matrix`` is ``tensor``, as a matrix if it is plain."""
     history = spec.histories.get(operand)
     if history is not None:
         record = spec.record or operand == "grad_output"
@@ -291,12 +292,12 @@ def _copies_of_matrix(
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as ``[M, K]``."""
+    """Reshape ``[..., K]`` to ``[M, K]``."""
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """The local tensor at ``placements``, which may be in flight until it is first used."""
+    """Redistribute to ``placements``, and return the local tensor, which may be in flight."""
     if not isinstance(tensor, DTensor):
         return tensor
     assert placements is not None
@@ -306,7 +307,7 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
 def _moved_in_high_precision(
     tensor: torch.Tensor, placements: Placements | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local tensor at ``placements``, and the tensor or DTensor that it belongs to."""
+    """Redistribute to ``placements``; return the local tensor, and the tensor or DTensor of it."""
     high, layout = local_tensor(_moved(tensor, placements)), Layout.of(tensor)
     if layout is None:
         return high, high
@@ -315,9 +316,9 @@ def _moved_in_high_precision(
 
 
 def wait_local(operand: Local, scheme: Scheme | None) -> Local:
-    """Wait for an operand that is in flight, and return it.
+    """Wait for an operand that may be in flight, and return it.
 
-    ``scheme``: that of the operand, if it is float8.
+    ``scheme``: the scheme of a float8 operand.
     """
     if isinstance(operand, Quantized):
         return operand
@@ -329,7 +330,7 @@ def wait_local(operand: Local, scheme: Scheme | None) -> Local:
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
-    """A DTensor at other placements; its local tensor may be in flight."""
+    """Redistribute a DTensor. The local tensor of the result may be in flight."""
     if tuple(tensor.placements) == placements:
         return tensor
     return tensor.redistribute(placements=placements, async_op=True)

@@ -1,4 +1,4 @@
-"""Hooks after the step of any optimizer: weights drop their scales, then precompute runs."""
+"""Hooks that run after any optimizer's step: weights drop their scales, then precompute runs."""
 
 import threading
 import weakref
@@ -41,13 +41,14 @@ def watch_steps(watcher: WatchesSteps) -> None:
 
 
 def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> RemovableHandle:
-    """Run ``call`` each time these optimizers have stepped, after the watchers were notified.
+    """Run ``call`` each time all of these optimizers have stepped, after watchers were notified.
 
-    Optimizers step one after the other, so it runs after the last one's step. Optimizers that step
-    within a backward pass, each as soon as it has its gradients, may step in any order: then it
-    runs when the backward pass has ended.
+    Optimizers are expected to step in the given order, and ``call`` runs after the step of the last
+    one. Optimizers that step within a backward pass, each as soon as its gradients are ready, may
+    step in any order. In that case ``call`` runs when the backward pass has ended.
 
-    torch runs an optimizer's own post-step hooks before the global one.
+    It is run by a global hook, because torch runs an optimizer's own post-step hooks before the
+    global one that notifies watchers.
     """
     _install_hook()
     hook = _AfterSteps(call)
@@ -65,7 +66,7 @@ class _AfterSteps:
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
-        self._queued_in: int | None = None  # the last backward whose end it was queued for
+        self._queued_in: int | None = None  # the last backward pass that the call was queued for
 
     def stepped(self, is_last: bool) -> None:
         if not in_backward():
@@ -90,7 +91,7 @@ def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
 
 
 def updated_by(optimizer: Optimizer) -> set[int]:
-    """Ids of the parameters that an optimizer's steps update, without frozen ones."""
+    """Ids of the parameters that an optimizer's steps update, excluding frozen ones."""
     return {
         id(param)
         for group in optimizer.param_groups
@@ -116,7 +117,7 @@ def _install_hook() -> RemovableHandle:
 @torch.compiler.disable
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # The hooks of the optimizers in a container have already reported their updates. Scales that
-    # calls after those steps have computed since are still valid.
+    # were computed after those steps are still valid.
     held = [each for inner in _iterated(optimizer) for each in hooked_optimizers(inner)]
     updated = updated_by(optimizer).difference(*map(updated_by, held))
     with _watchers_lock:

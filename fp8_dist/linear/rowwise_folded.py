@@ -1,38 +1,39 @@
 """Rowwise scales with one float8 copy of each operand: the recipe ``rowwise_folded``.
 
-Let x be the input ``[M, K]``, w the weight ``[N, K]`` and g grad_output ``[M, N]``. Let ``t[m]``
-and ``s[n]`` be the scales of the rows of x and w (dequantization scales, powers of two), and xq and
-wq their float8 data::
+Let x be the input ``[M, K]``, w the weight ``[N, K]``, and g grad_output ``[M, N]``. Let ``t[m]``
+and ``s[n]`` be the dequantization scales of the rows of x and w, powers of two, and let xq and wq
+be their float8 data::
 
     output[m,n]      = sum_k x[m,k] w[n,k] = t[m] s[n] sum_k xq[m,k] wq[n,k]
     grad_input[m,k]  = sum_n g[m,n] w[n,k] = sum_n (g[m,n] s[n]) wq[n,k]
     grad_weight[n,k] = sum_m g[m,n] x[m,k] = sum_m (g[m,n] t[m]) xq[m,k]
 
-In the output both scales stand outside of the sum. In a gradient one of them runs along the
-contraction, where a GEMM can't apply it. It is folded into g instead, whose own scales can then be
-chosen along the dim that is kept. So xq and wq serve two GEMMs each, and can be gathered::
+In the output both scales are outside the sum. In each gradient one of them runs along the
+contraction, where a GEMM can't apply it. It is folded into g instead, which is then cast with
+scales along the dim that is kept. So xq and wq serve two GEMMs each, and can be gathered::
 
     g0 = cast_rows(g)             scale r0[m]     is gathered; both folds start from it
     g1 = cast_rows(g0 * s)        scale r1[m]     grad_input[m,k]  = r1[m] sum_n g1q[m,n] wq[n,k]
     g2 = cast_columns(g0 * t)     scale c[n]      grad_weight[n,k] = c[n]  sum_m g2q[m,n] xq[m,k]
 
-All scales are powers of two, so folding one in and casting again changes exponents alone. The
-second rounding is exact except for values that fall below the range of the new scale (2^-17 of the
-largest of their row or column), which are negligible in their sum.
+All scales are powers of two, so folding one in and casting again changes only exponents. The second
+rounding is exact, except for values that fall below the range of the new scale (2^-17 of the
+largest value of their row or column), which are negligible in their sum.
 
-Folding s before the first cast and taking g2 from ``g1 / s`` would save one cast. But where a row
-of the weight is small compared to others, its column of g1 would underflow, though grad_weight
+Folding s before the first cast and taking g2 from ``g1 / s`` would save one cast. But if a row of
+the weight is small compared to other rows, its column of g1 would underflow, although grad_weight
 needs it: rows of zeros would never get a gradient.
 
-r1 is computed from ``g * s`` in high precision, together with r0. Where N is sharded, one
-all-reduce serves both. Where rows are gathered, none is needed: r1 is gathered with them, 4 bytes
-per row.
+r1 is computed from ``g * s`` in high precision, together with r0. If N is sharded, one all-reduce
+serves both. If rows are gathered, no all-reduce is needed: r1 is gathered with them, 4 bytes per
+row.
 
-The folded factor is ``scale * UNIT`` (:mod:`fp8_dist.kernels.folding`). Gradients of 1e-12 lose
-nothing with weights of usual size, and some dB with weights of 1e-5.
+The folded factor is ``scale * UNIT`` (:mod:`fp8_dist.kernels.folding`). Gradients of 1e-12 lose no
+accuracy with weights of usual size, and some dB with weights of 1e-5.
 
-One float8 copy of g has a limit: values below the range of g0, relative to the largest of their
-row, are lost for grad_weight, whose columns might have kept them.
+A single float8 copy of g has a limit: values of g that are below the range of g0, relative to the
+largest value of their row, are lost for grad_weight. A cast of g with one scale per column might
+have kept them.
 """
 
 import math
@@ -60,24 +61,26 @@ def folded_gradients(
     transposed: bool,
     owner: Owner,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """The operands of the two gradient GEMMs: g1 and wq, g2 and xq.
+    """Prepare the operands of the two gradient GEMMs: g1 and wq, g2 and xq.
 
     Args:
         grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
         scheme: the scheme of grad_output, with one scale per row.
-        placements: the placements of a DTensor that the GEMMs need.
-        weight: the local weight ``[N, K]`` with scales s; ``None`` where g1 is not needed.
+        placements: the placements that the GEMMs need, if ``grad`` is a DTensor.
+        weight: the local weight ``[N, K]`` with scales s; ``None`` if g1 is not needed.
         input: the local input ``[..., K]`` with scales t, as the GEMM of grad_weight takes it;
-            ``None`` where g2 is not needed.
+            ``None`` if g2 is not needed.
         within: as in :func:`fp8_dist.cast.cast_copies`.
         transposed: write g2 transposed, if the gradient is local.
         owner: the layer's ``float8_weight``.
 
     Returns:
-        Local operands. The scales of the right one are 1, since they were folded into the left one.
+        Local operands. The scales of each right operand are 1, because they were folded into the
+        left one.
 
-    Collectives: an all-gather of 1 byte per element and 8 per row for a grad that is gathered; an
-    all-reduce of 8 bytes per row where N is sharded, and of 4 bytes per column where rows are.
+    Collectives: if ``grad`` is gathered, an all-gather of 1 byte per element and 8 bytes per row.
+    If N is sharded, an all-reduce of 8 bytes per row. If rows are sharded, an all-reduce of 4 bytes
+    per column.
     """
     grad = _with_whole_rows(grad, placements)
     if isinstance(grad, DTensor):
@@ -107,7 +110,7 @@ def _folded(
     (value,) = reduced_statistics(scheme, rows, layout, within)
     multipliers, scales = scaling_from_amax(value, dtype, True)
     qdata = quantize(local, multipliers[..., :1], dtype, fits=True)
-    # For each row its scale in g0, and the multiplier of g1.
+    # For each row, its scale in g0 and its multiplier in g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
 
     if layout.placements != placements:
@@ -140,7 +143,7 @@ def _observed(
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     """Show g1 and g2 to observers, with the high-precision gradient times the folded scales.
 
-    If operands were gathered to ``placements``, the part of this rank's gradient is shown.
+    If operands were gathered to ``placements``, only the part from this rank's gradient is shown.
     """
     layout, high = Layout.of(grad), local_tensor(grad).to(torch.float32)
 
@@ -192,9 +195,9 @@ def _folded_locally(
 
 
 def _unit_scales(weight: Quantized | None, input: Quantized | None) -> torch.Tensor:
-    """Scales of 1 for both right operands, ``[..., K]``.
+    """Scales of 1 for both right operands.
 
-    They have a shape that a GPU's GEMM accepts together with the scales of rows.
+    Their shape is one that a GPU's GEMM accepts together with scales of rows.
     """
     operand = input if weight is None else weight
     assert operand is not None
@@ -207,10 +210,10 @@ def _unscaled(operand: Quantized, ones: torch.Tensor) -> Quantized:
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """The grad, moved to ``placements`` first if its rows are not whole before or after the move.
+    """Redistribute grad to ``placements`` in high precision if it can't be moved as float8 rows.
 
-    That is the case where it is, or is to be, sharded along its last dim. It is also moved if ranks
-    have several pieces of it.
+    This is the case if it is sharded along its last dim, before or after the move, or if ranks have
+    several pieces of it.
     """
     if not isinstance(grad, DTensor):
         return grad
@@ -225,7 +228,7 @@ def _moved(
     qdata: torch.Tensor, numbers: torch.Tensor, layout: Layout, placements: Placements
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Redistribute rows of float8 data together with their numbers, in one message."""
-    # Most of the bytes are float8. Wrap them as such, so that comm_audit counts them as float8.
+    # Most of the bytes are float8. Wrap them as a Float8Tensor, so that comm_audit counts them so.
     packed = pack_rows(qdata, [numbers])
     shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
     carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)

@@ -13,7 +13,7 @@ _KEY = "float8_amax_histories"
 
 
 def save_to_metadata(histories: Mapping[str, AmaxHistory], metadata: dict[str, Any]) -> None:
-    """Save copies of a layer's histories in its ``state_dict`` metadata."""
+    """Save copies of a layer's histories in the metadata of its ``state_dict``."""
     metadata[_KEY] = {name: history.amaxes() for name, history in histories.items()}
 
 
@@ -25,19 +25,20 @@ def load_from_metadata(
     fqn: str,
     is_own: bool,
 ) -> None:
-    """Continue a layer's histories from its ``state_dict`` metadata.
+    """Continue a layer's histories from the metadata of a ``state_dict``.
 
-    Histories that ``Float8State`` has loaded stay until they are used: metadata may be older, as in
-    the ``state_dict()`` that DCP reads into. A plain dict has no metadata, and then histories stay
-    as they are. Warns once per process if the histories are not those that were loaded.
+    Histories that ``Float8State`` has loaded are kept until they are used, because metadata may be
+    older, as in the ``state_dict()`` that DCP reads into. A plain dict has no metadata, and leaves
+    histories as they are. Warns once per process if the layer's histories are not those of the
+    state_dict.
 
     Args:
         histories: the layer's histories, by name of the operand.
         metadata: the metadata that nn.Module passes to ``_load_from_state_dict``.
         meshes, device: see :func:`load_histories`.
         fqn: the layer's name, for messages.
-        is_own: whether the loaded weight is the layer's own memory. The metadata then has the
-            histories from the time when ``state_dict()`` was called.
+        is_own: whether the loaded weight shares memory with the layer's weight. The metadata then
+            has the histories of the time when ``state_dict()`` was called.
 
     Collectives, raises: as :func:`load_histories`.
     """
@@ -70,7 +71,7 @@ def load_from_metadata(
 
 
 def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None:
-    """Warn once, at the end of a step, if parameters were loaded without histories before it."""
+    """Warn once, at the end of a step, if parameters had been loaded without histories."""
     used = [history for history in histories.values() if history.current is not None]
     if any(history.restored is False for history in used):
         known = any(history.history is not None for history in used)
@@ -91,7 +92,7 @@ def _amaxes(histories: Mapping[str, AmaxHistory]) -> dict[str, list[float]]:
 
 
 def difference(own: Iterable[str], saved: Iterable[str]) -> str:
-    """Message for a checkpoint with histories of other operands; empty if they are the same."""
+    """Message about a checkpoint with histories of other operands, or an empty string."""
     own, saved = set(own), set(saved)
     if own == saved:
         return ""

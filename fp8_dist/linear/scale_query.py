@@ -6,9 +6,9 @@ checkpointing must not see it either: if a recomputation found a scale that the 
 compute, saved results would be assigned to the wrong operators. In both cases one opaque operator
 is called, which queries the object that holds the state.
 
-A handle identifies that object. It is a tensor, an input of a graph like any other, so layers can
-share a graph. Each query is an operator of its own, defined next to the class that implements it
-(``weight_queries``, ``amax_history``).
+A handle identifies that object. It is a tensor, and an input of the graph like any other, so layers
+can share a graph. Each query is an operator of its own, defined next to the class that implements
+it (``weight_queries``, ``amax_history``).
 """
 
 import itertools
@@ -24,12 +24,11 @@ from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Handles are numbers because a graph input is plain data. An entry is removed when its owner is
-# freed.
+# Owners by the number in their handle. An entry is removed when its owner is freed.
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 
-# The implementation of each query, for dispatch modes that need to see the operators inside.
+# The implementation of each query, for dispatch modes that have to see the operators inside it.
 QUERIES: dict[OpOverload, Callable[..., Any]] = {}
 
 
@@ -47,15 +46,15 @@ def owner_of(handle: torch.Tensor) -> Any:
 
 
 def must_query() -> bool:
-    """Whether a query must run as an operator, instead of as a call of the object's method."""
+    """Whether a query must run as an operator, and not as a call of the object's method."""
     return torch.compiler.is_compiling() or is_selectively_checkpointed()
 
 
 def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """Decorator that defines the operator of a query, with the function that implements it.
+    """Define the operator of a query, which the decorated function implements.
 
-    The function runs without gradients and outside of inference mode, because training may save
-    scales that an evaluation computed. In the schema ``Tensor handle`` identifies the object.
+    The function runs without gradients and outside inference mode, because training may save scales
+    that an evaluation computed. In the schema, ``Tensor handle`` identifies the object.
     """
 
     def define(answer: Callable[P, R]) -> CustomOp[P, R]:
@@ -69,5 +68,5 @@ def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
 
 
 def copied(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies of tensors for a query to return: a graph may write into its results."""
+    """Copy the tensors that a query returns, because a graph may write into results."""
     return [tensor.to(device, copy=True) for tensor in tensors]

@@ -1,9 +1,9 @@
-"""Cache of the float8 copies of the last input that was cast, for several layers that take it.
+"""Cache of the float8 copies of the last input that was cast, for layers that share it.
 
 ``wq``, ``wk`` and ``wv`` of an attention share one input, as do ``w1`` and ``w3`` of a
-feed-forward. Its float8 copies serve all of them: there is one cast, and one copy saved for
-backward, as nn.Linear layers save the one tensor. The cache entry lives as long as the copy that
-autograd saves.
+feed-forward. Its float8 copies serve all of them: the input is cast once, and one copy is saved for
+backward, just as nn.Linear layers save a shared input once. The cache entry lives as long as the
+copy that autograd saves.
 """
 
 from typing import Any, NamedTuple
@@ -19,34 +19,41 @@ from fp8_dist.torch_internals import version_of
 
 
 class _LastCast(NamedTuple):
-    source: ReferenceType[torch.Tensor]  # for an identity check alone
+    source: ReferenceType[torch.Tensor]  # only compared by identity
     key: Any
     first: Copies  # the copies that only the forward takes
     saved: Copy
     data: ReferenceType[torch.Tensor]
-    rest: Quantized  # the other fields
+    rest: Quantized  # the saved copy, with a scale in place of its data
 
 
 _last: _LastCast | None = None
 
 
 def cast_key(x: torch.Tensor, kind: Any) -> Any:
+<<<<<<< HEAD
     """The key under which a cast of this kind may be reused; None if it must not be."""
     version = version_of(x)
     if version is None or is_captured(x):
+=======
+    """The key under which a cast of this kind may be reused; None if it must not be reused."""
+    if x.is_inference():
+        return None  # inference tensors have no version counter
+    if is_captured(x):
+>>>>>>> prose-linear
         return None  # a CUDA graph must hold the cast itself
     return version, kind, current_stream(x.device)
 
 
 def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
-    """The copies that were noted last, if they still exist and belong to ``x`` and this key."""
+    """The last noted copies, if they still exist and belong to ``x`` and this key."""
     last = _last  # another thread may replace it
     if last is None or last.source() is not x or last.key != key:
         return None
     data = last.data()
     if data is None:
         return None
-    # TensorWeakRef revives the Python object of a tensor that autograd alone still owns.
+    # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
     saved = last.rest._replace(qdata=TensorWeakRef(data)())
     return {**last.first, last.saved: saved}
 

@@ -1,6 +1,6 @@
-"""Tensors that are read on another stream than the one that made them.
+"""Tensors that are read on another stream than the one that computed them.
 
-FSDP2 gathers weights on streams of its own, where their scales and casts are read.
+FSDP2 gathers weights on its own streams, where their scales and casts are read.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ class _Weight(Protocol):
 
 
 def note_made(weights: Iterable[_Weight]) -> None:
-    """Let later gathers of these weights wait for their scales and casts on this stream."""
+    """Let later gathers wait for the scales and casts of weights that this stream computes."""
     on_gpu = [weight for weight in weights if device_of(weight).type == "cuda"]
     if on_gpu:
         event = torch.cuda.current_stream().record_event()
@@ -29,16 +29,16 @@ def note_made(weights: Iterable[_Weight]) -> None:
 
 
 def device_of(weight: _Weight) -> torch.device:
-    """Return the device on which the scales of a weight are used, also with CPU offload."""
+    """Return the device on which the scales of a weight are used, even with CPU offload."""
     shard, layout = weight.shard(), Layout.of(weight.parameter())
     offloaded = layout is not None and layout.mesh.device_type != shard.device.type
     return torch.device(layout.mesh.device_type) if layout and offloaded else shard.device
 
 
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Keep the memory of freed tensors from being reused before the current stream has read them.
+    """Keep the memory of tensors, once freed, until the current stream has read them.
 
-    The caching allocator would otherwise reuse it at once on the stream of its allocation.
+    The caching allocator would otherwise reuse it at once on the stream that allocated it.
     """
     for tensor in tensors:
         if tensor.is_cuda:

@@ -2,24 +2,24 @@
 
 Terms:
 
-* *parameter*: the tensor that is registered as ``layer.weight`` now. FSDP2 exchanges it: it is the
-  *sharded parameter* between uses and the *unsharded parameter* while the layer runs.
+* *parameter*: the tensor that is currently registered as ``layer.weight``. FSDP2 exchanges it: it
+  is the *sharded parameter* between uses and the *unsharded parameter* while the layer runs.
 * *shard*: the parameter's local tensor, plain and in high precision.
-* *known*: the statistics of the shard for each scheme, which are those of the global weight.
+* *known*: for each scheme, the global weight's statistics for the blocks of the shard.
 * *casts*: the shard in float8, one for each of ``config.recipe.schemes["weight"]``.
 
-The owner of the parameter determines where it is cast:
+The parameter is cast in different places, depending on how it is distributed:
 
-* None, or tensor parallelism: the forward casts the shard. The GEMMs of the forward and of the
-  backward take these casts (:meth:`Float8Weight.forward_casts`).
-* FSDP2 with float8 gathers: FSDP2 gets the cast of the shard from
-  :meth:`Float8Weight.gather_cast` and gathers it. The forward finds a ``Float8Tensor`` as the
-  parameter.
-* FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
+* Not at all, or by tensor parallelism: the forward casts the shard. The GEMMs of the forward and of
+  the backward take these casts (:meth:`Float8Weight.forward_casts`).
+* By FSDP2 with float8 gathers: FSDP2 gets the cast of the shard from
+  :meth:`Float8Weight.gather_cast` and gathers it. In the forward the parameter is a
+  ``Float8Tensor``.
+* By FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
 
-Statistics come from ``cache`` if it has them for the current values of the parameter, from
-precompute or from an earlier use. Otherwise they are computed and stored there. Compiled graphs and
+``cache`` holds the statistics that precompute or an earlier use has computed. If it has none for
+the current values of the parameter, they are computed and stored there. Compiled graphs and
 selective activation checkpointing query them by operators (``scale_query``).
 """
 
@@ -90,6 +90,7 @@ class GatherType(Protocol):
 class Float8Weight:
     """A parameter that is cast to float8, of two dims or more: a module, and the name there.
 
+<<<<<<< HEAD
     The module has it in the dict ``float8_weights``, by that name. Parameters are looked up by name
     because FSDP2 and checkpoint loaders replace them. A copy of the module needs a new object, with
     an empty cache. The module is referred to weakly.
@@ -98,12 +99,18 @@ class Float8Weight:
         name: the name of the parameter in the module.
         config: its casts are those of ``weight``.
         fqn: the name of the module.
+=======
+    A copy of the layer gets a new object with an empty cache. The reference to the layer is weak.
+
+    Attributes:
+        config, fqn: the config and the name of the layer.
+>>>>>>> prose-linear
         handle: identifies this object in operators (``scale_query``).
         cache: statistics and float8 casts, while they are known to be fresh.
-        is_exchanged: FSDP2 has put an unsharded parameter in the place of the sharded one.
-        made: on a GPU, an event for streams other than the one that ran precompute or sync: after
-            it, the scales and batched casts of the weight are ready.
-        is_compared: the ranks agree about the layer (``agreement``).
+        is_exchanged: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
+        made: on a GPU, an event of the stream that ran precompute or sync. After it, the scales and
+            batched casts of the weight are ready for other streams.
+        is_compared: whether the ranks were found to agree about the layer (``agreement``).
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
     """
@@ -125,7 +132,7 @@ class Float8Weight:
         self.fqn = fqn
         self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
-        # FSDP2 exchanges the parameter: no cast of an unsharded parameter may outlive it.
+        # If set, no cast of the unsharded parameter may outlive it.
         self.is_exchanged = False
         self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
@@ -134,7 +141,7 @@ class Float8Weight:
     def compare(self, caller: str) -> None:
         """Compare the layer between the ranks of its mesh, unless that was done before.
 
-        This is for layers that code outside of this library has placed.
+        This serves layers that were placed by code outside this library.
         """
         layout = None if self.is_compared else self.layout()
         if layout is not None:
@@ -162,6 +169,7 @@ class Float8Weight:
         return module
 
     def parameter(self) -> torch.Tensor:
+<<<<<<< HEAD
         """The parameter that is registered now."""
         parameter: torch.Tensor = getattr(self.module, self.name)
         return parameter
@@ -170,13 +178,19 @@ class Float8Weight:
     def is_registered(self) -> bool:
         """Whether it is a parameter of the module, neither parametrized nor flattened."""
         return self.name in self.module._parameters and self.parameter().ndim >= 2
+=======
+        """The parameter that is currently registered."""
+        layer = self._layer()
+        assert layer is not None, f"{self.fqn} was freed"
+        return layer.weight
+>>>>>>> prose-linear
 
     def shard(self) -> torch.Tensor:
         """The current shard, without a copy or collectives."""
         return self.gather_type.unwrap(local_tensor(self.parameter()))
 
     def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
-        """The layout of a parameter (None: the layer's), as a DTensor or as declared."""
+        """The layout of a parameter, by default the layer's, as a DTensor or as declared."""
         parameter = self.parameter() if parameter is None else parameter
         declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
         if declared is None:
@@ -184,12 +198,12 @@ class Float8Weight:
         return declared.weight_layout(parameter, self.fqn)
 
     def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
-        """The casts of the parameter that a forward and its backward take.
+        """Return the casts of the parameter that a forward and its backward take.
 
         ``needs_grad_input``: whether a backward, if one follows, computes the input's gradient.
 
-        Collectives: for each cast one all-reduce of 4 bytes per scale (1 per block), if the values
-        that a scale covers are sharded and the scales are not known.
+        Collectives: for each cast, an all-reduce of 4 bytes per scale (1 byte per block), if the
+        values of one scale are sharded and the scales are not known.
         """
         if not self.schemes:
             return WeightCasts()
@@ -199,7 +213,7 @@ class Float8Weight:
             gathered = self._recorded(quantized_as(local, self.schemes[0]))
             return WeightCasts(gathered, gathered)
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        # No end_of_evaluation follows in a graph, so scales found without gradients are not kept.
+        # A graph does not call end_of_evaluation, so scales found without gradients are not kept.
         keeps = training or not compiling
         if not compiling and not self.leaves_something(parameter, training):
             self.begin_evaluation()
@@ -229,13 +243,13 @@ class Float8Weight:
         return WeightCasts(first and float8[first], second and float8[second])
 
     def gather_cast(self, shard: torch.Tensor) -> tuple[Quantized, Scales | None]:
-        """The cast of the sharded parameter for FSDP2 to gather, and scales that it can't carry.
+        """Return the cast of the sharded parameter that FSDP2 gathers.
 
-        These are the scales of the whole weight. ``shard`` may have been moved off the parameter's
-        device (CPU offload).
+        The second result is the scales of the whole weight if the gather can't carry scales, else
+        None. ``shard`` may have been moved off the parameter's device (CPU offload).
 
-        Collectives: as :meth:`forward_casts`; for scales of the whole weight that are not known,
-        those of :func:`fp8_dist.scaling.whole_statistics`.
+        Collectives: as :meth:`forward_casts`. If scales of the whole weight are needed and not
+        known, those of :func:`fp8_dist.scaling.whole_statistics`.
         """
         if not is_captured(shard):
             self.wait_until_made()
@@ -256,23 +270,23 @@ class Float8Weight:
         return found, whole
 
     def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
-        """Whether a write to ``parameter`` may go unnoticed for ever.
+        """Whether a write to ``parameter`` may never be noticed.
 
-        This is the case for a frozen parameter if torch does not count all writes to it: PEFT
-        merges adapters through ``.data``. No optimizer step invalidates its cache.
+        This is the case for a frozen parameter whose version counter misses some writes, as when
+        PEFT merges adapters through ``.data``. No optimizer step invalidates its cache either.
         """
         return not parameter.requires_grad and is_plain(local_tensor(parameter))
 
     def leaves_something(self, parameter: torch.Tensor, training: bool) -> bool:
-        """Whether later forwards may reuse this one's scales and casts; not those of evaluation."""
+        """Whether later forwards may reuse the scales and casts of a forward; not in evaluation."""
         return training and (self.is_exchanged or not self.may_change_unnoticed(parameter))
 
     def begin_evaluation(self) -> None:
         """Drop casts and scales of other passes before a pass that must not use them.
 
-        A backward keeps them: it runs without gradients too, and uses those of its forward. A
-        precomputed scale is dropped as well if this rank has the whole weight, and so needs no
-        other rank to compute it again, or if the weight may have changed unnoticed.
+        They are kept in a backward, which also runs without gradients but uses those of its
+        forward. A precomputed scale is dropped too if the weight may have changed unnoticed, or if
+        this rank has the whole weight and can compute the scale again without other ranks.
         """
         if not in_backward():
             parameter = self.parameter()
@@ -280,10 +294,10 @@ class Float8Weight:
             self.cache.begin_evaluation(forgets and not self.is_exchanged)
 
     def end_of_evaluation(self, parameter: torch.Tensor) -> None:
-        """Drop the casts and scales of a forward of which later forwards must not use any.
+        """Drop the casts and scales of a forward if later forwards must not use them.
 
-        For a weight that FSDP2 gathers in float8 the gather does this. Ranks agree about gathers,
-        but not about forwards: experts may lack tokens.
+        For a weight that FSDP2 gathers in float8, the gather does this instead: all ranks take part
+        in a gather, but not in a forward if an expert has no tokens.
         """
         if not isinstance(local_tensor(parameter), Float8Tensor):
             self.cache.end_of_evaluation()
@@ -291,7 +305,7 @@ class Float8Weight:
     def wait_until_made(self) -> None:
         """Let the current stream wait for scales and casts made on another stream.
 
-        FSDP2 gathers on a stream that waits for the optimizer alone (set_post_optim_event).
+        FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
         """
         if self.made is not None:
             self.made.wait()
@@ -308,9 +322,9 @@ class Float8Weight:
 
     @classmethod
     def can_be(cls, tensor: torch.Tensor | None) -> bool:
-        """Whether a tensor can be a layer's weight; not if it is a subclass with its own GEMM.
+        """Whether a tensor can be a layer's weight.
 
-        The quantized weights of torchao are such subclasses.
+        A subclass with its own GEMM, such as the quantized weights of torchao, can't.
         """
         local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
         return (
@@ -322,8 +336,8 @@ class Float8Weight:
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as a plain tensor or DTensor on the same storage, detached.
 
-        The version counters are shared, including that of the local tensor, so writes to the result
-        are noticed.
+        It shares the version counters, including that of the local tensor, so writes to it are
+        noticed.
         """
         local = self.gather_type.unwrap(local_tensor(parameter)).detach()
         if not isinstance(parameter, DTensor):
@@ -333,12 +347,17 @@ class Float8Weight:
         return plain
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """:meth:`plain` of a forward's weight, or of the sharded parameter it was gathered from."""
+        """:meth:`plain` of a forward's weight, or of the sharded parameter that was gathered."""
         return self.plain(weight if self._sharded is None else self._sharded)
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
+<<<<<<< HEAD
         """A new parameter on the same storage, of the type that FSDP2 gathers in float8."""
         local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
+=======
+        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
+        local = self.gather_type.wrap(local_tensor(parameter.detach()))
+>>>>>>> prose-linear
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
     def _casts(
@@ -349,13 +368,13 @@ class Float8Weight:
         source: ScaleState,
         record: bool = False,
     ) -> tuple[Copies, Scales | None]:
-        """Float8 copies of a parameter's shard, outside of graphs; cached where that is possible.
+        """Cast a parameter's shard to float8 copies outside of graphs, with the cache if possible.
 
         The second result is the scales of the whole weight, if a gather needs them and they are
         known.
 
-        ``record``: they belong to a training step, so a delayed scale records the amax. For a
-        gather of FSDP2, which runs without gradients, the forward records it.
+        ``record``: whether the copies belong to a training step, so that a delayed scale records
+        the amax. For FSDP2's gather, which runs without gradients, the forward records it.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
@@ -367,11 +386,12 @@ class Float8Weight:
             copy in float8 and float8[copy].qdata.device == shard.device for copy in copies
         ):
             if queried:
-                # A recomputation takes saved results in order, so it must query as the forward did.
+                # A recomputation takes saved results in order, so it must query as the forward
+                # does, even if the results are not needed.
                 self._known(shard, source)
             return float8, cache.whole_scales
         if fresh or queried:
-            # Known statistics may be stale unnoticed, so values may exceed them.
+            # The weight may have changed unnoticed, so its values may exceed known statistics.
             float8 = cast_by(shard, copies, self._known(shard, source), self.layout(parameter))
             whole = cache.whole_scales
         else:
@@ -390,11 +410,10 @@ class Float8Weight:
         record: bool,
         source: ScaleState | None = None,
     ) -> tuple[Known, Copies, Scales | None]:
-        """Cast a shard by statistics that are not known yet.
+        """Cast a shard whose statistics are not known yet.
 
         Returns:
-            The statistics, the copies, and the scales of the whole weight where a gather needs
-            them.
+            The statistics, the copies, and the scales of the whole weight if a gather needs them.
         """
         scheme, tensor = copies[0].scheme, self._distributed(parameter, shard)
         if self._history is not None:
@@ -409,7 +428,7 @@ class Float8Weight:
         return *cast_copies(tensor, copies, local=shard), None
 
     def needs_whole_scales(self, layout: Layout | None) -> bool:
-        """Whether FSDP2 can't gather the scales of the weight's parts with its data."""
+        """Whether FSDP2's gather needs scales that it can't gather with the weight's data."""
         (scheme,) = self.schemes
         if layout is None or not scheme.moving_levels(layout):
             return False
@@ -420,7 +439,7 @@ class Float8Weight:
 
         An exported graph outlives this object, so it computes scales itself.
 
-        ``keep``: the forward belongs to a training step, and new statistics are kept.
+        ``keep``: whether the forward belongs to a training step, so that new statistics are kept.
         """
         if torch.compiler.is_exporting():
             return self._new_casts(self.parameter(), shard, copies, False)[1]
@@ -441,10 +460,10 @@ class Float8Weight:
         transposed: Sequence[bool],
         keep: bool,
     ) -> list[torch.Tensor]:
-        """The results of :func:`weight_copies`.
+        """Compute the results of :func:`weight_copies`.
 
-        A graph may reuse the memory of these tensors, so none of them is cached. A cached float8
-        copy would not help: copying it moves as many bytes as casting the weight again.
+        A graph may reuse the memory of these tensors, so none of them is cached. Returning a clone
+        of a cached float8 copy would not help: it moves as many bytes as casting the weight again.
         """
         self.compare("the first forward")
         is_own = self._is_own(shard)
@@ -462,7 +481,7 @@ class Float8Weight:
             on_device = {s: tuple(n.to(shard.device) for n in own) for s, own in known.items()}
             float8 = cast_by(shard, copies, on_device, layout)
         else:
-            # A scale that follows from its history costs nothing to find again, so it is not kept.
+            # A scale that follows from a history costs nothing to find again, so it is not kept.
             keeps = keep and is_own and (history is None or history.statistic is None)
             found, float8, whole = self._new_casts(parameter, shard, copies, keep)
             self._note(parameter, shard, found, ScaleState.FROM_FORWARD if keeps else None, whole)
@@ -470,13 +489,14 @@ class Float8Weight:
                 self.end_of_evaluation(parameter)
         if history is not None and keep:
             history.record_later()
-        # Statistics that are kept may be scales, and the graph may write to what it is given.
+        # Exponents (uint8) are scales and also statistics, which may be kept, and the graph may
+        # write into its results.
         return [t.clone() if t.dtype is torch.uint8 else t for t in flat_copies(float8)]
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
-        """The casts of a parameter that FSDP2 gathered in high precision.
+        """Return the casts of a parameter that FSDP2 gathered in high precision.
 
-        These are the cast for the output, and the statistics by which the backward casts again.
+        These are the cast for the output, and the statistics with which the backward casts again.
         """
         uses, layout = self.config.recipe.uses["weight"], self.layout()
         of_output, of_grad_input = uses["output"], uses["grad_input"]
@@ -498,11 +518,12 @@ class Float8Weight:
         return WeightCasts(output, recast=recast)
 
     def _known(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
-        """The statistics of the shard, cached or new; by an operator where required.
+        """Return the statistics of the shard, cached or new, by an operator where required.
 
-        One call finds all of them. In a graph, a call for the casts of the backward would move to
-        the backward, where FSDP2 has gathered the weight again and nothing is cached. ``source`` is
-        the state under which new statistics are kept; None: they are not kept.
+        One call finds all of them. In a graph, a separate call for the casts of the backward would
+        move to the backward, where FSDP2 has gathered the weight again and nothing is cached.
+
+        ``source``: the state under which new statistics are kept; None if they are not kept.
         """
         if not must_query():
             found, device = self.known_for(shard, source), shard.device
@@ -519,7 +540,7 @@ class Float8Weight:
         return known
 
     def known_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
-        """The statistics of the tensor that a graph reads as the weight."""
+        """Return the statistics of the tensor that a graph reads as the weight."""
         self.compare("the first forward")
         if source is None:
             self.begin_evaluation()
@@ -528,10 +549,10 @@ class Float8Weight:
         return self._new_statistics(self.parameter(), shard, None, {})
 
     def _is_own(self, shard: torch.Tensor) -> bool:
-        """Whether a tensor that a graph read is the layer's parameter.
+        """Whether a tensor that a graph reads is the layer's parameter.
 
-        It may be another tensor: in ``functional_call``, after an update within the graph, or if a
-        parametrization computes it. Nothing is cached for those.
+        It may be another tensor in ``functional_call``, after an update within the graph, or if a
+        parametrization computes it. Nothing is cached for such tensors.
         """
         module = self._module()
         if module is None or self.name not in module._parameters:
@@ -542,7 +563,7 @@ class Float8Weight:
         )
 
     def known_for(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
-        """The statistics of the parameter's ``shard``, cached or new."""
+        """Return the statistics of the parameter's ``shard``, cached or new."""
         parameter = self.parameter()
         known = (self.cache.known if self._is_fresh(parameter, shard) else None) or {}
         if all(scheme in known for scheme in self.schemes):
@@ -552,8 +573,8 @@ class Float8Weight:
     def _is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
         """Whether the cached scales and casts of a parameter may be used.
 
-        They may not while a CUDA graph is captured: the graph must hold the computation of scales
-        and casts, to be replayed with other values.
+        They may not be used while a CUDA graph is captured. The graph must contain the computation
+        of scales and casts, because it is replayed with other values.
         """
         return not is_captured(shard) and self.cache.is_fresh(parameter)
 
@@ -564,12 +585,13 @@ class Float8Weight:
         source: ScaleState | None,
         known: Known,
     ) -> Known:
-        """Find the statistics for each scheme, from values or a history, and store them.
+        """Compute the statistics for each scheme, from values or a history, and store them.
 
         They are not stored for a tensor in the parameter's place, such as FSDP1's view of the
         gathered tensor, which changes unnoticed.
 
-        ``known``: statistics that are known. A forward without grad_input finds one of two.
+        ``known``: the statistics that are known already. A forward without grad_input may have
+        found those of one of two schemes.
         """
         new, whole = dict(known), None
         for scheme in self.schemes:
@@ -591,7 +613,7 @@ class Float8Weight:
         ``whole``: the scales of the whole weight, if they are known.
         """
         if is_captured(shard):
-            return  # they belong to the graph
+            return  # the statistics belong to the graph
         self.cache.warn_if_stale(parameter, self.fqn)
         if source is not None and _is_parameter(parameter):
             self.cache.store(parameter, new, source, whole)
@@ -603,7 +625,7 @@ class Float8Weight:
         scheme: Scheme,
         source: ScaleState | None,
     ) -> tuple[Statistics, Scales | None]:
-        """The statistics of a shard, and all scales of the weight where a gather needs them."""
+        """The statistics of a shard, and the scales of the whole weight if a gather needs them."""
         if self._history is not None:
             tensor = self._distributed(parameter, shard)
             return self._history_of(parameter).statistics_of(tensor, record=False), None
@@ -624,10 +646,10 @@ class Float8Weight:
         return shard if layout is None else layout.wrap(shard)
 
     def _history_of(self, parameter: torch.Tensor) -> AmaxHistory:
-        """The amax history of the parameter; for a frozen one its scale is dropped first.
+        """The amax history of the parameter. For a frozen parameter its scale is dropped first.
 
-        A step changes a weight by little, so the scale of its history still fits. A merge of
-        adapters may change a frozen weight by much.
+        An optimizer step changes a weight only little, so that the scale from its history still
+        fits. Merging adapters may change a frozen weight a lot.
         """
         history = self._history
         assert history is not None
@@ -636,10 +658,10 @@ class Float8Weight:
         return history
 
     def _recorded(self, weight: Quantized) -> Quantized:
-        """The weight; in a training step a delayed scale records its amax.
+        """Record the weight's amax in a training step, if its scale is delayed; return the weight.
 
-        The cast of the weight can't record it, because FSDP2 gathers without gradients in training
-        too.
+        The cast of the weight can't tell whether to record, because FSDP2 gathers without gradients
+        in training too.
         """
         if self._history is None or not torch.is_grad_enabled():
             return weight
@@ -658,7 +680,7 @@ class Float8Weight:
 
     def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor, wrapped: bool) -> None:
         if wrapped and self.config.enable_fsdp_float8_all_gather == "auto":
-            return  # "auto" also stands for models that FSDP2 does not shard
+            return  # "auto" also allows for models that FSDP2 does not shard
         if wrapped:
             warn_once(
                 "float8 gather without FSDP2",
@@ -667,7 +689,7 @@ class Float8Weight:
                 "convert_to_float8_training), or leave the flag off",
             )
         elif self.is_exchanged and self.config.fsdp_float8_all_gather:
-            return  # the parameter has lost its type, which was said when FSDP2 gathered it
+            return  # _warn_if_type_is_lost has warned when FSDP2 gathered the parameter
         elif self.cache.precomputed_for_another(parameter):
             warn_once(
                 "precompute without float8 gather",

@@ -4,30 +4,30 @@ A scale, and the float8 copy made with it, may be used only for the values it wa
 The following changes of a weight are noticed:
 
 * Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters. Version
-  counters alone would not do: foreach and fused steps change a DTensor without raising them. For
-  parameters that no optimizer was seen to update, the hook drops the scales that a forward or a
-  gather has found. They may be copies of updated parameters: mixed-precision optimizers that own
-  the masters copy them back through ``.data``.
-* FSDP2 replaces sharded parameters by unsharded ones and back: the layer notices each exchange.
-  The values of an unsharded parameter are unknown the next time, except in the backward. There
-  they are the ones that the forward gathered, unless the versions of either show a write since.
+  counters alone would not do, because foreach and fused steps change a DTensor without raising
+  them. For parameters that no optimizer was seen to update, the hook drops the scales that a
+  forward or a gather has found. Such parameters may be copies of updated ones: mixed-precision
+  optimizers that own master weights copy them back through ``.data``.
+* FSDP2 exchanges sharded and unsharded parameters: the layer notices each exchange. At the next
+  exchange the values of an unsharded parameter are unknown, except in the backward. There they are
+  the ones that the forward gathered, unless the version of either parameter shows a write since.
 * In-place ops on the parameter, on its ``to_local()`` or on results of ``state_dict()``: version
-  counters, from the moment when the amax is computed. A weight that FSDP2 gathers in float8 counts
-  writes that torch does not count: in-place foreach ops, writes into ``.data``, collectives into
-  it. For other frozen weights a forward caches nothing, as no optimizer step invalidates them (PEFT
-  merges adapters through ``.data``).
+  counters show them, from the moment when the amax is computed. A weight that FSDP2 gathers in
+  float8 also counts writes that torch does not count: in-place foreach ops, writes into ``.data``,
+  and collectives into it. For other frozen weights a forward caches nothing, because no optimizer
+  step invalidates them (PEFT merges adapters through ``.data``).
 * ``parameter.data = tensor``, unless the parameter is a DTensor (torch leaves those unchanged), and
-  ``swap_tensors``: another storage.
+  ``swap_tensors``: the storage is another one.
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer clears the cache, or the
   identity of the parameter differs.
 
 The table of docs/state.md lists the writes that are not noticed, because Python sees no trace of
-them. After these, call :func:`fp8_dist.invalidate_float8_scales`. Without it a training forward
-uses the old scale, and the old float8 copy if there is one, until the next optimizer step or
-precompute. An evaluation uses neither, except for a precomputed or a DELAYED scale. FSDP2 gathers
-without gradients in training too, so there ``model.eval()`` marks an evaluation. Every change,
-noticed or not, must be made on all ranks: a rank that drops its scales alone waits alone for the
-all-reduce of new ones.
+them. Call :func:`fp8_dist.invalidate_float8_scales` after these. Otherwise a training forward uses
+the old scale, and the old float8 copy if there is one, until the next optimizer step or precompute.
+An evaluation uses neither, except for a precomputed or a DELAYED scale. FSDP2 gathers without
+gradients in training too, so there ``model.eval()`` marks an evaluation. Every change, noticed or
+not, must be made on all ranks: if only one rank drops its scales, it waits for an all-reduce that
+the other ranks do not join.
 
 The state depends only on the sequence of calls, which is the same on all ranks, so ranks agree
 about which weights need a collective. A compiled graph queries it when it runs, by an operator.
@@ -47,7 +47,7 @@ from fp8_dist.scaling import Scales
 from fp8_dist.torch_internals import in_backward, innermost, storage_address, version_of
 from fp8_dist.warn import warn_once
 
-# A parameter, its version and that of its local tensor: together they identify its values.
+# A parameter, its version, and the version of its local tensor. Together they identify its values.
 _Values = tuple[torch.Tensor, int | None, int | None]
 
 
@@ -71,7 +71,7 @@ class ScaleState(Enum):
 
 
 class Change(Enum):
-    """Kind of a weight's change, with the text for the warning about its precomputed scale."""
+    """Kind of change of a weight, with its text in the warning about a stale precomputed scale."""
 
     STEP = "an optimizer has taken a step"
     LOAD = "a state_dict was loaded"
@@ -87,15 +87,15 @@ class PendingScales:
     """Scales of several weights that depend on a collective in flight.
 
     Args:
-        find: waits for the collective, and returns for each cache its statistics by scheme, and
-            ``whole_scales``.
+        find: waits for the collective, and returns (cache, statistics by scheme, ``whole_scales``)
+            for each cache.
     """
 
     def __init__(self, find: Callable[[], list[tuple["WeightCache", Known, Any]]]) -> None:
         self._find: Callable[[], Any] | None = find
 
     def wait(self) -> None:
-        """Wait for the scales, and hand them to the caches that are still PENDING on them."""
+        """Wait for the scales, and pass them to the caches that are still PENDING on them."""
         if self._find is not None:
             find, self._find = self._find, None
             # Autograd can't save inference tensors, and an evaluation may be the first use.
@@ -126,17 +126,17 @@ class WeightCache:
     ``reset``                  UNKNOWN        UNKNOWN        UNKNOWN      UNKNOWN
     =========================  =============  =============  ===========  =========================
 
-    An empty cell: the state stays. (a) The layer used another tensor than the parameter that the
-    scales were precomputed for. (b) Unless an optimizer was seen to update the parameter. (c)
-    FROM_FORWARD alone, and not where a backward gathers again what the forward gathered. (d) With
-    ``forget_precomputed``. (e) At the next use, unless that is in a backward.
+    In an empty cell the state does not change. (a) The layer used another tensor than the parameter
+    that the scales were precomputed for. (b) Unless an optimizer was seen to update the parameter.
+    (c) Only FROM_FORWARD, and not if a backward gathers again what the forward gathered. (d) With
+    ``forget_precomputed``. (e) At the next use, unless it is in a backward.
 
     Attributes:
         state: see the table.
-        float8: the float8 copies of the local shard that were used, if they are kept.
-        whole_scales: the scales of the global weight, where FSDP2's gather can't carry them.
-        is_cast_ahead: the current evaluation has begun for this weight, whose cast is batched with
-            those of other layers, but FSDP2 has not gathered it yet.
+        float8: the float8 copies of the local shard that were used last, if they are kept.
+        whole_scales: the scales of the global weight, if FSDP2's gather can't carry scales.
+        is_cast_ahead: whether the current evaluation has already begun for this weight, because it
+            was cast in a batch with other layers, while FSDP2 has not gathered it yet.
     """
 
     def __init__(self) -> None:
@@ -145,15 +145,16 @@ class WeightCache:
         self.whole_scales: Scales | None = None
         self.is_cast_ahead = False
         self._known: Known | PendingScales | None = None
-        # The parameter, with its version and that of its local tensor. A strong reference, because
-        # swap_tensors, which module.to() may use, refuses tensors with weak references.
+        # The parameter, its version, and the version of its local tensor. The reference is strong,
+        # because swap_tensors, which module.to() may use, refuses tensors with weak references.
         self._param: torch.Tensor | None = None
         self._version: int | None = None
         self._local_version: int | None = None
         self._storage: StorageWeakRef | None = None
         self._was_frozen = False
-        self._is_noted = False  # False after a load: FSDP2 then replaces local tensors that it pads
-        self._of_evaluation = False  # a pass without gradients has ended: see end_of_evaluation
+        # Whether versions are compared. Not after a load, when FSDP2 replaces tensors that it pads.
+        self._is_noted = False
+        self._of_evaluation = False  # a pass without gradients has ended; see end_of_evaluation
         # The sharded parameter that FSDP2 gathered, and the unsharded one.
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
@@ -171,7 +172,7 @@ class WeightCache:
         return None if isinstance(known, PendingScales) else known
 
     def resolve(self, pending: PendingScales, known: Known, whole_scales: Scales | None) -> None:
-        """Take the statistics that were waited for, unless they were dropped in the meantime."""
+        """Store the statistics of ``pending``, unless they were dropped in the meantime."""
         if self._known is pending:
             self.state = ScaleState.PRECOMPUTED
             self._known, self.whole_scales = known, whole_scales
@@ -213,7 +214,7 @@ class WeightCache:
         return self.state not in _WITHOUT_SCALES
 
     def state_of(self, param: torch.Tensor) -> ScaleState:
-        """The state that a use of ``param`` would find now. The cache is not changed."""
+        """Return the state that a use of ``param`` would find now, without changing the cache."""
         if self._param is not param:
             return ScaleState.UNKNOWN
         if self._has_same_values(param) and not self._is_for_others(param):
@@ -221,10 +222,10 @@ class WeightCache:
         return ScaleState.STALE if self.state in _OF_PRECOMPUTE else ScaleState.UNKNOWN
 
     def _is_for_others(self, param: torch.Tensor) -> bool:
-        """Whether the scale is of an ended evaluation, or of another ``requires_grad``.
+        """Whether the scale is from an evaluation that has ended, or for another ``requires_grad``.
 
-        A frozen weight may have another scale: see AmaxHistory.forget_scale. Precomputed scales
-        always stay.
+        A frozen weight may have another scale (see ``AmaxHistory.forget_scale``). Precomputed
+        scales are kept in any case.
         """
         if self.state in _OF_PRECOMPUTE:
             return False
@@ -246,7 +247,7 @@ class WeightCache:
         self._is_noted, self._was_frozen = True, not param.requires_grad
         self._version, self._local_version = version_of(param), version_of(local_tensor(param))
         if self._storage is None or not self._has_same_storage(param):
-            # The weak reference keeps the storage's address from being reused.
+            # A weak reference to the storage keeps its address from being reused.
             self._storage = StorageWeakRef(innermost(param).untyped_storage())
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
@@ -257,7 +258,7 @@ class WeightCache:
         """Drop the scales and casts of other passes before a pass without gradients.
 
         A model may be changed unnoticed before it is evaluated (an EMA by foreach ops). A
-        precomputed scale stays by default: all ranks would have to compute another one.
+        precomputed scale is kept by default, because all ranks would have to compute a new one.
         """
         self.float8 = None
         if self.state not in _OF_PRECOMPUTE:
@@ -267,10 +268,10 @@ class WeightCache:
             self.state = ScaleState.UNKNOWN
 
     def end_of_evaluation(self) -> None:
-        """Invalidate scales computed during an evaluation, after it.
+        """Invalidate the scales that were computed in an evaluation when it ends.
 
-        A backward may still use the scale: the pass may have been the first half of reentrant
-        activation checkpointing.
+        A backward may still use them, because the pass without gradients may have been the forward
+        of reentrant activation checkpointing.
         """
         self.float8 = None
         self._of_evaluation = self.state not in _OF_PRECOMPUTE
@@ -281,16 +282,16 @@ class WeightCache:
         self._known = self.float8 = self.whole_scales = None
 
     def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
-        """Called when the layer's parameter is replaced; it may come back with other values.
+        """Called when the layer's parameter is replaced. It may return with other values.
 
-        A sharded parameter that FSDP2 replaces doesn't change in the meantime.
+        A sharded parameter that FSDP2 replaces does not change in the meantime.
 
         Args:
             by: the new parameter.
             gathered: the sharded parameter, if FSDP2 gathered ``by`` from it. The scales that a
                 forward computed for ``by`` are valid again in the backward, where a checkpointed
-                block needs them once more, unless they were dropped in between or one of the two
-                was written to.
+                block needs them once more. They are not if they were dropped in between, or if one
+                of the two parameters was written to.
         """
         if self.state in (ScaleState.UNKNOWN, ScaleState.FROM_FORWARD):
             if self._origin is not None and self._origin[0] is by:
@@ -302,7 +303,7 @@ class WeightCache:
         self._origin, self._gathered = _values(gathered), _values(by)
 
     def optimizer_stepped(self, updated: set[int]) -> None:
-        """Invalidate the cache after an optimizer step that updated the parameters of these ids."""
+        """Invalidate the cache after an optimizer step that updated parameters with these ids."""
         is_own = id(self._param) in updated
         self._optimized |= is_own
         self._steps_since_sync += is_own
@@ -312,12 +313,12 @@ class WeightCache:
             self._note_values(self._param)
 
     def drop(self, change: Change | None = None) -> None:
-        """Drop scales and casts. A precomputed scale becomes STALE, and ``change`` is noted.
+        """Drop scales and casts. Precomputed scales become STALE.
 
-        ``change``: the kind of change of the values, if there was one.
+        ``change``: the kind of change of the weight, if it changed.
         """
         if isinstance(self._known, PendingScales):
-            self._known.wait()  # torch wants every collective waited for
+            self._known.wait()  # every collective must be waited for
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change
@@ -326,7 +327,7 @@ class WeightCache:
         self._of_evaluation = False
 
     def reset(self) -> None:
-        """Forget everything, because the parameter is about to become another."""
+        """Forget everything, because the parameter is about to be replaced."""
         self.drop()
         self.state = ScaleState.UNKNOWN
         self._param = self._gathered = None
@@ -352,7 +353,7 @@ class WeightCache:
         self._steps_since_sync = 0
 
     def warn_if_not_synced(self, name: str) -> None:
-        """Warn once if optimizer steps were taken without a sync of the delayed scales."""
+        """Warn once if several optimizer steps were taken without a sync of the delayed scales."""
         if self._steps_since_sync > 1:
             warn_once(
                 "stale history",
@@ -362,10 +363,18 @@ class WeightCache:
             )
 
 
+<<<<<<< HEAD
+=======
+def _version(tensor: torch.Tensor) -> int | None:
+    """The version counter of a tensor; None for inference tensors, which have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+>>>>>>> prose-linear
 def _values(param: torch.Tensor | None) -> _Values | None:
     return None if param is None else (param, version_of(param), version_of(local_tensor(param)))
 
 
 def _is_same(param: torch.Tensor | None, values: _Values | None) -> bool:
-    """Whether ``values`` are those of a parameter, unchanged."""
+    """Whether a parameter is the one of ``values`` and has not changed since."""
     return values is not None and values[0] is param and values == _values(param)

@@ -14,7 +14,7 @@ from fp8_dist.scaling import empty_scales, empty_statistics, scheme_named
 def weight_statistics(
     x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int], keep: bool
 ) -> list[torch.Tensor]:
-    """The statistics of a weight for each scheme, flat, for a forward."""
+    """The statistics of a weight for each scheme, in a flat list, for a forward."""
     source = ScaleState.FROM_FORWARD if keep else None
     known = owner_of(handle).known_for_graph(x, source)
     return copied([each for key in schemes for each in known[scheme_named(key)]], x.device)
@@ -33,10 +33,10 @@ def weight_copies(
     transposed: list[bool],
     keep: bool,
 ) -> list[torch.Tensor]:
-    """The scales of a weight for each scheme, flat, and then its copies, for a forward.
+    """The scales of a weight for each scheme, then its copies, in a flat list, for a forward.
 
     Args:
-        start: where the local part begins in its first blocks.
+        start: the offset of the local part within its first blocks.
         of: the index of each copy's scheme.
         transposed: whether each copy is ``[K, N]`` in memory.
         keep: whether new statistics serve later forwards and an amax is recorded.
@@ -50,7 +50,7 @@ def weight_copies(
 def shard_statistics(
     x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int]
 ) -> list[torch.Tensor]:
-    """The statistics of a weight for each scheme, flat, for FSDP2's gather."""
+    """The statistics of a weight for each scheme, in a flat list, for FSDP2's gather."""
     known = owner_of(handle).known_for(x, ScaleState.FROM_GATHER)
     return copied([each for key in schemes for each in known[scheme_named(key)]], x.device)
 

@@ -1,6 +1,7 @@
 """Layouts of tensors on a mesh, and reductions of amaxes over it.
 
-Other packages import from here. Only this one reduces amaxes. It imports ``torch_internals``.
+Other packages import from here. All amaxes are reduced in this package. Of the library it imports
+only ``torch_internals``.
 """
 
 from fp8_dist.mesh.agreement import first_difference

@@ -1,4 +1,4 @@
-"""Comparison of facts between ranks: the first one that differs, and the ranks on which it does."""
+"""Comparison of facts between ranks."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fp8_dist.torch_internals import without_dispatch_modes
 
-_KNOWN = ""  # the name of a difference among facts
+_KNOWN = ""  # the name under which a known difference is added to the facts
 
 
 def first_difference(
@@ -17,15 +17,15 @@ def first_difference(
     device: str,
     known: str | None = None,
 ) -> str | None:
-    """Describe the first fact that is not the same on all ranks; None if there is none.
+    """Describe the first fact that differs between ranks, and the ranks on which it differs.
 
-    All ranks get the same result.
+    Returns None if there is no difference. All ranks get the same result.
 
     Args:
         facts: values by name. Their order is compared, too.
         groups: the groups of this rank along each axis of a mesh, or one group of all ranks.
         device: the type of the devices that communicate.
-        known: a difference that was found before. If any rank has one, it is the result.
+        known: a difference that was found before. If any rank passes one, it is the result.
 
     Collectives: one all-reduce of 16 bytes over each group. If there is a difference, also an
     all-reduce of 8 bytes and an all-gather of the facts over each group. Dispatch modes, such as

@@ -1,4 +1,4 @@
-"""Reduction of amaxes over a mesh. No other module reduces them."""
+"""Reduction of amaxes over a mesh. No other module implements one."""
 
 import atexit
 import sys
@@ -23,7 +23,7 @@ def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> to
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-    """All-reduce (MAX) non-negative fp32 values, keeping a NaN of any rank, or uint8 exponents.
+    """All-reduce (MAX) non-negative fp32 values or uint8 exponents. A NaN of any rank is kept.
 
     Collectives: one all-reduce for each group, one after the other.
     """
@@ -35,19 +35,19 @@ def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
 class AmaxReduction:
     """Asynchronous :func:`all_reduce_max`: the constructor starts it, :meth:`wait` ends it.
 
-    Of several groups only the last is reduced asynchronously, because each reduction needs the
-    result of the one before.
+    If there are several groups, only the reduction over the last one is asynchronous, because each
+    reduction needs the result of the one before.
 
-    torch keeps the buffer of a reduction until it is waited for. A reduction that is freed earlier
-    is therefore waited for when the next one starts, or when the process exits. It can't be waited
-    for at once: the garbage collector may free it while a process group holds the lock that the
-    wait needs. A reduction that is still alive at exit is waited for then, unless an exception ends
-    the process: other ranks may never join it, and the process has to exit for the launcher to see
-    the failure.
+    torch keeps the buffer of a reduction until it is waited for. A reduction that is freed without
+    a wait is therefore waited for when the next one starts, or when the process exits. It can't be
+    waited for at once, because the garbage collector may free it while a process group holds the
+    lock that the wait needs. A reduction that is still alive at exit is waited for then, unless an
+    exception ends the process: other ranks may never join the reduction, and the process has to
+    exit for the launcher to see the failure.
     """
 
     def __init__(self, amax: torch.Tensor, groups: Sequence[str]) -> None:
-        if not is_captured(amax):  # a graph can't wait for a collective started outside of it
+        if not is_captured(amax):  # a CUDA graph can't wait for a collective started outside it
             _wait_for([reduction for reduction in list(_unwaited) if reduction() is None])
         *others, last = groups
         self._bits = _start(all_reduce_max(amax, others), last)
@@ -55,7 +55,7 @@ class AmaxReduction:
         _unwaited[self._reference] = self._bits
 
     def wait(self) -> torch.Tensor:
-        """The maximum, fp32."""
+        """Wait for the maximum, and return it in the dtype of the argument (fp32 or uint8)."""
         _unwaited.pop(self._reference, None)
         return _wait(self._bits)
 
@@ -66,9 +66,9 @@ class AmaxReduction:
 
 
 def _start(amax: torch.Tensor, group_name: str) -> torch.Tensor:
-    # Backends may drop a NaN in a MAX. The bits of non-negative floats, read as integers, are
-    # ordered like the floats, with NaN above infinity, so the reduction runs on int32. Exponents
-    # are bytes, of which the largest is NaN.
+    # Backends may drop a NaN in a MAX, so floats are reduced as int32. The bits of non-negative
+    # floats, read as integers, are ordered like the floats, with NaN above infinity. The largest
+    # uint8 exponent is NaN.
     bits = amax if amax.dtype is torch.uint8 else amax.view(torch.int32)
     return funcol.all_reduce(bits, "max", group_name)
 
@@ -78,12 +78,12 @@ def _wait(bits: torch.Tensor) -> torch.Tensor:
     return found if found.dtype is torch.uint8 else found.view(torch.float32)
 
 
-# The buffers of reductions that were not waited for yet.
+# The buffers of reductions that have not been waited for.
 _unwaited: dict[weakref.ref[AmaxReduction], torch.Tensor] = {}
 
 
 def _wait_for(reductions: Iterable[weakref.ref[AmaxReduction]]) -> None:
-    # A dispatch mode may be counting operators. The wait fails if another rank is gone.
+    # Dispatch modes that count operators must not see this wait. It fails if another rank is gone.
     for reduction in reductions:
         bits = _unwaited.pop(reduction, None)
         if bits is not None:

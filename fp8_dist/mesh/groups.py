@@ -1,12 +1,14 @@
 """Process groups over the axes of one mesh, or of several meshes sliced from one root mesh.
 
-Each axis has a group, which its mesh made, and so has the world. A group over several axes, such as
-all axes of a pipeline stage, has to be made, and with NCCL all ranks of the world may have to take
-part in that (ncclCommSplit). So groups are made at one defined time, in :func:`make_group`, which
-precompute and sync call between two steps. Forward and backward only use existing groups
-(:func:`groups_over`), because their ranks may wait for each other, as the stages of a pipeline do.
+Each axis has a group, which its mesh created, and so has the world. A group over several axes, such
+as all axes of a pipeline stage, has to be created, and with NCCL all ranks of the world may have to
+take part in that (ncclCommSplit). Groups are therefore created at one defined time, in
+:func:`make_group`, which precompute and sync call between two steps. Forward and backward only use
+existing groups (:func:`groups_over`), because ranks may wait for each other there, as the stages of
+a pipeline do.
 
-Axes of several meshes are compared as digits of the global rank.
+To compare the axes of several meshes, an :class:`Axis` describes each one as a digit of the global
+rank.
 """
 
 import math
@@ -36,8 +38,8 @@ class Axis(NamedTuple):
         return rank // self.stride % self.size
 
 
-# The names of groups that were made, by their axes, for each default group. They are dropped when
-# it is freed.
+# Names of the groups that this module has created, by default group and by axes. They are dropped
+# when the default group is freed.
 _made: "WeakKeyDictionary[dist.ProcessGroup, dict[frozenset[Axis], str]]" = WeakKeyDictionary()
 
 
@@ -46,9 +48,9 @@ def groups_over(
 ) -> GroupNames:
     """The groups of this rank over some axes of a mesh.
 
-    If there is one group over all of the axes (the world, or a group of :func:`make_group`), it is
-    the result. It may include axes along which values are ``replicated``. Otherwise the result is
-    one group per axis. Axes of size 1 have no group.
+    The result is one group if there is one over all of the axes: the world, or a group that
+    :func:`make_group` created. It may include axes along which values are ``replicated``. Otherwise
+    the result is one group per axis. Axes of size 1 are left out.
 
     Collectives: none.
     """
@@ -63,11 +65,12 @@ def groups_over(
 def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
     """The groups of this rank over all axes of meshes that are slices of one root mesh.
 
-    The result is one group, which is made if it does not exist. It is one group per axis if the
+    The result is one group, which is created if it does not exist. It is one group per axis if the
     root mesh does not hold all ranks of the world, or does not enumerate them in ascending, even
     steps.
 
-    Collectives: if a group is made, all ranks of the world make it, and the parallel groups.
+    Collectives: if a group is created, all ranks of the world must take part, and create it
+    together with the groups of other ranks over the same axes.
 
     Raises:
         NotImplementedError: the meshes are not slices of one root mesh.
@@ -97,8 +100,8 @@ class CommonGroups(NamedTuple):
 
     Attributes:
         groups: the groups to reduce over, one after the other; none if there is nothing to reduce.
-        missing: for each mesh, the axes of the groups that it lacks. A tensor on that mesh may have
-            other values at other coordinates on these axes.
+        missing: for each mesh, the axes of the groups that it lacks. The values of a tensor on that
+            mesh may differ along these axes.
     """
 
     groups: GroupNames
@@ -106,11 +109,12 @@ class CommonGroups(NamedTuple):
 
 
 def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
-    """Return the groups for the axes to reduce over, by mesh; several meshes use all their axes.
+    """Return the groups to reduce over, for the given axes of each mesh.
 
-    It is one group, except in the cases that :func:`make_group` describes.
+    If there are several meshes, the groups span all axes of each. The result is one group, except
+    in the cases that :func:`make_group` describes.
 
-    Collectives: those of ``make_group``, where there are several axes.
+    Collectives: those of ``make_group``, if there are several axes.
 
     Raises:
         NotImplementedError: several meshes that are not slices of one root mesh.
@@ -130,19 +134,20 @@ def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
 
 
 def make_amax_group(mesh: DeviceMesh) -> None:
-    """Make the process group over all axes of a mesh, such as those of a pipeline's stage.
+    """Create the process group over all axes of a mesh, such as those of a pipeline stage.
 
-    It is optional. The first precompute or sync makes the group, if it reduces over several axes
-    that do not span the world. All ranks of the world take part then. If some of them never get
-    there, call this function on all ranks, after ``init_device_mesh``. Examples are a stage without
-    float8 layers, or one whose weights are sharded over other axes.
+    Calling this function is usually not necessary: the first precompute or sync creates the group
+    if it reduces over several axes that do not span the world. All ranks of the world must take
+    part in that. If some of them do not call precompute or sync, call this function on all ranks,
+    after ``init_device_mesh``. Examples are a stage without float8 layers, or one whose weights are
+    sharded over other axes.
 
     Args:
         mesh: a slice of a mesh of all ranks of the world; the same slice on all ranks, such as
             ``mesh["dp", "tp"]``.
 
-    Collectives: if there is no such group yet, those of ``torch.distributed.new_group``, for this
-    group and for each one beside it.
+    Collectives: if the group does not exist, those of ``torch.distributed.new_group``, for it and
+    for each group of other ranks over the same axes.
     """
     make_group([mesh])
 
@@ -154,13 +159,13 @@ def _world() -> dist.ProcessGroup:
 
 
 def _existing_group(mesh: DeviceMesh, axes: Iterable[int]) -> str | None:
-    """The name of the world or made group over all of the axes; None if there is none."""
+    """The name of an existing group over all of the axes, or None."""
     world = _world()
-    # First without reading the mesh's ranks: under FakeTensorMode they have no values. A list,
-    # because dynamo supports no generator here.
+    # Compare sizes before reading the mesh's ranks, which have no values under FakeTensorMode. The
+    # list is there because dynamo does not support a generator here.
     if math.prod([mesh.size(axis) for axis in axes]) == world.size():
         return str(world.group_name)
-    # Dynamo can't trace the lookup.
+    # Dynamo can't trace a lookup in a WeakKeyDictionary.
     made = None if torch.compiler.is_compiling() else _made.get(world)
     if not made or not _is_regular(mesh):
         return None
@@ -169,7 +174,7 @@ def _existing_group(mesh: DeviceMesh, axes: Iterable[int]) -> str | None:
 
 
 def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
-    """Make all groups over some axes of the world, and return the name of this rank's group."""
+    """Create all groups over some axes of the world, and return the name of this rank's group."""
     size, own = _world().size(), None
     for rank in range(size):
         if any(axis.coordinate(rank) for axis in axes):
@@ -177,7 +182,7 @@ def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
         ranks = [rank]  # the first of a group
         for axis in axes:
             ranks = [base + i * axis.stride for base in ranks for i in range(axis.size)]
-        # Unlike with use_local_synchronization, ranks outside of the group take part.
+        # Unlike with use_local_synchronization, ranks outside the group take part.
         group = dist.new_group(ranks, group_desc=f"mesh_{names}")
         if dist.get_rank() in ranks:
             own = group
@@ -216,7 +221,7 @@ def _is_regular(mesh: DeviceMesh) -> bool:
 
 
 def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
-    """The axes (of size 2 or more) that any of the meshes has, by descending stride.
+    """The axes of size 2 or more of all meshes, by descending stride.
 
     Raises:
         NotImplementedError: axes overlap, such as a flattened axis and one that it was made of; or

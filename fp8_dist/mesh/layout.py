@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor | None) -> "Layout | None":
-        """The layout of a DTensor, ``None`` of anything else."""
+        """The layout of a DTensor; ``None`` for anything else."""
         if not isinstance(tensor, DTensor):
             return None
         return Layout(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
@@ -45,9 +45,9 @@ def layout_over(
 ) -> Layout:
     """Layout of the global tensor whose local part on a 1-D mesh is ``tensor``.
 
-    Parts have equal sizes. The tensor may be a DTensor: FSDP2 then shards each part over other axes
-    of the same root mesh, or its mesh includes the axis (``dp_mesh_dims``). ``fqn`` is the layer's
-    name, for messages.
+    All local parts must have the same size. If ``tensor`` is a DTensor, either FSDP2 shards each
+    part over other axes of the same root mesh, or the DTensor's mesh includes the axis
+    (``dp_mesh_dims``). ``fqn`` is the layer's name, for messages.
 
     Raises:
         ValueError: the other axes overlap with ``mesh``, or come from another root mesh.
@@ -59,7 +59,7 @@ def layout_over(
         return Layout(mesh, (placement,), shape)
     if own.mesh.ndim > 1 and _has_axis(own.mesh, mesh):
         return own
-    # FSDP2 uses the same placements where it shards a DTensor.
+    # FSDP2 uses the same placements when it shards a DTensor.
     outer = tuple(
         StridedShard(dim, split_factor=parts)
         if dim is not None and parts > 1 and sharded_dim(p, tensor.ndim) == dim
@@ -79,7 +79,7 @@ def layout_over(
 
 @lru_cache(maxsize=1024)
 def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
-    """Whether a 1-D mesh has the ranks of an axis of another."""
+    """Whether the ranks of a 1-D mesh are those of an axis of another mesh."""
     ranks = dist.get_process_group_ranks(axis.get_group())
     return any(dist.get_process_group_ranks(group) == ranks for group in mesh.get_all_groups())
 
@@ -90,7 +90,7 @@ def _joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def sharded_dim(placement: Placement, ndim: int) -> int | None:
-    """The tensor dim that a placement shards, strided shards of FSDP2 over TP included; or None."""
+    """The dim that a placement shards, as ``Shard`` or as FSDP2's ``_StridedShard``; else None."""
     return placement.dim % ndim if isinstance(placement, (Shard, StridedShard)) else None
 
 
@@ -100,18 +100,18 @@ def has_pieces(placements: Placements | None) -> bool:
 
 
 def normalized(placements: Placements, ndim: int) -> Placements:
-    """Placements with non-negative dims of shards."""
+    """Make the dims of ``Shard`` placements non-negative."""
     return tuple(Shard(p.dim % ndim) if type(p) is Shard else p for p in placements)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor, or ``tensor`` itself; waits for a collective in flight."""
+    """The local tensor of a DTensor, or ``tensor`` itself. Waits for a collective in flight."""
     local = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Replace the local tensor: a DTensor of ``tensor``'s layout with ``local``, or ``local``."""
+    """Wrap ``local`` as a DTensor of ``tensor``'s layout; return it as it is if there is none."""
     layout = Layout.of(tensor)
     return local if layout is None else layout.wrap(local)
 
@@ -133,8 +133,8 @@ def is_packed(layout: Layout, dim: int) -> bool:
 
 def global_offset(layout: Layout) -> list[int]:
     """Offset of this rank's shard in the global tensor, per dim; 0 where it is empty."""
-    # torch's compute_local_shape_and_global_offset computes with tensors, which is slow on many
-    # ranks, and in graphs their values are unknown.
+    # torch's compute_local_shape_and_global_offset computes with tensors. That is slow on many
+    # ranks, and tensors have no values in a graph.
     coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
     own: list[_Pieces] = [((0, size),) for size in layout.shape]
@@ -170,7 +170,7 @@ def _cuts(layout: Layout) -> list[tuple[int, int, int]]:
         if dim is None:
             continue
         parts = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-        # FSDP2 shards the part that tensor parallelism leaves, though its axis comes first.
+        # FSDP2 shards the part that tensor parallelism leaves, although its axis comes first.
         of_fsdp = 1 < parts == inner[dim]
         if of_fsdp:
             last.append((axis, dim, 1))
@@ -181,7 +181,7 @@ def _cuts(layout: Layout) -> list[tuple[int, int, int]]:
 
 
 def _shard(pieces: _Pieces, n: int, rank: int, parts: int) -> _Pieces:
-    """A rank's chunk of pieces that ``n`` ranks divide; with strided parts, its chunk of each."""
+    """A rank's chunk of pieces divided by ``n`` ranks, or its chunk of each strided part."""
     if parts == 1:
         return _chunk(pieces, n, rank)
     shard: list[tuple[int, int]] = []
@@ -194,7 +194,7 @@ def _shard(pieces: _Pieces, n: int, rank: int, parts: int) -> _Pieces:
 
 
 def _chunk(pieces: _Pieces, n: int, index: int) -> _Pieces:
-    """A chunk as torch.chunk makes it: the size is rounded up, so the last ones may be smaller."""
+    """A chunk as made by torch.chunk: sizes are rounded up, so the last chunks may be smaller."""
     size = -(-sum(end - begin for begin, end in pieces) // n)
     taken, first = [], index * size
     for begin, end in pieces:

@@ -1,6 +1,7 @@
 """Placements of the operands and results of a linear layer.
 
-The rules are pure functions of placements, one mesh axis at a time, so every rank decides alike.
+The rules are pure functions of placements, applied to one mesh axis at a time, so all ranks get the
+same result.
 
 ===========  ============  ==========  ===========  ================  ===================
 weight       input needed  output      grad_output  grad_input        grad_weight
@@ -69,5 +70,5 @@ def linear_layouts(
 
 @register_sharding(torch.ops.aten.dequantize.self)
 def _dequantize_rule(x: Any) -> list[tuple[list[Placement], list[Placement]]]:
-    """Rows of (placements of the result, placements of the input) on one axis: elementwise."""
+    """Pairs of (output placements, input placements) on one axis, for an elementwise operator."""
     return [([p], [p]) for p in (Replicate(), *map(Shard, range(len(x.shape))))]

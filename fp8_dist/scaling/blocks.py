@@ -1,4 +1,4 @@
-"""The scheme of block scales: powers of two, stored as exponents of one byte each."""
+"""The scheme of block scales: powers of two, stored as one-byte exponents."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ from fp8_dist.scaling.scheme import (
     Statistics,
 )
 
-# What messages add to the size of blocks for each rule of their exponents.
+# How messages show the rule of the exponents, after the size of a block.
 _RULES = {None: "", "ceil": " (MX)", "floor": " (MX, floor)"}
 
 
@@ -49,16 +49,17 @@ _RULES = {None: "", "ceil": " (MX)", "floor": " (MX, floor)"}
 class Blocks(Scheme):
     """One exponent per block of ``rows x columns`` values (:mod:`fp8_dist.kernels.blocks`).
 
-    Blocks of one row run along the contraction of an operand's first GEMM, and whole rows can be
-    redistributed. For the GEMM that contracts the rows, data is blocked again from this copy. A
-    copy in square blocks serves both GEMMs.
+    Blocks of one row lie along the contraction of an operand's first GEMM, and whole rows can be
+    redistributed. For the GEMM that contracts the rows, :meth:`for_rows` casts this copy again in
+    blocks of one column. A copy in square blocks serves both GEMMs.
 
-    Exponents grow with the amax, so they are statistics as well: the largest exponent of the parts
-    of a block is that of the block.
+    Exponents are statistics as well as scales. They grow with the amax, so the exponent of a block
+    is the largest exponent of its parts.
 
     Attributes:
         rows, columns: the size of a block.
-        rule: the rule of the exponents: "ceil", "floor" or None.
+        rule: the rule of the exponents, "ceil", "floor" or None
+            (:attr:`fp8_dist.CastConfig.scale_rule`).
     """
 
     family: ClassVar[str] = "blocks"
@@ -145,11 +146,13 @@ class Blocks(Scheme):
         return block_scaled_mm(left.qdata, right.qdata, a, b, *blocks, out_dtype, options[2])
 
     def for_rows(self, operand: Quantized, layout: Layout | None) -> Quantized:
-        """Block an operand again along its rows, from the float8 copy.
+        """Cast the float8 copy of an operand again, in blocks of one column.
 
-        Collectives: for each group of the axes that shard its rows an all-reduce (MAX) of 1 byte
-        per new block of the global operand. A block of tokens may have rows on several ranks, which
-        need not be adjacent.
+        A new block spans several tokens. Their rows may be on several ranks, and need not be
+        adjacent.
+
+        Collectives: for each group over the axes that shard the operand's rows, an all-reduce (MAX)
+        of 1 byte per new block of the global operand.
         """
         if not self.is_recast_for_rows:
             return operand
@@ -172,12 +175,12 @@ class Blocks(Scheme):
         return Quantized(data, (each,), Blocks(self.dtype, 1, 1, self.rule))
 
     def _blocks(self, start: Start) -> list[int]:
-        """The four numbers by which kernels describe blocks."""
+        """The description of blocks for kernels: rows, columns, first row and first column."""
         return [self.rows, self.columns, start[0] % self.rows, start[1] % self.columns]
 
 
 def as_matrix(operand: Quantized) -> Quantized:
-    """An operand ``[..., K]`` as a matrix ``[M, K]``."""
+    """Reshape an operand ``[..., K]`` to a matrix ``[M, K]``."""
     qdata = operand.qdata
     if qdata.ndim == 2:
         return operand
@@ -192,7 +195,7 @@ def as_matrix(operand: Quantized) -> Quantized:
 
 
 def turned(operand: Quantized) -> Quantized:
-    """A matrix, transposed as a view."""
+    """Transpose a matrix, as a view."""
     scheme = operand.scheme.turned()
     assert scheme is not None, f"{operand.scheme} can't be transposed"
     scales = tuple([scale.t() if scale.ndim else scale for scale in operand.scales])

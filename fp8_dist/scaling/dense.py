@@ -42,13 +42,13 @@ _IN_ONE_PASS = ("tensor", "row", "column")
 
 @dataclass(frozen=True, eq=False)
 class Dense(Scheme):
-    """One fp32 scale, by the formula of :mod:`fp8_dist.kernels.scale`, from an amax.
+    """One fp32 scale per unit, computed from its amax as in :mod:`fp8_dist.kernels.scale`.
 
     Attributes:
-        per: what a scale covers: ``"tensor"``, ``"matrix"`` (the last two dims), ``"row"``,
-            ``"column"``, or ``"slice"``, all of the dims in ``dims``.
+        per: the unit that a scale covers: ``"tensor"``, ``"matrix"`` (the last two dims),
+            ``"row"``, ``"column"``, or ``"slice"`` (the dims in ``dims``).
         power_of_2: round the quantization multiplier down to a power of two.
-        dims: the dims that a scale of a slice covers.
+        dims: for ``"slice"``, the dims that a scale covers.
     """
 
     family: ClassVar[str] = "dense"
@@ -164,7 +164,7 @@ class Dense(Scheme):
 
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:
-    """The schemes, if one pass over a tensor can serve all of them."""
+    """The schemes, if one pass over a tensor can serve all of them; else None."""
     kinds = [each for each in schemes if isinstance(each, Dense) and each.per in _IN_ONE_PASS]
     return kinds if len(kinds) == len(schemes) else None
 

@@ -1,7 +1,7 @@
-"""The stages of a scheme as operators, for compiled graphs: one operator each, for all schemes.
+"""The stages of a scheme as operators for compiled graphs: measure, cast and multiply.
 
-A graph holds the key of a scheme. So eager code and every backend run the same methods and produce
-the same bits, and dynamo does not trace them.
+Each operator serves all schemes, and a graph passes it the key of a scheme. Eager code and every
+backend therefore run the same methods and produce the same bits, and dynamo does not trace them.
 """
 
 import math
@@ -24,9 +24,9 @@ from fp8_dist.scaling.scheme import (
 
 
 def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list[Statistics]:
-    """:meth:`Scheme.measure` for one or several schemes, by an operator in a graph.
+    """Measure the statistics of a local tensor for each scheme; in a graph, by one operator.
 
-    ``start`` is that of one scheme; several are for tensors that are not parts of others.
+    ``start`` is as in :meth:`Scheme.measure`, and has no effect if there are several schemes.
     """
     if not torch.compiler.is_compiling():
         return _measure(x, schemes, start)
@@ -50,13 +50,14 @@ def cast(
     fits: bool = False,
     after: Tensor | None = None,
 ) -> tuple[Sequence[Statistics] | None, list[Scales], list[Tensor]]:
-    """Cast a local tensor to copies, by an operator in a graph.
+    """Cast a local tensor to copies; in a graph, by one operator.
 
     Args:
-        schemes, statistics: the schemes of the copies, and the statistics of each.
+        schemes, statistics: the schemes of the copies, and the statistics for each scheme.
         start, transposed, fits: as in :meth:`Scheme.cast`.
-        of: for each copy the index of its scheme.
-        after: a tensor before which a graph must not cast, nor merge this cast with another.
+        of: for each copy, the index of its scheme.
+        after: a tensor that a graph must compute before this cast, and that keeps the graph from
+            merging this cast with an earlier one.
 
     Returns:
         The statistics of each scheme (``None`` in a graph that did not pass them), its scales, and
@@ -65,7 +66,7 @@ def cast(
     if not torch.compiler.is_compiling():
         return _cast(x, schemes, statistics, start, of, transposed, fits)
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
-        # An operator of its own: selective checkpointing saves statistics.
+        # An operator of its own, because selective checkpointing saves statistics.
         statistics, fits = measure(x, schemes, start), True
     known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
     flat = cast_operator.overload(x, known, keys, start, of, transposed, fits, after)
@@ -104,7 +105,7 @@ def _cast(
 def _by_scheme(
     schemes: Sequence[Scheme], flat: Sequence[Tensor]
 ) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
-    """The first tensors of ``flat``, one for each level of each scheme, and the others."""
+    """Group the first tensors of ``flat``, one for each level of each scheme; return the rest."""
     found, begin = [], 0
     for scheme in schemes:
         end = begin + len(scheme.levels)
@@ -120,9 +121,9 @@ def multiply(
     out_dtype: torch.dtype,
     options: GemmOptions,
 ) -> Tensor:
-    """The product of two local operands ``[..., K]`` as matrices, each transposed or not.
+    """Multiply two local operands ``[..., K]`` as matrices; in a graph, by one operator.
 
-    By an operator in a graph; see :meth:`Scheme.multiply`.
+    ``turn``: whether to transpose each of them. See :meth:`Scheme.multiply`.
     """
     if not torch.compiler.is_compiling():
         a, b = matrices(left, right, turn)
@@ -146,7 +147,7 @@ def matrices(
 
 @custom_op("measure(Tensor x, str[] schemes, int[] start) -> Tensor[]")
 def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
-    """:func:`measure` in a graph."""
+    """Operator of :func:`measure`."""
     each = [scheme_named(key) for key in schemes]
     return [s for own in _measure(x, each, (start[0], start[1])) for s in own]
 
@@ -183,11 +184,11 @@ def cast_operator(
     fits: bool,
     after: Tensor | None,
 ) -> list[Tensor]:
-    """:func:`cast` in a graph. Returns the scales of each scheme, flat, and the data."""
+    """Operator of :func:`cast`. Returns the scales of each scheme, then the data of each copy."""
     each = [scheme_named(key) for key in schemes]
     known = _by_scheme(each, statistics)[0] if statistics else None
     _, scales, data = _cast(x, each, known, (start[0], start[1]), of, transposed, fits)
-    # A result must not be an argument: statistics may be scales.
+    # An operator must not return one of its arguments, and statistics may be scales.
     numbers = [s.clone() if any(s is t for t in statistics) else s for own in scales for s in own]
     return [*numbers, *data]
 
@@ -226,7 +227,7 @@ def multiply_operator(
     out_dtype: torch.dtype,
     options: Sequence[bool],
 ) -> Tensor:
-    """:func:`multiply` in a graph."""
+    """Operator of :func:`multiply`."""
     left = Quantized(a, tuple(scales_a), scheme_named(scheme_a), (start_a[0], start_a[1]))
     right = Quantized(b, tuple(scales_b), scheme_named(scheme_b), (start_b[0], start_b[1]))
     first, second = matrices(left, right, (turn[0], turn[1]))

@@ -1,4 +1,4 @@
-"""Statistics of the global tensor, from those of the ranks' parts."""
+"""Reduction of the statistics of ranks' parts of a tensor to those of the global tensor."""
 
 import math
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ from fp8_dist.scaling.scheme import Level, Scheme, Statistics, cut_blocks
 
 
 class Placed(NamedTuple):
-    """One level's statistics of a rank's part of a tensor, at their place among those of others.
+    """Statistics of one level for a rank's part of a tensor, and their place in a reduction.
 
     Attributes:
         local: the statistics of the part.
-        shape, offset: the shape of the statistics that ranks reduce, and where ``local`` begins.
+        shape: the shape of the statistics that ranks reduce.
+        offset: the offset of ``local`` in these.
     """
 
     local: Tensor
@@ -34,7 +35,7 @@ class Placed(NamedTuple):
 
     @staticmethod
     def of(local: Tensor, level: Level, layout: Layout, axes: Sequence[int]) -> "Placed":
-        """Place statistics for a reduction over mesh axes, which shard some dims of the tensor."""
+        """Place local statistics for a reduction over some mesh axes."""
         ndim, shape, offset = len(layout.shape), list(local.shape), [0] * local.ndim
         dims = {sharded_dim(layout.placements[axis], ndim) for axis in axes}
         in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
@@ -50,10 +51,10 @@ class Placed(NamedTuple):
         return math.prod(self.shape)
 
     def flat(self, dtype: torch.dtype) -> Tensor:
-        """All statistics of the message, 1-D integers, with zeros for those of other ranks."""
+        """The statistics to reduce, as 1-D integers, with zeros in the places of other ranks."""
         added: list[int] = []
         for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
-            added = [start, size - start - n, *added]  # from the last dim on
+            added = [start, size - start - n, *added]  # pad takes the last dim first
         whole = pad(self.local, added) if any(added) else self.local
         return as_integers(whole, dtype).reshape(-1)
 
@@ -67,12 +68,12 @@ class Placed(NamedTuple):
 
 
 def message_dtype(statistics: Sequence[Tensor]) -> torch.dtype:
-    """The integers in which statistics are reduced together: uint8 if all are, else int32."""
+    """The dtype in which statistics are reduced together: uint8 if all of them are, else int32."""
     return torch.uint8 if all(s.dtype is torch.uint8 for s in statistics) else torch.int32
 
 
 def as_integers(statistics: Tensor, dtype: torch.dtype) -> Tensor:
-    """Statistics as integers of the same order: the bits of fp32, or bytes, zero-extended."""
+    """View fp32 statistics as integers of the same order, or convert uint8 ones to ``dtype``."""
     if statistics.dtype is torch.uint8:
         return statistics.to(dtype)
     return statistics.contiguous().view(torch.int32)
@@ -86,20 +87,21 @@ def from_integers(integers: Tensor, dtype: torch.dtype) -> Tensor:
 def reduced_statistics(
     scheme: Scheme, local: Statistics, layout: Layout | None, within: Sequence[int] | None = None
 ) -> Statistics:
-    """Reduce the statistics of a rank's part of a tensor to those of the whole tensor.
+    """Reduce the statistics of a rank's part of a tensor to the statistics of the global tensor.
 
     Args:
-        scheme: the scheme that measured them.
+        scheme: the scheme that measured the statistics.
         local: the statistics of this rank's part.
         layout: the layout of the tensor.
-        within: the mesh axes over which they may be reduced; ``None``: all.
+        within: the mesh axes over which statistics may be reduced; ``None`` means all.
 
     Returns:
         This rank's part of the global statistics.
 
-    Collectives: none if ranks share no block. Otherwise an all-reduce (MAX) for each of
-    :func:`reduction_groups`, of 4 bytes per fp32 statistic of a level that ranks share. It has 1
-    byte per statistic if all are uint8, and only the blocks that shards cut if that is all.
+    Collectives: none if ranks share no block. Otherwise an all-reduce (MAX) over each of
+    :func:`reduction_groups`, of the statistics of all levels whose blocks ranks share. A statistic
+    has 4 bytes, or 1 byte if all of them are uint8. If ranks share only blocks that shards cut
+    along the last dim, only the statistics of these blocks are reduced.
     """
     if layout is None:
         return local
@@ -137,10 +139,10 @@ def sharded_axes(layout: Layout) -> tuple[int, ...]:
 
 
 def whole_statistics(scheme: Scheme, local: Statistics, layout: Layout) -> Statistics:
-    """Combine the statistics of all ranks' parts of a tensor to those of the whole tensor.
+    """Combine the statistics of all ranks' parts of a tensor into those of the whole tensor.
 
-    Collectives: an all-reduce (MAX) for each of the groups of the axes that shard the tensor, of 4
-    bytes per statistic of the whole tensor, or 1 if all are uint8.
+    Collectives: an all-reduce (MAX) over each group of the axes that shard the tensor, of 4 bytes
+    per statistic of the whole tensor, or 1 byte if all statistics are uint8.
     """
     axes = sharded_axes(layout)
     levels = zip(local, scheme.levels, strict=True)
@@ -168,7 +170,7 @@ def reduction_groups(
 
 
 def _cut_columns(level: Level, layout: Layout, axes: Sequence[int]) -> tuple[int, ...] | None:
-    """The blocks along the last dim that shards cut, if reducing these alone is enough."""
+    """The blocks along the last dim that shards cut; None if reducing these is not enough."""
     last = len(layout.shape) - 1
     if level.rows != 1 or (level.columns or 1) == 1 or level.leading != 1:
         return None
@@ -181,10 +183,10 @@ def _cut_columns(level: Level, layout: Layout, axes: Sequence[int]) -> tuple[int
 def _reduced_columns(
     local: Tensor, level: Level, layout: Layout, cut: Sequence[int], groups: GroupNames
 ) -> Tensor:
-    """Reduce the statistics of the blocks ``cut`` of each row."""
+    """Reduce only the statistics of the blocks ``cut`` of each row."""
     first = level.offset(global_offset(layout))[-1]
-    # For each cut block of the part: its index among all cut blocks, and in the part. Indexing by
-    # a list would copy the list to the device.
+    # For each cut block of the part, its index among all cut blocks and its index in the part. They
+    # are used one by one, because indexing by a list would copy the list to the device.
     ends = [(i, n - first) for i, n in enumerate(cut) if first <= n < first + local.shape[-1]]
     parts = local.new_zeros((*local.shape[:-1], len(cut)))
     for slot, column in ends:

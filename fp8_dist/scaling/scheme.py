@@ -1,12 +1,13 @@
-"""Scaling schemes: what scales cover, how they are found, stored, moved and multiplied with.
+"""Scaling schemes: what scales cover, and how they are computed, stored, moved and applied.
 
-A *statistic* is measured on data and reduced over ranks by MAX: an amax (fp32) or an exponent
-(uint8). A *scale* is what float8 data is multiplied with. Statistics are what caches, precompute
-and collectives hold: a cast follows from them alone, on any rank with the same bits. (From an fp32
-scale it does not: ``1 / (1 / m) != m``.) Scales are stored beside the data and move with it.
+A *statistic* is measured on data and reduced over ranks by MAX. It is an amax (fp32) or an exponent
+(uint8). A *scale* is the factor that float8 data is multiplied by. Caches, precompute and
+collectives hold statistics, because a cast is determined by them, to the same bits on every rank.
+(It is not determined by an fp32 scale: ``1 / (1 / m) != m``.) Scales are stored with the data, and
+move with it.
 
-An operand ``[..., K]`` is a matrix whose rows are along its last dim. CONTRIBUTING.md explains how
-to write a scheme.
+An operand ``[..., K]`` is treated as a matrix ``[M, K]``, whose rows lie along the last dim.
+CONTRIBUTING.md explains how to write a scheme.
 """
 
 import ast
@@ -33,7 +34,7 @@ from fp8_dist.torch_internals import cached_but_in_graphs
 
 Statistics = tuple[Tensor, ...]  # one per level, fp32 or uint8
 Scales = tuple[Tensor, ...]  # one per level, in the dtype of that level
-# Where a part of a tensor begins in its first blocks: (row, column).
+# Offset of a part of a tensor within its first blocks: (row, column).
 Start = tuple[int, int]
 # Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
 GemmOptions = tuple[bool, bool, bool]
@@ -44,10 +45,10 @@ class Level:
     """One statistic, and one scale, for each block of a tensor ``[..., M, K]``.
 
     Attributes:
-        rows, columns: the size of a block along M and K; ``None``: the whole dim.
+        rows, columns: the size of a block along M and K, or ``None`` for the whole dim.
         leading: the size of a block along each dim before these: 1, or ``None`` for the whole dim.
-        statistic: fp32, non-negative, or uint8. As integers its bits must be in the order of its
-            values.
+        statistic: the dtype of the statistic, fp32 or uint8. Values are not negative, and their
+            bits, read as integers, must be in the order of the values.
         scale: the dtype of the scale.
 
     Examples: ``Level(None, None, None)`` has one scale per tensor, 0-dim; ``Level(1, None)`` one
@@ -62,7 +63,7 @@ class Level:
     scale: torch.dtype = torch.float32
 
     def block(self, dim: int, ndim: int) -> int | None:
-        """The size of a block along a dim of a tensor; ``None``: the whole dim."""
+        """The size of a block along a dim of a tensor, or ``None`` for the whole dim."""
         if dim == ndim - 1:
             return self.columns
         return self.rows if dim == ndim - 2 else self.leading
@@ -74,12 +75,12 @@ class Level:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether a block is neither a single index nor a whole dim along M or K."""
+        """Whether a block has several, but not all, indices along M or K."""
         return (self.rows or 1) > 1 or (self.columns or 1) > 1
 
     @property
     def follows_rows(self) -> bool:
-        """Whether scales are those of single rows, ``[..., C]``, and can move with them."""
+        """Whether each scale belongs to a single row, ``[..., C]``, and can move with it."""
         return self.rows == 1 and self.leading == 1
 
     def shape(self, shape: Sequence[int], start: Start = (0, 0)) -> list[int]:
@@ -105,7 +106,7 @@ class Level:
     def amax(self, x: Tensor, start: Start = (0, 0)) -> Tensor:
         """The largest magnitude in each block of a local tensor, fp32.
 
-        It is NaN if a value is NaN, and 0 without values.
+        It is NaN if a value is NaN, and 0 for a block without values.
         """
         found = x.abs().to(torch.float32)
         for dim, size in enumerate(x.shape):
@@ -123,7 +124,7 @@ class Level:
         return found.view(self.shape(x.shape, start))
 
     def covered_dims(self, ndim: int) -> tuple[int, ...] | None:
-        """The dims that a scale covers completely; ``None``: all."""
+        """The dims that a scale covers completely; ``None`` means all dims."""
         if self.is_scalar:
             return None
         return tuple([dim for dim in range(ndim) if self.block(dim, ndim) is None])
@@ -131,7 +132,7 @@ class Level:
 
 @dataclass(frozen=True)
 class DimsLevel(Level):
-    """One scale for each index of the dims that are not ``covered``, fp32."""
+    """One fp32 scale for each index of the dims that are not ``covered``."""
 
     covered: tuple[int, ...] = ()
 
@@ -148,15 +149,17 @@ class DimsLevel(Level):
 
 
 class Quantized(NamedTuple):
-    """A local tensor in float8, which costs less than a Float8Tensor.
+    """A local tensor in float8. As a tuple it costs less than a Float8Tensor.
 
     Attributes:
         qdata: the float8 data, any shape and strides.
-        scales: one per level of the scheme, in the shapes of :meth:`Scheme.scale_shapes`.
+        scales: one tensor per level of the scheme, in the shapes of :meth:`Scheme.scale_shapes`.
         scheme: the scheme of the whole tensor.
-        start: where this part of the tensor begins in its first blocks.
-        is_cut: ranks have parts of one block, or parts of unequal size along a dim in blocks, which
-            can't be joined as float8. The same on all ranks.
+        start: the offset (row, column) of this part of the tensor within its first blocks, which
+            other ranks may have parts of.
+        is_cut: whether the parts of the ranks can't be joined as float8, because a block is divided
+            between ranks or because parts have unequal sizes along a dim in blocks. It is the same
+            on all ranks.
     """
 
     qdata: Tensor
@@ -167,7 +170,7 @@ class Quantized(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A float8 copy of an operand; ``transposed`` if it is ``[K, M]`` in memory."""
+    """Description of a float8 copy of an operand; ``transposed`` if it is ``[K, M]`` in memory."""
 
     scheme: "Scheme"
     transposed: bool = False
@@ -178,19 +181,20 @@ class Scheme:
     """Base class of scaling schemes.
 
     A subclass is a frozen dataclass of plain values, with a unique ``family`` and the methods
-    :meth:`make_levels`, :meth:`measure` and :meth:`scales_from`. Everything else has an
-    implementation in terms of these, in portable code; a subclass overrides what it has kernels
-    for. Methods are local and issue no collectives, except for :meth:`for_rows`.
+    :meth:`make_levels`, :meth:`measure` and :meth:`scales_from`. All other methods have a portable
+    implementation in terms of these; a subclass overrides those for which it has kernels. Methods
+    are local and issue no collectives, except for :meth:`for_rows`.
 
     Attributes:
         dtype: the float8 dtype of the data.
         family: the name of the class in keys.
-        can_gather: one copy serves both GEMMs of an operand. FSDP2 may then gather a weight as
-            float8. Activations are redistributed as float8 if, besides, each level has one scale
-            for the tensor or scales of single rows (:meth:`can_move`).
-        needs_alignment: on a GPU :meth:`multiply` takes only sizes that are multiples of 16, so
-            layers of other sizes are refused.
-        key: names the scheme in operators, flattened tensors and files (see :func:`scheme_named`).
+        can_gather: whether one copy serves both GEMMs of an operand. If so, FSDP2 may gather a
+            weight as float8. Activations are redistributed as float8 if, in addition, each level
+            has one scale for the tensor or scales of single rows (:meth:`can_move`).
+        needs_alignment: whether :meth:`multiply` on a GPU takes only sizes that are multiples of
+            16. Layers of other sizes are then refused.
+        key: the name of the scheme in operators, flattened tensors and files (see
+            :func:`scheme_named`).
         levels: the levels of scales, the coarsest first.
     """
 
@@ -229,7 +233,7 @@ class Scheme:
     def __reduce__(self) -> Any:
         return scheme_named, (self.key,)
 
-    # What a subclass must have
+    # Methods that a subclass must define
 
     def make_levels(self) -> tuple[Level, ...]:
         """The levels of scales, the coarsest first."""
@@ -238,15 +242,16 @@ class Scheme:
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         """The statistics of a local tensor, in the shapes of :meth:`scale_shapes`.
 
-        A NaN in ``x`` must give a NaN, and infinity one of the two. Without elements they are 0.
+        A NaN in ``x`` must give NaN, and an infinity must give infinity or NaN. The statistics of
+        blocks without elements are 0.
         """
         raise NotImplementedError
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        """The scales from the statistics of the whole tensor, or of a part of it, elementwise.
+        """Compute the scales from the statistics of a tensor or of a part of it, elementwise.
 
-        The statistic 0 must give a normal number, whose reciprocal is finite; infinity and NaN must
-        give one of the two. The bits may not depend on shape or strides: use operations that are
+        The statistic 0 must give a normal number, whose reciprocal is finite. Infinity and NaN must
+        give infinity or NaN. The bits must not depend on shape or strides: use operations that are
         rounded exactly, not ``exp2``, ``log2`` or ``pow``.
         """
         raise NotImplementedError
@@ -255,23 +260,23 @@ class Scheme:
 
     @property
     def is_recast_for_rows(self) -> bool:
-        """Whether :meth:`for_rows` makes new data, so that no transposed copy is needed for it."""
+        """Whether :meth:`for_rows` makes new data, so that its GEMM needs no transposed copy."""
         return False
 
     @property
     def second(self) -> "Scheme":
-        """The scheme of the operand in the GEMM that contracts its rows; ``self``: one copy."""
+        """The scheme in the GEMM that contracts an operand's rows; ``self`` if one copy serves."""
         return self
 
     def turned(self) -> "Scheme | None":
-        """The scheme of the transposed matrix; ``None``: it has none."""
+        """The scheme of the transposed matrix, or ``None`` if there is none."""
         return None
 
     def unfit_for(self, operand: str) -> str | None:
         """The reason why a layer's operand can't have this scheme, or ``None``.
 
-        The rows of inputs and gradients are tokens. How many of them a rank has, and where a
-        sequence ends, must not decide which of them share a scale.
+        The rows of inputs and gradients are tokens. Which tokens share a scale must not depend on
+        how many of them a rank has, or on where a sequence ends.
         """
         if operand == "weight" or all((level.rows or 1) == 1 for level in self.levels):
             return None
@@ -286,17 +291,17 @@ class Scheme:
         """The text after "one scale per" in messages and statistics."""
         return self.key
 
-    # Geometry: the same on all ranks, but for offsets
+    # Geometry: the same on all ranks, except for offsets
 
     def scale_shapes(self, shape: Sequence[int], start: Start = (0, 0)) -> list[list[int]]:
         """The shapes of the statistics and of the scales of a tensor, or of a part of one."""
         return [level.shape(shape, start) for level in self.levels]
 
     def start(self, layout: Layout | None) -> Start:
-        """Where this rank's part of a tensor begins in its first blocks.
+        """The offset of this rank's part of a tensor within its first blocks.
 
         Raises:
-            NotImplementedError: the part has several pieces, which cut blocks; on all ranks.
+            NotImplementedError: the parts have several pieces, which cut blocks. All ranks raise.
         """
         if layout is None or not _sharded_block_dims(self, layout):
             return (0, 0)
@@ -308,11 +313,11 @@ class Scheme:
         return layout is not None and _is_cut(self, layout)
 
     def axes(self, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
-        """For each level the mesh axes along which ranks share blocks: reduce over these."""
+        """For each level, the mesh axes along which ranks share blocks and reduce statistics."""
         return ((),) * len(self.levels) if layout is None else _axes(self, layout)
 
     def moving_levels(self, layout: Layout | None) -> tuple[int, ...]:
-        """The levels of which FSDP2's shards of a weight have different scales."""
+        """Indices of the levels whose scales differ between FSDP2's shards of a weight."""
         if layout is None:
             return ()
         dim, ndim = _fsdp_dim(layout), len(layout.shape)
@@ -320,14 +325,14 @@ class Scheme:
         return tuple([i for i, differs in enumerate(differ) if differs])
 
     def rides_in_gather(self, layout: Layout) -> bool:
-        """Whether FSDP2's gather can carry scales: equal parts of dim 0, which cut no block."""
+        """Whether FSDP2's gather can carry scales: equal shards of dim 0 that cut no block."""
         even = len(local_sizes(layout, 0)) == 1
         return _fsdp_dim(layout) == 0 and even and not _cuts_blocks(self, layout)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data that is sharded along these dims can be redistributed.
 
-        Whole rows can, each with its scales. A scale of the whole tensor is known everywhere.
+        Whole rows can, each with its scales. A scale of the whole tensor is known on every rank.
         """
         levels = [level for level in self.levels if not level.is_scalar]
         whole = self.can_gather and all(level.follows_rows for level in levels)
@@ -350,13 +355,14 @@ class Scheme:
         """Cast a local tensor to copies in the given memory layouts.
 
         Args:
-            statistics: those of the whole tensor. ``None``: those of ``x``, which has all of it.
-            start: where ``x`` begins in its first blocks.
-            transposed: for each copy whether it is written as the matrix ``[K, M]``.
-            fits: no value exceeds the statistics, so that none can saturate.
+            statistics: the global statistics of the blocks of ``x``. ``None`` means that ``x`` has
+                all values of these blocks, and is measured.
+            start: the offset of ``x`` within its first blocks.
+            transposed: for each copy, whether it is written as the matrix ``[K, M]``.
+            fits: whether no value exceeds the statistics, so that none can saturate.
 
         Returns:
-            The statistics, the scales and the data of each copy.
+            The statistics, the scales, and the data of each copy.
         """
         if statistics is None:
             statistics = self.measure(x, start)
@@ -376,7 +382,7 @@ class Scheme:
         ]
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether :meth:`cast` without statistics reads a tensor once on its device."""
+        """Whether :meth:`cast` without statistics reads ``x`` only once on its device."""
         return False
 
     def measure_with(self, x: Tensor, schemes: Sequence["Scheme"]) -> list[Statistics]:
@@ -392,10 +398,10 @@ class Scheme:
         transposed: Sequence[bool],
         fits: bool,
     ) -> tuple[list[Scales], list[Tensor]] | None:
-        """:meth:`cast` to copies of several schemes in one pass; ``None``: it takes several.
+        """:meth:`cast` to copies of several schemes, of which ``self`` is the first, in one pass.
 
         ``of[i]`` is the index of the scheme of copy i. Returns the scales of each scheme and the
-        data of each copy.
+        data of each copy, or ``None`` if one pass is not enough.
         """
         return None
 
@@ -417,10 +423,12 @@ class Scheme:
         return qdata.to(torch.float32) * self.element_scales(scales, qdata.shape, start)
 
     def for_rows(self, operand: Quantized, layout: Layout | None) -> Quantized:
-        """The copy that the GEMM of grad_weight takes, which contracts the rows of an operand.
+        """Return the copy of an operand for the GEMM of grad_weight, which contracts its rows.
 
-        ``layout`` is the operand's. Collectives: those of the scheme, over the axes that shard its
-        rows; none by default.
+        ``layout`` is the layout of the operand.
+
+        Collectives: those of the scheme, over the axes that shard the operand's rows. None by
+        default.
         """
         return operand
 
@@ -454,7 +462,7 @@ class Scheme:
         return tuple(parts)
 
     def local_part(self, whole: Statistics, layout: Layout, shape: Sequence[int]) -> Statistics:
-        """This rank's part, of ``shape``, of the statistics or scales of a whole tensor."""
+        """Slice the statistics or scales of a whole tensor for this rank's part, of ``shape``."""
         offset, start, parts = global_offset(layout), self.start(layout), []
         for level, each in zip(self.levels, whole, strict=True):
             size = level.shape(shape, start)
@@ -466,7 +474,7 @@ class Scheme:
         return row, offset[-1] % _period(self, -1)
 
     def moved(self, start: Start, dim: int, by: int, ndim: int) -> Start:
-        """``start`` of a part that begins ``by`` further along ``dim``."""
+        """The ``start`` of a part that begins ``by`` indices further along ``dim``."""
         offset = [start[0], start[1]]
         if dim >= ndim - 2:
             offset[dim - ndim] += by
@@ -478,7 +486,7 @@ _BY_KEY: dict[str, Scheme] = {}
 
 
 def scheme_named(key: str) -> Scheme:
-    """The scheme with this key, which may have been made in another process.
+    """Return the scheme with this key, which may have been made in another process.
 
     Raises:
         ValueError: no scheme of that family is defined here.
@@ -507,7 +515,7 @@ def _value(literal: Any) -> Any:
 
 
 def _expanded(values: Tensor, level: Level, shape: Sequence[int], start: Start) -> Tensor:
-    """One value per block, repeated along the dims in which a block has several indices."""
+    """Repeat one value per block along the dims in which a block has several indices."""
     sizes = [*values.shape]
     for dim in (-1, -2)[: len(shape)]:
         if (level.block(len(shape) + dim, len(shape)) or 1) > 1:
@@ -517,19 +525,19 @@ def _expanded(values: Tensor, level: Level, shape: Sequence[int], start: Start) 
 
 
 def _fsdp_dim(layout: Layout) -> int:
-    """The dim that FSDP2 shards: its axes come before that of tensor parallelism."""
+    """The dim that FSDP2 shards: the first, as its axes come before that of tensor parallelism."""
     dims = [sharded_dim(p, len(layout.shape)) for p in layout.placements]
     return next((dim for dim in dims if dim is not None), 0)
 
 
 def _period(scheme: Scheme, dim: int) -> int:
-    """The size after which blocks of all levels begin anew along dim -1 or -2."""
+    """The distance along dim -1 or -2 after which blocks of all levels begin together again."""
     sizes = [level.columns if dim == -1 else level.rows for level in scheme.levels]
     return math.lcm(*[size or 1 for size in sizes])
 
 
 def _blocked_dims(scheme: Scheme) -> tuple[int, ...]:
-    """The dims, -1 and -2, along which a block is neither one index nor all of them."""
+    """The dims, of -1 and -2, along which a block has several, but not all, indices."""
     return tuple([dim for dim in (-1, -2) if _period(scheme, dim) > 1])
 
 
@@ -548,7 +556,7 @@ def cut_blocks(layout: Layout, dim: int, block: int) -> tuple[int, ...]:
 
 @cached_but_in_graphs
 def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
-    """Whether shards cut blocks; the same on all ranks."""
+    """Whether shards cut blocks. The result is the same on all ranks."""
     return any(
         cut_blocks(layout, dim, _period(scheme, dim))
         for dim in _blocked_dims(scheme)

@@ -1,4 +1,4 @@
-"""``Float8Tensor``: float8 bytes with their scale as a tensor, and the operators on it."""
+"""``Float8Tensor``, a tensor subclass of float8 data with its scales, and its operators."""
 
 # Importing ops registers the operators.
 from fp8_dist.tensor.float8_tensor import Float8Tensor, quantized_as, scales_of

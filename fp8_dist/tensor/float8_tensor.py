@@ -1,8 +1,8 @@
-"""``Float8Tensor``: float8 data, its scales, and the dtype it stands for.
+"""``Float8Tensor``: float8 data, its scales, and the high-precision dtype that it was cast from.
 
 DTensor is outermost: a distributed float8 tensor is ``DTensor(Float8Tensor(qdata, scale))``. A
-scale covers values of the *global* tensor. One that covers all of it is the same on every rank, so
-a float8 gather moves only the data. Scales of rows travel with their rows.
+scale covers values of the *global* tensor. A scale of the whole tensor is the same on every rank,
+so a float8 gather moves only the data. Scales of rows move with their rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ class Float8Tensor(torch.Tensor):
             (``scale.view(torch.float8_e8m0fnu)``).
         scales: the scales of all levels of the scheme.
         orig_dtype: the high-precision dtype it was cast from, which is also its ``dtype``.
-        scheme: the scaling scheme. (The tensor holds its key: a tensor in a graph may only have
-            attributes of plain data.)
-        start: where this part of a tensor begins in its first blocks.
+        scheme: the scaling scheme. (The tensor holds its key, because the attributes of a tensor in
+            a graph must be plain data.)
+        start: see :class:`fp8_dist.scaling.Quantized`.
         is_cut: see :class:`fp8_dist.scaling.Quantized`.
         cast_number: a 0-dim int64 CPU tensor that distinguishes this cast from others on this rank,
             for recorders such as ``fp8_dist.debug.float8_stats``. Tensors made from this one keep
@@ -46,11 +46,12 @@ class Float8Tensor(torch.Tensor):
 
     Args:
         scale: the scale, or a sequence of the scales of all levels.
-        scheme: a scheme or its key. ``None``: the dense scheme that the shape of the scale says.
+        scheme: a scheme or its key. ``None`` means the dense scheme that fits the shape of the
+            scale.
 
     The other arguments are the attributes. The constructor raises TypeError for other dtypes, and
-    ValueError for scales that do not fit. Operators that move or multiply float8 data support the
-    tensor (``fp8_dist.tensor.ops``); any other raises NotImplementedError.
+    ValueError for scales that do not fit. Operators that move or multiply float8 data are supported
+    (``fp8_dist.tensor.ops``). All others raise NotImplementedError.
     """
 
     qdata: torch.Tensor
@@ -61,7 +62,7 @@ class Float8Tensor(torch.Tensor):
     is_cut: bool
     cast_number: torch.Tensor | None
 
-    # The attributes that are not tensors: flatten, unflatten and rewrap follow from them.
+    # The attributes that are not tensors, for ``__tensor_flatten__``.
     _STATIC_FIELDS = ("orig_dtype", "key", "start", "is_cut")
 
     @staticmethod
@@ -111,7 +112,7 @@ class Float8Tensor(torch.Tensor):
         return self
 
     def set_scales(self, scales: Scales) -> None:
-        """Replace the scales of all levels, which must have the shapes of the old ones."""
+        """Replace the scales of all levels with scales of the same shapes."""
         self._levels = len(scales)
         self.scale, *others = scales
         for i, scale in enumerate(others, 1):
@@ -129,13 +130,13 @@ class Float8Tensor(torch.Tensor):
 
     @staticmethod
     def of(quantized: Quantized, orig_dtype: torch.dtype) -> "Float8Tensor":
-        """Wrap the cast of a local tensor of ``orig_dtype``."""
+        """Wrap a local float8 tensor that was cast from ``orig_dtype``."""
         qdata, scales, scheme, start, is_cut = quantized
         return Float8Tensor(qdata, scales, orig_dtype, scheme.key, None, start, is_cut)
 
     @property
     def quantized(self) -> Quantized:
-        """The data with its scales."""
+        """The data with its scales, as a :class:`fp8_dist.scaling.Quantized`."""
         return quantized_as(self, self.scheme)
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
@@ -152,10 +153,10 @@ class Float8Tensor(torch.Tensor):
         return Float8Tensor(**(given | changes))
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
-        """``qdata`` times its scales in ``orig_dtype`` (computed in fp32, rounded once).
+        """Multiply ``qdata`` by its scales in fp32, and round once to ``orig_dtype``.
 
-        This is differentiable: the gradient passes unchanged, as it does through the cast. On a
-        DTensor(Float8Tensor) the method is torch's, which has no gradient. Use
+        This is differentiable: the gradient passes through unchanged, as through the cast. On a
+        DTensor(Float8Tensor) torch's own method is called, which has no gradient; use
         ``to_local().dequantize()`` there.
         """
         return _Dequantize.apply(self)
@@ -205,7 +206,7 @@ class Float8Tensor(torch.Tensor):
             return NotImplemented
         handler = FLOAT8_OPS.get(func)
         if handler is None:
-            # Under inference_mode composite operators are not decomposed before.
+            # Under inference_mode, composite operators arrive here without being decomposed.
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
@@ -221,17 +222,17 @@ _SCALES = ("scale", *(f"scale_{i}" for i in range(1, 8)))
 
 
 def quantized_as(x: Float8Tensor, scheme: Scheme) -> Quantized:
-    """The data of a tensor with its scales; ``scheme`` is its own, which dynamo can't look up."""
+    """``x.quantized``, with its scheme as an argument because dynamo can't look it up."""
     return Quantized(x.qdata, scales_of(x), scheme, x.start, x.is_cut)
 
 
 def scales_of(x: Float8Tensor) -> Scales:
-    """The scales of all levels; dynamo does not trace the property."""
+    """``x.scales``, as a function because dynamo does not trace the property."""
     return tuple([getattr(x, name) for name in _SCALES[: x._levels]])
 
 
 def _scheme_from(qdata: torch.Tensor, scale: torch.Tensor) -> Scheme:
-    """The dense scheme of a scale, from its shape."""
+    """The dense scheme that fits the shape of a scale."""
     tensor = Dense(qdata.dtype)
     if scale.ndim == 0:
         return tensor

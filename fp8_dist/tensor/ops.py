@@ -1,9 +1,9 @@
 """Operators on a local ``Float8Tensor``: the table behind its ``__torch_dispatch__``.
 
-An operator that only moves elements runs on the data, and on each scale as if it were expanded to
-the shape of the data. A scale of the whole tensor stays as it is, and scales of rows move with
-their rows. Collectives, ``cat`` and padding move bytes as ``uint8``, because some backends lack
-float8.
+An operator that only moves elements runs on the data, and on a view of each scale that is expanded
+to the shape of the data. A scale of the whole tensor stays as it is, and scales of rows move with
+their rows. Collectives, ``cat`` and padding run on the bytes as ``uint8``, because some backends do
+not support float8.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,7 +88,7 @@ _PARTS = (
 
 
 def _turn(x: Float8Tensor, moved: torch.Tensor, scheme: Scheme) -> Float8Tensor:
-    """A matrix whose data was transposed, or permuted to what it was."""
+    """Rewrap a matrix whose data was transposed, or permuted without effect."""
     if moved.shape == x.shape and moved.stride() == x.qdata.stride():
         return x.rewrap(qdata=moved)
     turned = scheme.turned()
@@ -102,7 +102,7 @@ def _turn(x: Float8Tensor, moved: torch.Tensor, scheme: Scheme) -> Float8Tensor:
 def _parts_in_blocks(
     func: Any, x: Float8Tensor, moved: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Parts along a dim, each with the scales of its blocks, which it may cut."""
+    """Rewrap parts along a dim, each with the scales of its blocks. Parts may cut blocks."""
     at = 0 if func is aten.slice.Tensor else 1
     dim = (rest[at] if len(rest) > at else kwargs.get("dim", 0)) % x.ndim
     parts, begin = [moved] if isinstance(moved, torch.Tensor) else moved, 0
@@ -132,7 +132,7 @@ def _moving_levels(x: Float8Tensor) -> list[tuple[Level, torch.Tensor]]:
 
 
 def _expanded(x: Float8Tensor) -> list[torch.Tensor]:
-    """The scales as views of the data's shape: stride 0 along the dims that they cover."""
+    """Views of the scales in the shape of the data, with stride 0 along the dims they cover."""
     views = []
     for level, scale in _moving_levels(x):
         fixed = _fixed_dims(level, x.ndim)
@@ -144,8 +144,8 @@ def _expanded(x: Float8Tensor) -> list[torch.Tensor]:
 def _with_moved_scales(
     func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: Sequence[torch.Tensor]
 ) -> Float8Tensor:
-    """Rewrap ``x`` with data moved by ``func`` and scales that were expanded and moved alike."""
-    if not expanded:  # one scale for all
+    """Rewrap ``x`` with data moved by ``func``, and with expanded scales that it moved as well."""
+    if not expanded:  # one scale for the whole tensor
         return x.rewrap(qdata=qdata)
     scheme, scales, moved = x.scheme, list(x.scales), iter(expanded)
     for i, level in enumerate(scheme.levels):
@@ -154,7 +154,7 @@ def _with_moved_scales(
         view, scale = next(moved), scales[i]
         covered = tuple(dim for dim, stride in enumerate(view.stride()) if stride == 0)
         size = [1 if dim in covered else n for dim, n in enumerate(view.shape)]
-        # A stride of 0 would also be correct, but graphs are compiled for given strides.
+        # A stride of 0 would be correct too, but compiled graphs expect the strides of a new scale.
         strides = [max(stride, 1) for stride in view.stride()]
         if level.has_blocks or len(scales) > 1:  # rows must stay whole
             rows_stay = level.follows_rows and covered == (qdata.ndim - 1,)
@@ -172,7 +172,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     x, size = args
     moving = _moving_levels(x)
     if moving and (not size or size[-1] not in (-1, x.shape[-1])):
-        # DTensor joins the parts of a tensor of a single row in this way.
+        # DTensor does this to join the parts of a tensor with a single row.
         raise NotImplementedError(
             f"{func} of a Float8Tensor of shape {tuple(x.shape)} with one scale per "
             f"{x.scheme.covers} to {tuple(size)}: its rows would be others; if one row was "
@@ -198,7 +198,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
 def _restride(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x = args[0]
     qdata = func(x.qdata, *args[1:], **kwargs)
-    # FSDP2 restrides gathered tensors to the strides that they already have.
+    # FSDP2 calls as_strided on gathered tensors with the strides that they already have.
     same = qdata.shape == x.qdata.shape and qdata.stride() == x.qdata.stride()
     same = same and qdata.storage_offset() == x.qdata.storage_offset()
     if not same and _moving_levels(x):
@@ -252,12 +252,12 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
 
 
 def _matrix_dims(x: torch.Tensor) -> range:
-    """The last two dims, which may be in blocks."""
+    """The last two dims, the only ones that may be divided into blocks."""
     return range(max(x.ndim - 2, 0), x.ndim)
 
 
 def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block: int) -> None:
-    """Raise NotImplementedError if tensors to be concatenated begin or end inside blocks."""
+    """Raise NotImplementedError if tensors would be joined inside a block."""
     for i, x in enumerate(tensors):
         start = x.start[dim - x.ndim] % block
         ends_inside = i + 1 < len(tensors) and (start + x.shape[dim]) % block
@@ -280,8 +280,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
     first = scales[0]
-    # Chunks of one tensor share its scale, so no values are compared and there is no sync. Bits
-    # are compared, because a NaN is not equal to itself.
+    # Chunks of one tensor share its scale object, so no values are compared and there is no sync.
+    # Otherwise bits are compared, because a NaN is not equal to itself.
     bits = first.view(_BITS[first.itemsize])
     if not all(s is first or torch.equal(s.view(bits.dtype), bits) for s in scales):
         raise ValueError(
@@ -308,13 +308,13 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
         if not level.is_scalar:
             fixed = _fixed_dims(level, x.ndim)
             sides = [[0, 0] if x.ndim - 1 - i in fixed else [*n] for i, n in _pairs(before, after)]
-            # Scales are padded as bytes, too: some dtypes of scales have no padding.
+            # Scales are padded as bytes too, because torch can't pad all dtypes of scales.
             scale = _padded(func, scale, [n for side in sides for n in side])
         scales.append(scale)
     blocked = {d for level in x.scheme.levels for d in _fixed_dims(level, x.ndim)}
     in_front = any(n for i, n in enumerate(before) if x.ndim - 1 - i in blocked)
     has_blocks = any(level.has_blocks for level in x.scheme.levels)
-    # The last blocks may have room for padding at the end.
+    # Padding at the end is possible if the last blocks have room for it.
     shapes = x.scheme.scale_shapes(qdata.shape, x.start)
     if has_blocks and (in_front or [[*scale.shape] for scale in scales] != shapes):
         raise _no_scale_for(func, x)
@@ -371,7 +371,8 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
 
 @implements(aten.new_zeros.default, aten.new_empty.default, aten.new_empty_strided.default)
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    # float8 unless another dtype is requested: DTensor adds such shards, empty or to be filled.
+    # DTensor creates shards in this way, empty or to be filled. They are float8, unless another
+    # dtype is requested.
     x = args[0]
     if kwargs.get("dtype") is not None:
         return func(x.qdata, *args[1:], **kwargs)
@@ -404,7 +405,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
     x, rest = args[0], args[1:]
     moving = _moving_levels(x)
     if not moving or x.ndim == 1:
-        # Every rank cast with the scale of the global tensor, so only bytes are sent.
+        # Every rank has cast with the scale of the global tensor, so only the data is sent.
         out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
@@ -417,7 +418,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         )
     packed = func(as_bytes(pack_rows(x.qdata, [scale for _, scale in moving])), *rest, **kwargs)
     traced = _is_traced(x)
-    if traced:  # in a graph one wait would not cover the views
+    if traced:  # in a graph, a wait for one view would not cover the others
         packed = funcol.wait_tensor(packed)
     like = [(scale.shape[-1], scale.dtype) for _, scale in moving]
     qdata, arrived = unpack_rows(packed, x.qdata.dtype, x.shape[-1], like)
@@ -434,12 +435,12 @@ def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     if x.ndim > 1 and _moving_levels(x) and _is_traced(x):
         return x  # waited for before it was unpacked
     out = func(as_bytes(x.qdata), **kwargs)
-    # A scale that travelled came in the same message.
+    # Scales that were sent have arrived in the same message.
     return x.rewrap(qdata=out.view(x.qdata.dtype))
 
 
 def _check_not_cut(func: Any, x: Float8Tensor) -> None:
-    """Raise NotImplementedError, on all ranks, if the parts of a tensor cut its blocks."""
+    """Raise NotImplementedError, on all ranks, if parts of a tensor can't be joined as float8."""
     if x.is_cut:
         raise NotImplementedError(
             f"{func} of a part of a float8 tensor, {tuple(x.shape)}, with one scale per "
@@ -449,7 +450,7 @@ def _check_not_cut(func: Any, x: Float8Tensor) -> None:
 
 
 def _is_traced(x: Float8Tensor) -> bool:
-    """Whether ``x`` is traced by torch.compile, where this code runs once, without data."""
+    """Whether ``x`` is a stand-in without data, while torch.compile traces."""
     return isinstance(x.qdata, STAND_INS)
 
 
@@ -457,15 +458,16 @@ def _is_traced(x: Float8Tensor) -> bool:
 def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Pack rows of float8 data ``[..., K]`` and of numbers, ``[..., C]`` each, into one message.
 
-    The message is ``[..., K']`` of the dtype of the data. A row has the data, the bytes of its
-    numbers, the widest first, and zeros up to multiples of the widest number's size before and
-    after them. This is an operator so that ``comm_audit`` knows the parts of a message in a
-    compiled graph.
+    The message is ``[..., K']`` in the dtype of the data. A row consists of the data and the bytes
+    of its numbers, those of the widest dtype first. Both are padded with zeros to a multiple of the
+    widest number's size. This is an operator so that ``comm_audit`` can tell the parts of a message
+    in a compiled graph.
     """
     size = max(each.itemsize for each in numbers)
     parts = [_rounded_up(as_bytes(qdata), size)]
     for each in _widest_first(numbers):
-        # Flat first: a column is contiguous with any stride in its last dim, which view() refuses.
+        # Flatten first: torch calls a column contiguous whatever the stride of its last dim, but
+        # view(dtype) refuses strides other than 1.
         flat = each.reshape(-1).contiguous().view(torch.uint8)
         parts.append(flat.view(*each.shape[:-1], each.itemsize * each.shape[-1]))
     return _rounded_up(torch.cat(parts, dim=-1), size).view(qdata.dtype)
@@ -473,7 +475,7 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
 
 def _rounded_up(rows: torch.Tensor, size: int) -> torch.Tensor:
     missing = -rows.shape[-1] % size
-    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows  # 0 would copy
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows  # padding by 0 copies
 
 
 def _widest_first(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -498,7 +500,7 @@ def unpack_rows(
     Args:
         packed: the message as uint8, which may still be in flight.
         dtype, columns: the dtype and the last size of the data.
-        like: for each of the numbers their count per row, and their dtype.
+        like: for each tensor of numbers, its size per row and its dtype.
     """
     size = max(dtype.itemsize for _, dtype in like)
     begin, found = columns + -columns % size, [torch.empty(0)] * len(like)
@@ -510,7 +512,7 @@ def unpack_rows(
     return packed[..., :columns].view(dtype), found
 
 
-# torch >= 2.13 wraps the result of a collective by an operator, older ones by a plain call.
+# torch >= 2.13 wraps the result of a collective with an operator, older releases with a plain call.
 if wrapped_in_flight is not None:
 
     @implements(wrapped_in_flight)
@@ -527,11 +529,13 @@ def scaled_mm(
     pad_inner_dim: bool = False,
     emulate: bool = False,
 ) -> torch.Tensor:
-    """Matrix product ``[M, N]`` of two local float8 matrices, with no collectives.
+    """Multiply two local float8 matrices, with the result ``[M, N]``.
 
-    The scale of ``a`` is 0-dim or ``[M, 1]``, and the scale of ``b`` is 0-dim or ``[1, N]``, or
-    their schemes fit together in another way. Options and errors are those of
-    :func:`fp8_dist.kernels.scaled_mm`.
+    Dense scales are 0-dim, or ``[M, 1]`` for ``a`` and ``[1, N]`` for ``b``. Matrices of other
+    schemes are multiplied by :meth:`fp8_dist.scaling.Scheme.multiply` if the schemes fit together.
+    Options and errors are those of :func:`fp8_dist.kernels.scaled_mm`.
+
+    Collectives: none.
 
     Raises:
         ValueError: matrices of these schemes can't be multiplied.
@@ -542,8 +546,8 @@ def scaled_mm(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: one scale per "
             f"{left.scheme.covers} and per {right.scheme.covers}: {why}; cast both of them alike"
         )
-    # Another object: an implementation may cache data derived from this one, and a collective may
-    # write into the data of a Float8Tensor unnoticed by autograd.
+    # Pass a new tensor object: an implementation may cache data derived from the object it gets,
+    # and a collective may write into the data of a Float8Tensor unnoticed by autograd.
     left = left._replace(qdata=left.qdata.detach())
     options = (use_fast_accum, pad_inner_dim, emulate)
     return left.scheme.multiply(left, right, out_dtype, options)

@@ -1,7 +1,7 @@
-"""Sums over ranks whose summands travel in fewer bytes.
+"""Sums over ranks whose summands are sent in fewer bytes.
 
 Nothing is summed in the narrow type. Ranks exchange encoded pieces in an all-to-all. The rank that
-gets a sum decodes its pieces and adds them in fp32, in the order of ranks.
+owns a sum decodes the pieces it receives, and adds them in fp32, in the order of ranks.
 """
 
 from fp8_dist.transport.encoding import Encoding, Part, Run, decode, encode, runs_of, seed_of

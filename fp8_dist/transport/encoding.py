@@ -17,14 +17,14 @@ from fp8_dist.kernels.encoding import (
     sum_of_rows,
 )
 
-# Encoding of numbers that travel; None for their own dtype.
+# Encoding of numbers on the wire; None for their own dtype.
 Encoding = Literal["float8", "bf16"] | None
 
 _LARGEST_SEED = 0x7FFFFFFF
 
 
 class Part(NamedTuple):
-    """Piece of a parameter in a row."""
+    """A piece of a parameter, as part of a row."""
 
     number: int  # of the parameter
     size: int
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Adjacent numbers in a row with the same encoding."""
+    """Adjacent numbers of a row that are encoded together."""
 
     number: int  # of the first parameter
     start: int
@@ -47,12 +47,12 @@ class Run(NamedTuple):
 
 
 def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Run, ...]:
-    """Runs of a row of parts, as few as keep each block inside one part.
+    """Divide a row of parts into as few runs as possible, with no block across two parts.
 
     Args:
-        seed: seed of :func:`encode`. With stochastic rounding each encoded part is a run of its
-            own, so its rounding does not depend on other parts. Tensor-parallel ranks may have
-            different sizes of a sharded parameter, but round a replicated one alike.
+        seed: the seed of :func:`encode`. With stochastic rounding each encoded part is a run of its
+            own, so that its rounding does not depend on other parts. Tensor-parallel ranks may have
+            different sizes of a sharded parameter, but must round a replicated one alike.
     """
     runs: list[Run] = []
     start = 0
@@ -72,7 +72,7 @@ def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Run, ...]:
 
 
 def seed_of(seed: int, *numbers: int) -> int:
-    """Derive a seed for the given numbers; ``NEAREST`` stays."""
+    """Derive a seed from the given numbers. ``NEAREST`` is returned unchanged."""
     if seed < 0:
         return seed
     for number in numbers:
@@ -86,8 +86,8 @@ def encode(
     """Encode rows ``[..., S]`` of any floating dtype as bytes ``[..., B]``, exponents included.
 
     Args:
-        dtype: dtype on the wire of numbers that are not encoded.
-        seed: seed of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
+        dtype: the dtype in which numbers without an encoding are sent.
+        seed: the seed of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
     """
     pieces: list[torch.Tensor] = []
     for number, start, size, encoding in runs:
@@ -116,11 +116,11 @@ def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch
 def sum_of(
     wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Sum rows of bytes ``[W, ..., B]`` over the first dim, in fp32 and in its order.
+    """Sum the rows of bytes ``[W, ..., B]`` from W ranks, in fp32 and in the order of ranks.
 
     Args:
         dtype: as in :func:`encode`.
-        own: ``[..., S]``, the summand of this rank, which is added in place of its bytes.
+        own: ``[..., S]``, the summand of this rank, which is added instead of its encoded bytes.
         rank: index of this rank along the first dim.
     """
     sums = []
@@ -137,7 +137,7 @@ def sum_of(
 def _parts(
     wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype
 ) -> Iterable[tuple[Encoding, torch.Tensor, torch.Tensor]]:
-    """Encoded data of each run: codes and exponents, or numbers and an empty tensor."""
+    """Yield each run's encoding with its codes and exponents, or its numbers and nothing."""
     start = 0
     for run in runs:
         length = run.bytes(dtype)

@@ -1,4 +1,4 @@
-"""Reduce-scatter of encoded pieces: an all-to-all, and an fp32 sum on the rank that owns it."""
+"""Reductions of encoded pieces: an all-to-all, then an fp32 sum on the rank that owns it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,11 +12,11 @@ from fp8_dist.transport.encoding import Part, Run, decode, encode, runs_of, seed
 
 
 class GradientErrors:
-    """Error feedback: a stage's encoding errors are added to what it encodes next.
+    """Error feedback: the encoding errors of a stage are added to the values that it encodes next.
 
-    There is one set of errors for each stage of the exchange of some parameters' gradients. They
-    are kept in float8 with block exponents: 1.008 bytes for each value that this rank encodes,
-    which are the values of the unsharded gradient.
+    An object holds the errors of each stage of the exchange of some parameters' gradients. They are
+    kept in float8 with block exponents: 1.008 bytes for each value of the unsharded gradient, all
+    of which this rank encodes.
 
     Args:
         rows: the leading dims of the rows of each stage. A stage of one rank encodes nothing.
@@ -24,15 +24,15 @@ class GradientErrors:
     """
 
     def __init__(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self.parts: Sequence[Part] = ()  # the parts of the rows that are encoded next
+        self.parts: Sequence[Part] = ()  # the parts of the next rows to be encoded
         self.rows = {stage: shape for stage, shape in enumerate(rows) if shape[0] > 1}
         self.device = device
         self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep_for(self, parts: Sequence[Part]) -> None:
-        """Keep errors for these parts only; new ones start at zero.
+        """Keep the errors of these parts only. New ones start at zero.
 
-        Parameters may be frozen, and trained again, between two steps.
+        Parameters may be frozen, or trained again, from one step to the next.
         """
         sizes = {part.number: part.size for part in parts if part.encoding is not None}
         self._kept = {
@@ -48,7 +48,7 @@ class GradientErrors:
             yield number, f"{stage}.exponents", exponents
 
     def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``rows``, ``[..., S]``, plus the errors that are kept: fp32."""
+        """Return ``rows`` ``[..., S]`` plus the kept errors, in fp32."""
         rows = rows.to(torch.float32, copy=True)
         for part, start in self._encoded():
             errors = self._kept[part.number, stage]
@@ -56,7 +56,7 @@ class GradientErrors:
         return rows
 
     def keep(self, stage: int, errors: torch.Tensor) -> None:
-        """Replace the errors by those of rows ``[..., S]``, fp32 and finite."""
+        """Replace the kept errors with ``errors`` ``[..., S]``, fp32 and finite."""
         for part, start in self._encoded():
             found = encode_float8(errors.narrow(-1, start, part.size), NEAREST)
             for old, new in zip(self._kept[part.number, stage], found, strict=True):
@@ -77,7 +77,7 @@ class GradientErrors:
 
 
 def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send ``rows[i]`` to rank i of a group; row i of the result comes from that rank.
+    """Send ``rows[i]`` to rank i of a group. Row i of the result comes from rank i.
 
     The result is in flight until ``funcol.wait_tensor``.
     """
@@ -93,23 +93,24 @@ def reduce_scatter(
     seed: int = NEAREST,
     errors: GradientErrors | None = None,
 ) -> torch.Tensor:
-    """Sum the rows that all ranks have for this rank.
+    """Sum the rows that all ranks hold for this rank.
 
-    There is one stage for each group. With several, ranks first sum within the first group, and
-    then exchange sums. Rank i of all ranks is rank ``i % size`` in its first group, and rank
-    ``i // size`` in its second one.
+    There is one stage for each group. If there are two, ranks first sum within the first group, and
+    then exchange these sums within the second one. Rank i of all ranks is rank ``i % size`` in its
+    first group and rank ``i // size`` in its second one, where ``size`` is that of the first.
 
     Args:
         x: ``[W, ..., S]``, floating point; row i is for rank i.
-        runs: runs of each row.
-        seed: seed of stochastic rounding, different on each of these ranks. Each stage changes it.
+        runs: the runs of each row.
+        seed: the seed of stochastic rounding, which must differ between these ranks. Each stage
+            derives its own from it.
         errors: error feedback.
 
     Returns:
         The sum, fp32 ``[..., S]``. A rank's own summand is not rounded.
 
-    Collectives: an all-to-all for each stage of more than one rank. The first is of W rows of
-    bytes, later ones of W / (product of the sizes of the stages before).
+    Collectives: an all-to-all for each stage of more than one rank. The first sends W encoded rows.
+    A later one sends W divided by the product of the sizes of the stages before.
     """
     if len(x) == 1:
         return x[0].to(torch.float32, copy=True)
@@ -132,14 +133,14 @@ def all_reduce(
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
-    Each rank sums a part of ``x``. Sums travel in the dtype of ``x``, but sums of float8 summands,
-    whose error is larger than that of bf16, travel in bf16.
+    Each rank sums a piece of ``x``. The sums are gathered in the dtype of ``x``, but in bf16 if the
+    summands were float8, whose error is larger than that of bf16.
 
     Args:
         x: ``[S]``, floating point.
-        parts: parts of ``x``.
+        parts: the parts of ``x``.
 
-    Collectives: an all-to-all of x as bytes, and an all-gather of the sums.
+    Collectives: an all-to-all of the encoded ``x``, and an all-gather of the sums.
     """
     ranks = group.size()
     own_parts = split(parts, ranks)
@@ -160,7 +161,7 @@ def all_reduce(
 
 
 def split(parts: Sequence[Part], ranks: int) -> list[Part]:
-    """Piece of each part that one of the ranks of :func:`all_reduce` sums, with padding."""
+    """The piece of each part that one rank sums in :func:`all_reduce`, including padding."""
     return [part._replace(size=-(-part.size // ranks)) for part in parts]
 
 
@@ -172,7 +173,7 @@ def _exchange(
     seed: int,
     errors: GradientErrors | None,
 ) -> torch.Tensor:
-    """Exchange rows ``[L, A, ..., S]`` for L ranks, and sum those for this one, ``[A, ..., S]``."""
+    """Exchange rows ``[L, A, ..., S]`` between L ranks; sum this rank's rows, ``[A, ..., S]``."""
     dtype = rows.dtype
     if errors is not None:
         rows = errors.added(stage, rows)

@@ -16,7 +16,7 @@ class Scattering(NamedTuple):
     """A reduce-scatter in flight, which :func:`finish_reduction` completes."""
 
     received: torch.Tensor  # [W, ..., bytes], in flight: the pieces of all ranks for this one
-    own: torch.Tensor  # the piece of this rank for itself, padded to the size of the first shard
+    own: torch.Tensor  # this rank's own summand, padded to the size of the first shard
     runs: tuple[Run, ...]
     rank: int
     layout: Layout  # of the result
@@ -28,16 +28,16 @@ def start_reduction(
     """Start to redistribute a DTensor to other placements.
 
     A reduce-scatter, from Partial to Shard, becomes an all-to-all of encoded pieces, one for each
-    rank, with blocks along the last dim. The rank that gets a shard sums in fp32, in the order of
-    ranks, and rounds once to the dtype of the tensor. Its own piece is not rounded before. All
-    other redistributions are torch's.
+    rank, with blocks along the last dim. The rank that owns a shard sums in fp32, in the order of
+    ranks, and rounds once to the dtype of the tensor. Its own piece is not encoded. All other
+    redistributions are left to torch.
 
     Args:
-        tensor: on a 1-D mesh if ``transport`` is not None.
-        transport: encoding of the pieces; None for torch's reduce-scatter.
+        tensor: a DTensor, on a 1-D mesh if ``transport`` is not None.
+        transport: the encoding of the pieces; None for torch's reduce-scatter.
 
-    Collectives: the all-to-all, of W pieces of the size of the first shard. Like torch's
-    reduce-scatter, it pads smaller shards.
+    Collectives: an all-to-all of W pieces of the size of the first shard (smaller shards are
+    padded, as in torch's reduce-scatter), or those of ``DTensor.redistribute``.
     """
     dim = _scattered_dim(tensor, placements, transport)
     if dim is None:
@@ -59,7 +59,7 @@ def start_reduction(
 
 
 def finish_reduction(started: DTensor | Scattering) -> DTensor:
-    """Return the result of :func:`start_reduction`; one of torch's may still be in flight."""
+    """Return the result of :func:`start_reduction`, in flight if torch redistributes it."""
     if isinstance(started, DTensor):
         return started
     received, own, runs, rank, layout = started
@@ -72,12 +72,12 @@ def finish_reduction(started: DTensor | Scattering) -> DTensor:
 
 
 def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> DTensor:
-    """:func:`start_reduction` and :func:`finish_reduction`."""
+    """Run :func:`start_reduction`, then :func:`finish_reduction`."""
     return finish_reduction(start_reduction(tensor, placements, transport))
 
 
 def _scattered_dim(tensor: DTensor, placements: Placements, transport: Encoding) -> int | None:
-    """Dim of the reduce-scatter with encoded pieces, or None if the move is torch's."""
+    """The dim of a reduce-scatter with encoded pieces; None if torch redistributes."""
     if transport is None or tensor.device_mesh.size() == 1 or tensor.numel() == 0:
         return None
     assert tensor.device_mesh.ndim == 1, tensor.device_mesh
