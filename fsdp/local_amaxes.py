@@ -1,4 +1,4 @@
-"""Statistics of the local shards of many weights, and their places among those of all ranks."""
+"""Statistics of the local shards of many weights, and their positions among those of all ranks."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from fp8_dist.linear.streams import device_of
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling import Placed, Scheme, Statistics, sharded_axes
 
-# A weight, which layers may share, in one scheme.
+# The id of a weight, which layers may share, and one of its schemes.
 Key = tuple[int, Scheme]
 
 
@@ -22,8 +22,9 @@ class WeightStatistics(NamedTuple):
     Attributes:
         local: the statistics of the local shard, on the device that uses them.
         layout: the layout of the weight; None if it is not distributed.
-        axes: for each level the mesh axes to reduce over; empty if local statistics are global.
-        places: the places of the levels that are reduced, among those of other ranks.
+        axes: for each level, the mesh axes to reduce over; empty if local statistics are global.
+        places: for each level, its statistics with their position among those of all ranks; None
+            if they are not reduced.
     """
 
     local: Statistics
@@ -38,7 +39,7 @@ class WeightStatistics(NamedTuple):
 
 
 def local_statistics(layers: Iterable[Float8Linear]) -> dict[Key, WeightStatistics]:
-    """Measure the shards of layers, by the id of the weight and the scheme."""
+    """Measure the shards of the layers' weights, once for each weight and scheme."""
     wanted = {
         (id(layer.float8_weight.parameter()), scheme): layer
         for layer in layers
@@ -73,7 +74,7 @@ def _placed(layer: Float8Linear, local: Statistics, scheme: Scheme) -> WeightSta
     axes = scheme.axes(layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
-    # Scales that FSDP2's gather can't carry: all ranks reduce all of them.
+    # If FSDP2's gather can't carry scales, every rank needs all of them, by the reduction.
     gathered = layer.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
     everywhere = scheme.moving_levels(layout) if gathered else ()
     sharded = sharded_axes(layout)

@@ -1,4 +1,4 @@
-"""Restoration of the tensor type of float8 weights, if other code has rebuilt the parameters."""
+"""Restoration of the tensor type of float8 weights after other code has rebuilt the parameters."""
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -19,8 +19,9 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
     before the optimizer is made. A model that was sharded with the type, for instance on the meta
     device, may be loaded and rewrapped until its first forward. A second call changes nothing.
 
-    A weight that is a DTensor stays the same parameter. A plain one becomes a new parameter on the
-    same storage, with the gradient and attributes of the old one. Layers still share weights.
+    A weight that is a DTensor stays the same parameter. A plain weight becomes a new parameter on
+    the same storage, with the gradient and attributes of the old one. Layers that shared a weight
+    still share it.
 
     Args:
         module: the model, or a part of it.
@@ -31,10 +32,10 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
     Collectives: none.
 
     Raises:
-        ValueError: ``module`` has no converted layer; a module that is not wrapped shares a weight
-            that is; or FSDP2 already gathers a weight in high precision, because ``fully_shard``
-            found it without the type, or FSDP2 has gathered it since. Nothing has been changed
-            then.
+        ValueError: ``module`` has no converted layer; another module shares a weight that would be
+            wrapped; or FSDP2 already gathers a weight in high precision, because ``fully_shard``
+            found it without the type, or because it was gathered after it lost the type. Nothing
+            has been changed then.
     """
     layers = float8_layers(module)
     if not layers:
@@ -59,7 +60,11 @@ def _lost_type(layer: Float8Linear) -> bool:
 
 
 def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
-    """Wrap the weight of a layer. ``new`` has the new parameters by the id of the old ones."""
+    """Wrap the weight of a layer.
+
+    Args:
+        new: the new parameters by the ids of the old ones, extended here.
+    """
     old = layer.weight
     if isinstance(old, DTensor):
         set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old)))
@@ -73,7 +78,7 @@ def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
 
 
 def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
-    """Raise for weights that other modules use as well, as the conversion does."""
+    """Raise for weights that other modules use as well; the conversion raises for them too."""
     if shared := other_users(module, layers):
         raise ValueError(
             "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "

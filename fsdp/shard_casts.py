@@ -1,8 +1,8 @@
 """Batched casts of the shards that FSDP2 gathers in float8.
 
-On a GPU a launch per weight, on the stream that FSDP2 gathers from, costs more than the cast of a
-shard. The first gather that finds no cast of its shard casts the shards of all layers without one.
-The other casts stay in the caches of their layers until their own gathers.
+On a GPU, one launch per weight, on the stream that FSDP2 gathers from, costs more time than the
+cast of a shard itself. So the first gather that finds no cast of its shard casts the shards of all
+layers without one. The other casts stay in the caches of their layers until their own gathers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,15 +31,17 @@ def cast_together(layer: Float8Linear, evaluates: bool) -> None:
     """Cast the shard of a layer that FSDP2 is about to gather, unless a cast of it is cached.
 
     The shards of other layers that FSDP2 gathers under the same root module are cast too, if their
-    precomputed scales are fresh and no cast is cached. All of them take one or a few launches, on
-    the current stream. On devices where this is not faster than single casts, the function does
+    precomputed scales are fresh and no cast is cached. All casts take one or a few launches, on the
+    current stream. On devices where this is not faster than single casts, the function does
     nothing, and the gather casts its shard alone.
 
-    ``evaluates``: the gather belongs to an evaluation, which uses no cast from before it.
+    Args:
+        layer: the layer whose weight is gathered.
+        evaluates: the gather belongs to an evaluation, which does not use earlier casts.
 
     Collectives: none.
     """
-    # Selective checkpointing counts operators, so they must be those of one weight.
+    # Selective checkpointing counts operators, so a gather must run those of one weight only.
     group = group_of(layer)
     if group is None or not _lacks_cast(layer) or is_selectively_checkpointed():
         return
@@ -58,9 +60,9 @@ def cast_together(layer: Float8Linear, evaluates: bool) -> None:
 
 
 def _gathered_with(group: Any) -> Iterator[Float8Linear]:
-    """Yield the layers whose shards FSDP2 gathers, in all its parameter groups under one root.
+    """Yield the layers whose shards FSDP2 gathers, in all parameter groups under the same root.
 
-    Groups of another root may not be initialized, and initialization exchanges local tensors.
+    Groups of another root may not be initialized, and initialization replaces local tensors.
     """
     for other in fsdp_groups_of_same_root(group):
         for module in fsdp_modules_asked(other):
@@ -69,7 +71,7 @@ def _gathered_with(group: Any) -> Iterator[Float8Linear]:
 
 
 def _lacks_cast(layer: Float8Linear) -> bool:
-    """Whether a cast of the shard is cacheable but missing, and is cheaper in a batch."""
+    """Return whether a cast of the shard is missing, could be cached, and is cheaper in a batch."""
     weight = layer.float8_weight
     cache = weight.cache
     if (
@@ -83,7 +85,10 @@ def _lacks_cast(layer: Float8Linear) -> bool:
 
 
 def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
-    """Yield layers whose casts share a buffer, which is limited: it lives as long as any cast."""
+    """Yield layers whose casts share a buffer.
+
+    The size of a buffer is limited, because it is freed only with the last of its casts.
+    """
     part: list[Float8Linear] = []
     size = 0
     for layer in layers:
