@@ -63,7 +63,7 @@ def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
     """Wrap the weight of a layer.
 
     Args:
-        new: the new parameters by the ids of the old ones, extended here.
+        new: the new parameters by the ids of the old ones. A parameter made here is added.
     """
     old = layer.weight
     if isinstance(old, DTensor):

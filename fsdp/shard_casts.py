@@ -85,7 +85,7 @@ def _lacks_cast(layer: Float8Linear) -> bool:
 
 
 def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
-    """Yield layers whose casts share a buffer.
+    """Yield lists of layers whose casts share a buffer.
 
     The size of a buffer is limited, because it is freed only with the last of its casts.
     """

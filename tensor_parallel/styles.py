@@ -156,8 +156,9 @@ class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):
     See docs/communication.md for counts.
 
     Raises:
-        ValueError: the style is applied to another module than a Float8Linear, ``reduce_transport``
-            is not one of the above, or (in the forward) the input was gathered before.
+        ValueError: the style is applied to a module that is not a Float8Linear;
+            ``reduce_transport`` is not one of the above; or, in the forward, it is given and this
+            layer does not gather its input.
     """
 
 
@@ -184,8 +185,9 @@ class Float8RowwiseParallel(_Float8LinearStyle, RowwiseParallel):
     * Other recipes are as in :class:`Float8ColwiseParallel`.
 
     Raises:
-        ValueError: the style is applied to another module than a Float8Linear, ``reduce_transport``
-            is not one of the above, or it is given for an output that is not reduce-scattered.
+        ValueError: the style is applied to a module that is not a Float8Linear; or
+            ``reduce_transport`` is not one of the above, or is given for an output that is not
+            reduce-scattered.
     """
 
 

@@ -335,7 +335,7 @@ def reblock(
         qdata: float8, ``[M, K]``.
         exponents: the exponents of its blocks.
         rows: number of rows of the new blocks. The first block begins at the first row.
-        rule: rule of the new exponents. With *floor*, values would saturate a second time.
+        rule: rule of the new exponents. *floor* would let float8 values saturate again.
         transposed: return the data as ``[K, M]``, for a GEMM that reads it transposed.
 
     Returns:

@@ -67,7 +67,7 @@ class CustomOp(Generic[P, R]):
         self.implementations[device_type] = direct or run
 
     def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
-        """Register, as a decorator, the implementation for tensors without data.
+        """Decorate a function as the implementation for tensors without data.
 
         It returns empty tensors with the shapes and dtypes of the results.
         """
@@ -77,7 +77,7 @@ class CustomOp(Generic[P, R]):
 def custom_op(
     schema: str, fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """Define, as a decorator, an operator with this function as the portable implementation.
+    """Decorate a function as the portable implementation of a new operator.
 
     Args:
         schema: the operator's name and types, such as ``"NAME(Tensor x, ...) -> Tensor"``.

@@ -1,4 +1,4 @@
-"""Encodings of tensors that ranks exchange in order to sum them: float8 with exponents, or bf16.
+"""Encodings of tensors that ranks exchange and sum: float8 with block exponents, or bf16.
 
 In float8, a block is 128 values along the last dim; the last block of a row may be shorter. Its
 exponent is a byte, ``scale = 2 ** (byte - 127)``. The scale is the smallest power of two, at least

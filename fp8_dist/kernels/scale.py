@@ -92,8 +92,8 @@ def amax_of_each(
     The result is fp32, ``[1 + len(others)]``.
 
     Args:
-        of_rows: compute one amax per row (along the last dim) instead. The result is flat, with the
-            rows of one tensor after those of the other.
+        of_rows: compute one amax per row (along the last dim) instead. The result is flat. The rows
+            of each tensor follow those of the tensor before.
     """
     tensors = (first, *others)
     if not of_rows:

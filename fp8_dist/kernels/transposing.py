@@ -118,7 +118,7 @@ class TransposedTogether:
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """Return a transposed copy of ``x``, from its :class:`TransposedTogether` if it has one.
+    """Return a transposed copy of ``x``, from a :class:`TransposedTogether` if it belongs to one.
 
     This is for eager code only, because it keeps tensors between calls.
     """

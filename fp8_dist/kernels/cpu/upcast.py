@@ -57,7 +57,7 @@ def upcast(qdata: torch.Tensor, dtype: torch.dtype, is_finite: bool = False) -> 
 
 
 def _is_finite(qdata: torch.Tensor, last: int) -> bool:
-    """Return whether no byte is above that of the largest finite number, of either sign."""
+    """Return whether all values are finite, given the byte of the largest finite number."""
     if qdata.ndim == 2 and not qdata.is_contiguous():
         qdata = qdata.t()  # max would make a copy
     # Among signed bytes the positive values are the largest, among unsigned ones the negative ones.

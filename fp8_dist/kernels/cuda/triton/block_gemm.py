@@ -1,4 +1,4 @@
-"""Operands of GEMMs with block scales: cast to other blocks, dequantized, and scales in layouts."""
+"""Operands of GEMMs with block scales: casts to other blocks, dequantized data, and scales."""
 
 from collections.abc import Callable, Sequence
 

@@ -38,7 +38,7 @@ Blocks = dict[str, int]
 def fused(
     op: CustomOp[P, R], takes: Callable[..., bool] | None = None, *, zeros: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register, as a decorator, an implementation of an operator on CUDA devices.
+    """Decorate a function as the implementation of an operator on CUDA devices.
 
     Args:
         takes: returns whether the kernels support the operator's arguments. If they don't, the
@@ -138,7 +138,10 @@ def converts(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def programs(size: int, block: int) -> int:
-    """Return the number of instances along a dim; 1 if it is empty: scales may be written."""
+    """Return the number of instances along a dim.
+
+    It is 1 for an empty dim, because there may still be scales to write.
+    """
     return max(1, triton.cdiv(size, block))
 
 
