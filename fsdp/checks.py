@@ -1,6 +1,6 @@
 """Checks of FSDP2's modules and parameter groups before they gather weights in float8.
 
-The import of this module lets FSDP2 compare layers between ranks before its first gather.
+Importing this module makes FSDP2 compare layers between ranks before its first gather.
 """
 
 from typing import Any
@@ -35,16 +35,23 @@ _groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary(
 def _compare_between_ranks(group: Any) -> None:
     """Compare the layers of the model that a parameter group belongs to, once.
 
-    This includes layers whose weights FSDP2 gathers in high precision: their forward reduces
-    amaxes.
+    This includes layers whose weights FSDP2 gathers in high precision, because their forward
+    reduces amaxes.
     """
     if not any(needs_comparison(module) for module in group.modules):
         return
     for module in filter(needs_comparison, fsdp_roots_of(group)):
+<<<<<<< HEAD
         modules = float8_modules(module)
         # Ranks that have converted another part of the model take part too.
         if modules or is_part_of_converted(module):
             check_layers(module, modules, "FSDP2's first gather")
+=======
+        layers = float8_layers(module)
+        # A rank that has converted only other parts of the model takes part too.
+        if layers or is_part_of_converted(module):
+            check_layers(module, layers, "FSDP2's first gather")
+>>>>>>> prose-kernels
         else:
             mark_compared(module)
 
@@ -62,7 +69,7 @@ def check_sharded_module(module: FSDPModule, name: str) -> None:
 
 
 def check_outside_of_backward(module: nn.Module, caller: str) -> None:
-    """Raise in the middle of a backward, which still needs the parameters that FSDP2 gathered."""
+    """Raise if a backward of ``module`` is running, which still needs the gathered parameters."""
     if not in_backward():
         return
     for name, part in module.named_modules():
@@ -78,7 +85,7 @@ def check_outside_of_backward(module: nn.Module, caller: str) -> None:
 
 def check_layer(layer: nn.Module, name: str) -> None:
     """Check a layer whose weight FSDP2 is about to gather."""
-    if layer not in _groups or _groups[layer]() is None:  # its first gather: look up all at once
+    if layer not in _groups or _groups[layer]() is None:  # first gather: look up all layers at once
         for group in fsdp_groups():
             for parameter in fsdp_parameters([group]):
                 if parameter.has_hooks:
@@ -90,14 +97,14 @@ def check_layer(layer: nn.Module, name: str) -> None:
 
 
 def group_of(layer: nn.Module) -> Any:
-    """Return FSDP2's parameter group of a layer that passed :func:`check_layer`; else None."""
+    """Return FSDP2's parameter group of a layer; None before :func:`check_layer` has found it."""
     group = _groups.get(layer)
     return None if group is None else group()
 
 
 def _check_reshards(group: Any, name: str) -> None:
-    # FSDP2 would reshard its all-gather output to the smaller mesh as a parameter. The output is
-    # float8 bytes here, and FSDP2 would fail with an error about dtypes that require gradients.
+    # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh. Here the
+    # output is float8 bytes, so it would fail with an error about dtypes that require gradients.
     if fsdp_reshards_to_smaller_mesh(group):
         raise ValueError(
             f"{name}: fully_shard(..., reshard_after_forward=<int>) can't reshard weights "

@@ -16,15 +16,16 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for parameters on 1-D and 2-D meshes at once.
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, for parameters on several meshes.
 
-    torch's function refuses gradients on different meshes, such as those of FSDP2 x TP and of FSDP2
-    alone. This one takes torch's norm mesh by mesh, and the norm of these norms.
+    torch's function refuses gradients on different meshes, such as FSDP2 x TP and FSDP2 alone. This
+    one computes torch's norm for each mesh, and then the norm of these norms.
 
     Args:
-        parameters: their ``grad`` (plain tensors and DTensors on any meshes) is scaled in place.
-        max_norm: the largest norm that needs no clipping.
-        norm_type: the type of the p-norm, ``inf`` included.
+        parameters: the parameters whose ``grad`` is scaled in place. A ``grad`` is a plain tensor
+            or a DTensor on any mesh.
+        max_norm: the maximum norm of the gradients.
+        norm_type: the type of the p-norm, which may be ``inf``.
         error_if_nonfinite: raise RuntimeError for a norm that is NaN or infinite.
         foreach: as in torch.
 

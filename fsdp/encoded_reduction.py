@@ -29,11 +29,19 @@ from fp8_dist.transport import (
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_OF_REPLICAS = 2  # the number of the replicas' stage in seeds, after those of the earlier stages
+_OF_REPLICAS = 2  # number of the replicas' stage in seeds; the stages of the shards are 0 and 1
 
 
+<<<<<<< HEAD
 class EncodedReduction:
     """Reduce-scatter of a parameter group. FSDP2 calls it on its own stream."""
+=======
+class EncodedReduction(FsdpReduceScatter):
+    """Reduce-scatter of a parameter group with encoded gradients.
+
+    FSDP2 calls it on a stream of its own.
+    """
+>>>>>>> prose-kernels
 
     def __init__(
         self,
@@ -46,14 +54,14 @@ class EncodedReduction:
     ) -> None:
         sizes_and_encodings = zip(fsdp_padded_sizes(group), encodings, strict=True)
         self.all_parts = [Part(i, *each) for i, each in enumerate(sizes_and_encodings)]
-        self.parts = self.all_parts  # the parts of the reduction that is under way
-        self.is_noted = False  # whether ``parts`` are set for the next reduction
+        self.parts = self.all_parts  # the parts that the current or next reduction has
+        self.is_noted = False  # ``parts`` are set for the next reduction
         self.module = module
         self.group = group
         shards, replicas = fsdp_reduce_scatter_group(group), fsdp_replicas(group)
         replica = 0 if replicas is None else replicas.rank()
-        # Seeded by the rank within the reduction. With global ranks, tensor-parallel ranks would
-        # round the gradient of a replicated parameter differently.
+        # The seed contains the rank within the reduction. With the global rank instead,
+        # tensor-parallel ranks would round the gradient of a replicated parameter differently.
         self.seed = seed_of(seed, replica * shards.size() + shards.rank())
         self.hierarchy = hierarchy
         self.errors: GradientErrors | None = None
@@ -65,7 +73,7 @@ class EncodedReduction:
             self.errors = GradientErrors(rows, group.device)
 
     def note(self, reduced: Sequence[int]) -> None:
-        """Set the numbers of the parameters whose gradients FSDP2 is about to reduce."""
+        """Note, by their numbers, the parameters whose gradients FSDP2 is about to reduce."""
         self.is_noted = True
         self.parts = [self.all_parts[i] for i in reduced]
         if self.errors is not None:
@@ -73,9 +81,15 @@ class EncodedReduction:
             self.errors.keep_for(self.parts_with_errors(self.parts))
 
     def parts_with_errors(self, reduced: Sequence[Part] = ()) -> list[Part]:
+<<<<<<< HEAD
         """Return the parts of the parameters that are trained now, and those in ``reduced``."""
         parameters = enumerate(fsdp_parameters([self.group]))
         trained = {i for i, each in parameters if each.parameter.requires_grad}
+=======
+        """Return the parts of the parameters that require gradients, and those in ``reduced``."""
+        parameters = fsdp_parameters_of_group(self.group)
+        trained = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
+>>>>>>> prose-kernels
         trained.update(part.number for part in reduced)
         return [part for part in self.all_parts if part.number in trained]
 
@@ -134,7 +148,7 @@ class EncodedReplicas:
     def __eq__(self, other: object) -> bool:
         """Equal the group that this object replaces, so that torch finds its name and backend.
 
-        ``dist.all_reduce`` looks them up for an error that is raised in it.
+        ``dist.all_reduce`` looks them up if an error is raised in it.
         """
         return other is self or other is self.replicas
 
@@ -142,11 +156,11 @@ class EncodedReplicas:
         return hash(self.replicas)
 
     def size(self) -> int:
-        """The number of replicas."""
+        """Return the number of replicas."""
         return self.replicas.size()
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
-        """All-reduce the one tensor in place, for ``dist.all_reduce``."""
+        """All-reduce the only tensor of a list in place; ``dist.all_reduce`` calls this."""
         (x,) = tensors
         self.shards.check_dtype(x)
         parts, ranks = self.shards.parts, self.replicas.size()
@@ -159,7 +173,7 @@ class EncodedReplicas:
 
 
 def install(reduction: EncodedReduction, error_feedback: bool) -> None:
-    """Install a reduction in its parameter group, and with HSDP the one over replicas."""
+    """Install a reduction in its parameter group and, with HSDP, the reduction over replicas."""
     group = reduction.group
     set_fsdp_reduction(group, reduction, reduction.note)
     replicas = fsdp_replicas(group)
@@ -168,7 +182,7 @@ def install(reduction: EncodedReduction, error_feedback: bool) -> None:
 
 
 def remove(group: Any) -> None:
-    """Restore FSDP2's own reductions in a parameter group. One that was set since then stays."""
+    """Restore FSDP2's own reductions in a parameter group, except where other code set another."""
     found = fsdp_reduction(group)
     set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found)
     replicas = fsdp_replicas(group)

@@ -1,4 +1,4 @@
-"""FSDP2's gradients in float8 or bf16 on the wire, with sums in fp32."""
+"""Reductions of FSDP2's gradients that travel in float8 or bf16 and are summed in fp32."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -42,54 +42,55 @@ def set_gradient_transport(
     """Encode the gradients of FSDP2's parameters in fewer bytes for their reduction.
 
     FSDP2's reduce-scatter becomes an all-to-all of encoded pieces. The rank that owns a shard
-    decodes the pieces, and sums them in fp32, in the order of ranks. Its own piece is not rounded.
-    With HSDP the all-reduce over replicas becomes the same exchange on parts of the shard, followed
-    by an all-gather of the sums: in bf16 with ``"float8"``, in ``reduce_dtype`` with ``"bf16"``.
+    decodes the pieces and sums them in fp32, in the order of ranks. Its own piece is not rounded.
+    With HSDP, the all-reduce over replicas becomes the same exchange, of parts of the shard. An
+    all-gather of the sums follows, in bf16 with ``"float8"`` and in ``reduce_dtype`` with
+    ``"bf16"``.
 
-    **The result depends on the number of ranks**, so this is outside of the rule that training on
-    a mesh gives the bits of one device. Repeated runs on one mesh are equal bit by bit.
+    **The result depends on the number of ranks**, so the rule that training on a mesh gives the
+    same bits as on one device does not hold. Repeated runs on one mesh are equal bit by bit.
 
     Args:
         model: a module that ``fully_shard`` was called on, or that contains such modules. The
-            function may be called again with other arguments between two steps. Errors then start
+            function may be called again between two steps, with other arguments. Errors then start
             at zero.
-        transport: ``"bf16"``; ``"float8"``: e4m3 in blocks of 128 with power-of-two scales, 1.008
-            bytes per element; None: FSDP2's own reduce-scatter.
-        error_feedback: keep the errors of the encoding, and add them to the next gradient. It takes
-            1.008 bytes per element of the *unsharded* encoded gradients on every rank (padding of
-            uneven shards counts), because each rank rounds its piece for every other one. A
-            hierarchy adds this amount divided by the ranks of a node, and HSDP adds it divided by
-            the ranks that shard. A parameter that is frozen loses its errors. A changing loss scale
-            makes the errors of one step wrong by the same factor. ``fp8_dist.Float8State`` saves
-            the errors.
+        transport: ``"bf16"``; ``"float8"`` (e4m3 in blocks of 128 with power-of-two scales, 1.008
+            bytes per element); or None for FSDP2's own reduce-scatter.
+        error_feedback: keep the errors of the encoding, and add them to the next gradient. Every
+            rank keeps 1.008 bytes per element of the *unsharded* encoded gradients, with the
+            padding of uneven shards, because it rounds a piece for each other rank. A hierarchy
+            adds this amount divided by the number of ranks of a node. HSDP adds it divided by the
+            number of ranks that shard. A parameter that is frozen loses its errors. If the loss
+            scale changes, the errors that are added in the next step are wrong by the factor of the
+            change. ``fp8_dist.Float8State`` saves the errors.
         stochastic_rounding: round up or down at random instead of to nearest, so that the
             expectation is the value. The choice is a hash of the value, its position, the rank and
             a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1. With
-            HSDP and ``"float8"`` the sums of replicas are still rounded to nearest, in bf16, which
+            HSDP and ``"float8"``, the sums of replicas are still rounded to nearest, in bf16, which
             leaves a bias of up to 2^-9 of a value.
-        high_precision: ``f(name, parameter)``, true for a parameter whose gradient is not encoded,
-            and travels in the same message. Parameters of fewer than 2 dims are never encoded.
-            Names are those of ``named_parameters()``, without the segments of wrappers
-            (``_orig_mod``).
+        high_precision: a function ``f(name, parameter)`` that returns true for parameters whose
+            gradients are not encoded. These travel in the same message. Gradients of parameters
+            with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
+            without the segments that wrappers add (``_orig_mod``).
         hierarchy: a 2-D mesh, (nodes, ranks of a node), of the ranks over which FSDP2 shards. The
-            all-to-all runs inside of a node first, and then sums travel between nodes. It is meant
+            all-to-all runs within a node first, and then sums travel between nodes. It is meant
             for many ranks.
-        recurse: set all modules in ``model`` that ``fully_shard`` was called on; False: ``model``
-            alone, as in FSDP2's own setters. Modules that are sharded over other ranks (experts)
-            can thus have another ``hierarchy``, or none.
+        recurse: apply to all modules in ``model`` that ``fully_shard`` was called on; False: to
+            ``model`` alone, as in FSDP2's own setters. So modules that are sharded over other ranks
+            (experts) can have another ``hierarchy``, or none.
 
-    Gradients that are NaN or infinite stay so, and change no other ones; zeros stay zeros. FSDP2's
-    settings (``reduce_dtype``, ``set_gradient_divide_factor``, ...) apply as before: the encoded
-    numbers are those that it would reduce.
+    A gradient that is NaN or infinite stays so, and does not change other gradients. Zeros stay
+    zeros. FSDP2's settings (``reduce_dtype``, ``set_gradient_divide_factor``, ...) apply as before:
+    the encoded numbers are those that it would reduce.
 
-    Collectives: in a step only those above. In this call those of ``apply_tp_plan``'s comparison,
-    for each mesh.
+    Collectives: in a step, only those above. In this call, the comparison of ``apply_tp_plan`` for
+    each mesh.
 
     Raises:
         TypeError, ValueError: for invalid arguments, a model without FSDP2, modules with several
             parameter groups or with another custom reduce-scatter, a model none of whose gradients
             would be encoded, or ranks that differ.
-        NotImplementedError: in a backward, for gradients of other dtypes than fp32, bf16 and fp16.
+        NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
     _check_arguments(
         model, transport, error_feedback, stochastic_rounding, high_precision, hierarchy
@@ -126,8 +127,8 @@ def set_gradient_transport(
 def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the errors that this rank keeps for a model's gradients: uint8, by name.
 
-    Names contain the rank, its position among those that shard, and the shape, so that they match
-    no entry in a checkpoint of other ranks or of another mesh.
+    A name contains the rank, its position among the ranks that shard, and the shape. So it matches
+    no entry in a checkpoint of another rank or of another mesh.
     """
     found: dict[str, torch.Tensor] = {}
     names = _names(model)
@@ -148,7 +149,7 @@ def _encodings(
     transport: Transport | None,
     high_precision: Filter | None,
 ) -> dict[str, dict[str, Encoding]]:
-    """Return the encoding of each parameter's gradient by name, for each group, in its order."""
+    """Return the encodings of gradients: by module, then by parameter, in the group's order."""
     names = _names(model)
     encodings: dict[str, dict[str, Encoding]] = {}
     for module, group in groups.items():
@@ -162,7 +163,7 @@ def _encodings(
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """Return the names of parameters, as in the keys of ``model.state_dict()``, by id."""
+    """Return the names of parameters by id. They are the keys of ``model.state_dict()``."""
     return {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
 
 
@@ -179,13 +180,22 @@ def _names_of(group: Any, names: Mapping[int, str], caller: str) -> list[str]:
 def _check_agreement(
     groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]], options: str
 ) -> None:
-    """Raise if ranks differ, also if they only replicate or shard a parameter differently."""
+    """Raise if arguments differ between ranks that share a parameter.
+
+    These are the ranks that FSDP2 shards or replicates it over, and those of tensor parallelism.
+    """
     facts = Facts()
     for module, group in groups.items():
+<<<<<<< HEAD
         # The mesh of a parameter under tensor parallelism has the axes of both.
         parameters = [each.parameter for each in fsdp_parameters([group])]
         of_parameters = (p.device_mesh for p in parameters if isinstance(p, DTensor))
         for mesh in {group.mesh_info.mesh, *of_parameters}:
+=======
+        # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
+        of_parameters = (getattr(p, "device_mesh", None) for p in fsdp_parameters_of_group(group))
+        for mesh in {group.mesh_info.mesh, *of_parameters} - {None}:
+>>>>>>> prose-kernels
             of_mesh = facts.of(mesh)
             of_mesh["options"] = options
             for name, how in encodings[module].items():

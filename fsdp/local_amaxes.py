@@ -1,4 +1,4 @@
-"""Statistics of the local shards of many weights, and their places among those of all ranks."""
+"""Statistics of the local shards of many weights, and their positions among those of all ranks."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling import Placed, Scheme, Statistics, sharded_axes
 
-# A weight, which layers may share, in one scheme.
+# The id of a weight, which layers may share, and one of its schemes.
 Key = tuple[int, Scheme]
 
 
@@ -22,8 +22,9 @@ class WeightStatistics(NamedTuple):
     Attributes:
         local: the statistics of the local shard, on the device that uses them.
         layout: the layout of the weight; None if it is not distributed.
-        axes: for each level the mesh axes to reduce over; empty if local statistics are global.
-        places: the places of the levels that are reduced, among those of other ranks.
+        axes: for each level, the mesh axes to reduce over; empty if local statistics are global.
+        places: for each level, its statistics with their position among those of all ranks; None
+            if they are not reduced.
     """
 
     local: Statistics
@@ -37,8 +38,13 @@ class WeightStatistics(NamedTuple):
         return None if self.layout is None else self.layout.mesh
 
 
+<<<<<<< HEAD
 def local_statistics(weights: Iterable[Float8Weight]) -> dict[Key, WeightStatistics]:
     """Measure the shards of weights, by the id of the parameter and the scheme."""
+=======
+def local_statistics(layers: Iterable[Float8Linear]) -> dict[Key, WeightStatistics]:
+    """Measure the shards of the layers' weights, once for each weight and scheme."""
+>>>>>>> prose-kernels
     wanted = {
         (id(weight.parameter()), scheme): weight for weight in weights for scheme in weight.schemes
     }
@@ -71,8 +77,13 @@ def _placed(weight: Float8Weight, local: Statistics, scheme: Scheme) -> WeightSt
     axes = scheme.axes(layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
+<<<<<<< HEAD
     # Scales that FSDP2's gather can't carry: all ranks reduce all of them.
     gathered = weight.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
+=======
+    # If FSDP2's gather can't carry scales, every rank needs all of them, by the reduction.
+    gathered = layer.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
+>>>>>>> prose-kernels
     everywhere = scheme.moving_levels(layout) if gathered else ()
     sharded = sharded_axes(layout)
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])

@@ -1,11 +1,15 @@
 """Scales of all weights from one all-reduce, after the optimizer step.
 
-Each process has one vector of the local statistics of all float8 weights that need those of other
-ranks, as integers. One MAX all-reduce over the union of the axes on which any of them is sharded
-gives the global ones. A weight whose own mesh lacks some of those axes may have other values at
-other coordinates on them. It gets a part (slot) of the vector per coordinate there, and fills in
-only its own. Statistics of parts of a weight are at their global positions, so that all ranks get
-all of them.
+Each rank has one vector, of integers, with the local statistics of all float8 weights whose scales
+depend on other ranks. One MAX all-reduce of this vector, over the union of the axes on which any of
+these weights is sharded, gives the global statistics.
+
+The mesh of a weight may lack some of these axes. Ranks with different coordinates on them may then
+have different weights. So the vector has one part (slot) per coordinate for such a weight, and a
+rank fills in only its own slot.
+
+The statistics of a part of a weight are at their global positions, so that every rank gets the
+statistics of the whole weight.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,11 +37,11 @@ from fp8_dist.torch_internals import fsdp_init_shards
 
 
 class _Reduction(NamedTuple):
-    """All-reduce that is under way, and the sizes of the parts of its vector."""
+    """All-reduce in flight, and the sizes of the parts of its vector."""
 
     vector: AmaxReduction
     dtype: torch.dtype
-    sizes: list[int]  # three for each level: slots before this rank's, its own, slots after
+    sizes: list[int]  # three for each reduced level: slots before this rank's, its own, slots after
 
 
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
@@ -45,55 +49,74 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
     Call it on all ranks after ``optimizer.step()``, or let :func:`fp8_dist.attach_precompute` do
     so. The next forward and backward then need no amax collectives for weights, whether these are
-    sharded by FSDP2, by tensor parallelism, by both, or not at all. ``module`` may be a part of the
-    model. Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
+    sharded by FSDP2, by tensor parallelism, by both, or not at all.
+
+    Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
 
     A frozen weight that FSDP2 does not gather in float8 is left out. It is scaled in each forward,
-    since it may change unnoticed, as in a merge of adapters.
+    because it may change unnoticed, for example when adapters are merged into it.
 
-    Collectives: one all-reduce (MAX) of 4 bytes per scale that covers values of several ranks, none
-    if no scale does. If all of them are of blocks that shards cut, it has 1 byte per block. It has
-    more bytes if weights live on different axes of the mesh. With one scale per row, these are the
-    rows of row-parallel weights, and of weights that FSDP2 shards unevenly.
+    Args:
+        module: the model, or a part of it.
+
+    Collectives: one all-reduce (MAX) of 4 bytes per scale that depends on several ranks; none if no
+    scale does. With one scale per row, these are the scales of row-parallel weights, and of weights
+    that FSDP2 shards unevenly. If all of the scales are those of blocks that shards cut, there is 1
+    byte per block. There are more bytes if weights live on different axes of the mesh. On CPUs the
+    all-reduce runs in the background, and the first use of a scale waits for it. If the mesh was
+    sliced from one that leaves out ranks of the world, there is one all-reduce for each axis.
+
     A stage of a pipeline has no group over its axes at first. The first call makes the groups of
     all stages, so all ranks of the world must make it (or see ``fp8_dist.fsdp.make_amax_group``).
-    If the mesh was sliced from one that leaves out ranks of the world, each axis has an all-reduce.
-    On CPUs it runs in the background, and the first use of a scale waits for it. For a module that
-    has not run yet, the first call also compares its layers between the ranks of their meshes: an
-    all-reduce of 16 bytes for each axis, which ``comm_audit`` does not count.
+    For a module that has not run yet, the first call also compares its layers between the ranks of
+    their meshes, by an all-reduce of 16 bytes for each axis, which ``comm_audit`` does not count.
 
     Raises:
         ValueError: ranks differ in the layers of ``module`` or in their configs (the error names
-            the first difference), or it has no converted layer whose weight has a DYNAMIC scale, or
-            a weight is not the 2-D parameter that the optimizer updates (FSDP1's flattened shards,
-            parametrizations), or FSDP2 reshards to a smaller mesh after forward, which it can't do
-            with float8 gathers.
+            the first difference); ``module`` has no converted layer whose weight has a DYNAMIC
+            scale; a weight is not the 2-D parameter that the optimizer updates (FSDP1's flattened
+            shards, parametrizations); or FSDP2 is to reshard to a smaller mesh after forward, which
+            it can't do with float8 gathers.
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
         torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
     """
     precompute_weights(module)
 
 
-# A graph writes to parameters when it ends. Within a graph that updates weights, amaxes would
-# silently be those of the old values. Also, the caches of weights are Python objects.
+# A graph writes to parameters when it ends. Within a graph that updates weights, this function
+# would silently use the old values. Also, the caches of weights are Python objects.
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
     "call it outside of code that is compiled with fullgraph=True"
 )
 @torch.inference_mode(False)  # autograd can't save inference tensors
 @torch.no_grad()
+<<<<<<< HEAD
 def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None = None) -> None:
     """Run :func:`precompute_float8_dynamic_scale` for some weights, by FQN; None: all."""
     if chosen is None:
         check_agreement(module, "precompute_float8_dynamic_scale")
         chosen = dynamic_weights(module, "precompute_float8_dynamic_scale")
     # Unsharded weights have the values before the optimizer step.
+=======
+def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None = None) -> None:
+    """Run :func:`precompute_float8_dynamic_scale` for the given ``layers`` by name; None: all."""
+    if layers is None:
+        check_agreement(module, "precompute_float8_dynamic_scale")
+        layers = layers_of_dynamic_weights(module, "precompute_float8_dynamic_scale")
+    # Unsharded weights still have the values from before the optimizer step.
+>>>>>>> prose-kernels
     reshard(module, "precompute_float8_dynamic_scale")
     for part in module.modules():
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
+<<<<<<< HEAD
     _check_weights(chosen)
     # The id of the parameter that each weight is now: FSDP2 will replace it by another one.
+=======
+    _check_weights(layers)
+    # The id of the parameter that each layer has now, because FSDP2 will replace the parameter.
+>>>>>>> prose-kernels
     weights = {
         weight: id(weight.parameter())
         for weight in chosen.values()
@@ -109,16 +132,18 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
     for weight in weights:
         weight.cache.store_pending(weight.parameter(), pending)
     if reduction is None or not reduction.vector.blocks_host:
-        # On a GPU this only queues the wait. Later it would be queued on the first stream that
-        # needs a scale, such as FSDP2's for gathers, and other streams would not wait for that one.
+        # On a GPU this only queues the wait on the current stream. Later it would be queued on the
+        # first stream that needs a scale, such as FSDP2's for gathers, and other streams would not
+        # wait.
         pending.wait()
         note_made(weights)
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:
-    """Compare the layers of a module that is updated before it has run (see check_layers).
+    """Compare the layers of a module between ranks if it has not run yet (see check_layers).
 
-    Call it before ranks that have converted nothing raise an error.
+    Call it before raising an error for a module without converted layers: other ranks may have
+    some.
     """
     if needs_comparison(module):
         modules = float8_modules(module)
@@ -169,7 +194,7 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
 
 
 def _start(weights: Sequence[WeightStatistics]) -> _Reduction | None:
-    """Start the one all-reduce of the statistics that need it."""
+    """Start the all-reduce of the statistics that depend on other ranks, if there are any."""
     chosen = [(w, place) for w in weights for place in w.places if place is not None]
     if not chosen:
         return None
@@ -180,8 +205,8 @@ def _start(weights: Sequence[WeightStatistics]) -> _Reduction | None:
     parts: list[torch.Tensor] = []
     dtype = message_dtype([place.local for _, place in chosen])
     for w, place in chosen:
-        # Along the axes of its own mesh a weight is one tensor; along the others there may be
-        # as many as there are coordinates.
+        # Along the axes of its own mesh a weight is one tensor. Along the missing axes there may be
+        # a different one at each coordinate.
         slots, slot = 1, 0
         assert w.mesh is not None
         for axis in missing.get(w.mesh, ()):
@@ -196,7 +221,7 @@ def _start(weights: Sequence[WeightStatistics]) -> _Reduction | None:
 def _axes_by_mesh(
     pairs: Iterable[tuple[DeviceMesh, tuple[int, ...]]],
 ) -> dict[DeviceMesh, set[int]]:
-    # By identity first: comparing meshes of thousands of ranks takes longer than all the rest.
+    # By identity first, because comparing meshes of thousands of ranks takes longer than the rest.
     meshes: dict[int, tuple[DeviceMesh, set[int]]] = {}
     for mesh, some in pairs:
         meshes.setdefault(id(mesh), (mesh, set()))[1].update(some)
@@ -209,7 +234,7 @@ def _axes_by_mesh(
 def _reduced(
     weights: Sequence[WeightStatistics], reduction: _Reduction | None
 ) -> list[tuple[torch.Tensor | None, ...]]:
-    """For each weight the statistics of all ranks by level; None where local ones suffice."""
+    """Return each weight's global statistics by level; None for a level that is not reduced."""
     if reduction is None:
         return [(None,) * len(w.places) for w in weights]
     vector = reduction.vector.wait().view(reduction.dtype)
@@ -226,7 +251,14 @@ def _known(
     local: dict[Key, WeightStatistics],
     reduced: list[tuple[torch.Tensor | None, ...]],
 ) -> list[tuple[WeightCache, Known, Scales | None]]:
+<<<<<<< HEAD
     """Each weight's statistics by scheme, and the scales of the global weight where needed."""
+=======
+    """Return for each layer its cache, its statistics by scheme, and perhaps all scales.
+
+    These are the scales of the global weight, if FSDP2's gather can't carry them.
+    """
+>>>>>>> prose-kernels
     by_key, found = dict(zip(local, reduced, strict=True)), []
     for weight, parameter in weights.items():
         known: Known = {}

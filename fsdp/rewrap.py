@@ -1,4 +1,4 @@
-"""Restoration of the tensor type of float8 weights, if other code has rebuilt the parameters."""
+"""Restoration of the tensor type of float8 weights after other code has rebuilt the parameters."""
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -20,8 +20,9 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
     before the optimizer is made. A model that was sharded with the type, for instance on the meta
     device, may be loaded and rewrapped until its first forward. A second call changes nothing.
 
-    A weight that is a DTensor stays the same parameter. A plain one becomes a new parameter on the
-    same storage, with the gradient and attributes of the old one. Layers still share weights.
+    A weight that is a DTensor stays the same parameter. A plain weight becomes a new parameter on
+    the same storage, with the gradient and attributes of the old one. Layers that shared a weight
+    still share it.
 
     Args:
         module: the model, or a part of it.
@@ -32,10 +33,10 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
     Collectives: none.
 
     Raises:
-        ValueError: ``module`` has no converted layer; a module that is not wrapped shares a weight
-            that is; or FSDP2 already gathers a weight in high precision, because ``fully_shard``
-            found it without the type, or FSDP2 has gathered it since. Nothing has been changed
-            then.
+        ValueError: ``module`` has no converted layer; another module shares a weight that would be
+            wrapped; or FSDP2 already gathers a weight in high precision, because ``fully_shard``
+            found it without the type, or because it was gathered after it lost the type. Nothing
+            has been changed then.
     """
     weights = float8_weights(module)
     if not weights:
@@ -60,9 +61,19 @@ def _lost_type(weight: Float8Weight) -> bool:
     return not isinstance(local, Float8AllGatherWeight | Float8Tensor)
 
 
+<<<<<<< HEAD
 def _rewrap(weight: Float8Weight, new: dict[int, nn.Parameter]) -> None:
     """Wrap a weight. ``new`` has the new parameters by the id of the old ones."""
     old = weight.parameter()
+=======
+def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
+    """Wrap the weight of a layer.
+
+    Args:
+        new: the new parameters by the ids of the old ones. A parameter made here is added.
+    """
+    old = layer.weight
+>>>>>>> prose-kernels
     if isinstance(old, DTensor):
         set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old), weight.name))
         weight.cache.reset()
@@ -74,10 +85,16 @@ def _rewrap(weight: Float8Weight, new: dict[int, nn.Parameter]) -> None:
     setattr(weight.module, weight.name, new[id(old)])
 
 
+<<<<<<< HEAD
 def _check_shared_weights(module: nn.Module, weights: dict[str, Float8Weight]) -> None:
     """Raise for weights that other modules use as well, as the conversion does."""
     parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
     if shared := other_users(module, parameters, [weight.module for weight in weights.values()]):
+=======
+def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
+    """Raise for weights that other modules use as well; the conversion raises for them too."""
+    if shared := other_users(module, layers):
+>>>>>>> prose-kernels
         raise ValueError(
             "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
             f"{'; '.join(shared)}. Leave these layers unconverted (convert_to_float8_training's "

@@ -1,8 +1,8 @@
 """Batched casts of the shards that FSDP2 gathers in float8.
 
-On a GPU a launch per weight, on the stream that FSDP2 gathers from, costs more than the cast of a
-shard. The first gather that finds no cast of its shard casts the shards of all layers without one.
-The other casts stay in the caches of their layers until their own gathers.
+On a GPU, one launch per weight, on the stream that FSDP2 gathers from, costs more time than the
+cast of a shard itself. So the first gather that finds no cast of its shard casts the shards of all
+layers without one. The other casts stay in the caches of their layers until their own gathers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,18 +30,32 @@ LARGEST_BUFFER = 2**30  # bytes
 def cast_together(weight: Float8Weight, evaluates: bool) -> None:
     """Cast the shard of a weight that FSDP2 is about to gather, unless a cast of it is cached.
 
+<<<<<<< HEAD
     The shards of other weights that FSDP2 gathers under the same root module are cast too, if their
     precomputed scales are fresh and no cast is cached. All of them take one or a few launches, on
     the current stream. On devices where this is not faster than single casts, the function does
+=======
+    The shards of other layers that FSDP2 gathers under the same root module are cast too, if their
+    precomputed scales are fresh and no cast is cached. All casts take one or a few launches, on the
+    current stream. On devices where this is not faster than single casts, the function does
+>>>>>>> prose-kernels
     nothing, and the gather casts its shard alone.
 
-    ``evaluates``: the gather belongs to an evaluation, which uses no cast from before it.
+    Args:
+        layer: the layer whose weight is gathered.
+        evaluates: the gather belongs to an evaluation, which does not use earlier casts.
 
     Collectives: none.
     """
+<<<<<<< HEAD
     # Selective checkpointing counts operators, so they must be those of one weight.
     group = group_of(weight.module)
     if group is None or not _lacks_cast(weight) or is_selectively_checkpointed():
+=======
+    # Selective checkpointing counts operators, so a gather must run those of one weight only.
+    group = group_of(layer)
+    if group is None or not _lacks_cast(layer) or is_selectively_checkpointed():
+>>>>>>> prose-kernels
         return
     alike: dict[tuple[Any, ...], list[Float8Weight]] = {}
     for other in _gathered_with(group):
@@ -57,10 +71,15 @@ def cast_together(weight: Float8Weight, evaluates: bool) -> None:
             _cast_alike(part)
 
 
+<<<<<<< HEAD
 def _gathered_with(group: Any) -> Iterator[Float8Weight]:
     """Yield the weights that FSDP2 gathers in float8, in all its parameter groups under one root.
+=======
+def _gathered_with(group: Any) -> Iterator[Float8Linear]:
+    """Yield the layers whose shards FSDP2 gathers, in all parameter groups under the same root.
+>>>>>>> prose-kernels
 
-    Groups of another root may not be initialized, and initialization exchanges local tensors.
+    Groups of another root may not be initialized, and initialization replaces local tensors.
     """
     for parameter in fsdp_parameters(fsdp_groups_of_same_root(group)):
         module, name = parameter.users[0]
@@ -68,8 +87,14 @@ def _gathered_with(group: Any) -> Iterator[Float8Weight]:
             yield weights_of(module)[name]
 
 
+<<<<<<< HEAD
 def _lacks_cast(weight: Float8Weight) -> bool:
     """Whether a cast of the shard is cacheable but missing, and is cheaper in a batch."""
+=======
+def _lacks_cast(layer: Float8Linear) -> bool:
+    """Return whether a cast of the shard is missing, could be cached, and is cheaper in a batch."""
+    weight = layer.float8_weight
+>>>>>>> prose-kernels
     cache = weight.cache
     if (
         cache.float8 is not None
@@ -81,9 +106,18 @@ def _lacks_cast(weight: Float8Weight) -> bool:
     return fuses_many(shard) and not is_captured(shard) and cache.is_fresh(weight.parameter())
 
 
+<<<<<<< HEAD
 def _parts(weights: list[Float8Weight]) -> Iterator[list[Float8Weight]]:
     """Yield weights whose casts share a buffer, which is limited: it lives as long as any cast."""
     part: list[Float8Weight] = []
+=======
+def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
+    """Yield lists of layers whose casts share a buffer.
+
+    The size of a buffer is limited, because it is freed only with the last of its casts.
+    """
+    part: list[Float8Linear] = []
+>>>>>>> prose-kernels
     size = 0
     for weight in weights:
         bytes_ = weight.shard().numel()

@@ -34,22 +34,22 @@ from fp8_dist.warn import warn_once
     "code that is compiled with fullgraph=True"
 )
 def update_float8_scales(module: nn.Module) -> None:
-    """Update the scales of a model after an optimizer step, as its recipes need it.
+    """Update the scales of a model after an optimizer step, as its recipes require.
 
     Call it on all ranks after every ``optimizer.step()``, for any recipe, or let
     :func:`attach_update` call it. It runs
 
     * :func:`fp8_dist.precompute_float8_dynamic_scale` for the weights with DYNAMIC scales that
-      FSDP2 gathers in float8, or that are distributed by tensor parallelism alone. Weights that
-      FSDP2 gathers in high precision are scaled after each gather, and weights that are whole on
-      every rank need no other rank's amax.
+      FSDP2 gathers in float8, or that are distributed by tensor parallelism alone. Other weights
+      do not need it: those that FSDP2 gathers in high precision are scaled after each gather, and
+      those that are whole on every rank need no amax of another rank.
     * :func:`fp8_dist.sync_float8_amax_and_scale_history` if an operand has DELAYED scales.
 
     Args:
         module: the model, or a part of it that contains the FSDP modules of its layers.
 
-    Collectives: those of the two functions, if they run, which is the same on all ranks. The first
-    call for a module may compare its layers between ranks, as in precompute.
+    Collectives: those of the functions that run, which are the same on all ranks. The first call
+    for a module may compare its layers between ranks, as in precompute.
 
     Raises:
         ValueError: ranks differ in the layers of ``module``, it has no converted layer, or one of
@@ -73,11 +73,11 @@ def update_float8_scales(module: nn.Module) -> None:
 def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     """Add the amaxes of this step to the histories of all DELAYED operands, and update the scales.
 
-    Call it once per optimizer step, on all ranks, outside of forward and backward (after the last
-    micro-batch; before or after ``optimizer.step()``). Scales become the same on all ranks that
-    share the model. These are the ranks of the meshes of its weights and of inputs prepared in
-    float8. Data-parallel ranks of plain weights, as in DDP, keep histories of their own. A call
-    without a forward since the last call changes nothing.
+    Call it once per optimizer step, on all ranks, outside of forward and backward: after the last
+    micro-batch, and before or after ``optimizer.step()``. Scales become the same on all ranks that
+    share the model. These are the ranks on the meshes of its weights, and of inputs that are
+    prepared in float8. Data-parallel ranks with plain weights, as in DDP, each keep histories of
+    their own. A call without a forward since the last call changes nothing.
 
     Args:
         module: the model, or a part of it.
@@ -120,8 +120,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     """Call :func:`update_float8_scales` after every optimizer step.
 
     The arguments are those of :func:`attach_precompute`. No hook runs for a step that
-    ``torch.amp.GradScaler`` skips: with DELAYED scales call :func:`update_float8_scales` in the
-    loop instead.
+    ``torch.amp.GradScaler`` skips. So with DELAYED scales, call :func:`update_float8_scales` in the
+    training loop instead.
 
     Returns:
         A handle whose ``remove()`` ends the calls.
@@ -141,12 +141,13 @@ def attach_precompute(
     """Call :func:`fp8_dist.precompute_float8_dynamic_scale` after every optimizer step.
 
     Args:
-        optimizer: one that updates float8 weights of ``module``, made after the conversion,
-            ``apply_tp_plan`` and ``fully_shard``. If a wrapper (accelerate's AcceleratedOptimizer)
-            or a container (torchtitan's OptimizersContainer, a list) runs no hooks of its own, the
-            optimizers inside are used. For several optimizers, pass a list in the order of their
-            steps, or the one that steps last. If they step within a backward, pass all of them:
-            precompute then runs when the backward has ended.
+        optimizer: an optimizer that updates float8 weights of ``module``, made after the
+            conversion, ``apply_tp_plan`` and ``fully_shard``. It may also be a wrapper
+            (accelerate's AcceleratedOptimizer) or a container (torchtitan's OptimizersContainer, a
+            list). If that runs no hooks of its own, the optimizers inside of it are used. For
+            several optimizers, pass a list in the order of their steps, or the one that steps last.
+            If they step within a backward, pass all of them: precompute then runs when the backward
+            has ended.
         module: the model, or a part of it.
 
     Returns:
@@ -170,12 +171,17 @@ def _attach(
 ) -> RemovableHandle:
     """Run ``update(module)`` after the steps of an optimizer.
 
+<<<<<<< HEAD
     If a container of optimizers runs no hooks itself, those that update one of the weights
     count: ``update`` runs once, after the last of them (see ``after_steps``).
+=======
+    If ``optimizer`` is a container that runs no hooks itself, ``update`` runs once, after the last
+    of its optimizers that update a weight of the layers (see ``after_steps``).
+>>>>>>> prose-kernels
 
-    Warns once if there should be several ranks (``WORLD_SIZE``) but there is no process group.
+    Warns once if ``WORLD_SIZE`` is above 1 and there is no process group.
     """
-    reshard(module, caller)  # the parameters that an optimizer updates
+    reshard(module, caller)  # puts the parameters in place that an optimizer updates
     world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1" and not dist.is_initialized():
         warn_once(

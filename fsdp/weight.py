@@ -1,18 +1,19 @@
 """The weight that FSDP2 gathers in float8.
 
-Three tensors, in FSDP2's words:
+Such a weight is three tensors, in FSDP2's terms:
 
-* the *sharded parameter*: ``DTensor(Float8AllGatherWeight(shard))``, in high precision, which the
-  optimizer updates;
-* the *all-gather input*: the shard's float8 bytes as ``uint8``, padded to the size that FSDP2 gives
-  every rank. If shards are even, scales that move with the data are a second input. If they are
-  uneven, FSDP2 only accepts inputs of the padded size, and all scales come from the all-reduce of
-  precompute, or from one of their own;
-* the *unsharded parameter*: ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
-  on the tensor-parallel mesh, with which the forward computes.
+* The *sharded parameter* is ``DTensor(Float8AllGatherWeight(shard))``, in high precision. The
+  optimizer updates it.
+* The *all-gather input* is the shard's float8 bytes as ``uint8``, padded to the size that FSDP2
+  gives every rank. If shards are even, scales that differ between shards are further inputs. If
+  shards are uneven, FSDP2 only accepts inputs of the padded size, and all scales come from the
+  all-reduce of precompute, or from one for this weight.
+* The *unsharded parameter* is a ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
+  on the tensor-parallel mesh. The forward computes with it.
 
-The weight carries nothing but its type. Its scale is stored in the layer that owns it, which is an
-argument of FSDP2's hook, so that ``detach``, ``to``, offload and checkpoints can't lose it.
+A ``Float8AllGatherWeight`` adds only its type to the shard. The scales are stored in the layer that
+owns the weight, which FSDP2 passes to the hook. So ``detach``, ``to``, offload and checkpoints
+can't lose them.
 """
 
 from collections.abc import Callable
@@ -52,8 +53,9 @@ from fp8_dist.torch_internals import (
 
 aten = torch.ops.aten
 
-# Ops whose result is the same weight, moved or about to be filled. It is still gathered in float8,
-# as views are. Results of others (zeros_like for optimizer state, arithmetic) are plain tensors.
+# Ops whose result is the same weight, moved or about to be filled. Like a view, it is still
+# gathered in float8. The results of other ops (zeros_like for optimizer state, arithmetic) are
+# plain tensors.
 _SAME_WEIGHT = {
     aten.clone.default,
     aten.copy_.default,
@@ -70,20 +72,25 @@ class _Metadata(NamedTuple):
     """Metadata for :meth:`Float8AllGatherWeight.fsdp_post_all_gather`."""
 
     scheme: Scheme
-    scales: Scales  # of the unsharded weight, as far as they are not gathered
+    scales: Scales  # of the unsharded weight, except for the gathered levels
     start: Start
     is_cut: bool
     size: torch.Size
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
-    refilled: Callable[[torch.Tensor], None]  # callback with the gathered data
+    refilled: Callable[[torch.Tensor], None]  # called with the gathered data
 
 
-# By FSDP2's parameter group, on devices whose GEMM takes transposed weights in the backward.
+# By parameter group, on devices whose GEMM takes transposed weights in the backward.
 _together: "WeakKeyDictionary[Any, TransposedTogether]" = WeakKeyDictionary()
 
 
+<<<<<<< HEAD
 def _refilled(weight: Float8Weight, qdata: torch.Tensor) -> None:
     """Update the caches of a weight after it was gathered."""
+=======
+def _refilled(layer: Float8Linear, qdata: torch.Tensor) -> None:
+    """Update the layer's caches after FSDP2 has gathered its weight."""
+>>>>>>> prose-kernels
     if not (in_backward() or torch.is_grad_enabled()):
         weight.cache.end_of_evaluation()
     group = group_of(weight.module)
@@ -106,11 +113,11 @@ def _note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 class Float8AllGatherWeight(torch.Tensor):
-    """High-precision weight (shard) whose all-gather FSDP2 runs in float8.
+    """High-precision weight (shard) that FSDP2 gathers in float8.
 
-    Every op on it runs on the plain tensor inside. It is a parameter's tensor type between
-    ``convert_to_float8_training(..., enable_fsdp_float8_all_gather=True)`` and the end of
-    training; a ``state_dict`` holds the plain tensor.
+    Every op on it runs on the plain tensor inside. Parameters have this tensor type from
+    ``convert_to_float8_training(..., enable_fsdp_float8_all_gather=True)`` to the end of training.
+    A ``state_dict`` contains the plain tensor.
     """
 
     _tensor: torch.Tensor
@@ -119,8 +126,13 @@ class Float8AllGatherWeight(torch.Tensor):
     __slots__ = ("_name", "_tensor", "_writes")
 
     @staticmethod
+<<<<<<< HEAD
     def __new__(cls, tensor: torch.Tensor, name: str = "weight") -> "Float8AllGatherWeight":
         # A view of a parameter is a normal tensor under inference_mode, too.
+=======
+    def __new__(cls, tensor: torch.Tensor) -> "Float8AllGatherWeight":
+        # Under inference_mode too, a view of a parameter is not an inference tensor.
+>>>>>>> prose-kernels
         with torch.inference_mode(tensor.is_inference()):
             self = make_wrapper_subclass(
                 cls,
@@ -170,14 +182,14 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @property
     def _version(self) -> int:  # type: ignore[override]
-        """Version of this tensor, plus that of the plain one, plus writes that neither counts.
+        """Version of this tensor, plus the plain tensor's, plus the writes that neither counts.
 
-        Torch does not count writes by foreach ops on DTensors, by ``.data`` and by collectives.
-        ``__torch_dispatch__`` counts them.
+        torch does not count writes by foreach ops on DTensors, through ``.data``, or by
+        collectives. ``__torch_dispatch__`` counts them.
         """
         return tensor_version.__get__(self) + (version_of(self._tensor) or 0) + self._writes.count
 
-    # torch's own copies and pickles assume that a tensor with an address has a storage.
+    # torch's own copying and pickling assume that a tensor with an address has a storage.
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             attributes = deepcopy(self.__dict__, memo)
@@ -192,7 +204,7 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """``.data`` as of any tensor. An assignment also replaces the plain tensor inside."""
+        """Data as in any tensor. An assignment also replaces the plain tensor inside."""
         return tensor_data.__get__(self)
 
     @data.setter
@@ -204,7 +216,11 @@ class Float8AllGatherWeight(torch.Tensor):
                 "nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)"
             )
         plain = self.unwrap(value.detach())
+<<<<<<< HEAD
         self._writes.count += version_of(self._tensor) or 0  # the version must not fall
+=======
+        self._writes.count += _version_of(self._tensor)  # the version must not decrease
+>>>>>>> prose-kernels
         tensor_data.__set__(self, Float8AllGatherWeight(plain))
         self._tensor = plain
         increment_version(self)  # so that the layer drops the scales of the old values
@@ -218,7 +234,8 @@ class Float8AllGatherWeight(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is aten.new_empty.default:
-            # A fast path: FSDP2 makes one for each rank without rows, thousands for each weight.
+            # A fast path: FSDP2 calls this for each weight and rank without rows, up to thousands
+            # of times.
             return func(cls.unwrap(args[0]), *args[1:], **(kwargs or {}))
         args_, kwargs_ = tree_map_only(cls, cls.unwrap, (args, kwargs or {}))
         out = func(*args_, **kwargs_)
@@ -226,7 +243,7 @@ class Float8AllGatherWeight(torch.Tensor):
         if func is aten.copy_.default:
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
-            return out  # optimizers clone their state like this; clone() of a shard stays a weight
+            return out  # this is how optimizers clone their state; clone() of a shard is a weight
         if not (func.is_view or func in _SAME_WEIGHT):
             return out
         name = next(each._name for each in tree_leaves(args) if isinstance(each, cls))
@@ -246,14 +263,15 @@ class Float8AllGatherWeight(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], _Metadata]:
         """Return the all-gather inputs for FSDP2: the padded shard as uint8, and perhaps scales.
 
-        Collectives: one all-reduce of 4 bytes per scale over all axes on which what a scale covers
-        is sharded, unless the scales are known (precompute, or an earlier micro-batch); for
-        unevenly sharded scales one over ``mesh``, of 4 bytes per scale of the global weight. For
-        scales of blocks one of 1 byte per block of the global weight, none if shards cut no block.
+        Collectives: none if the scales are known (from precompute, or an earlier micro-batch).
+        Otherwise an all-reduce of 4 bytes per scale, over all axes that shard the values that a
+        scale covers. For unevenly sharded scales, an all-reduce over ``mesh``, of 4 bytes per scale
+        of the global weight. For scales of blocks, one of 1 byte per block of the global weight;
+        none if shards cut no block.
 
         Raises:
-            ValueError: the module is not a Float8Linear, FSDP2 is to reshard to a smaller mesh
-                (``reshard_after_forward=<int>``), or tensor parallelism leaves some rank with an
+            ValueError: the module is not a Float8Linear; FSDP2 is to reshard to a smaller mesh
+                (``reshard_after_forward=<int>``); or tensor parallelism leaves some rank with an
                 empty shard, whose gradient FSDP2 can't reduce.
         """
         weight = weights_of(module).get(self._name)
@@ -288,7 +306,7 @@ class Float8AllGatherWeight(torch.Tensor):
             gathered = moving
         start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
         inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
-        # (Metadata that held the cast would keep its memory.)
+        # The metadata must not refer to the cast, whose memory it would keep.
         how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered, refilled)
         return inputs, how
 
@@ -300,7 +318,7 @@ class Float8AllGatherWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Return the unsharded weight for FSDP2, over the gathered bytes without a copy."""
+        """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
         data, *arrived = all_gather_outputs
         scheme, known, start, is_cut, size, gathered, refilled = metadata
         scales, shapes = list(known), scheme.scale_shapes(size, start)
@@ -314,7 +332,7 @@ class Float8AllGatherWeight(torch.Tensor):
             refilled(unsharded.qdata)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
-        # padded weight, in another shape if another dim than the first is sharded.
+        # padded weight. It has another shape if a dim other than the first is sharded.
         qdata = data.view(scheme.dtype)
         qdata = qdata.as_strided(size, torch.empty(size, device="meta").stride())
         refilled(qdata)
@@ -331,7 +349,7 @@ def _rebuilt(
 
 
 def _as_input(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as an all-gather input: FSDP2 needs a dtype that every backend sends."""
+    """Flatten scales to an all-gather input, in a dtype that every backend can send."""
     flat = scale.contiguous().reshape(-1)
     return flat if flat.dtype in (torch.float32, torch.uint8) else flat.view(torch.uint8)
 
@@ -347,9 +365,15 @@ def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
     return layout._replace(placements=placements)
 
 
+<<<<<<< HEAD
 def _check_other_shards(weight: Float8Weight, mesh: DeviceMesh) -> None:
     """Raise, on all ranks, for weights of which some rank has nothing before FSDP2 shards them."""
     layout = Layout.of(weight.parameter())
+=======
+def _check_other_shards(module: Float8Linear, mesh: DeviceMesh) -> None:
+    """Raise, on all ranks, if tensor parallelism leaves some rank without any of the weight."""
+    layout = Layout.of(module.weight)
+>>>>>>> prose-kernels
     if layout and layout.mesh.ndim > 1 and _some_are_empty(_unsharded_layout(layout, mesh)):
         raise ValueError(
             f"{weight.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "
@@ -371,10 +395,11 @@ def _padded_bytes(qdata: torch.Tensor, outer: torch.Size, world_size: int) -> to
     else:
         pad = (*(0, 0) * (qdata.ndim - 1), 0, rows - len(qdata))
         padded = torch.nn.functional.pad(qdata.view(torch.uint8), pad).view(qdata.dtype)
-    return padded.view(torch.uint8)  # from this view an audit learns the payload's dtype
+    return padded.view(torch.uint8)  # a view, so that an audit can find the payload's dtype
 
 
-# FSDP2 calls inspect.signature before each gather. A stored signature takes a third of the time.
+# FSDP2 calls inspect.signature before each gather. With a stored signature this takes a third of
+# the time.
 Float8AllGatherWeight.fsdp_pre_all_gather.__signature__ = signature(  # type: ignore[attr-defined]
     Float8AllGatherWeight.fsdp_pre_all_gather
 )

@@ -36,24 +36,25 @@ def share_input(
     This is ``PrepareFloat8ModuleInput`` as a function.
 
     Args:
-        input: a plain tensor at the placement that the layers declared for their input; or a
+        input: a plain tensor with the placement that the layers declared for their input; or a
             DTensor on a 1-D mesh, for layers whose parameters are DTensors.
-        layers: column-parallel layers with the same config, and with the same declared mesh and
-            input placement, or none. The first layer has the amax history of a DELAYED scale.
+        layers: column-parallel layers with the same config. They have declared the same mesh and
+            input placement, or none of them has. The first layer has the amax history of a DELAYED
+            scale.
         reduce_transport: as in ``PrepareFloat8ModuleInput``, for a DTensor. For a plain tensor the
             layers declare it.
 
     Returns:
-        A DTensor that each of the layers takes as its input. It is float8 where one copy serves all
-        GEMMs (``rowwise`` and ``rowwise_with_gw_hp`` gather in high precision). The gradients of
-        the layers are summed, and then reduced once to the placement of ``input``.
+        A DTensor that each of the layers takes as its input. It is float8 if one float8 copy serves
+        all GEMMs (``rowwise`` and ``rowwise_with_gw_hp`` gather in high precision). The gradients
+        of the layers are summed, and then reduced once to the placement of ``input``.
 
     Collectives: those of ``PrepareFloat8ModuleInput``, or of torch's ``PrepareModuleInput``.
 
     Raises:
-        ValueError: no layers, one that is not column-parallel by its declaration, layers that
-            disagree, a DTensor on a mesh of several axes, or ``reduce_transport`` for an input that
-            is not sharded, or whose layers declare it.
+        ValueError: there are no layers; a layer declared that it is not column-parallel; the layers
+            disagree; ``input`` is a DTensor on a mesh of several axes; or ``reduce_transport`` is
+            given for an input that is not sharded, or whose layers declare it.
         TypeError: ``layers`` is not a sequence of Float8Linear; or ``input`` is a DTensor where a
             local tensor was declared, or the other way round.
     """
@@ -93,7 +94,7 @@ class ModuleInput(PrepareModuleInput):
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> Any:
-        """Gather an input with the transport; torch's hook calls this for each input."""
+        """Redistribute an input, with the transport if it is gathered; torch's hook calls this."""
         transport, gathers = self.reduce_transport, desired_layout == Replicate()
         if transport is None or not (gathers and isinstance(input_layout, Shard)):
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
@@ -103,7 +104,7 @@ class ModuleInput(PrepareModuleInput):
 
 
 def check_transport(transport: Any, who: str) -> Encoding:
-    """Return the argument ``reduce_transport`` of ``who``, or raise if it is unknown."""
+    """Return the argument ``reduce_transport`` of ``who``, or raise if it is not allowed."""
     if transport not in _ALLOWED:
         raise ValueError(f"{who}: reduce_transport is {transport!r}; it must be one of {_ALLOWED}")
     return transport  # type: ignore[no-any-return]
@@ -119,7 +120,10 @@ def cast_input(
 ) -> Any:
     """Cast a floating-point input to a float8 DTensor; return anything else unchanged.
 
-    ``owner`` is the ``float8_weight`` of the first layer that takes the input.
+    Args:
+        layout: the placement of ``x``, if it is a plain tensor; ``None``: do not cast it.
+        history: the amax history of a DELAYED scale.
+        owner: the ``float8_weight`` of the first layer that takes the input.
     """
     castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
@@ -141,14 +145,14 @@ def cast_input(
 
 
 def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
-    """Gather a sharded input, whose gradient is reduced with a transport.
+    """Gather a sharded input. Its gradient is reduced with a transport.
 
     Args:
         input: a DTensor on a 1-D mesh, in high precision or float8.
         transport: the encoding of the sums; None for torch's reduce-scatter.
 
-    Collectives: an all-gather; in the backward a reduce-scatter, or what
-    :func:`fp8_dist.transport.start_reduction` makes of it.
+    Collectives: an all-gather; in the backward a reduce-scatter or, with a transport, the
+    all-to-all of :func:`fp8_dist.transport.start_reduction`.
     """
     if transport is None:
         return input.redistribute(placements=(Replicate(),))
@@ -162,8 +166,8 @@ def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     return _gathered(input, transport, who)
 
 
-# Dynamo assumes that a gradient has the placement of its output, but this one is Partial. So only
-# AOTAutograd, which knows the placement, traces the function.
+# Dynamo assumes that the gradient of an output has the output's placement, but here it is Partial.
+# So only AOTAutograd, which knows the placement, traces the function.
 @torch.compiler.allow_in_graph
 def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     whole: DTensor = _Gather.apply(input, _Spec(who, transport))
@@ -171,7 +175,7 @@ def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
 
 
 class _CastInput(torch.autograd.Function):
-    """Cast whose gradient passes unchanged; ``record``: it belongs to a training step."""
+    """Cast whose gradient passes unchanged; ``record``: the cast belongs to a training step."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
 """Tensor-parallel plan of a Llama with the reference model's module names.
 
-The *consumers* of a block are the linear layers that read the block's input: ``wq``, ``wk``, ``wv``
-of attention, ``w1``, ``w3`` of feed-forward. Its *writer* adds to the residual stream.
+The *consumers* of a block are the linear layers that read the block's input: ``wq``, ``wk`` and
+``wv`` of attention, ``w1`` and ``w3`` of feed-forward. The *writer* of a block is the layer whose
+output is added to the residual stream.
 """
 
 from torch import nn
@@ -19,7 +20,7 @@ from fp8_dist.tensor_parallel.plan_styles import (
 )
 from fp8_dist.transport import Encoding
 
-# Each block of a layer: its norm, its consumers, its writer.
+# The norm, the consumers and the writer of each block of a layer.
 _BLOCKS = {
     "attention": ("attention_norm", ("wq", "wk", "wv"), "wo"),
     "feed_forward": ("ffn_norm", ("w1", "w3"), "w2"),
@@ -35,27 +36,30 @@ def llama_tp_plan(
 ) -> dict[str, ParallelStyle]:
     """Make the tensor-parallel plan of a Llama for ``apply_tp_plan``: module names to styles.
 
-    A converted layer (``Float8Linear``) gets a float8 style, any other layer torch's style. If all
-    consumers of a block cast their input alike, in one float8 copy, the block's input is cast and
+    A converted layer (``Float8Linear``) gets a float8 style, any other layer torch's style. If one
+    and the same float8 copy of a block's input serves all of its consumers, the input is cast and
     gathered in float8 once for all of them. Otherwise it is gathered once in high precision, and
     each converted consumer casts it.
 
     Args:
-        model: has ``tok_embeddings``, ``layers.<i>.{attention_norm,attention,ffn_norm,
-            feed_forward}`` (attention: ``wq``, ``wk``, ``wv``, ``wo``; feed_forward: ``w1``,
-            ``w2``, ``w3``), ``norm``, ``output``. Convert it before this call: the plan ignores
-            later conversions.
-        sequence_parallel: activations between blocks are sharded along dim 1 (the sequence) and
-            the norms run on shards. False: activations are replicated, and norms have no entry.
+        model: a model with the modules ``tok_embeddings``,
+            ``layers.<i>.{attention_norm,attention,ffn_norm,feed_forward}`` (attention: ``wq``,
+            ``wk``, ``wv``, ``wo``; feed_forward: ``w1``, ``w2``, ``w3``), ``norm`` and ``output``.
+            Convert it before this call: the plan ignores later conversions.
+        sequence_parallel: activations between blocks are sharded along dim 1 (the sequence), and
+            norms run on shards. False: activations are replicated, and norms have no entry.
             Activations between blocks are plain local tensors, or DTensors for a sequence whose
             length is not a multiple of the number of ranks.
         loss_parallel: the head returns logits as a DTensor sharded along the vocabulary, for
             ``torch.distributed.tensor.parallel.loss_parallel``. False: full logits, as a plain
             tensor.
-        reduce_transport: as in the styles, for all reduce-scatters of converted layers: of the
-            outputs of ``wo`` and ``w2``, of the input gradients of blocks and of the head. Those of
-            the embedding and of unconverted layers stay in high precision. The result then depends
-            on the number of ranks.
+        reduce_transport: as in the styles, for all reduce-scatters of converted layers: those of
+            the outputs of ``wo`` and ``w2``, and of the input gradients of blocks and of the head.
+            The reduce-scatters of the embedding and of unconverted layers stay in high precision.
+            The result then depends on the number of ranks.
+
+    Returns:
+        A style for each module name, as ``apply_tp_plan`` takes it.
 
     Raises:
         ValueError: modules are missing (all of them are listed), or ``reduce_transport`` is given
@@ -93,7 +97,7 @@ def llama_tp_plan(
 
 
 def _layer_names(model: nn.Module) -> list[str]:
-    """Return the names of the layers, after a check that all modules exist."""
+    """Return the names of the layers, after checking that all modules exist."""
     modules = dict(model.named_modules())
     layers = [f"layers.{name}" for name, _ in modules.get("layers", nn.Module()).named_children()]
     expected = ["tok_embeddings", "norm", "output"]

@@ -1,4 +1,4 @@
-"""Float8 communication of layers whose parameters and activations are plain local tensors."""
+"""Float8 communication for layers whose parameters and activations are plain local tensors."""
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -22,44 +22,46 @@ def declare_placements(
     output: Placement,
     reduce_transport: Encoding = None,
 ) -> Float8Linear:
-    """Declare the placements of a layer's plain local tensors in their global tensors.
+    """Declare the placements of a layer's plain local tensors, as parts of global tensors.
 
     This is for tensor parallelism without DTensors. The parameters, the input and the output of the
     layer are plain tensors, and stay so. The layer scales, casts and redistributes them like a
     layer with the style ``Float8ColwiseParallel`` or ``Float8RowwiseParallel``.
 
     Args:
-        layer: a layer whose weight is this rank's part, ``[out_features, in_features]``, with one
-            of them divided by the size of the mesh. Parts must be equal. FSDP2 may shard them over
-            other axes of the same root mesh, before or after this call.
+        layer: a layer whose weight is this rank's part of the global weight: ``[out_features,
+            in_features]``, one of them divided by the size of the mesh if the weight is sharded.
+            Parts must be equal. FSDP2 may shard them over other axes of the same root mesh, before
+            or after this call.
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
         weight: ``Shard(0)`` (column-parallel), ``Shard(1)`` (row-parallel) or ``Replicate()``. A
             bias is sharded with ``Shard(0)``, and replicated otherwise.
-        input: placement of the input. ``Shard(0)`` or ``Shard(1)``, the batch or the sequence, is
-            gathered as float8 where the GEMMs need the whole input.
-        output: placement of the output. A row-parallel layer sums it. ``Partial()`` leaves the sum
-            to the caller, for a layer without a bias.
+        input: placement of the input. An input that is sharded along the batch or the sequence,
+            ``Shard(0)`` or ``Shard(1)``, is gathered as float8 if the GEMMs need all of it.
+        output: placement of the output, which a row-parallel layer sums over the mesh.
+            ``Partial()`` leaves the sum to the caller, for a layer without a bias.
         reduce_transport: as in the two styles. It applies to the output of a row-parallel layer and
             to grad_input of a column-parallel one, where these are sharded. ``share_input`` takes
             it from the layers. The result then depends on the number of ranks.
 
     A gradient has the placement of its tensor. The gradient of a replicated tensor is the full
-    gradient on every rank: gradients of a replicated input, weight or bias are summed over the
-    mesh, and the gradient of a replicated output must be full on every rank. The gradient of a
-    Partial output is full too.
+    gradient on every rank. So the gradients of a replicated input, weight or bias are summed over
+    the mesh, and the gradient of a replicated output must be full on every rank. The gradient of a
+    Partial output must be full on every rank too.
 
     Returns:
         ``layer``. A later call replaces the declaration.
 
-    Collectives: in forward and backward those of the two styles. In this call one all-reduce of 16
-    bytes, which ``comm_audit`` does not count, compares the layer and the arguments between ranks.
+    Collectives: in the forward and the backward, those of the two styles. In this call, one
+    all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare the layer and the
+    arguments between ranks.
 
     Raises:
         TypeError: ``layer`` is not a Float8Linear, ``mesh`` is not a DeviceMesh, or a placement is
             not a Placement.
-        ValueError: the mesh is not 1-D, a placement is not among those above,
-            ``reduce_transport`` is given and nothing is reduce-scattered, the weight has been
-            distributed over ``mesh`` already, its shape does not fit, or ranks differ.
+        ValueError: the mesh is not 1-D; a placement is not among those above; ``reduce_transport``
+            is given and nothing is reduce-scattered; the weight has been distributed over ``mesh``
+            already; its shape does not fit; or ranks differ.
     """
     if isinstance(mesh, DeviceMesh):
         # First of all, because only some ranks may fail the checks below.
@@ -123,7 +125,7 @@ def _check_placements(
 
 
 def _check_shapes(layer: Float8Linear, mesh: DeviceMesh, weight: Placement) -> None:
-    """Raise for a weight that can't be this rank's part, by facts that all ranks share."""
+    """Raise, on all ranks, for a weight whose sizes can't be those of a rank's part."""
     parameter = layer.weight
     if parameter.ndim != 2:
         raise ValueError(

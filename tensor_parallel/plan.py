@@ -33,28 +33,32 @@ _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
 
 
 def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> nn.Module:
-    """Parallelize ``model`` in place, after a check of every entry of ``plan``.
+    """Parallelize ``model`` in place, after checking every entry of ``plan``.
 
     Args:
-        model: convert it before; shard it with ``fully_shard`` after. It is returned.
+        model: the model. Convert it before this call, and shard it with ``fully_shard`` afterwards.
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
-        plan: module names (``*`` stands for any part) to torch's styles or this library's.
+        plan: module names, in which ``*`` stands for any part, to styles of torch or of this
+            library.
+
+    Returns:
+        ``model``.
 
     Parameters that modules share (tied embeddings) stay shared. Converted layers may have torch's
-    styles. Activations are then redistributed in high precision, with a warning.
+    styles. Their activations are then redistributed in high precision, with a warning.
 
-    Collectives: those of torch's ``parallelize_module``, which scatters the parameters. Before that
-    one all-reduce of 16 bytes, which ``comm_audit`` does not count, compares the float8 layers and
-    the plan between ranks.
+    Collectives: one all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare the
+    float8 layers and the plan between ranks. Then those of torch's ``parallelize_module``, which
+    scatters the parameters.
 
     Raises:
         TypeError: an entry's value is not a style.
-        ValueError: the mesh is not 1-D, ranks differ in the plan, in the layers or in their
-            configs, an entry matches no module, two entries match one module, a float8 style is on
-            a module without a ``Float8Linear``, a head count is not divisible by the mesh's size, a
-            :class:`CheckedStyle` does not fit its module, or modules that share a parameter would
+        ValueError: the mesh is not 1-D; ranks differ in the plan, in the layers or in their
+            configs; an entry matches no module; two entries match one module; a float8 style is on
+            a module without a ``Float8Linear``; a head count is not divisible by the mesh's size; a
+            :class:`CheckedStyle` does not fit its module; or modules that share a parameter would
             shard it in several ways.
-            All offenders are listed, on all ranks alike, and nothing has been changed. The
+            The error lists all offenders, the same on all ranks, and nothing has been changed. The
             exception is a shared parameter with a custom style, whose placement is checked
             afterwards.
     """
@@ -70,13 +74,18 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"instance, such as ColwiseParallel()"
             )
     facts = {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
+<<<<<<< HEAD
     check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
     # By the first name of each module, which is the only one that torch knows.
+=======
+    check_placed(float8_layers(model), mesh, "apply_tp_plan", facts)
+    # By the first name of each module, which is the only name that torch knows.
+>>>>>>> prose-kernels
     names = {module: name for name, module in model.named_modules()}
     matches = {
         pattern: {names[module]: module for module in _matches(model, pattern)} for pattern in plan
     }
-    # By name, because for a pattern torch warns about every module on the way without a match.
+    # Names instead of patterns, for which torch warns about every module that does not match.
     resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
     ties = find_ties(model)
     # Without duplicates: all projections of an attention module report its head counts.
@@ -92,7 +101,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
 
 
 def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
-    """Warn of converted layers with torch's styles, as in a plan made before the conversion."""
+    """Warn about converted layers with torch's styles, as in a plan made before the conversion."""
     missed = [
         name
         for name, style in styles.items()
@@ -110,7 +119,7 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
-    """Yield the modules with a name that an entry matches. A module may have several names."""
+    """Yield the modules with a name that a pattern matches. A module may have several names."""
     if not pattern:
         yield module
         return
@@ -126,7 +135,7 @@ def _offenders(
     plan: dict[str, ParallelStyle],
     matches: dict[str, dict[str, nn.Module]],
 ) -> Iterator[str]:
-    """Yield the obstacles to applying ``plan`` on ``size`` ranks, a line each."""
+    """Yield the reasons why ``plan`` can't be applied on ``size`` ranks, one line each."""
     claimed: dict[str, str] = {}
     for pattern, style in plan.items():
         if not matches[pattern]:
@@ -148,7 +157,7 @@ def _offenders(
 
 
 def _check_heads(model: nn.Module, name: str, size: int) -> Iterator[str]:
-    """Yield the head counts that ``size`` does not divide, in the parent of layer ``name``."""
+    """Yield an error for each head count in the parent of a layer that ``size`` does not divide."""
     parent_name = name.rpartition(".")[0]
     parent = model.get_submodule(parent_name)
     for attribute in _HEAD_COUNTS:

@@ -1,8 +1,8 @@
-"""Styles of plans: of converted and other layers, and of a residual stream.
+"""Styles that plans use, for converted and other layers and for the residual stream.
 
-Between blocks the stream is a plain local tensor where the ranks share it evenly, which is the
-cheapest form. Otherwise it is a DTensor, which knows the lengths of the other ranks' shards for
-later gathers.
+Between blocks, the residual stream is a plain local tensor if ranks have equal parts of it, because
+that is cheapest. Otherwise it is a DTensor, from which later gathers know the lengths of the other
+ranks' shards.
 """
 
 from collections.abc import Iterable, Mapping
@@ -52,8 +52,8 @@ class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
     (pytorch#191113).
 
     The gradient may have any placement. With fewer tokens than ranks, torch replicates the output
-    of some norms (2.13: layer_norm; 2.15: rms_norm). Their gradient is then a Partial, which torch
-    can't redistribute to the output of an embedding whose weight is sharded.
+    of some norms (2.13: layer_norm; 2.15: rms_norm). Their gradient is then Partial, and torch
+    can't redistribute it to the placement of the output of an embedding with a sharded weight.
     """
 
     @staticmethod
@@ -61,12 +61,12 @@ class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
         outputs = outputs.redistribute(placements=output_layouts, async_op=False)
-        # The output stays where it is; the gradient is redistributed.
+        # This only redistributes the gradient; the output has these placements already.
         return outputs.redistribute(placements=output_layouts)
 
 
 def local_if_even(x: DTensor) -> torch.Tensor:
-    """Return a stream in the form that this module's docstring describes."""
+    """Return the local tensor of a residual stream in equal parts; else the DTensor itself."""
     (placement,), size = x.placements, x.device_mesh.size()
     uneven = isinstance(placement, Shard) and x.shape[placement.dim] % size
     return x if uneven else x.to_local()
@@ -74,8 +74,8 @@ def local_if_even(x: DTensor) -> torch.Tensor:
 
 def _written(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
     x = local_if_even(output)
-    # A shard that was padded for its reduction keeps the strides of the padded one, and its DTensor
-    # has other strides. Compiled blocks would be recompiled for it, or fail.
+    # A shard that was padded for its reduction keeps the strides of the padded shard, while its
+    # DTensor has other strides. Compiled blocks would be recompiled for it, or fail.
     return x.clone() if isinstance(x, DTensor) else x
 
 
@@ -117,7 +117,7 @@ def residual_style(
 def check_plan_transport(
     model: nn.Module, transport: Encoding, sequence_parallel: bool, caller: str
 ) -> None:
-    """Raise for a transport of reduce-scatters if a plan has none of them."""
+    """Raise for a transport if the plan has no reduce-scatter that it applies to."""
     check_transport(transport, caller)
     if transport is not None and not (sequence_parallel and float8_layers(model)):
         raise ValueError(
@@ -140,11 +140,12 @@ def prepare_style(
 
     Args:
         layers: the layers that read the input, by their names in the module. The input is gathered
-            in float8 if all of them cast it alike, in one float8 copy; else in high precision.
+            in float8 if one and the same float8 copy serves all of them; else in high precision.
         layout: the placement of the input.
         reduce_transport: applies to the input's gradient, if one of the layers is converted.
-        plain: the style in high precision; None: torch's, or ours with a transport.
-        float8: the style in float8.
+        plain: the style for a gather in high precision; None: torch's, or ``ModuleInput`` with a
+            transport.
+        float8: the style for a gather in float8.
         arguments: further arguments of the style.
     """
     arguments |= {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}

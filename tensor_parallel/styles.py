@@ -1,12 +1,13 @@
 """Float8 counterparts of torch's tensor-parallel styles.
 
-Parameters are partitioned as by torch's styles. Activations are redistributed elsewhere: torch's
-styles redistribute them in hooks around the layer, in high precision. Here the hooks only annotate
-tensors with their placements. The layer's autograd function casts, redistributes and multiplies
-them (:mod:`fp8_dist.linear.autograd`), so that all gathers, forward and backward, are float8.
+Parameters are partitioned as by torch's styles, but activations are redistributed elsewhere.
+torch's styles redistribute them in hooks around the layer, in high precision. Here the hooks only
+annotate tensors with their placements. The layer's autograd function casts, redistributes and
+multiplies them (:mod:`fp8_dist.linear.autograd`), so that all gathers, forward and backward, are
+float8.
 
-If torch's ``parallelize_module`` applies a style, an all-reduce of 16 bytes first compares the
-layers and the style between ranks. A difference is a ValueError.
+If a style is applied by torch's ``parallelize_module``, an all-reduce of 16 bytes first compares
+the layers and the style between ranks. A difference raises ValueError.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from fp8_dist.tensor_parallel.inputs import (
 )
 from fp8_dist.transport import Encoding
 
-# Attributes of torch's styles and ours that say where tensors go.
+# Attributes of torch's and this library's styles that ranks compare.
 _ATTRIBUTES = (
     "input_layouts",
     "desired_input_layouts",
@@ -47,7 +48,7 @@ class CheckedStyle(ParallelStyle):
     """Style with a check that ``apply_tp_plan`` makes before it changes any module."""
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield the obstacles to applying the style to a module on ``size`` ranks."""
+        """Yield the reasons why the style can't be applied to a module on ``size`` ranks."""
         yield from ()
 
     def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -60,9 +61,10 @@ class CheckedStyle(ParallelStyle):
 
 
 class _Float8LinearStyle(CheckedStyle):
-    """Constructor and application of the styles of a Float8Linear.
+    """Base class of the styles for a Float8Linear.
 
-    It precedes torch's style among the bases, which partitions the parameters.
+    A style derives from this class first, and then from torch's style, which partitions the
+    parameters.
     """
 
     input_layouts: Any
@@ -126,53 +128,66 @@ class _Float8LinearStyle(CheckedStyle):
 
 
 class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):
-    """``ColwiseParallel`` of a Float8Linear: weight and bias are ``Shard(0)``.
+    """``ColwiseParallel`` for a Float8Linear: weight and bias are ``Shard(0)``.
 
     Args:
         input_layouts: placement of a plain-tensor input; default Replicate. A sharded input is
             gathered as float8.
         output_layouts: placement of the output; default ``Shard(-1)``.
         use_local_output: return a plain tensor instead of a DTensor.
-        reduce_transport: the transport of grad_input if it is reduce-scattered, which is the case
-            if this layer gathers its input: encoded as ``"float8"`` or ``"bf16"``, and summed in
-            fp32. None: torch's reduce-scatter. **The result depends on the number of ranks**: it is
-            outside of the rule that training on a mesh gives the bits of one device.
+        reduce_transport: the encoding in which grad_input travels if it is reduce-scattered:
+            ``"float8"`` or ``"bf16"``, with sums in fp32. It is reduce-scattered if this layer
+            gathers its input. None: torch's reduce-scatter. **The result depends on the number of
+            ranks**, so the rule that training on a mesh gives the same bits as on one device does
+            not hold.
 
-    Collectives: forward: an all-gather of the input, if it is sharded and was not gathered before;
-    backward: a reduce-scatter (or all-reduce) of grad_input in high precision, or an all-to-all of
-    1.008 (float8) or 2 (bf16) bytes per element with ``reduce_transport``; and the amax
-    all-reduces of the recipe. In ``tensorwise`` gathers take 1 byte per element, and amaxes are
-    4 bytes for a sharded input and for grad_output; ``delayed`` reduces none; ``rowwise_folded``
-    gathers 4 bytes more per row and reduces 8 per row of grad_output; ``rowwise`` and
-    ``rowwise_with_gw_hp`` gather in high precision. See docs/communication.md for counts.
+    Collectives: in the forward, an all-gather of the input, if it is sharded and was not gathered
+    before. In the backward, a reduce-scatter (or all-reduce) of grad_input in high precision, or
+    with ``reduce_transport`` an all-to-all of 1.008 (float8) or 2 (bf16) bytes per element. And the
+    amax all-reduces of the recipe:
+
+    * ``tensorwise`` gathers 1 byte per element. It reduces 4 bytes for a sharded input, and 4 for
+      grad_output.
+    * ``delayed`` gathers 1 byte per element, and reduces no amaxes.
+    * ``rowwise_folded`` gathers 1 byte per element and 4 per row. It reduces 8 bytes per row of
+      grad_output.
+    * ``rowwise`` and ``rowwise_with_gw_hp`` gather in high precision.
+
+    See docs/communication.md for counts.
 
     Raises:
-        ValueError: the style is applied to another module than a Float8Linear, ``reduce_transport``
-            is not one of the above, or (in the forward) the input was gathered before.
+        ValueError: the style is applied to a module that is not a Float8Linear;
+            ``reduce_transport`` is not one of the above; or, in the forward, it is given and this
+            layer does not gather its input.
     """
 
 
 class Float8RowwiseParallel(_Float8LinearStyle, RowwiseParallel):
-    """``RowwiseParallel`` of a Float8Linear: the weight is ``Shard(1)``, the bias replicated.
+    """``RowwiseParallel`` for a Float8Linear: the weight is ``Shard(1)``, the bias replicated.
 
     Args:
         input_layouts: placement of a plain-tensor input; default ``Shard(-1)``.
         output_layouts: placement of the output; default Replicate. With a ``Shard`` (sequence
             parallelism) grad_output is gathered as float8.
         use_local_output: return a plain tensor instead of a DTensor.
-        reduce_transport: the transport of the output if it is reduce-scattered, to a ``Shard``, as
-            in :class:`Float8ColwiseParallel`.
+        reduce_transport: the encoding in which the output travels if it is reduce-scattered, to a
+            ``Shard``, as in :class:`Float8ColwiseParallel`.
 
-    Collectives: forward: a reduce-scatter (or all-reduce) of the output in high precision, or an
-    all-to-all as in :class:`Float8ColwiseParallel`; backward: an all-gather of grad_output, if the
-    output is sharded; and the amax all-reduces of the recipe. In ``tensorwise`` the gather takes 1
-    byte per element, and amaxes are 4 bytes for the input and for a sharded grad_output;
-    ``rowwise_folded`` gathers 8 bytes more per row and reduces 4 per row of the input; other
-    recipes as in :class:`Float8ColwiseParallel`.
+    Collectives: in the forward, a reduce-scatter (or all-reduce) of the output in high precision,
+    or with ``reduce_transport`` an all-to-all as in :class:`Float8ColwiseParallel`. In the
+    backward, an all-gather of grad_output, if the output is sharded. And the amax all-reduces of
+    the recipe:
+
+    * ``tensorwise`` gathers 1 byte per element. It reduces 4 bytes for the input, and 4 for a
+      sharded grad_output.
+    * ``rowwise_folded`` gathers 1 byte per element and 8 per row. It reduces 4 bytes per row of the
+      input.
+    * Other recipes are as in :class:`Float8ColwiseParallel`.
 
     Raises:
-        ValueError: the style is applied to another module than a Float8Linear, ``reduce_transport``
-            is not one of the above, or it is given for an output that is not reduce-scattered.
+        ValueError: the style is applied to a module that is not a Float8Linear; or
+            ``reduce_transport`` is not one of the above, or is given for an output that is not
+            reduce-scattered.
     """
 
 
@@ -188,18 +203,19 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             ``PrepareModuleInput``.
         input_kwarg_layouts, desired_input_kwarg_layouts: as in torch's ``PrepareModuleInput``.
         float8_dtype: the dtype to cast to; ``None``: the input dtype of the followed layers.
-        fwd_config_submodule_fqn: the Float8Linear in the module whose config is followed;
+        fwd_config_submodule_fqn: the name, in the module, of the one Float8Linear that is followed;
             ``None``: all of them are followed, and they must agree.
         reduce_transport: as in :class:`Float8ColwiseParallel`, for the gradients of inputs that are
-            gathered here. The layers that read an input sum their gradients before one reduction.
+            gathered here. The gradients of the layers that read an input are summed, and then
+            reduced once.
 
-    Collectives: per input, one all-gather of 1 byte per element, and one all-reduce of 4 bytes for
-    a dynamic scale per tensor; scales of rows travel in the gather, 4 bytes each. Backward: a
-    reduce-scatter of the gradient, as in :class:`Float8ColwiseParallel`.
+    Collectives: for each input, one all-gather of 1 byte per element, and for a dynamic scale per
+    tensor one all-reduce of 4 bytes. Scales of rows travel in the gather, 4 bytes each. In the
+    backward, a reduce-scatter of the gradient, as in :class:`Float8ColwiseParallel`.
 
     Raises:
-        ValueError: ``reduce_transport`` is given and no input is gathered. Or the style is applied
-            to a module without Float8Linear, with layers that disagree, or with layers that can't
+        ValueError: ``reduce_transport`` is given and no input is gathered; or the style is applied
+            to a module without a Float8Linear, with layers that disagree, or with layers that can't
             use one float8 copy of their input (``rowwise`` needs two).
     """
 
@@ -244,7 +260,8 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             return
         followed = layers if fqn is None else {fqn: layers[fqn]}
         casts = {name: _input_cast(layer) for name, layer in followed.items()}
-        name, cast = min(casts.items(), key=lambda item: item[1] is not None)  # None, or the first
+        # A layer whose cast is None, if there is one; else the first layer.
+        name, cast = min(casts.items(), key=lambda item: item[1] is not None)
         if cast is None:
             yield (
                 f"PrepareFloat8ModuleInput: {', '.join(casts)} take their input in two different "
@@ -274,14 +291,14 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         for each in layers.values():
             each.prepared_by |= {first.fqn}
         if "input" in recipe.delayed:
-            # Among a layer's histories, because sync reduces them and a state_dict contains them.
+            # It is one of the layer's histories, so that sync reduces it and a state_dict has it.
             history = AmaxHistory(recipe.delayed["input"], length, device_mesh)
             first.histories[_PREPARED_INPUT] = history
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            # Looked up by name, because a copy of the module has the same hooks.
+            # Look the layer up by name, because a copy of the module has the same hooks.
             layer: Any = module.get_submodule(name)
             history, owner = layer.histories.get(_PREPARED_INPUT), layer.float8_weight
             how = (device_mesh, scheme, history, owner)
@@ -295,7 +312,10 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
 
 
 def _input_cast(layer: Float8Linear) -> tuple[Scheme, bool] | None:
-    """Return the one scheme of a layer's input, and whether it is DELAYED; None: there are two."""
+    """Return the scheme of a layer's input, and whether it is DELAYED.
+
+    None if no single float8 copy serves all GEMMs of the layer.
+    """
     recipe = layer.config.recipe
     scheme = recipe.gather_scheme["input"]
     return None if scheme is None else (scheme, "input" in recipe.delayed)

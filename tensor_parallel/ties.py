@@ -1,7 +1,8 @@
 """Tied parameters under a tensor-parallel plan.
 
-torch's styles give each module a new parameter, so modules that shared a parameter no longer would.
-If all of them shard it alike, they share the first one's again. Otherwise the plan is an error.
+torch's styles give each module a new parameter, so modules would no longer share one. If all of
+them shard it in the same way, they share the first module's parameter again. Otherwise the plan is
+an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ _OF_ACTIVATIONS = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOu
 
 
 class Use(NamedTuple):
-    """Module that uses a parameter, and the names of both."""
+    """Use of a parameter: a module, its name, and the name of the parameter in it."""
 
     fqn: str
     module: nn.Module
@@ -39,7 +40,7 @@ class Use(NamedTuple):
 
 
 def find_ties(model: nn.Module) -> list[list[Use]]:
-    """Return the uses of each parameter that several modules (or names of one) share."""
+    """Return the uses of each parameter that several modules, or several names in one, share."""
     uses: dict[int, list[Use]] = {}
     for fqn, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -61,8 +62,7 @@ def tie_again(ties: list[list[Use]]) -> None:
     """Let the uses share one parameter again, after the styles were applied.
 
     Raises:
-        ValueError: styles that are neither torch's nor derived from them placed the parameter in
-            several ways.
+        ValueError: styles that do not derive from torch's placed the parameter in several ways.
     """
     for uses in ties:
         places = [_place_now(use) for use in uses]

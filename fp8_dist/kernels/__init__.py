@@ -1,8 +1,8 @@
 """Local computation on float8 data: amax, scale, cast and scaled GEMM.
 
 Kernels take and return plain tensors. They do not depend on a mesh, a config or a layer. Each is an
-operator with a portable implementation. Some devices have their own implementations: fused kernels
-for GPUs in :mod:`fp8_dist.kernels.cuda`, and emulation on CPUs in :mod:`fp8_dist.kernels.cpu`.
+operator with a portable implementation. GPUs and CPUs also have implementations of their own: fused
+kernels in :mod:`fp8_dist.kernels.cuda`, and emulation in :mod:`fp8_dist.kernels.cpu`.
 """
 
 import torch

@@ -16,9 +16,10 @@ from fp8_dist.kernels.custom_op import custom_op
 def dequantize_blocks(
     x: Tensor, exponents: Tensor, blocks: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Float8 data times its block scales, in a wider dtype and in the layout of the data.
+    """Multiply float8 data by its block scales, in a wider dtype.
 
-    The result is exact, except for subnormal numbers of bf16.
+    The result has the memory layout of ``x``. It is exact, except for values that are subnormal in
+    bf16.
     """
     return dequantized_with(Tensor.to, x, exponents, blocks, dtype)
 
@@ -30,7 +31,7 @@ def dequantized_with(
     blocks: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """:func:`dequantize_blocks` with the given conversion to the wider dtype."""
+    """Implement :func:`dequantize_blocks` with the given conversion to the wider dtype."""
     if is_transposed(x):
         turned = transposed_blocks(blocks)
         return dequantized_with(upcast, x.t(), exponents.t(), turned, dtype).t()
@@ -38,12 +39,12 @@ def dequantized_with(
 
 
 def is_transposed(x: Tensor) -> bool:
-    """Whether the columns of a matrix are contiguous in memory, and its rows are not."""
+    """Return whether a matrix has contiguous columns in memory, and no contiguous rows."""
     return x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous()
 
 
 def transposed_blocks(blocks: Sequence[int]) -> tuple[int, int, int, int]:
-    """Blocks of the transpose of a matrix."""
+    """Return the blocks of a matrix's transpose."""
     rows, columns, first_row, first_column = blocks
     return columns, rows, first_column, first_row
 
@@ -65,17 +66,17 @@ def block_scaled_mm(
     out_dtype: torch.dtype,
     emulate: bool,
 ) -> Tensor:
-    """Product of local float8 matrices with block scales.
+    """Multiply local float8 matrices with block scales.
 
-    If the device has no GEMM for them, the product is computed in a wider type, in which each
-    product of two values is exact: bf16 for a bf16 result, which accumulates in fp32, and fp32 for
+    If the device has no GEMM for them, the matrices are converted to a wider type, in which the
+    product of two values is exact: to bf16 for a bf16 result, with sums in fp32, and to fp32 for
     other results.
 
     Args:
         a: float8, ``[M, K]``, any strides.
         b: float8, ``[K, N]``, any strides.
-        exponents_a, exponents_b: exponents of their blocks.
-        blocks_a, blocks_b: their blocks, see :mod:`fp8_dist.kernels.blocks`.
+        exponents_a, exponents_b: the exponents of the blocks of ``a`` and of ``b``.
+        blocks_a, blocks_b: the blocks of ``a`` and of ``b``, see :mod:`fp8_dist.kernels.blocks`.
         out_dtype: dtype of the result.
         emulate: compute in a wider type even on devices with such a GEMM.
 
@@ -91,14 +92,15 @@ def block_scaled_mm(
 
 @custom_op("gemm_scales(Tensor a, Tensor b, int multiple=1) -> (Tensor, Tensor)")
 def gemm_scales(a: Tensor, b: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Scales of the exponents ``[R, C]`` of two operands, as Hopper's GEMM reads them.
+    """Convert the exponents of two operands to scales in the layout that Hopper's GEMM reads.
 
     Args:
-        a, b: exponents, any strides.
-        multiple: the rows of ``b`` are padded with zeros to a multiple of this.
+        a, b: the exponents of each operand, ``[R, C]``, any strides.
+        multiple: pad the scales of ``b`` with rows of zeros to a multiple of this.
 
     Returns:
-        The scales of both, fp32 ``[R, C]`` with strides ``(1, R)``.
+        The scales of ``a`` and of ``b``, fp32 ``[R, C]`` (R of ``b`` is padded) with strides
+        ``(1, R)``.
     """
     of_b = pad(powers_of_2(b), (0, 0, 0, -len(b) % multiple))
     return powers_of_2(a).t().contiguous().t(), of_b.t().contiguous().t()
@@ -106,13 +108,14 @@ def gemm_scales(a: Tensor, b: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor
 
 @custom_op("tiled_exponents(Tensor a, Tensor b, int repeats=1) -> (Tensor, Tensor)")
 def tiled_exponents(a: Tensor, b: Tensor, repeats: int = 1) -> tuple[Tensor, Tensor]:
-    """Exponents ``[R, C]`` of two operands, as Blackwell's GEMM reads them.
+    """Copy the exponents of two operands to the layout that Blackwell's GEMM reads.
 
-    The results are flat, in tiles of 128 x 4, padded with zeros. A tile has 32 rows of 16 bytes.
-    Row i has 4 bytes of each of the rows i, i + 32, i + 64 and i + 96 of exponents.
+    The results are flat. They consist of tiles of 128 x 4 exponents, padded with zeros. A tile has
+    32 rows of 16 bytes. Row i has the 4 bytes of each of the exponents' rows i, i + 32, i + 64 and
+    i + 96.
 
     Args:
-        a, b: exponents, any strides.
+        a, b: the exponents of each operand, ``[R, C]``, any strides.
         repeats: number of times that each row of ``b`` is repeated.
     """
     return _in_tiles(a), _in_tiles(b.repeat_interleave(repeats, dim=0))

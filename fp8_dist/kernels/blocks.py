@@ -1,17 +1,16 @@
 """Block scales: powers of two, stored as exponents of one byte each.
 
 The last two dims of a tensor form a matrix, which is cut into blocks of ``rows x columns`` values.
-A part of a larger matrix may begin inside its first blocks and end inside its last ones. So blocks
-are described by four numbers, ``(rows, columns, first_row, first_column)``. The last two are the
-position within its first block at which the part begins. Blocks of one row apply to tensors with
-any number of dims.
+A part of a larger matrix may begin and end inside of blocks. So blocks are described by four
+numbers, ``(rows, columns, first_row, first_column)``. The last two are the position, within its
+first block, at which the part begins. Blocks of one row apply to tensors with any number of dims.
 
 An exponent is an e8m0 byte (OCP Microscaling Formats v1.0): ``scale = 2 ** (byte - 127)``, and 255
 is NaN. It is stored as uint8, because compilers do not support e8m0. :func:`exponents_of` computes
 the exponent of a block by one of these rules:
 
 * ``"ceil"``: ``ceil(log2(amax / fp8_max))``. No value saturates.
-* ``"floor"``: ``floor(log2(amax)) - floor(log2(fp8_max))``, the rule of that standard (section
+* ``"floor"``: ``floor(log2(amax)) - floor(log2(fp8_max))``, the rule of the standard above (section
   6.3). If the amax is above ``fp8_max`` times that power of two, the largest values saturate.
 * ``None``: the power of two of :mod:`fp8_dist.kernels.scale`. This is *ceil* with an epsilon: an
   amax below 1e-12 counts as 1e-12.
@@ -51,7 +50,7 @@ def exponents_shape(shape: Sequence[int], blocks: Sequence[int]) -> list[int]:
 
 
 def in_blocks(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """Reshape a tensor by blocks, padded with zeros: ``[..., R, rows, C, columns]``.
+    """Reshape a tensor to its blocks, padded with zeros: ``[..., R, rows, C, columns]``.
 
     The result is a view if the tensor is contiguous and its blocks need no padding.
     """
@@ -82,12 +81,12 @@ def expanded(values: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) 
 
 
 def powers_of_2(exponents: torch.Tensor) -> torch.Tensor:
-    """The scales of exponents: fp32, NaN for the byte 255."""
+    """Convert exponents to scales: fp32, NaN for the byte 255."""
     return exponents.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def empty_exponents(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """Uninitialized exponents of the blocks of a tensor."""
+    """Allocate the exponents of a tensor's blocks, uninitialized."""
     return x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
 
 
@@ -98,7 +97,7 @@ def empty_exponents(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
 def block_exponents(
     x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
-    """The exponents of the blocks of a local tensor.
+    """Compute the exponents of the blocks of a local tensor.
 
     Args:
         x: ``[..., M, K]``, floating point.
@@ -111,7 +110,7 @@ def block_exponents(
     if not x.numel():
         return empty_exponents(x, blocks).zero_()
     integer = _INTEGERS[x.itemsize]
-    # Without their sign, the bits of floats are ordered like their values, NaN above all.
+    # Without the sign, the bits of floats are ordered like their values, with NaN above all others.
     bits = in_blocks(x, blocks).view(integer).bitwise_and(torch.iinfo(integer).max)
     # Reducing a dim of size 1 costs as much as reducing a long one.
     dims = [dim for dim in (-1, -3) if bits.shape[dim] > 1]
@@ -121,7 +120,7 @@ def block_exponents(
 
 
 def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> torch.Tensor:
-    """Exponents, uint8, of amaxes (fp32, any shape)."""
+    """Compute the exponents, uint8, of blocks from their amaxes (fp32, any shape)."""
     if rule is None:
         _, scale = scaling_from_amax(amax, dtype, True)
         # For inf and NaN these bits are all ones, which is the byte of NaN.
@@ -129,9 +128,9 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
     largest = torch.finfo(dtype).max
     if rule == "ceil":
         # The logarithm is fp32, as in torchao: if an amax exceeds fp8_max times a power of two by a
-        # few steps of fp32 (22 at most), it rounds to that power. The quotient is computed in fp64,
-        # because a GPU divides fp32 by a number through its reciprocal. Rounded to fp32, it equals
-        # the fp32 quotient.
+        # few steps of fp32 (22 at most), the logarithm rounds down to that power. The quotient is
+        # computed in fp64, because a GPU divides an fp32 tensor by a number by multiplying by the
+        # number's reciprocal. Rounded to fp32, the fp64 quotient equals the fp32 quotient.
         quotient = (amax.to(torch.float64) / largest).to(torch.float32)
         exponents = torch.log2(quotient).ceil_().add_(_BIAS)
     else:
@@ -149,7 +148,9 @@ def quantize_blocks(
     dtype: torch.dtype,
     blocks: Sequence[int],
 ) -> torch.Tensor:
-    """Cast ``saturate(float32(x) / scale)`` to ``dtype`` with block scales; 0 for the byte 0.
+    """Cast ``saturate(float32(x) / scale)`` to ``dtype``, with one scale per block.
+
+    The values of a block with the byte 0 as its exponent become 0.
 
     Args:
         x: ``[..., M, K]``, floating point.
@@ -166,7 +167,7 @@ def quantize_blocks(
 
 
 def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """``x * scales``, with one scale per block: a new tensor of the shape and dtype of ``x``."""
+    """Multiply a tensor by one scale per block; the result has the shape and dtype of ``x``."""
     rows, columns, first_row, first_column = blocks
     in_parts = first_row or first_column or x.shape[-1] % columns
     in_parts = in_parts or (rows > 1 and x.shape[-2] % rows)
@@ -219,7 +220,7 @@ def quantize_block_copies(
     blocks: Sequence[int],
     transposed: Sequence[bool],
 ) -> Tensors:
-    """:func:`quantize_blocks` for several copies, each in its own layout."""
+    """Apply :func:`quantize_blocks` for several copies, each in its own layout."""
     qdata = quantize_blocks(x, exponents, dtype, blocks)
     return [transposed_copy(as_matrix(qdata)) if turned else qdata for turned in transposed]
 
@@ -238,7 +239,7 @@ def block_exponents_of_each(
     blocks: Sequence[int],
     rule: str | None,
 ) -> torch.Tensor:
-    """:func:`block_exponents` of each of many local matrices on one device.
+    """Apply :func:`block_exponents` to each of many local matrices on one device.
 
     Args:
         blocks: four numbers for each matrix.
@@ -264,7 +265,7 @@ def quantize_blocks_of_each(
     dtype: torch.dtype,
     blocks: Sequence[int],
 ) -> torch.Tensor:
-    """:func:`quantize_blocks` of each of many local matrices on one device.
+    """Apply :func:`quantize_blocks` to each of many local matrices on one device.
 
     Args:
         exponents: the result of :func:`block_exponents_of_each`.
@@ -284,18 +285,18 @@ def quantize_blocks_of_each(
 
 
 def of_each(blocks: Sequence[int]) -> list[Sequence[int]]:
-    """Split flat numbers into the blocks of each matrix."""
+    """Split a flat sequence into the four numbers of each matrix."""
     return [blocks[n : n + 4] for n in range(0, len(blocks), 4)]
 
 
 def shapes_of_each(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> list[list[int]]:
-    """Shapes of the exponents of each matrix."""
+    """Return the shape of the exponents of each matrix."""
     each = zip(tensors, of_each(blocks), strict=True)
     return [exponents_shape(x.shape, of) for x, of in each]
 
 
 def fuses_blocks(x: torch.Tensor) -> bool:
-    """Whether :func:`cast_blocks` reads the tensor once on this device."""
+    """Return whether :func:`cast_blocks` reads the tensor only once on its device."""
     return x.is_cuda
 
 
@@ -307,7 +308,7 @@ def empty_reblocked(
     rule: str | None,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialized results of :func:`reblock`."""
+    """Allocate the results of :func:`reblock`, uninitialized."""
     (data,) = empty_copies(qdata, qdata.dtype, [transposed])
     return data, empty_exponents(qdata, (rows, 1, 0, 0))
 
@@ -325,16 +326,16 @@ def reblock(
     rule: str | None,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast float8 data to other blocks, ``rows`` values of a column, for its second GEMM.
+    """Cast float8 data to blocks of ``rows`` values of a column, for the GEMM that contracts rows.
 
-    Scaling by powers of two changes only exponents. So the only values that are rounded are those
-    below the normal range of the new scale, 2 ** -14 of the largest value of their block.
+    Scaling by powers of two changes only exponents. So a value is rounded only if it is below the
+    normal range of its new scale: less than 2 ** -14 times the largest value of its block.
 
     Args:
         qdata: float8, ``[M, K]``.
-        exponents: exponents of its blocks.
-        rows: number of rows of the new blocks, the first of which begins with the first row.
-        rule: rule of the new exponents. *floor* would saturate values that are float8 already.
+        exponents: the exponents of its blocks.
+        rows: number of rows of the new blocks. The first block begins at the first row.
+        rule: rule of the new exponents. *floor* would let float8 values saturate again.
         transposed: return the data as ``[K, M]``, for a GEMM that reads it transposed.
 
     Returns:
@@ -370,15 +371,17 @@ def exponents_of_groups(
     groups: int,
     rule: str | None,
 ) -> torch.Tensor:
-    """New exponents of :func:`reblock` where a block may have rows on several ranks.
+    """Compute the new exponents of :func:`reblock` if blocks may have rows on several ranks.
+
+    The maximum of the results over the ranks gives the exponents of the whole blocks.
 
     Args:
         qdata, exponents, blocks, rule: as in :func:`reblock`.
-        group: int64, ``[M]``, the new block of each row.
+        group: int64, ``[M]``, the index of the new block of each row.
         groups: number of new blocks.
 
     Returns:
-        The exponents, uint8 ``[groups, K]``, which are 0 where a group has no local row.
+        The exponents, uint8 ``[groups, K]``. They are 0 for a block without local rows.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
     bits = values.view(torch.int32).bitwise_and_(torch.iinfo(torch.int32).max)
@@ -405,11 +408,16 @@ def reblock_groups(
     group: torch.Tensor,
     of_groups: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`reblock` with the exponents of the groups that rows belong to.
+    """Cast float8 data as :func:`reblock` does, with given exponents of the new blocks.
+
+    Args:
+        qdata, exponents, blocks: as in :func:`reblock`.
+        group: as in :func:`exponents_of_groups`.
+        of_groups: uint8, ``[groups, K]``, the exponents of the new blocks.
 
     Returns:
-        The data, ``[M, K]`` of the dtype of ``qdata``, and the exponent of each value, which is one
-        of blocks ``(1, 1, 0, 0)``.
+        The data, ``[M, K]`` of the dtype of ``qdata``, and the exponent of each value, for the
+        blocks ``(1, 1, 0, 0)``.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
     each = of_groups.index_select(0, group)

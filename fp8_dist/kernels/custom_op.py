@@ -20,7 +20,7 @@ _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 
 
 class CustomOp(Generic[P, R]):
-    """An operator with a portable implementation, and others for some device types.
+    """Operator with a portable implementation, and with others for some device types.
 
     The first argument is a tensor, passed by position. Its device selects the implementation. A
     call skips the dispatcher where :func:`can_skip_dispatch` allows it. The operator has no
@@ -28,7 +28,8 @@ class CustomOp(Generic[P, R]):
 
     Attributes:
         portable: the implementation for all devices.
-        implementations: those of device types, as calls that skip the dispatcher run them.
+        implementations: the implementation for each device type, as run by calls that skip the
+            dispatcher.
         overload: the operator itself, as graphs and dispatch modes see it.
     """
 
@@ -59,23 +60,27 @@ class CustomOp(Generic[P, R]):
 
         Args:
             direct: the implementation for calls that skip the dispatcher, if it differs. It may
-                keep state between calls. ``run``, which graphs call, may not: a graph reuses the
-                memory of its tensors without a new version or a new object.
+                keep state between calls. ``run`` may not, because graphs call it: a graph reuses
+                the memory of its tensors without a new version or a new object.
         """
         _LIB.impl(self._name, run, device_type.upper())
         self.implementations[device_type] = direct or run
 
     def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
-        """Decorator that registers the result's shapes and dtypes, for tensors without data."""
+        """Decorate a function as the implementation for tensors without data.
+
+        It returns empty tensors with the shapes and dtypes of the results.
+        """
         return torch.library.register_fake(f"fp8_dist::{self._name}", fake, lib=_LIB)
 
 
 def custom_op(
     schema: str, fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """Decorator that defines the operator ``"NAME(Tensor x, ...) -> Tensor"`` for all devices.
+    """Decorate a function as the portable implementation of a new operator.
 
     Args:
+        schema: the operator's name and types, such as ``"NAME(Tensor x, ...) -> Tensor"``.
         fake: see :meth:`CustomOp.register_fake`; it may be registered later.
     """
 

@@ -1,17 +1,18 @@
-"""Encodings of tensors that ranks send to sum them: float8 with block exponents, or bf16.
+"""Encodings of tensors that ranks exchange and sum: float8 with block exponents, or bf16.
 
-A block is 128 values along the last dim; the last block of a row may be shorter. Its exponent is a
-byte, ``scale = 2 ** (byte - 127)``. The scale is the smallest power of two by which none of the
-block's finite values exceeds 448, the largest value of e4m3fn, but at least 2 ** -126. So no finite
-value saturates. Values from 248 * 2 ** 120 = 3.2965e38 on round to 2 ** 128, which is infinite in
-fp32. Rounding to bf16 has the same limit at 3.396e38.
+In float8, a block is 128 values along the last dim; the last block of a row may be shorter. Its
+exponent is a byte, ``scale = 2 ** (byte - 127)``. The scale is the smallest power of two, at least
+2 ** -126, such that no finite value of the block exceeds 448 times the scale (448 is the largest
+value of e4m3fn). So no finite value saturates. Values from 248 * 2 ** 120 = 3.2965e38 on round to
+2 ** 128, which is infinite in fp32. Rounding to bf16 has the same limit at 3.396e38.
 
-e4m3fn has no infinities. In these *codes* its two NaNs, 0x7F and 0xFF, are inf and -inf, and its
-negative zero, 0x80, is NaN. A non-finite value does not change other values of its block.
+e4m3fn has no infinities. In these *codes* its two NaNs, 0x7F and 0xFF, stand for inf and -inf, and
+its negative zero, 0x80, stands for NaN. A non-finite value does not change the other values of its
+block.
 
 Rounding is to nearest even, or stochastic. Stochastic rounding uses a hash of the value's bits, its
-position and a non-negative seed. No generator state has to be kept, and the same values round alike
-when a step is repeated.
+position and a non-negative seed. So it keeps no generator state, and the same values are rounded in
+the same way when a step is repeated.
 """
 
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ import torch
 from fp8_dist.kernels.custom_op import custom_op
 
 BLOCK = 128
-NEAREST = -1  # in place of a seed
-_DECODED_AT_ONCE = 16  # summands; fewer kernels than one at a time, less memory than all at once
+NEAREST = -1  # in place of a seed: round to nearest even
+_DECODED_AT_ONCE = 16  # summands: fewer kernels than one at a time, less memory than all at once
 
 _FLOAT8 = torch.float8_e4m3fn
 _INF_BITS = 0x7F800000
@@ -30,7 +31,7 @@ _INF, _MINUS_INF, _NAN = 0x7F, 0xFF, 0x80  # codes
 
 
 def blocks_of(size: int) -> int:
-    """The number of blocks of a row."""
+    """Return the number of blocks in a row of ``size`` values."""
     return -(-size // BLOCK)
 
 
@@ -58,8 +59,8 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
     bits = padded.contiguous().view(torch.int32).bitwise_and(torch.iinfo(torch.int32).max)
     bits.masked_fill_(bits >= _INF_BITS, 0)
     largest = bits.view(*x.shape[:-1], count, BLOCK).amax(-1)
-    # 448 is 1.75 * 2 ** 8: a larger mantissa carries into the exponent. (The rule "ceil" of blocks
-    # rounds its logarithm as torchao does, and may be smaller by one.)
+    # 448 is 1.75 * 2 ** 8: a larger mantissa carries into the exponent. (The rule "ceil" in
+    # kernels/blocks.py rounds a logarithm as torchao does, and may give an exponent less by one.)
     exponents = ((largest + 0x1FFFFF) >> 23).sub_(8).clamp_(min=1)
     multipliers = ((254 - exponents) << 23).view(torch.float32)
     scaled = padded.view(*x.shape[:-1], count, BLOCK) * multipliers.unsqueeze(-1)
@@ -78,7 +79,7 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
     fake=lambda codes, exponents: codes.new_empty(codes.shape, dtype=torch.float32),
 )
 def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Decode codes exactly to fp32, ``[..., n]``."""
+    """Decode codes to fp32, ``[..., n]``; exact."""
     values = codes.view(_FLOAT8).to(torch.float32)
     inf = float("inf")
     values = values.masked_fill_(codes == _INF, inf).masked_fill_(codes == _MINUS_INF, -inf)
@@ -98,11 +99,12 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 def sum_of_float8(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Decode codes and sum them over the first dim, in its order.
+    """Decode codes and sum them over the first dim, in order of its index.
 
     Args:
         codes, exponents: ``[W, ..., n]`` and ``[W, ..., ceil(n / 128)]``.
-        own: ``[..., n]``, which is added in place of ``codes[rank]``.
+        own: ``[..., n]``, added in place of ``codes[rank]``.
+        rank: index of the summand that ``own`` replaces.
 
     Returns:
         The sum, fp32 ``[..., n]``.
@@ -121,7 +123,7 @@ def sum_of_float8(
     fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32),
 )
 def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
-    """:func:`sum_of_float8` for ``rows`` of unencoded numbers, ``[W, ..., n]``."""
+    """Sum ``rows`` of unencoded numbers, ``[W, ..., n]``, as :func:`sum_of_float8` does."""
     total = rows.new_zeros(rows.shape[1:], dtype=torch.float32)
     for i, row in enumerate(rows):
         total.add_(own if i == rank else row)
@@ -135,7 +137,10 @@ def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tenso
     ),
 )
 def join_bytes(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate uint8 tensors along the last dim, visibly to ``comm_audit`` in graphs too."""
+    """Concatenate uint8 tensors along the last dim.
+
+    As an operator it is visible to ``comm_audit`` in graphs too.
+    """
     return torch.cat([first, *others], -1)
 
 
@@ -144,7 +149,7 @@ def join_bytes(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Ten
     fake=lambda x, seed: x.new_empty(x.shape, dtype=torch.bfloat16),
 )
 def stochastic_bfloat16(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round ``x`` stochastically to bf16; the shape stays the same."""
+    """Round ``x`` stochastically to bf16."""
     values = x.to(torch.float32)
     bits = values.contiguous().view(torch.int32)
     rounded = ((bits + (_hash(bits, seed) & 0xFFFF)) & ~0xFFFF).view(torch.float32)
@@ -153,20 +158,21 @@ def stochastic_bfloat16(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 def _stochastic_float8(values: torch.Tensor, scaled: torch.Tensor, seed: int) -> torch.Tensor:
     """Round ``scaled`` to one of its two neighbors in e4m3fn, as fp32."""
-    # 20 bits are exact when added to a number below 16, so a value of e4m3fn is not changed.
+    # A fraction of 20 bits is exact when added to a number below 16, so a value that e4m3fn can
+    # represent is not changed.
     bits = _hash(values.contiguous().view(torch.int32), seed) & 0xFFFFF
     uniform = bits.to(torch.float32).mul_(2.0**-20)
-    # Neighbors are 2 ** (exponent - 3) apart, 2 ** -9 among subnormals.
+    # Neighbors are 2 ** (exponent - 3) apart, and 2 ** -9 among subnormals.
     bits = scaled.contiguous().view(torch.int32)
     step = (((bits >> 23 & 0xFF) - 3).clamp_(127 - 9, 254) << 23).view(torch.float32)
     return (scaled / step).add_(uniform).floor_().mul_(step)
 
 
 def _hash(bits: torch.Tensor, seed: int) -> torch.Tensor:
-    """Pseudorandom int32 numbers from bits, position and seed (the finalizer of MurmurHash3)."""
+    """Hash bits, position and seed to int32 (the finalizer of MurmurHash3)."""
     place = torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).view(bits.shape)
-    # Products wrap around. The hash needs logical shifts, so the bits that an arithmetic shift adds
-    # on top are masked.
+    # Products wrap around. The hash needs logical shifts, so the masks clear the sign bits that an
+    # arithmetic shift fills in.
     h = bits ^ place.mul_(-1640531535).add_(seed)
     h = (h ^ (h >> 16 & 0xFFFF)).mul_(-2048144789)
     h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-1028477387)

@@ -1,4 +1,4 @@
-"""A gradient with the scales of the other operands folded in, cast for two GEMMs.
+"""Casts of a gradient into which the scales of the other operands are folded, for two GEMMs.
 
 :mod:`fp8_dist.linear.rowwise_folded` has the derivation and defines the names.
 """
@@ -10,9 +10,9 @@ from fp8_dist.kernels.quantization import empty_copies, quantize
 from fp8_dist.kernels.scale import amax, scaling_from_amax
 from fp8_dist.kernels.transposing import transposed_copy
 
-# The factor that is folded in is ``scale * UNIT``. It is about the largest value of a row instead
-# of 1/448 of it, which keeps products of small gradients away from the epsilon of
-# fp8_dist.kernels.scale.
+# The factor that is folded in is ``scale * UNIT``. It is about as large as the largest value of a
+# row, while the scale is 1/448 of that value. This keeps products of small gradients away from the
+# epsilon of fp8_dist.kernels.scale.
 UNIT = 512.0
 
 
@@ -23,7 +23,7 @@ def empty_folds(
     input_scale: torch.Tensor | None,
     transposed: bool,
 ) -> list[torch.Tensor]:
-    """Uninitialized results of :func:`fold_gradient`."""
+    """Allocate the results of :func:`fold_gradient`, uninitialized."""
     made: list[torch.Tensor] = []
     if weight_scale is not None:
         made += empty_copies(grad, dtype, [False])
@@ -46,17 +46,18 @@ def fold_gradient(
     input_scale: torch.Tensor | None,
     transposed: bool,
 ) -> list[torch.Tensor]:
-    """Fold and cast a local gradient, whose amaxes need no reduction over ranks.
+    """Fold scales into a local gradient and cast it, if its amaxes need no reduction over ranks.
 
     Args:
         grad: grad_output ``[M, N]``, high precision.
         dtype: a float8 dtype.
-        weight_scale: s, ``[N]``; ``None`` where g1 is not needed.
-        input_scale: t, ``[M]``; ``None`` where g2 is not needed.
+        weight_scale: s, ``[N]``; ``None`` if g1 is not needed.
+        input_scale: t, ``[M]``; ``None`` if g2 is not needed.
         transposed: write g2 as ``[N, M]``.
 
     Returns:
-        g1 ``[M, N]`` with its scale ``[M, 1]``, and g2 with its scale ``[1, N]``, if needed.
+        If needed, g1 ``[M, N]`` and its scale ``[M, 1]``; then, if needed, g2 and its scale
+        ``[1, N]``.
     """
     weight_fold = None if weight_scale is None else weight_scale * UNIT
     multipliers, scales = scaling_from_amax(row_amaxes(grad, weight_fold), dtype, True)
@@ -77,15 +78,16 @@ def fold_gradient(
     fake=lambda operand: operand.new_empty((1, operand.shape[-1]), dtype=torch.float32),
 )
 def unit_scales(operand: torch.Tensor) -> torch.Tensor:
-    """Ones ``[1, K]`` in place of scales that were folded in, for an operand ``[..., K]``.
+    """Return ones ``[1, K]`` in place of folded scales, for an operand ``[..., K]``.
 
-    This is an operator because Inductor would fill ``torch.ones`` once for each GEMM that reads it.
+    This is an operator because Inductor would fill ``torch.ones`` again for each GEMM that reads
+    it.
     """
     return torch.ones(1, operand.shape[-1], dtype=torch.float32, device=operand.device)
 
 
 def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Tensor:
-    """Amaxes of the rows of g, and of ``g * s`` if given s: ``[..., 1]`` or ``[..., 2]``."""
+    """Compute the amaxes of the rows of g, ``[..., 1]``, or of g and ``g * s``, ``[..., 2]``."""
     rows = [amax(grad, (grad.ndim - 1,))]
     if weight_fold is not None:
         rows.append(amax(grad.to(torch.float32) * weight_fold, (grad.ndim - 1,)))
@@ -95,5 +97,5 @@ def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Te
 def first_fold(
     g0: torch.Tensor, weight_fold: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return g1 and the scale of its rows."""
+    """Return g1 and the scales of its rows."""
     return [quantize(g0 * weight_fold, multiplier, dtype), 1 / (multiplier * UNIT)]

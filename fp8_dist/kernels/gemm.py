@@ -1,4 +1,4 @@
-"""The scaled GEMM: ``out = (a * scale_a) @ (b * scale_b)`` on float8 ``a`` and ``b``.
+"""Scaled GEMM: ``out = (a * scale_a) @ (b * scale_b)`` for float8 ``a`` and ``b``.
 
 Devices with float8 matrix cores run ``torch._scaled_mm``. Elsewhere, and with ``emulate=True``,
 the product is computed in a wider type: in fp32 here, and on CPUs by
@@ -25,15 +25,15 @@ ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
 
 def needs_alignment(device: torch.device, emulate: bool) -> bool:
-    """Whether the float8 GEMM requires dims that are multiples of ``ALIGNMENT``."""
+    """Return whether the float8 GEMM requires dims that are multiples of ``ALIGNMENT``."""
     return not emulate and (device_has_float8_gemm(device) or strict_alignment())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def takes_transposed(device: torch.device) -> bool:
-    """Whether the float8 GEMM requires a row-major left and a column-major right operand.
+    """Return whether the float8 GEMM requires a row-major left and a column-major right operand.
 
-    A GEMM that contracts the rows of an operand then needs it transposed in memory.
+    A GEMM that contracts the rows of an operand then needs a transposed copy of it.
     """
     return device_has_float8_gemm(device)
 
@@ -65,7 +65,7 @@ def scaled_mm_with(
     emulate: bool,
     transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor:
-    """:func:`scaled_mm` with the given emulation and transposition.
+    """Implement :func:`scaled_mm` with the given emulation and transposition.
 
     Args:
         emulated: computes the product in a wider type from the arguments ``a`` to ``out_dtype``.
@@ -87,7 +87,7 @@ def scaled_mm_with(
     if not emulate and device_has_float8_gemm(a.device):
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum, transpose)
     else:
-        # Autocast would narrow the wider type. Where it is off, disabling it again costs time.
+        # Autocast would narrow the wider type. If it is off, disabling it again would cost time.
         autocast = torch.is_autocast_enabled(a.device.type)
         with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
             out = emulated(a, b, scale_a, scale_b, out_dtype)
@@ -116,7 +116,7 @@ def scaled_mm(
     pad_inner_dim: bool,
     emulate: bool,
 ) -> Tensor:
-    """``(a * scale_a) @ (b * scale_b)`` of local float8 data.
+    """Compute ``(a * scale_a) @ (b * scale_b)`` for local float8 data.
 
     An implementation may cache data derived from ``a`` for the next GEMM that reads it. So ``a``
     must not be overwritten in ways that autograd does not notice, such as ``out=`` of a collective.
@@ -127,17 +127,18 @@ def scaled_mm(
         b: ``[K, N]``, any strides, a float8 dtype.
         scale_a: fp32, 0-dim, ``[M, 1]`` or ``[M, K]``. No float8 GEMM takes ``[M, K]``, so the
             product is then computed in fp32.
-        scale_b: fp32, 0-dim, ``[1, N]`` or ``[K, N]``, likewise.
+        scale_b: fp32, 0-dim, ``[1, N]`` or ``[K, N]``. The product is computed in fp32 for
+            ``[K, N]``.
         out_dtype: dtype of the result.
         use_fast_accum: see ``torch._scaled_mm``.
-        pad_inner_dim: pad K and N with zeros where :func:`needs_alignment` says so.
+        pad_inner_dim: pad K and N with zeros if :func:`needs_alignment` is true.
         emulate: compute in a wider type even on devices with a float8 GEMM.
 
     Returns:
         ``[M, N]``, contiguous.
 
     Raises:
-        ValueError: a scale runs along K but is not per element; the device does not support the
+        ValueError: a scale varies along K but not per element, or the device does not support the
             dims or the dtypes.
     """
     options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
@@ -145,7 +146,7 @@ def scaled_mm(
 
 
 def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
-    """Whether an operand has a scale per element."""
+    """Return whether an operand has one scale per element; raise for unsupported shapes."""
     if not (scale_a.ndim or scale_b.ndim):
         return False
     per_element = False
@@ -184,7 +185,7 @@ def _native(
     if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)
     if out_dtype is torch.bfloat16 and b.dtype == e4m3():
-        # The rowwise kernel takes a scale for each row and column.
+        # The rowwise kernel takes one scale for each row and one for each column.
         if not use_fast_accum and _has_slow_rowwise_gemm():
             warn_once(
                 "slow rowwise GEMM",
@@ -196,20 +197,20 @@ def _native(
         columns = scale_b.expand(1, b.shape[1]).contiguous()
         return run(rows, columns, out_dtype=out_dtype)
     # The rowwise kernel writes only bf16, and on some devices takes only e4m3 as the right operand.
-    # The tensorwise kernel writes fp32, which is scaled afterwards.
+    # So the tensorwise kernel writes fp32, which is scaled afterwards.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
 
 
 def row_major(x: Tensor, transpose: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``x`` with contiguous rows; ``transpose`` copies it if its columns are contiguous."""
+    """Return ``x`` with contiguous rows, copied by ``transpose`` if its columns are contiguous."""
     if x.is_contiguous():
         return x
     return transpose(x.t()) if x.t().is_contiguous() else x.contiguous()
 
 
 def _has_slow_rowwise_gemm() -> bool:
-    """Whether torch has only CUTLASS's rowwise kernel; cuBLASLt has one from CUDA 12.9 on."""
+    """Return whether torch has only CUTLASS's rowwise kernel; CUDA 12.9 adds cuBLASLt's."""
     cuda = torch.version.cuda
     return cuda is not None and tuple(map(int, cuda.split(".")[:2])) < (12, 9)
 

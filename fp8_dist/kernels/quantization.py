@@ -1,11 +1,12 @@
 """Casts of local tensors to float8, by the formula of :mod:`fp8_dist.kernels.scale`.
 
-The GEMMs that read a tensor may need copies with different scales (per row, per column) or memory
-layouts: a GEMM that contracts the rows of a matrix reads it transposed. A *transposed* copy of
-``[..., K]`` is the contiguous matrix ``[K, M]``, with M the product of the other sizes.
+The GEMMs that read a tensor may need copies with different scales (per row, per column) or in
+different memory layouts: a GEMM that contracts the rows of a matrix reads it transposed. A
+*transposed* copy of ``[..., K]`` is the contiguous matrix ``[K, M]``, where M is the product of the
+other sizes.
 
-Two lists specify the copies: ``of[i]`` is the index of the multiplier (or amax) of copy i, and
-``transposed[i]`` is its layout.
+Two lists specify the copies. ``of[i]`` is the index of the multiplier (or amax) of copy i.
+``transposed[i]`` says whether copy i is transposed.
 """
 
 import math
@@ -33,9 +34,9 @@ def quantize(
         x: any shape, floating point, local.
         multiplier: fp32, 0-dim or of size 1 along the dims that it covers.
         dtype: a float8 dtype.
-        fits: whether the multiplier comes from an amax that no value of ``x`` exceeds. Nothing
-            saturates then, because a rounded product is less than half a step above the largest
-            number. This saves one pass and gives the same bits.
+        fits: the multiplier comes from an amax that no value of ``x`` exceeds. Then no value
+            saturates, because a rounded product exceeds the largest number by less than half a
+            step. The bits are the same, and one pass over the tensor is saved.
 
     Returns:
         A contiguous tensor of the shape of ``x``.
@@ -46,7 +47,7 @@ def quantize(
 def multiplied(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, fits: bool
 ) -> torch.Tensor:
-    """The fp32 values that :func:`quantize` rounds to ``dtype``."""
+    """Compute the fp32 values that :func:`quantize` rounds to ``dtype``."""
     product = x * multiplier if x.dtype is torch.float32 else x.to(torch.float32).mul_(multiplier)
     if fits:
         return product
@@ -69,11 +70,11 @@ def quantize_each(
     dtype: torch.dtype,
     of_rows: bool,
 ) -> torch.Tensor:
-    """:func:`quantize` of each of many local tensors on one device.
+    """Apply :func:`quantize` to each of many local tensors on one device.
 
     Args:
         multipliers: fp32, flat, one for each tensor.
-        of_rows: whether there is one for each row (along the last dim) of each tensor instead.
+        of_rows: there is one multiplier for each row (along the last dim) of each tensor instead.
 
     Returns:
         The data of all tensors, flat, one after the other.
@@ -88,7 +89,7 @@ def quantize_each(
 
 
 def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
-    """Uninitialized copies of a local tensor."""
+    """Allocate the float8 copies of a local tensor, uninitialized."""
     turned = (x.shape[-1] if x.ndim else 1, math.prod(x.shape[:-1]))
     return [x.new_empty(turned if each else x.shape, dtype=dtype) for each in transposed]
 
@@ -107,14 +108,17 @@ def quantize_copies(
     *,
     fits: bool = False,
 ) -> Tensors:
-    """:func:`quantize` for several copies, from one pass over the tensor where the device can."""
+    """Apply :func:`quantize` for several copies, in one pass over the tensor if the device can."""
     made = {i: quantize(x, multipliers[i], dtype, fits=fits) for i in dict.fromkeys(of)}
     copies = zip(of, transposed, strict=True)
     return [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies]
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as ``[M, K]``, a view if strides allow it; fewer dims become one row."""
+    """Flatten ``[..., K]`` to ``[M, K]``, as a view if strides allow it.
+
+    A tensor with fewer than 2 dims becomes one row.
+    """
     if x.ndim == 2:
         return x
     return x.flatten(0, -2) if x.ndim > 2 else x.reshape(1, -1)
@@ -138,9 +142,13 @@ def cast_copies(
     *,
     saturate: bool = False,
 ) -> Tensors:
-    """Return the multiplier and the scale of each amax, flat, followed by the copies.
+    """Compute scales from amaxes, and cast copies with them.
 
-    Without ``saturate`` no value of ``x`` may exceed the amax that covers it.
+    Args:
+        saturate: values of ``x`` may exceed the amax that covers them.
+
+    Returns:
+        The multiplier and the scale of each amax, in one flat list, followed by the copies.
     """
     scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
     multipliers = [multiplier for multiplier, _ in scalings]
@@ -149,7 +157,7 @@ def cast_copies(
 
 
 def empty_row_numbers(x: torch.Tensor) -> Tensors:
-    """Uninitialized amaxes and scales of the rows of a local tensor."""
+    """Allocate the amaxes and the scales of a local tensor's rows, uninitialized."""
     return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
 
 
@@ -167,7 +175,11 @@ def cast_rows(
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
 ) -> Tensors:
-    """Return the amax and the scale of each local row, followed by the copies cast by them."""
+    """Cast copies of a local tensor with one scale per row.
+
+    Returns:
+        The amaxes of the rows, their scales, and the copies.
+    """
     rows = amax(x, (x.ndim - 1,))
     of = [0] * len(transposed)
     _, *made = cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)
@@ -196,9 +208,9 @@ def cast_and_record(
         recorded: the largest amax so far, fp32, 0-dim; ``None`` if there is none.
 
     Returns:
-        The amax; the scale, which is NaN if the amax is not finite; the larger of ``recorded`` and
-        the amax; and the copies. With a NaN scale all values dequantize to NaN, whatever their
-        bytes are.
+        The amax of ``x``; the scale, which is NaN if that amax is not finite; the larger of
+        ``recorded`` and that amax; and the copies. With a NaN scale all values dequantize to NaN,
+        whatever their bytes are.
     """
     value = amax(x)
     poison = value * 0  # 0, or NaN
@@ -209,10 +221,10 @@ def cast_and_record(
 
 
 def fuses_rows(x: torch.Tensor) -> bool:
-    """Whether :func:`cast_rows` reads the tensor once on this device."""
+    """Return whether :func:`cast_rows` is one pass over the tensor on its device."""
     return x.is_cuda
 
 
 def fuses_many(x: torch.Tensor) -> bool:
-    """Whether :func:`quantize_each` casts many tensors at once on this device."""
+    """Return whether :func:`quantize_each` casts many tensors at once on this device."""
     return x.is_cuda

@@ -1,19 +1,19 @@
 """The amax, and the formula that computes a scale from it.
 
-With ``fp8_max`` the largest finite value of the target dtype::
+``fp8_max`` is the largest finite value of the target dtype::
 
     m     = float32(float64(fp8_max) / max(float64(amax), 1e-12))
     m     = exp2(floor(log2(m)))                  # round_scales_to_power_of_2
     qdata = saturate(float32(x) * m)
     scale = 1 / m                                 # fp32, dequantization: x ~= qdata * scale
 
-A non-finite amax gives ``m`` of 0 or NaN and a scale of inf or NaN. Every value that the scale
+For a non-finite amax, ``m`` is 0 or NaN and the scale is inf or NaN. Every value that the scale
 covers then dequantizes to NaN (``0 * inf``), so a NaN on one rank becomes visible on all ranks.
 
 The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. All
-portable code takes multipliers from :func:`scaling_from_amax`. Two fast paths write the formula
-again: Triton kernels compute it in registers (``cuda/triton/rounding.py``), and a CPU computes a
-single scale as a Python number (``cpu/casts.py``).
+portable code takes multipliers from :func:`scaling_from_amax`. Two fast paths repeat the formula:
+Triton kernels compute it in registers (``cuda/triton/rounding.py``), and on CPUs a single scale is
+computed as a Python number (``cpu/casts.py``).
 """
 
 import math
@@ -36,7 +36,9 @@ def _empty_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Ten
 
 @custom_op("amax(Tensor x, int[]? dims=None) -> Tensor", fake=_empty_amax)
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """Maximum of the absolute values of a local tensor, fp32; NaN if it contains a NaN.
+    """Compute the maximum of the absolute values of a local tensor, fp32.
+
+    It is NaN if a value is NaN.
 
     Args:
         x: any shape, floating point. The amax of no elements is 0.
@@ -46,17 +48,17 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
         return _empty_amax(x, dims).zero_()
     if dims is None:
         low, high = torch.aminmax(x)
-        # maximum, unlike Python's max, keeps a NaN.
+        # torch.maximum keeps a NaN; Python's max may not.
         largest = torch.maximum(low.neg(), high)
     else:
         largest = torch.amax(x.abs(), tuple(dims), keepdim=True) if dims else x
-    # abs clears the sign of a NaN and of -0.0, so that the bits of an amax, read as an integer,
-    # are ordered like its values (fp8_dist.mesh.amax).
+    # abs clears the sign of a NaN and of -0.0, so that the bits of amaxes, read as integers, are
+    # ordered like their values (fp8_dist.mesh.amax).
     return largest.to(torch.float32).abs()
 
 
 def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:
-    """Dims that a scale of a "tensor", a "row" or a "column" covers; ``None`` for all dims."""
+    """Return the dims that a scale of a "tensor", "row" or "column" covers; ``None`` for all."""
     if covers == "tensor":
         return None
     return (ndim - 1,) if covers == "row" else tuple(range(ndim - 1))
@@ -67,12 +69,12 @@ def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:
     fake=lambda x, covers: [_empty_amax(x, covered_dims(name, x.ndim)) for name in covers],
 )
 def amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
-    """:func:`amax` over the :func:`covered_dims` of each name in ``covers``."""
+    """Compute :func:`amax` over the :func:`covered_dims` of each name in ``covers``."""
     return [amax(x, covered_dims(name, x.ndim)) for name in covers]
 
 
 def count_of_each(tensors: Sequence[torch.Tensor], of_rows: bool) -> list[int]:
-    """Number of amaxes of each of many tensors: one, or one per row."""
+    """Return the number of amaxes of each tensor: one, or one per row."""
     return [math.prod(x.shape[:-1]) if of_rows else 1 for x in tensors]
 
 
@@ -85,11 +87,13 @@ def count_of_each(tensors: Sequence[torch.Tensor], of_rows: bool) -> list[int]:
 def amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
 ) -> torch.Tensor:
-    """:func:`amax` of each of many local tensors on one device: fp32, ``[1 + len(others)]``.
+    """Compute :func:`amax` for each of many local tensors on one device.
+
+    The result is fp32, ``[1 + len(others)]``.
 
     Args:
-        of_rows: compute the amax of each row (along the last dim) instead. The rows of each tensor
-            follow those of the previous one.
+        of_rows: compute one amax per row (along the last dim) instead. The result is flat. The rows
+            of each tensor follow those of the tensor before.
     """
     tensors = (first, *others)
     if not of_rows:
@@ -105,10 +109,10 @@ def amax_of_each(
 def scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
-    """Quantization multiplier ``m`` and dequantization scale, by the formula of this module.
+    """Compute the quantization multiplier ``m`` and the dequantization scale.
 
-    ``amax`` is fp32, of any shape, with one element per scale. Both results have its shape and
-    dtype.
+    The formula is in the docstring of this module. ``amax`` is fp32, of any shape, with one element
+    per scale. Both results have its shape and dtype.
     """
     m = (torch.finfo(dtype).max / amax.to(torch.float64).clamp(min=EPS)).to(torch.float32)
     if round_scales_to_power_of_2:

@@ -1,8 +1,8 @@
 """Transposed copies of matrices, one or many at once.
 
-In the backward pass a GPU's float8 GEMM reads a gathered weight transposed. One launch per weight
-costs more than most of the copies themselves. FSDP2 gathers the weights of a block together, so the
-first one that a backward pass requests is transposed together with the others.
+In the backward pass, the float8 GEMM of a GPU reads a gathered weight transposed. One launch per
+weight costs more time than most of the copies themselves. FSDP2 gathers the weights of a block
+together. So when a backward pass requests the first of them, all of them are transposed together.
 """
 
 from collections.abc import Hashable, Sequence
@@ -18,7 +18,7 @@ from fp8_dist.torch_internals import backward_id, storage_address, when_backward
 
 @custom_op("transposed_copy(Tensor x) -> Tensor", fake=lambda x: x.new_empty(x.shape[::-1]))
 def transposed_copy(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous transpose ``[K, M]`` of a contiguous matrix ``[M, K]``."""
+    """Copy a contiguous matrix ``[M, K]`` to its contiguous transpose ``[K, M]``."""
     return x.t().contiguous()
 
 
@@ -27,25 +27,25 @@ def transposed_copy(x: torch.Tensor) -> torch.Tensor:
     fake=lambda first, others: [x.new_empty(x.shape[::-1]) for x in (first, *others)],
 )
 def transposed_copies(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`transposed_copy` of each of several matrices on one device."""
+    """Apply :func:`transposed_copy` to each of several matrices on one device."""
     return [transposed_copy(x) for x in (first, *others)]
 
 
-# Matrices per launch, which takes them as arguments. This also bounds the number of copies that are
-# kept at once where FSDP2 gathers a whole model together.
+# Matrices per launch, which takes their addresses as arguments. This also bounds the number of
+# copies that are kept at once if FSDP2 gathers a whole model together.
 MOST = 16
 
 
 @dataclass(eq=False)
 class _Member:
-    """A matrix of a :class:`TransposedTogether`.
+    """Matrix of a :class:`TransposedTogether`.
 
     Attributes:
         copy: the transposed copy, until it is taken.
         stream: the stream on which the copy was made; ``None`` on CPUs.
-        copied_in: the backward pass that made the last copy; ``None`` if the matrix has not been
-            copied since it was refilled.
-        is_asked_for: whether the last copy was taken.
+        copied_in: the id of the backward pass that made the last copy; ``None`` if the matrix has
+            not been copied since it was refilled.
+        is_asked_for: the last copy was taken.
     """
 
     matrix: torch.Tensor
@@ -63,14 +63,14 @@ _members: WeakValueDictionary[int, _Member] = WeakValueDictionary()
 class TransposedTogether:
     """Matrices that are refilled together, and transposed together in a backward pass.
 
-    The first request of a backward pass also transposes the matrices that the previous one
-    requested. A copy is kept until it is taken, at most until the backward pass ends or the matrix
-    is refilled.
+    The first request in a backward pass also transposes the other matrices that the previous
+    backward pass requested. A copy is kept until it is taken, until the backward pass ends or until
+    the matrix is refilled.
     """
 
     def __init__(self) -> None:
         self._members: dict[Hashable, _Member] = {}
-        self._backward: int | None = None  # the last one that took a copy
+        self._backward: int | None = None  # the last backward pass that took a copy
 
     def refilled(self, key: Hashable, matrix: torch.Tensor) -> None:
         """Record new values of a matrix.
@@ -89,8 +89,13 @@ class TransposedTogether:
         _members[storage] = member
 
     def take(self, member: _Member) -> torch.Tensor:
+<<<<<<< HEAD
         """Return the transposed copy of a matrix, which the caller owns, in a backward pass."""
         backward, stream = backward_id(), current_stream(member.matrix.device)
+=======
+        """Return the transposed copy of a matrix in a backward pass. The caller owns the copy."""
+        backward, stream = backward_id(), _stream_of(member.matrix)
+>>>>>>> prose-kernels
         if backward != self._backward:
             self._drop()  # a backward pass that raised may have left copies
             self._backward = backward
@@ -119,9 +124,9 @@ class TransposedTogether:
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """Transposed copy of ``x``, from its :class:`TransposedTogether` if it belongs to one.
+    """Return a transposed copy of ``x``, from a :class:`TransposedTogether` if it belongs to one.
 
-    For eager code only, because it keeps tensors between calls.
+    This is for eager code only, because it keeps tensors between calls.
     """
     member = _members.get(storage_address(x))
     together = None if member is None else member.together()

@@ -1,9 +1,9 @@
-"""Amaxes, scales and casts on CPUs: the bits of the portable implementations, in less time.
+"""Amaxes, scales and casts on CPUs: faster than the portable implementations, with the same bits.
 
-A single amax and a single scale are computed as Python numbers, which are fp64 like the formula. An
-operator on a one-element tensor costs more, and would take most of the time of a small layer. Large
-tensors are cast part by part: the fp32 values of a part stay in the CPU's cache, and are not
-allocated anew each time.
+A single amax and a single scale are computed as Python numbers, which are fp64 as in the formula.
+Operators on one-element tensors cost more, and would take most of the time of a small layer. Large
+tensors are cast part by part, so that the fp32 values of a part stay in the CPU's cache and their
+memory is reused.
 """
 
 import math
@@ -30,12 +30,12 @@ def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     if x.numel() == 0 or integer is None:
         return amax.portable(x, dims)
     if dims is None:
-        low, high = torch.aminmax(x)  # both NaN if x holds one
+        low, high = torch.aminmax(x)  # both are NaN if a value is NaN
         return _scalar(abs(max(-low.item(), high.item())))
     if not dims:
         return amax.portable(x, dims)
-    # Without their sign, the bits of floats are ordered like their values, NaN above all; and torch
-    # finds the maximum of integers along a dim faster than that of floats.
+    # Without the sign, the bits of floats are ordered like their values, with NaN above all others.
+    # torch finds the maximum along a dim faster for integers than for floats.
     bits = x.view(integer).bitwise_and(torch.iinfo(integer).max)
     return torch.amax(bits, tuple(dims), keepdim=True).view(x.dtype).to(torch.float32)
 
@@ -45,9 +45,9 @@ def _scaling_from_amax(
 ) -> Scaling:
     if amax.ndim or round_scales_to_power_of_2:
         return scaling_from_amax.portable(amax, dtype, round_scales_to_power_of_2)
-    # torch also divides a number by a tensor through the reciprocal. max keeps a NaN that comes
-    # first. Rounding the scale from fp64 to fp32 is like rounding once, because fp64 has twice the
-    # bits.
+    # torch, too, divides a number by a tensor by multiplying by the tensor's reciprocal. Python's
+    # max keeps a NaN that comes first. The scale is rounded twice, to fp64 and to fp32, which
+    # equals rounding once, because fp64 has more than twice the bits.
     (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * torch.finfo(dtype).max))
     return _scalar(m), _scalar(1 / m if m else math.inf)
 
@@ -71,7 +71,7 @@ def _quantize(
 def _parts(
     x: torch.Tensor, multiplier: torch.Tensor, qdata: torch.Tensor
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Parts of a contiguous tensor, each with its multiplier and its part of the result."""
+    """Split a contiguous tensor into parts, each with its multiplier and its part of ``qdata``."""
     if multiplier.numel() == 1:
         parts, results = (t.view(-1).split(_PART) for t in (x, qdata))
         return zip(parts, repeat(multiplier.view(())), results, strict=False)
@@ -82,7 +82,7 @@ def _parts(
         multipliers = multiplier.reshape(-1, 1).split(rows)
     elif multiplier.shape == (*[1] * (x.ndim - 1), columns):
         multipliers = repeat(multiplier.reshape(1, -1))
-    else:  # scales along another dim than the first or the last
+    else:  # neither one scale per row nor one per column
         return [(x, multiplier, qdata)]
     parts, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
     return zip(parts, multipliers, results, strict=False)
@@ -117,7 +117,7 @@ def _reblock(
     if qdata.numel() <= _PART or blocks[0] > 1 or transposed:
         return reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
     result, found = torch.empty_like(qdata), []
-    for part, _ in _slices(qdata, rows):  # blocks of one row: each row has a row of exponents
+    for part, _ in _slices(qdata, rows):  # old blocks have one row, and so have their exponents
         values = dequantize_blocks(qdata[part], exponents[part], blocks, torch.float32)
         result[part], numbers = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
         found.append(numbers)
@@ -125,8 +125,8 @@ def _reblock(
 
 
 def _slices(matrix: torch.Tensor, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of rows that hold whole blocks, and the slices of their exponents."""
-    count = max(1, _PART // (rows * matrix.shape[1]))  # blocks
+    """Yield slices of rows that consist of whole blocks, with the slices of their exponents."""
+    count = max(1, _PART // (rows * matrix.shape[1]))  # rows of blocks
     for first in range(0, -(-len(matrix) // rows), count):
         yield slice(first * rows, (first + count) * rows), slice(first, first + count)
 

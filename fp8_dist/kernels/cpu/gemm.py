@@ -1,13 +1,13 @@
-"""The scaled GEMMs on CPUs, emulated exactly: the product of two float8 values fits in bf16 x bf16.
+"""Scaled GEMMs on CPUs, emulated. Float8 data is exact in bf16, and so are its products in fp32.
 
 * bf16 output, one scale for each operand: a bf16 GEMM of the upcast data, which accumulates in
-  fp32, with the scales as its alpha. It rounds once, at the end.
-* bf16 output, scales of rows and columns that are powers of two: a bf16 GEMM, whose result is
-  scaled. This is as exact, because scaling by a power of two does not round.
-* fp32 and fp16 output, and other scales: an fp64 GEMM. Sums of e4m3 products are exact there, so
-  that the result depends neither on the order of accumulation nor on how a weight is sharded.
+  fp32, with the product of the scales as its alpha. It rounds once, at the end.
+* bf16 output, power-of-two scales of rows and columns: a bf16 GEMM, whose result is scaled. This is
+  as exact, because scaling by a power of two does not round.
+* fp32 and fp16 output, and other scales: an fp64 GEMM. Sums of e4m3 products are exact in fp64, so
+  the result depends neither on the order of accumulation nor on how a weight is sharded.
 
-With block scales, the operands are dequantized: to bf16 for a bf16 result, to fp64 for others.
+With block scales, the operands are dequantized to bf16 for a bf16 result, and to fp64 for others.
 """
 
 import math
@@ -41,7 +41,7 @@ def _emulated(
         wide = torch.bfloat16
         if scale_a.ndim == scale_b.ndim == 0:
             alpha = scale_a.item() * scale_b.item()
-            # The product of large scales may exceed fp32, the type in which addmm keeps alpha.
+            # addmm keeps alpha in fp32, which the product of large scales may exceed.
             if not _LARGEST < alpha < math.inf:
                 # With beta=0 the first argument is ignored. Alpha scales the fp32 accumulator.
                 left, right = upcast_left(a, wide), upcast(b, wide)
@@ -56,17 +56,17 @@ def _emulated(
 
 
 def _without_nan(x: Tensor, scale: Tensor) -> Tensor:
-    """Replace values by zeros where a non-finite scale makes the product NaN anyway.
+    """Replace values by zeros if a non-finite scale makes their product NaN anyway.
 
-    In torch's bf16 GEMM a NaN also reaches the previous row, unless rows have a multiple of 32
-    values.
+    In torch's bf16 GEMM a NaN also reaches the previous row, unless the number of values in a row
+    is a multiple of 32.
     """
     finite = scale.isfinite()
     return x if finite.all() else x.masked_fill(~finite, 0)
 
 
 def _are_powers_of_2(scale: Tensor) -> bool:
-    """Whether all finite values of a scale are normal powers of two."""
+    """Return whether all finite scales are normal powers of two."""
     bits = torch.nan_to_num(scale, 1.0, 1.0).view(torch.int32)
     return not bits.bitwise_and(0x7FFFFF).any()  # mantissa bits
 
@@ -86,8 +86,7 @@ def _block_scaled_mm(
     nan_columns = _lines_of_nan(exponents_b, blocks_b, b.shape, 1)
     left = dequantize_blocks(a, exponents_a, blocks_a, wide)
     right = dequantize_blocks(b, exponents_b, blocks_b, wide)
-    # In torch's bf16 GEMM a NaN also reaches the previous row, unless rows have a multiple of 32
-    # values.
+    # Zeros in place of NaN, as in _without_nan.
     if nan_rows is not None:
         left = left.masked_fill(nan_rows.unsqueeze(1), 0)
     if nan_columns is not None:
@@ -105,7 +104,7 @@ def _block_scaled_mm(
 def _lines_of_nan(
     exponents: Tensor, blocks: Sequence[int], shape: Sequence[int], dim: int
 ) -> Tensor | None:
-    """Mask of the rows (dim 0) or columns with a NaN block; None if there is no such block."""
+    """Return a mask of the rows (dim 0) or columns (dim 1) with a NaN block; None without any."""
     is_nan = exponents == NAN_EXPONENT
     if not is_nan.any():
         return None
@@ -113,8 +112,8 @@ def _lines_of_nan(
     return lines.narrow(0, blocks[2 + dim], shape[dim])
 
 
-# Only left operands are cached. The right operand of output and grad_input is the weight, whose
-# storage FSDP2 refills without a new version, so a cached copy would be stale.
+# Only left operands are cached. In the GEMMs of output and grad_input the right operand is the
+# weight. FSDP2 refills its storage without a new version, so a cached copy would be stale.
 left_upcasts = UpcastCache()
 
 scaled_mm.register(

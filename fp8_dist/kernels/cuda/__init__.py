@@ -1,7 +1,8 @@
 """Kernels for GPUs: fused casts in Triton, and float8 GEMMs with the layouts that they read.
 
-Importing this package registers implementations of the operators of :mod:`fp8_dist.kernels`.
-Without Triton, which PyTorch installs on Linux with CUDA, casts use the portable implementations.
+Importing this package registers implementations of the operators of :mod:`fp8_dist.kernels`. Casts
+need Triton, which PyTorch installs on Linux with CUDA. Without it they use the portable
+implementations.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""Float8 GEMMs on GPUs; that with block scales on devices that have one:
+"""Float8 GEMMs on GPUs. Two kinds of devices have a GEMM with block scales:
 
 * Hopper multiplies blocks of 1 x 128 by blocks of 128 x 128 or of 1 x 128, with fp32 scales.
 * Blackwell multiplies blocks of 1 x 32 (MX), with e8m0 scales in tiles of 128 x 4.
 
-The layouts follow the checks of torch's ``scaled_mm``. In eager code the transposed copies that a
-GEMM needs may be made together (:func:`fp8_dist.kernels.transposing.transposed`).
+The layouts follow the checks of torch's ``scaled_mm``. In eager code, the transposed copies that
+several GEMMs need may be made together (:func:`fp8_dist.kernels.transposing.transposed`).
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,13 @@ _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
 
 @cache
 def device_kind(device: torch.device) -> str | None:
+<<<<<<< HEAD
     """The GEMM that a device has: "hopper", "blackwell" or None."""
     if torch.version.cuda is None:
+=======
+    """Return the kind of a device's GEMM with block scales: "hopper", "blackwell" or None."""
+    if block_gemm_of_torch is None or torch.version.cuda is None:
+>>>>>>> prose-kernels
         return None
     release = tuple(map(int, torch.version.cuda.split(".")[:2]))
     major, _ = torch.cuda.get_device_capability(device)
@@ -46,9 +51,12 @@ def block_mm(
     out_dtype: torch.dtype,
     transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor | None:
-    """:func:`fp8_dist.kernels.block_scaled_mm`, or None if the device has no GEMM for the operands.
+    """Run the device's GEMM with block scales, or return None if it has none for the operands.
 
-    ``transpose`` makes the transposed copies that the GEMM needs.
+    Args:
+        a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype: as in
+            :func:`fp8_dist.kernels.block_scaled_mm`.
+        transpose: makes the transposed copies that the GEMM needs.
     """
     kind = device_kind(a.device)
     if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
@@ -71,7 +79,7 @@ def _fits(
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
 ) -> bool:
-    """Whether the GEMM supports the operands; their blocks must begin alike in the contraction."""
+    """Return whether the device's GEMM, with blocks of ``block`` values, supports the operands."""
     rows, columns, _, first = blocks_a
     others_rows, others_columns, others_first, _ = blocks_b
     return (
@@ -79,7 +87,7 @@ def _fits(
         and out_dtype in (torch.bfloat16, torch.float32)
         and (rows, columns, others_rows) == (1, block, block)
         and others_columns in (1, block)
-        and first == others_first
+        and first == others_first  # blocks of both begin at the same indices of the contracted dim
         and min(*a.shape, *b.shape) > 0
         and not (a.shape[0] % _ALIGNED or b.shape[1] % _ALIGNED)
     )
@@ -102,10 +110,11 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
 def _hopper_scales(
     exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> dict[str, Any]:
-    """Scales of rows, ``[M, K / 128]``, and of columns, ``[N, K / 128]``, or squares.
+    """Return the options of Hopper's GEMM.
 
-    Scales of squares are ``[L, N / 128]``, with L ``K / 128`` rounded up to a multiple of 4. The
-    first dim of all is contiguous in memory.
+    The scales of ``a`` are ``[M, K / 128]``. Those of ``b`` are ``[N, K / 128]`` for blocks of one
+    column, and ``[L, N / 128]`` for square blocks, where L is ``K / 128`` rounded up to a multiple
+    of 4. The first dim of all of them is contiguous in memory.
     """
     if blocks_b[1] == 1:
         scales = gemm_scales(exponents_a, exponents_b.t())
@@ -121,7 +130,11 @@ def _hopper_scales(
 def _blackwell_scales(
     exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> dict[str, Any]:
-    """Tiled exponents of rows and columns. Those of squares are repeated for each column."""
+    """Return the options of Blackwell's GEMM.
+
+    The scales are tiled exponents of rows of ``a`` and of columns of ``b``. The exponents of a
+    square block are repeated for each of its columns.
+    """
     of_a, of_b = tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
     scales = of_a.view(torch.float8_e8m0fnu), of_b.view(torch.float8_e8m0fnu)
     return _options(

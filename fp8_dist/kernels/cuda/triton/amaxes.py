@@ -1,7 +1,7 @@
-"""Maximum of absolute values of a tensor, of its rows or columns, or of many tensors.
+"""Amaxes of a tensor, of its rows or columns, or of many tensors.
 
-Each is the maximum of the bits of ``|x|`` as integers, which keeps a NaN. A result that several
-program instances share is filled with zeros first, which is another launch.
+Each amax is the maximum of the bits of ``|x|`` as integers, which keeps a NaN. A result that
+several program instances share is filled with zeros first, by another launch.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, covered_dims
 from fp8_dist.torch_internals import foreach_zero_
 
-_STEPS = 8  # blocks that one instance reads for an amax of a tensor or of columns
+_STEPS = 8  # number of blocks that one instance reads for amaxes of a tensor or of columns
 
 
 @tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096), blocks(8, BLOCK=8192))
@@ -103,7 +103,7 @@ def _many(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    # One instance: one of SPLITS parts of one tensor, whose address and size are in the table.
+    # One instance: every SPLITS-th block of one tensor, whose address and size are in the table.
     # Moves the bytes of all tensors once.
     tensor = tl.program_id(0)
     x = tl.load(table + 2 * tensor).to(tl.pointer_type(DTYPE))
@@ -134,8 +134,9 @@ def _rows_of_many(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: every SPLITS-th block of BM rows of one matrix. The table has its address, its
-    # sizes, and the index of its first row in out. Moves the bytes of all tensors once.
+    # One instance: every SPLITS-th block of BM rows of one matrix. The table has the matrix's
+    # address, its sizes, and the index of its first row in out. Moves the bytes of all tensors
+    # once.
     entry = table + 4 * tl.program_id(0)
     x = tl.load(entry).to(tl.pointer_type(DTYPE))
     M, K, first = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
@@ -158,12 +159,12 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
 
 @fused(amax, _takes, zeros=True)
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """One launch, two for columns; 2 bytes per bf16 element."""
+    """Compute an amax in one launch, two for columns; 2 bytes per bf16 element."""
     if dims is None:
         return _amax_of_tensor(as_matrix(x))
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
     flat, dim = as_matrix(x), int(tuple(dims) == covered_dims("row", x.ndim))
-    # If columns are contiguous, read the rows of the transpose.
+    # If columns are contiguous in memory, read the rows of the transpose instead.
     if flat.stride(0) == 1 and flat.stride(1) != 1:
         flat, dim = flat.t(), 1 - dim
     return _amax_along(flat, dim).view(shape)
@@ -207,7 +208,7 @@ def _amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 @fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1, zeros=True)
 def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
-    """Two launches for rows and columns; 2 bytes per bf16 element."""
+    """Compute amaxes in two launches for rows and columns; 2 bytes per bf16 element."""
     if set(covers) == {"row", "column"}:
         row, column = _amax_of_rows_and_columns(as_matrix(x))
         column = column.view(*[1] * (x.ndim - 1), -1)
@@ -238,7 +239,7 @@ def _amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def _amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
 ) -> torch.Tensor:
-    """Two launches, one for rows, and the copy of a table; 2 bytes per bf16 element."""
+    """Compute amaxes in two launches, one for rows, and copy a table; 2 bytes per bf16 element."""
     table = Table([first, *others])
     if not of_rows:
         out = torch.zeros(len(table.rows), dtype=torch.float32, device=first.device)

@@ -1,4 +1,4 @@
-"""Operands of GEMMs with block scales: reblocked, dequantized, with scales in a GEMM's layout."""
+"""Operands of GEMMs with block scales: casts to other blocks, dequantized data, and scales."""
 
 from collections.abc import Callable, Sequence
 
@@ -55,7 +55,8 @@ def _load_dequantized(
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
 ) -> tl.tensor:
-    # A tile of float8 data times its block scales; c are its columns of blocks.
+    # A tile of float8 data times its block scales. The tile has the rows i, the columns j, and the
+    # columns of blocks c.
     data, M, K, stride_m, stride_k = x
     scales, _, across, stride_r, stride_c = exponents
     mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
@@ -90,8 +91,8 @@ def _reblock(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN], or of a block, new or old, where that is larger. Moves 2
-    # bytes per element.
+    # One instance: a tile of [BM, BN], enlarged to whole blocks, old and new. Moves 2 bytes per
+    # element.
     TILE_M: tl.constexpr = BM if BM > NEW_ROWS else NEW_ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     M, K = x[1], x[2]
@@ -114,7 +115,7 @@ def _reblock(
 
 @triton.jit
 def _bf16_bits(v: tl.tensor) -> tl.tensor:
-    # Round to nearest even with integers, because the interpreter's conversion changes subnormals.
+    # Round to nearest even by integers, because the interpreter's conversion changes subnormals.
     bits = v.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
@@ -136,8 +137,8 @@ def _dequantize(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN], or of a block where that is wider. Moves 3 bytes per
-    # element, 5 for fp32.
+    # One instance: a tile of [BM, BN], widened to whole blocks. Moves 3 bytes per element, 5 for
+    # fp32.
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     M, K = x[1], x[2]
     i = indices(tl.program_id(0), BM)
@@ -154,7 +155,7 @@ def _dequantize(
 def _store_scales(
     exponents: tl.tuple, scales: tl.tensor, padded: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    # BLOCK scales, one column after the other.
+    # Store BLOCK scales, one column after the other.
     data, rows, columns, stride_r, stride_c = exponents
     n = indices(block, BLOCK)
     r, c = n % padded, n // padded
@@ -174,7 +175,7 @@ def _gemm_scales(
     padded_b: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    # One instance: BLOCK scales of one operand. Moves 5 bytes each.
+    # One instance: BLOCK scales of one operand. Moves 5 bytes per scale.
     block, of_a = tl.program_id(0), tl.cdiv(a[1] * a[2], BLOCK)
     if block < of_a:
         _store_scales(a, scales_a, a[1], block, BLOCK)
@@ -190,7 +191,7 @@ def _store_tiles(
     block: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    # BLOCK bytes of tiles.
+    # Store BLOCK bytes of tiles.
     data, rows, columns, stride_r, stride_c = exponents
     n, across = indices(block, BLOCK), tl.cdiv(columns, 4)
     tile = n // 512
@@ -212,7 +213,7 @@ def _tiled_exponents(
     repeats_b: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    # One instance: BLOCK bytes of the tiles of one operand. Moves 2 bytes each.
+    # One instance: BLOCK exponents in the tiles of one operand. Moves 2 bytes per exponent.
     block, of_a = tl.program_id(0), tl.cdiv(size_a, BLOCK)
     if block < of_a:
         _store_tiles(a, tiles_a, 1, block, BLOCK)
@@ -234,7 +235,7 @@ def _reblocked(
     rule: str | None,
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch; 2 bytes per element."""
+    """Cast to other blocks in one launch; 2 bytes per element."""
     (M, K), (old_rows, columns, first_row, first_column) = qdata.shape, blocks
     result, found = empty_reblocked(qdata, exponents, blocks, rows, rule, transposed)
 
@@ -268,7 +269,7 @@ def _reblocked(
 def _dequantized(
     x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """One launch; 3 bytes per element for bf16, 5 for fp32."""
+    """Dequantize in one launch; 3 bytes per element for bf16, 5 for fp32."""
     if is_transposed(x):
         return _dequantized(x.t(), exponents.t(), transposed_blocks(blocks), dtype).t()
     (M, K), (rows, columns, first_row, first_column) = x.shape, blocks
@@ -298,7 +299,7 @@ def _dequantized(
 def _scales_of_both(
     a: torch.Tensor, b: torch.Tensor, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch; 5 bytes per block."""
+    """Convert the exponents of both operands in one launch; 5 bytes per block."""
     padded = -(-b.shape[0] // multiple) * multiple
     of_a = torch.empty(a.shape[1], a.shape[0], dtype=torch.float32, device=a.device)
     of_b = torch.empty(b.shape[1], padded, dtype=torch.float32, device=a.device)
@@ -311,7 +312,7 @@ def _scales_of_both(
 def _tiles_of_both(
     a: torch.Tensor, b: torch.Tensor, repeats: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch; 2 bytes per exponent in the tiles."""
+    """Tile the exponents of both operands in one launch; 2 bytes per exponent in the tiles."""
     sizes = [
         triton.cdiv(rows, 128) * triton.cdiv(columns, 4) * 512
         for rows, columns in (a.shape, (b.shape[0] * repeats, b.shape[1]))
@@ -323,7 +324,7 @@ def _tiles_of_both(
 
 
 def _of_both(of_a: torch.Tensor, of_b: torch.Tensor) -> Callable[[Blocks], tuple[int]]:
-    """Grid with instances for BLOCK elements of one of two results."""
+    """Return a grid whose instances each write BLOCK elements of one of two results."""
     sizes = of_a.numel(), of_b.numel()
     return lambda chosen: (
         triton.cdiv(sizes[0], chosen["BLOCK"]) + programs(sizes[1], chosen["BLOCK"]),

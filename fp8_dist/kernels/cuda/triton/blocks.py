@@ -1,7 +1,7 @@
-"""Casts with block scales, one launch each: of a tensor in several layouts, or of many matrices.
+"""Casts with block scales, of a tensor to several layouts or of many matrices, in one launch each.
 
 Block sizes are powers of two. A tile consists of whole blocks, so program instances share nothing.
-Powers of two are built from exponent bits.
+Scales and their reciprocals are made from exponent bits.
 """
 
 import math
@@ -47,7 +47,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
 from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
 from fp8_dist.kernels.quantization import Tensors
 
-# A tile of whole blocks must fit into registers.
+# Limits of a block's sides and area: a tile of whole blocks must fit into registers.
 _LONGEST, _LARGEST = 256, 128 * 128
 
 _TILES = (
@@ -60,7 +60,7 @@ _TILES = (
 
 @triton.jit
 def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """Exponents from the bits of amaxes: int32, 255 for NaN."""
+    """Compute exponents from the bits of amaxes: int32, 255 for NaN."""
     if RULE == "floor":
         # The exponent of the largest number of the format.
         LARGEST: tl.constexpr = 8 if BIAS == 7 else (7 if BIAS == 8 else 15)
@@ -75,7 +75,7 @@ def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> 
 
 @triton.jit
 def multipliers_by(exponents: tl.tensor) -> tl.tensor:
-    """Reciprocals of the scales of exponents: fp32, subnormal for 254, 0 for 0."""
+    """Convert exponents to the reciprocals of scales: fp32, subnormal for 254, 0 for 0."""
     bits = tl.where(exponents == 254, 0x400000, (254 - exponents) << 23)
     bits = tl.where(exponents == 0, 0, bits)
     return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -83,14 +83,14 @@ def multipliers_by(exponents: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def scales_by(exponents: tl.tensor) -> tl.tensor:
-    """Scales of exponents: fp32, subnormal for 0."""
+    """Convert exponents to scales: fp32, subnormal for 0."""
     bits = tl.where(exponents == 0, 0x400000, exponents << 23)
     return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest_of_each(bits: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
-    """Maximum of each block of a tile."""
+    """Compute the maximum of each block of a tile."""
     R: tl.constexpr = bits.shape[0] // ROWS
     C: tl.constexpr = bits.shape[1] // COLUMNS
     found = tl.max(tl.reshape(bits, [R * ROWS, C, COLUMNS]), 2)
@@ -124,8 +124,8 @@ def _cast_tile(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # The tile at this row and column of [BM, BN] tiles. The exponents are contiguous; they are read
-    # if GIVEN, otherwise written, by RULE.
+    # Cast the tile of [BM, BN] at (row, column) in the grid of tiles. The exponents are contiguous.
+    # They are read if GIVEN, and otherwise computed by RULE and written.
     data, M, K, stride_m, stride_k = x
     i = indices(row, BM) - first_row
     j = indices(column, BN) - first_column
@@ -168,8 +168,8 @@ def _cast_blocks(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN], or of a block where that is larger. Moves the bytes of x
-    # once, and 1 byte per element and layout.
+    # One instance: a tile of [BM, BN], enlarged to whole blocks. Moves the bytes of x once, and
+    # 1 byte per element and layout.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     _cast_tile(
@@ -208,10 +208,10 @@ def _cast_blocks_of_many(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: every SPLITS-th tile of one matrix. The table has its address, its sizes, its
-    # position within its first block, and the indices of its first exponent and of its first byte
-    # in out. Without out, exponents are computed; otherwise they are given. Moves the bytes of all
-    # matrices once, and 1 byte per element of out.
+    # One instance: every SPLITS-th tile of one matrix. The table has the matrix's address, its
+    # sizes, its position within its first block, and the indices of its first exponent and of its
+    # first byte in out. Without out, exponents are computed and written; with out, they are given.
+    # Moves the bytes of all matrices once, and 1 byte per element of out.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     entry = table + 7 * tl.program_id(0)
@@ -246,13 +246,13 @@ def _cast_blocks_of_many(
 
 
 def takes_size(rows: int, columns: int) -> bool:
-    """Whether the kernels support blocks of this size."""
+    """Return whether the kernels support blocks of this size."""
     are_powers = not (rows & (rows - 1) or columns & (columns - 1))
     return are_powers and max(rows, columns) <= _LONGEST and rows * columns <= _LARGEST
 
 
 def _takes(x: torch.Tensor, of: Sequence[int]) -> bool:
-    """Whether the kernels support a tensor in these blocks."""
+    """Return whether the kernels support a tensor in these blocks."""
     return x.dtype in DTYPES and (x.ndim == 2 or of[0] == 1) and takes_size(*of[:2])
 
 
@@ -266,7 +266,7 @@ def _launch(
     given: bool = False,
     rule: str | None = None,
 ) -> list[torch.Tensor]:
-    """Write the copies, by given exponents or by those that are written first.
+    """Cast copies with the given exponents, or else compute and write the exponents first.
 
     One launch; 2 bytes per bf16 element, and 1 for each layout.
     """
@@ -381,7 +381,7 @@ def _launch_many(
     of: Sequence[int],
     rule: str | None,
 ) -> None:
-    """Write exponents or, if given, ``out``.
+    """Write ``out`` with the given exponents or, if ``out`` is None, write the exponents.
 
     One launch, and the copy of a table; 2 bytes per bf16 element, 3 with ``out``.
     """

@@ -1,7 +1,7 @@
-"""Casts to float8, in one layout or both: by given amaxes or multipliers, or by amaxes found here.
+"""Casts to float8 with given amaxes or multipliers, or with amaxes found here.
 
-Writing both layouts in one pass moves 4 bytes per bf16 element. GEMMs then need no transposing
-copy.
+A cast writes one layout or both. Writing both in one pass moves 4 bytes per bf16 element, and GEMMs
+then need no transposed copies.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def _scaling(
     SOFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    # One instance: BLOCK amaxes. Moves 12 bytes each.
+    # One instance: BLOCK amaxes. Moves 12 bytes per amax.
     i = indices(tl.program_id(0), BLOCK)
     m = multiplier_of(tl.load(amax + i, mask=i < size, other=1.0), POWER_OF_2, BIAS)
     _store_scaling((multiplier, scale), m, i, size)
@@ -95,7 +95,7 @@ def _load_scales(
     K: tl.tensor,
     OF: tl.constexpr,
 ) -> tl.tensor:
-    # An amax or a multiplier for each row or column of a tile, or one for all.
+    # Load an amax or a multiplier for each row or each column of a tile, or one for all of it.
     if OF == ROW:
         scales = tl.load(given + i * stride, mask=i < M, other=1.0)
     elif OF == COLUMN:
@@ -133,15 +133,15 @@ def _cast(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN]. Given are amaxes if there is a scaling to write, otherwise
-    # multipliers. Moves the bytes of x once, and 1 byte per element and layout.
+    # One instance: a tile of [BM, BN]. With a scaling to write, the given numbers are amaxes;
+    # otherwise they are multipliers. Moves the bytes of x once, and 1 byte per element and layout.
     M, K = x[1], x[2]
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
     m = _load_scales(given, stride_given, i, j, M, K, OF)
     if scaling is not None:
         m = multiplier_of(m, POWER_OF_2, BIAS)
-        # Each is stored once, by the tiles of the first column or row, or by the first tile.
+        # Each number is stored once: by the tiles of the first column or row, or by the first tile.
         if OF == ROW:
             if tl.program_id(1) == 0:
                 _store_scaling(scaling, m, i, M)
@@ -177,8 +177,8 @@ def _cast_rows(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: BM rows, read for their amaxes, and again, mostly from the L2 cache, for the
-    # cast. Moves the bytes of x once to twice, and 1 byte per element and layout.
+    # One instance: BM rows. They are read for their amaxes and then again, mostly from the L2
+    # cache, for the cast. Moves the bytes of x once to twice, and 1 byte per element and layout.
     M, K = x[1], x[2]
     i = indices(tl.program_id(0), BM)
     largest = tl.zeros([BM, BN], tl.int32)
@@ -235,7 +235,7 @@ def _record(
     poisoned: tl.tensor,
     largest: tl.tensor,
 ) -> None:
-    # The only instance. Moves a few numbers.
+    # There is one instance, which moves a few numbers.
     value = tl.load(amax)
     tl.store(poisoned, tl.load(scale) + value * 0.0)
     bits = magnitude(value)
@@ -264,9 +264,9 @@ def _cast_many(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: every SPLITS-th block of BM rows of one matrix. The table has its address, its
-    # sizes, the index of its first multiplier, and that of its first byte in out. Moves the bytes
-    # of all tensors once, and 1 byte per element.
+    # One instance: every SPLITS-th block of BM rows of one matrix. The table has the matrix's
+    # address, its sizes, and the indices of its first multiplier and of its first byte in out.
+    # Moves the bytes of all tensors once, and 1 byte per element.
     entry = table + 5 * tl.program_id(0)
     x = tl.load(entry).to(tl.pointer_type(DTYPE))
     M, K = tl.load(entry + 1), tl.load(entry + 2)
@@ -288,7 +288,7 @@ def _cast_many(
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
-    """One launch."""
+    """Compute multipliers and scales in one launch; 12 bytes per amax."""
     amax = amax.contiguous()
     multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
     size = amax.numel()
@@ -304,7 +304,7 @@ def _scaling_from_amax(
 
 
 def _takes(x: torch.Tensor, *scales: torch.Tensor) -> bool:
-    """Whether the kernels support ``x``, flattened to a matrix, with these scales."""
+    """Return whether the kernels support ``x``, flattened to a matrix, with these scales."""
     if x.dtype not in DTYPES or x.ndim < 2:
         return False
     shapes = ((), (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1]))
@@ -322,10 +322,12 @@ def _cast_by(
     saturate: bool = False,
     amax: torch.Tensor | None = None,
 ) -> Layouts:
-    """Cast a tensor by amaxes, with a scaling to write, or by multipliers.
+    """Cast a tensor with multipliers, or with amaxes.
 
     Args:
-        amax: a 0-dim fp32 zero, into which ``x`` is reduced.
+        given: multipliers; amaxes, if ``scaling`` is given.
+        scaling: where to write the multipliers and the scales of the amaxes.
+        amax: a 0-dim fp32 zero, which becomes the amax of ``x``.
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
@@ -381,7 +383,7 @@ def _quantize_copies(
     *,
     fits: bool = False,
 ) -> Tensors:
-    """One launch for each multiplier that a copy takes."""
+    """Cast copies in one launch for each multiplier that is used."""
     made = {
         i: _cast_by(x, multipliers[i], dtype, _layouts_of(i, of, transposed), saturate=not fits)
         for i in dict.fromkeys(of)
@@ -400,7 +402,7 @@ def _cast_copies(
     *,
     saturate: bool = False,
 ) -> Tensors:
-    """One launch for each amax; one for those of rows and of columns together."""
+    """Cast copies in one launch for each amax, or in one for amaxes of rows and of columns."""
     scalings = [tuple(torch.empty_like(each) for _ in range(2)) for each in amaxes]
     both = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])
     wanted = list(zip(of, transposed, strict=True))
@@ -438,7 +440,7 @@ def _cast_by_rows(
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
 ) -> Tensors:
-    """One launch; 3 to 5 bytes per bf16 element, 1 more for both layouts."""
+    """Cast by rows in one launch; 3 to 5 bytes per bf16 element, 1 more for both layouts."""
     layouts, numbers, argument = Layouts(x, dtype, transposed), empty_row_numbers(x), matrix(x)
     _, M, K, _, stride_k = argument
     _cast_rows(
@@ -461,7 +463,7 @@ def _cast_and_record(
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Two launches; 3 bytes per bf16 element, 4 for both layouts."""
+    """Cast and record in two launches; 3 bytes per bf16 element, 4 for both layouts."""
     amax = zero(x.device)
     layouts = _cast_by(x, multiplier, dtype, transposed, saturate=True, amax=amax)
     poisoned, largest = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
@@ -478,7 +480,7 @@ def _quantize_each(
     dtype: torch.dtype,
     of_rows: bool,
 ) -> torch.Tensor:
-    """One launch, and the copy of a table; 3 bytes per bf16 element."""
+    """Cast many tensors in one launch, and copy a table; 3 bytes per bf16 element."""
     table = Table([first, *others])
     rows, columns, device = table.rows, table.columns, first.device
     out = torch.empty(sum(table.sizes), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Encoding of tensors as codes and block exponents, and their sums, one launch each."""
+"""Encoding of tensors as codes and block exponents, and sums of these, in one launch each."""
 
 import torch
 import triton
@@ -42,7 +42,7 @@ def _logical_shift(h: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _hash(bits: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """``_hash`` of fp8_dist.kernels.encoding: int32, products wrap around."""
+    """Hash as in fp8_dist.kernels.encoding: int32, products wrap around."""
     h = bits ^ (place * -1640531535 + seed)
     h = (h ^ _logical_shift(h, 16)) * -2048144789
     h = (h ^ _logical_shift(h, 13)) * -1028477387
@@ -55,7 +55,7 @@ def _stochastic(v: tl.tensor, scaled: tl.tensor, place: tl.tensor, seed: tl.tens
     h = _hash(v.to(tl.int32, bitcast=True), place, seed)
     uniform = (h & 0xFFFFF).to(tl.float32) * (2.0**-20)
     exponent = ((scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 3
-    exponent = tl.minimum(tl.maximum(exponent, 118), 135)  # 135: not finite, replaced in _encode
+    exponent = tl.minimum(tl.maximum(exponent, 118), 135)  # 135: not finite; _encode replaces it
     step = (exponent << 23).to(tl.float32, bitcast=True)
     steps = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / step
     number = scaled * steps + uniform
@@ -66,7 +66,7 @@ def _stochastic(v: tl.tensor, scaled: tl.tensor, place: tl.tensor, seed: tl.tens
 
 @triton.jit
 def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
-    # The row, the blocks and the elements of an instance, for rows of so many blocks.
+    # Return the indices of this instance's row, blocks and elements. Rows have count blocks.
     of_row = tl.cdiv(count, BB)
     row = tl.cast(tl.program_id(0) // of_row, tl.int64)
     b = indices(tl.program_id(0) % of_row, BB)
@@ -119,7 +119,8 @@ def _sum(
     SOFT: tl.constexpr,
     BB: tl.constexpr,
 ) -> None:
-    # One instance: BB blocks of a row. Codes and exponents have strides of summands and of rows.
+    # One instance: BB blocks of a row. Codes and exponents come with their strides of summands and
+    # of rows.
     count = tl.cdiv(size, _BLOCK)
     row, b, j = _places(count, BB)
     mask = j < size
@@ -193,7 +194,7 @@ def _sum_of_float8(
 def _sum_of(
     codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Sum with ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
+    """Sum codes, and ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
     shape, size, count = codes.shape[1:], codes.shape[-1], exponents.shape[-1]
     total = torch.empty(shape, dtype=torch.float32, device=codes.device)
     if total.numel():

@@ -15,7 +15,7 @@ from fp8_dist.kernels.quantization import as_matrix, empty_copies
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Triton runs kernels on CPU tensors, in Python, if TRITON_INTERPRET=1 was set before its import.
+# With TRITON_INTERPRET=1, set before its import, Triton runs kernels in Python on CPU tensors.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 # Input dtypes of the kernels. Other dtypes are left to the portable implementations.
@@ -29,7 +29,7 @@ BIAS = {
     torch.float8_e5m2fnuz: 16,
 }
 
-# Without fused multiply-add every operation rounds, as in torch.
+# Without fused multiply-add, every operation rounds, as in torch.
 _OPTIONS = {"enable_fp_fusion": False}
 
 Blocks = dict[str, int]
@@ -38,12 +38,12 @@ Blocks = dict[str, int]
 def fused(
     op: CustomOp[P, R], takes: Callable[..., bool] | None = None, *, zeros: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator that registers an implementation of an operator on CUDA devices.
+    """Decorate a function as the implementation of an operator on CUDA devices.
 
     Args:
-        takes: whether the kernels support the operator's arguments. The portable implementation
-            processes the others.
-        zeros: whether the implementation calls :func:`zero`.
+        takes: returns whether the kernels support the operator's arguments. If they don't, the
+            portable implementation runs.
+        zeros: the implementation calls :func:`zero`.
     """
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
@@ -60,15 +60,15 @@ def fused(
 
 
 def blocks(warps: int, **sizes: int) -> triton.Config:
-    """A choice of block sizes, each a ``tl.constexpr`` argument of the kernel."""
+    """Make a choice of block sizes, each a ``tl.constexpr`` argument of the kernel."""
     return triton.Config(sizes, num_warps=warps)
 
 
 class Tuned:
-    """A kernel with several choices of block sizes; the first call with a key finds the fastest.
+    """Kernel with several choices of block sizes. The first call with a key finds the fastest.
 
-    No choice changes the result. The first choice is used where nothing can be measured: in the
-    interpreter, and while a CUDA graph is captured.
+    The choice does not change the result. If nothing can be measured, in the interpreter and while
+    a CUDA graph is captured, the first choice is used.
     """
 
     def __init__(self, kernel: Any, configs: tuple[triton.Config, ...]) -> None:
@@ -87,8 +87,9 @@ class Tuned:
         """Launch on the current stream of the device.
 
         Args:
-            grid: the number of program instances for the chosen block sizes.
-            key: value that the fastest choice depends on. Use few values, since each is measured.
+            grid: returns the numbers of program instances for the chosen block sizes.
+            key: the properties that the fastest choice depends on. The choices are measured once
+                for each key, so there should be few.
         """
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -110,23 +111,23 @@ def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
 
 
 def measure(call: Callable[[], None], quantiles: list[float]) -> Any:
-    """Quantiles of the time of a launch; waits for the device."""
+    """Measure quantiles of the time of a launch, waiting for the device."""
     return triton.testing.do_bench(call, warmup=2, rep=10, quantiles=quantiles)
 
 
 def size_class(*sizes: int) -> tuple[int, ...]:
-    """Sizes up to a factor of two, as part of a key."""
+    """Return the bit length of each size, as part of a key."""
     return tuple(map(int.bit_length, sizes))
 
 
 @cache
 def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Constants of a kernel that rounds to ``dtype``."""
+    """Return the constants of a kernel that converts to or from ``dtype``."""
     return {"BIAS": BIAS[dtype], "SOFT": not converts(dtype, device)}
 
 
 def converts(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has an instruction from fp32 to ``dtype``, known to round as torch does.
+    """Return whether the device has an instruction that rounds fp32 to ``dtype`` as torch does.
 
     AMD's instructions are not used, because their formats and rounding differ between generations.
     """
@@ -137,23 +138,26 @@ def converts(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def programs(size: int, block: int) -> int:
-    """Number of instances along a dim; 1 for an empty dim, which may have scales to write."""
+    """Return the number of instances along a dim.
+
+    It is 1 for an empty dim, because there may still be scales to write.
+    """
     return max(1, triton.cdiv(size, block))
 
 
 def tiles(M: int, K: int) -> Callable[[Blocks], tuple[int, int]]:
-    """Grid with one instance for each tile ``[BM, BN]`` of a matrix."""
+    """Return a grid with one instance for each tile ``[BM, BN]`` of a matrix."""
     return lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"]))
 
 
 def matrix(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
-    """``[..., K]`` as an argument of a kernel: the data, M, K, and the strides."""
+    """Return ``[..., K]`` as an argument of a kernel: the data, M, K, and the strides."""
     x = as_bytes(as_matrix(x))
     return (x, *x.shape, *x.stride())
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Float8 data as uint8; other tensors as they are."""
+    """View float8 data as uint8; return other tensors unchanged."""
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
@@ -161,8 +165,9 @@ class Layouts:
     """Uninitialized float8 copies of a tensor, one in each requested layout.
 
     Attributes:
-        wanted: whether a kernel writes the row-major and the column-major copy.
-        argument: the bytes of both as an argument of a kernel, None for one that is not wanted.
+        wanted: two flags, whether to write the row-major and the transposed copy.
+        argument: the bytes of both copies as an argument of a kernel, with None for a copy that is
+            not wanted.
     """
 
     def __init__(self, x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> None:
@@ -174,12 +179,12 @@ class Layouts:
         self.argument = tuple(None if t is None else as_bytes(t) for t in self._copies)
 
     def copies(self, transposed: Sequence[bool]) -> list[torch.Tensor]:
-        """The copies in the given layouts."""
+        """Return the copies in the given layouts."""
         return [t for turned in transposed if (t := self._copies[turned]) is not None]
 
 
 class _Zeros(threading.local):
-    """Zeros that a thread has left, by device and stream."""
+    """Unused zeros of a thread, by device and stream."""
 
     def __init__(self) -> None:
         self.left: dict[Hashable, list[torch.Tensor]] = {}
@@ -192,9 +197,10 @@ _zeros = _Zeros()
 def zero(device: torch.device) -> torch.Tensor:
     """Return a new 0-dim fp32 zero to reduce into, aligned to 16 bytes, for the current stream.
 
-    One launch fills 256 zeros on the default stream, and on any stream in :func:`pooled` functions.
-    Elsewhere, and while a CUDA graph is captured, each zero is allocated separately. Inductor warms
-    up and captures its CUDA graphs on another stream, in memory that must hold nothing else.
+    On the default stream, and on any stream within :func:`pooled` functions, one launch fills 256
+    zeros. Elsewhere, and while a CUDA graph is captured, each zero is allocated separately. This is
+    because Inductor warms up and captures its CUDA graphs on another stream, in memory that must
+    hold nothing else.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros((), dtype=torch.float32, device=device)
@@ -204,13 +210,13 @@ def zero(device: torch.device) -> torch.Tensor:
     left = _zeros.left.setdefault((device, stream.stream_id), [])
     if not left:
         with torch.inference_mode(False):
-            # Graphs assume that their inputs are aligned.
+            # 16 bytes apart, because graphs assume that their inputs are aligned.
             left += torch.zeros(256, 4, dtype=torch.float32, device=device)[:, 0].unbind()
     return left.pop()
 
 
 def pooled(run: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function for eager code, outside of CUDA graphs, to use the pool on every stream."""
+    """Let a function for eager code, outside of CUDA graphs, use the pool on every stream."""
 
     @wraps(run)
     def with_pool(*args: P.args, **kwargs: P.kwargs) -> R:

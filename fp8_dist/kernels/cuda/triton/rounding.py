@@ -1,8 +1,8 @@
-"""Functions of all kernels: amax as bits, the formula of scales, fp32 to float8 and back.
+"""Functions for all kernels: amaxes as bits, the formula of scales, and conversions of float8.
 
 A format is identified by the bias of its exponent: 7 is e4m3fn, 8 e4m3fnuz, 15 e5m2, 16 e5m2fnuz.
-Matrices and copies are arguments of :func:`fp8_dist.kernels.cuda.triton.launch.matrix` and
-:func:`~fp8_dist.kernels.cuda.triton.launch.layouts`.
+Matrices are passed as made by :func:`fp8_dist.kernels.cuda.triton.launch.matrix`, and copies as the
+``argument`` of :class:`fp8_dist.kernels.cuda.triton.launch.Layouts`.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def as_fp32(x: tl.tensor) -> tl.tensor:
-    """Convert ``x`` to fp32; bf16 by its bits, as the interpreter's cast changes subnormals."""
+    """Convert ``x`` to fp32; bf16 by its bits, since the interpreter's cast changes subnormals."""
     if x.dtype == tl.bfloat16:
         wide = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -21,20 +21,23 @@ def as_fp32(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def magnitude(x: tl.tensor) -> tl.tensor:
-    """The bits of ``|x|`` in fp32. As integers they are ordered like the values, NaN above all."""
+    """Return the bits of ``|x|`` in fp32.
+
+    As integers they are ordered like the values, with NaN above all others.
+    """
     return as_fp32(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def multiplier_of(amax: tl.tensor, POWER_OF_2: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """Multiplier by the formula of fp8_dist.kernels.scale, fp32.
+    """Compute the multiplier by the formula of fp8_dist.kernels.scale, fp32.
 
-    The fp64 quotient of that formula, rounded to fp32, equals the fp32 quotient. The true quotient
-    of two numbers of 24 bits is farther from the midpoint of two such numbers (2^-49 of it) than
-    the fp64 quotient is from the true one.
+    The formula has an fp64 quotient. Rounded to fp32, it equals the fp32 quotient: the exact
+    quotient of two numbers of 24 bits is farther from a midpoint between two such numbers (at least
+    2^-49 of it) than from the fp64 quotient.
     """
     FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
-    # The fp32 number 1e-12 is below 1e-12, so it is clamped too.
+    # The fp32 number nearest to 1e-12 is below 1e-12, so it is clamped too.
     m = tl.where(amax <= 1e-12, FP8_MAX * 1e12, tl.math.div_rn(FP8_MAX, amax))
     if POWER_OF_2:
         m = _power_of_2(m)
@@ -43,26 +46,29 @@ def multiplier_of(amax: tl.tensor, POWER_OF_2: tl.constexpr, BIAS: tl.constexpr)
 
 @triton.jit
 def reciprocal(m: tl.tensor) -> tl.tensor:
-    """``1 / m``, rounded to nearest, unlike the operator ``/`` on a GPU."""
+    """Compute ``1 / m``, rounded to nearest; on a GPU the operator ``/`` is less exact."""
     return tl.math.div_rn(1.0, m)
 
 
 @triton.jit
 def exponents_above(amax: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
-    """``ceil(log2(amax / fp8_max)) + 127`` as in fp32, at least 0, by integers: int32."""
+    """Compute ``ceil(log2(amax / fp8_max)) + 127`` by integers: int32, at least 0.
+
+    The result is the same as with an fp32 log2.
+    """
     FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
     bits = tl.math.div_rn(amax, FP8_MAX).to(tl.int32, bitcast=True)
-    # Steps above 2^k are twice as long as those below. 2^-127 is subnormal, and a power of two.
+    # The steps of fp32 above 2^k are twice as long as those below. 2^-127 (0x400000) is subnormal.
     normal = (bits & 0x7FFFFF) > (_steps_to_power_of_2(bits) >> 1)
     return (bits >> 23) + tl.where(bits < 0x800000, bits > 0x400000 + 11, normal).to(tl.int32)
 
 
 @triton.jit
 def _steps_to_power_of_2(bits: tl.tensor) -> tl.tensor:
-    """Number of steps below 2^k within which the fp32 log2 of a number, given by its bits, is k.
+    """Return how many fp32 steps below 2^k a number may be for its fp32 log2 to be rounded to k.
 
-    log2 of a number just below 2^k rounds to k. The distance grows with |k|: at most 44 steps of
-    the number for an integral part of log2 in [64, 128), and half as many for each binade below.
+    The number is given by its bits. The count grows with ``|k|``: it is 44 for an integral part of
+    log2 in [64, 128), and half as large for each binade below.
     """
     exponent = (bits >> 23) - 127
     integral = exponent ^ (exponent >> 31)  # of |log2|
@@ -74,7 +80,10 @@ def _steps_to_power_of_2(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _power_of_2(m: tl.tensor) -> tl.tensor:
-    """``exp2(floor(log2(m)))`` in fp32, by integers; m is positive and normal, or 0, inf or NaN."""
+    """Compute ``exp2(floor(log2(m)))`` as in fp32, by integers.
+
+    m is positive and normal, or 0, inf or NaN.
+    """
     bits = m.to(tl.int32, bitcast=True)
     up = (bits & 0x7FFFFF) + _steps_to_power_of_2(bits) >= 0x800000
     power = (bits & 0x7F800000) + tl.where(up, 0x800000, 0)
@@ -84,7 +93,7 @@ def _power_of_2(m: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def saturated(v: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
-    """``v`` clamped to the finite values of the format; a NaN stays."""
+    """Clamp ``v`` to the finite values of the format; a NaN stays NaN."""
     FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
     v = tl.where(v > FP8_MAX, FP8_MAX, v)
     return tl.where(v < -FP8_MAX, -FP8_MAX, v)
@@ -94,11 +103,12 @@ def saturated(v: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
 def to_float8(v: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor:
     """Round fp32 to nearest, ties to even, and return the bytes of the format.
 
-    Values that are too large become NaN or inf by integers, and the largest finite value by an
-    instruction. Saturate first where such values may occur.
+    Call :func:`saturated` first if values may be too large for the format. Such values become NaN
+    or inf with SOFT, and the largest finite value otherwise.
 
     Args:
-        SOFT: round by integers, with torch's bits. An instruction may clear the sign of a NaN.
+        SOFT: round by integers, with the same bits as torch, instead of by an instruction, which
+            may clear the sign of a NaN.
     """
     if SOFT:
         code = _to_float8_soft(v, BIAS)
@@ -112,7 +122,7 @@ def to_float8(v: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor
 @triton.jit
 def _to_float8_soft(v: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
     SHIFT: tl.constexpr = 20 if BIAS < 10 else 21  # bits of an fp32 mantissa that are dropped
-    # Adding this number drops the bits below the format's smallest subnormal.
+    # Adding the number with these bits rounds off the bits below the format's smallest subnormal.
     MAGIC: tl.constexpr = (128 - BIAS + SHIFT) << 23
     FNUZ: tl.constexpr = BIAS == 8 or BIAS == 16  # one NaN, 0x80, and no negative zero
     bits = v.to(tl.int32, bitcast=True)
@@ -165,7 +175,7 @@ def _from_float8_soft(code: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def load_tile(x: tl.tuple, i: tl.tensor, j: tl.tensor) -> tl.tensor:
-    """``x[i, j]`` of a matrix argument as fp32, 0 outside; i and j are int64."""
+    """Load ``x[i, j]`` of a matrix argument as fp32, 0 outside of it; i and j are int64."""
     data, M, K, stride_m, stride_k = x
     offsets = i[:, None] * stride_m + j[None, :] * stride_k
     mask = (i[:, None] < M) & (j[None, :] < K)
@@ -176,7 +186,7 @@ def load_tile(x: tl.tuple, i: tl.tensor, j: tl.tensor) -> tl.tensor:
 def store_tile(
     out: tl.tensor, tile: tl.tensor, i: tl.tensor, j: tl.tensor, rows: tl.tensor, columns: tl.tensor
 ) -> None:
-    """``out[i, j] = tile`` in a contiguous ``[rows, columns]``; i and j are int64."""
+    """Store ``out[i, j] = tile`` in a contiguous ``[rows, columns]``; i and j are int64."""
     mask = (i[:, None] < rows) & (j[None, :] < columns)
     tl.store(out + i[:, None] * columns + j[None, :], tile, mask=mask)
 
@@ -194,5 +204,5 @@ def store_layouts(
 
 @triton.jit
 def indices(block: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """The indices of a block along one dim, int64."""
+    """Return the indices of a block along one dim, int64."""
     return tl.cast(block, tl.int64) * SIZE + tl.arange(0, SIZE)

@@ -1,7 +1,7 @@
 """Tables of many tensors, for kernels that process all of them in one launch.
 
-A table is on the device, with a row of int64 for each tensor. It is copied there once for the same
-tensors, because the shards of weights keep their addresses; the host waits for the copy.
+A table is on the device, with a row of int64 numbers for each tensor. It is copied there once for
+the same tensors, since shards of weights keep their addresses. The host waits for the copy.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,10 @@ from fp8_dist.kernels.quantization import as_matrix
 
 
 def are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one launch can process all of the tensors.
+    """Return whether one launch can process all of the tensors.
 
-    This is not the case while a CUDA graph is captured, which would outlive the addresses.
+    This is not the case while a CUDA graph is captured, because the graph would outlive the
+    addresses.
     """
     dtype = tensors[0].dtype
     alike = all(x.dtype is dtype and x.is_contiguous() for x in tensors)
@@ -26,17 +27,17 @@ def are_alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Start of each of several consecutive pieces of the given sizes."""
+    """Return the start of each of several consecutive pieces of the given sizes."""
     return list(accumulate(sizes, initial=0))[:-1]
 
 
 class Table:
-    """Tensors that :func:`are_alike`, as matrices.
+    """Matrices of several tensors for which :func:`are_alike` is true.
 
     Attributes:
-        sizes: number of elements of each.
-        rows, columns: both sizes of each.
-        starts: index of the first element of each where one follows the other.
+        sizes: the number of elements of each matrix.
+        rows, columns: the sizes of each matrix.
+        starts: the index of the first element of each matrix, if one follows the other.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -49,13 +50,13 @@ class Table:
         self.starts = starts_of(self.sizes)
 
     def of(self, *columns: Sequence[int]) -> torch.Tensor:
-        """The table with the addresses and the given numbers of each tensor."""
+        """Return the table with the address of each tensor, followed by the given numbers."""
         device = self._device
         rows = tuple(zip(self._addresses, *columns, strict=True))
         return _table_of(rows, device, current_stream(device))
 
     def is_aligned(self, *columns: Sequence[int]) -> bool:
-        """Whether all addresses and the given numbers are multiples of 16."""
+        """Return whether all addresses and the given numbers are multiples of 16."""
         return all(n % 16 == 0 for each in (self._addresses, *columns) for n in each)
 
 
@@ -63,5 +64,5 @@ class Table:
 def _table_of(
     rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.Stream | None
 ) -> torch.Tensor:
-    # One table per stream: the memory of a dropped table is reused on that stream only.
+    # One table per stream, because the memory of a dropped table is reused on its stream only.
     return torch.tensor(rows, dtype=torch.int64).to(device)

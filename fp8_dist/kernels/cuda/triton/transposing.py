@@ -57,15 +57,16 @@ def _transpose(
 
 @fused(transposed_copy, lambda x: x.is_contiguous())
 def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
-    """One launch; 2 bytes per element."""
+    """Transpose a matrix in one launch; 2 bytes per element."""
     return _transposed_copies(x, [])[0]
 
 
 @fused(transposed_copies, lambda first, others: all(x.is_contiguous() for x in (first, *others)))
 def _transposed_copies(first: torch.Tensor, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One launch per 16 matrices; 2 bytes per element.
+    """Transpose matrices in one launch per 16 of them; 2 bytes per element.
 
-    Their addresses are arguments, because gathered weights have other addresses in each step.
+    Their addresses are arguments of the kernel instead of a table on the device, because gathered
+    weights have other addresses in each step.
     """
     matrices = [first, *others]
     outs = [x.new_empty(x.shape[::-1]) for x in matrices]
