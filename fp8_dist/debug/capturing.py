@@ -60,7 +60,7 @@ class Capture(StepRecorder):
         self._max_bytes, self._format = max_bytes, format
         self._slots = {(slot.owner, slot.operand, slot.gemms): slot for slot in slots}
         self._inputs = {slot.owner: slot for slot in slots if slot.operand == "input"}
-        # The modules that prepare inputs of chosen layers. Other prepared inputs are not copied.
+        # The names of prepared inputs that chosen layers take. Other ones are not copied.
         self._prepared_by = {
             name
             for layer in float8_layers(model).values()

@@ -61,7 +61,7 @@ def nothing(device: torch.device | str) -> torch.Tensor:
 
 
 def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
-    """Add the measures of further casts of the same operands, ``[..., 10]``, to a total in place."""
+    """Add the measures of more casts of the same operands, ``[..., 10]``, to a total in place."""
     maxima = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
     total[..., MAXIMA:] += more[..., MAXIMA:]
     total[..., :MAXIMA] = maxima

@@ -236,7 +236,7 @@ class Float8Stats(StepRecorder):
                     warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
 
     def _usual_amax(self, row: Row) -> float:
-        """Return the largest amax of a cast in earlier steps, or 0, and keep the amax of this step."""
+        """Return the largest amax of a cast in earlier steps, or 0, and keep this step's amax."""
         if not isinstance(row, CastStats):
             return 0.0
         amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
@@ -290,7 +290,7 @@ class RanksOfLayers:
         self.look()
 
     def look(self) -> None:
-        """Update the meshes of the layers, because FSDP2 may swap in a parameter that is on no mesh."""
+        """Update the meshes of the layers. FSDP2 may swap in parameters that are on no mesh."""
         layers = float8_layers(self._model)
         self.owners = {layer.float8_weight for layer in layers.values()}
         for name, layer in layers.items():
