@@ -191,7 +191,7 @@ class AutoFilter(LayerFilter):
         return AutoFilterReport(self._recipe, self._tp_size, planned, rows, fqns, exclude)
 
     def _possible_divisions(self, fqn: str) -> tuple[int | None, ...]:
-        """Return the dims of the shape that may be divided over the ranks; None means none is."""
+        """Return the dims of the shape that may be divided over ranks; None means no division."""
         if self._tp_size == 1:
             return (None,)
         if self._plan is None:

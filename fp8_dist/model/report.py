@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.model.filters import aligned, why_left_out
 
-# Names of the number of experts per token in transformers' configs. ``top_k`` is not one of them: in
-# a config it is an option of sampling.
+# Names of the number of experts per token in transformers' configs, where ``top_k`` is an option of
+# sampling.
 _EXPERTS_IN_CONFIG = ("num_experts_per_tok", "experts_per_token")
 # Names of the number of experts per token in modules.
 _EXPERTS_IN_MODULE = ("top_k", *_EXPERTS_IN_CONFIG)
