@@ -93,7 +93,7 @@ class CommRow:
 
 
 class CommTable:
-    """A table of collectives, by row, and their sums.
+    """The rows of collectives, and their totals.
 
     Attributes:
         timings: whether :meth:`table` has a column of milliseconds.
@@ -107,7 +107,7 @@ class CommTable:
 
     @property
     def rows(self) -> list[CommRow]:
-        """One row per (op, axis, dtype, module, in_mixed_gather), in order of first appearance."""
+        """One row per (op, axis, dtype, module, in_mixed_gather), in the order of appearance."""
         return list(self._rows.values())
 
     @property
@@ -116,7 +116,7 @@ class CommTable:
         return sum(row.bytes for row in self.rows)
 
     def add(self, row: CommRow) -> None:
-        """Add a row, by adding its count and sizes to the row with the same key if there is one."""
+        """Add a row to the table, or its numbers to the row with the same key if there is one."""
         key = row.key
         if known := self._rows.get(key):
             row = replace(

@@ -82,7 +82,7 @@ class CapturedCast:
 
     @property
     def granularity(self) -> str:
-        """What one scale covers, such as ``"tensor"``, ``"row"`` or ``"column"``."""
+        """The part that one scale covers, such as ``"tensor"``, ``"row"`` or ``"column"``."""
         return self.low.scheme.covers
 
     @property
@@ -290,7 +290,7 @@ class Histogram:
             ``relative``, values whose scale is not finite are not counted either.
         zeros: the number of zeros.
         relative: whether each value is divided by its own scale, because there are several scales.
-        range: the range of float8 in the same unit; None if there is one scale, not finite.
+        range: the range of float8 in the same unit; None if the only scale is not finite.
     """
 
     octaves: tuple[Octave, ...]

@@ -122,7 +122,7 @@ class Collective(NamedTuple):
 def read_collective(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Collective | None:
-    """Return the collective that a call of an op makes; None if the op moves no data.
+    """Return the collective that a call of an op makes; None if it makes none.
 
     For an op that is not in ``SCHEMAS``, the buffer is assumed to be its largest tensor argument.
     """

@@ -278,7 +278,7 @@ class _Runs(Observer):
         twin: Float8Linear | None,
         input: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute the forward of a layer in a run, and see its results."""
+        """Compute the forward of a layer in a run, and keep or compare its results."""
         weight: Any = layer.weight
         if any(isinstance(t, DTensor | Float8Tensor) for t in (input, weight)):
             raise NotImplementedError(
@@ -288,7 +288,7 @@ class _Runs(Observer):
                 "with enable_fsdp_float8_all_gather=False"
             )
         # The views add autograd nodes that no other code has hooks on. So the hooks below run
-        # between those of others, such as FSDP2's.
+        # between other hooks, such as FSDP2's.
         x = input.view_as(input)
         if twin is None:
             output = F.linear(x, weight, layer.bias)
@@ -345,7 +345,7 @@ class _Runs(Observer):
         self._add((recipe, name, gemm), exact.to(result.dtype), found)
 
     def _see(self, recipe: str, name: str, what: str, tensor: torch.Tensor) -> None:
-        """Keep a high-precision result, or compare a recipe's result with it, call by call."""
+        """Keep a high-precision result, or compare a recipe's result of the same call with it."""
         references = self._references[name, what]
         if recipe == HIGH_PRECISION:
             references.append(tensor.detach().to("cpu", copy=True))
@@ -433,7 +433,7 @@ def _run_twin(
 
 
 def _autocast(device: str) -> Any:
-    """Return a context manager that sets autocast as it is now."""
+    """Return a context manager that applies the current autocast settings."""
     enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=enabled)
 

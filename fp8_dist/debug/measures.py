@@ -1,4 +1,4 @@
-"""Measures of casts and GEMMs: maxima and sums that can be combined, the base of statistics."""
+"""Measures of casts and GEMMs: maxima and sums, from which statistics are computed."""
 
 import math
 from collections.abc import Sequence

@@ -70,7 +70,7 @@ class CastStats:
         scheme: Scheme,
         delayed: bool,
     ) -> "CastStats":
-        """Return the statistics that follow from the measures of a cast."""
+        """Return the statistics of a cast, computed from its measures."""
         percent = 100 / m.values if m.values else 0.0
         return CastStats(
             step=step,
@@ -268,7 +268,7 @@ def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
 
 
 def anomalies_of(row: Row, limits: AnomalyLimits, usual: float = 0.0) -> Iterator[Anomaly]:
-    """Yield the anomalies of a row, causes before effects.
+    """Yield the anomalies of a row. Causes come before effects.
 
     ``usual`` is the largest amax of the same cast in earlier steps, or 0 if there is none.
     """

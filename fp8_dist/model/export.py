@@ -79,7 +79,7 @@ def float8_state_dict(
             found[name] = value
             continue
         key = id(layer.weight)
-        if key not in made:  # layers may share it
+        if key not in made:  # layers may share a weight
             made[key] = _export(layer, gathered_as.get(layer))
         found[name], found[f"{name}_scale_inv"] = made[key]
     return _moved(found, full_state_dict, cpu_offload)

@@ -102,7 +102,7 @@ class FilterDecision:
     fqn: str  # "" for a model that is itself a linear layer
     shape: Shape  # global (out_features, in_features)
     local_shape: Shape  # the smallest part on any tensor-parallel rank
-    convert: bool  # what the filter returned
+    convert: bool  # whether the filter admits the layer
     reason: str
 
 
@@ -209,9 +209,10 @@ class AutoFilter(LayerFilter):
 
 
 def skip_head(model: nn.Module | None = None) -> LayerFilter:
-    """Make a filter for ``convert_to_float8_training`` that skips heads and small layers.
+    """Make a filter that skips heads, low-rank adapters and layers of misaligned sizes.
 
-    The filter leaves out the same layers as ``Float8Callback`` and ``Fp8DistConfig``:
+    It is a filter for ``convert_to_float8_training``, and leaves out the same layers as
+    ``Float8Callback`` and ``Fp8DistConfig``:
 
     * the head, which is any of these: the result of ``get_output_embeddings()`` of the model, or
       of a model within it; layers of a transformers model outside of its base model, except for

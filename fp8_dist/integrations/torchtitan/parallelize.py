@@ -35,9 +35,9 @@ def float8_parallelize(
     """Return a model's ``parallelize_fn`` with float8 tensor parallelism.
 
     The returned function raises NotImplementedError for tensor parallelism with the back end
-    ``full_dtensor``, and for a module that does not gather exactly one input of its converted
-    layers. With ``spmd_types``, it also raises NotImplementedError for converted layers that are
-    not sharded, and for row-parallel layers with a bias. It raises ValueError if some of the layers
+    ``full_dtensor``, and if a module gathers several inputs, or none, for its converted layers.
+    With ``spmd_types``, it also raises NotImplementedError for converted layers that are not
+    sharded, and for row-parallel layers with a bias. It raises ValueError if some of the layers
     that share one input are converted and some are not, or if a given transport applies to nothing.
 
     Args:

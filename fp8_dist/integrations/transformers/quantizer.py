@@ -170,7 +170,7 @@ class Fp8DistQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the model can be trained."""
+        """Return whether the model can be trained."""
         return True
 
 

@@ -138,7 +138,7 @@ class ReplicatedBlock(ParallelStyle):
 
 
 def _moved(x: torch.Tensor, mesh: DeviceMesh, source: _Places, target: _Places) -> DTensor:
-    """Redistribute a stream. ``source`` are the placements of a plain tensor."""
+    """Redistribute a stream. ``source`` has the placements of a plain tensor."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, source, run_check=False)
     return x.redistribute(placements=target)

@@ -154,7 +154,7 @@ def _default_config() -> Float8LinearConfig:
 
 
 def _check_back_end(args: TrainingArguments) -> None:
-    """Raise for unsupported back ends, which swap parameters; warn if ranks train alone."""
+    """Raise for unsupported back ends, which change parameters unnoticed; warn of lone ranks."""
     state = AcceleratorState()
     fsdp = getattr(state, "fsdp_plugin", None)
     if args.fsdp and fsdp is None:
