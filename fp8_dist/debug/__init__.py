@@ -3,8 +3,8 @@
 ``capture`` saves the tensors of casts to files. ``compare_recipes`` measures the error of each
 recipe in each layer.
 
-In the import order this package is above the layers, and below FSDP2 and tensor parallelism.
-Nothing in the library depends on it.
+This package imports the layers, but neither FSDP2 support nor tensor parallelism. Nothing else in
+the library depends on it.
 """
 
 from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit

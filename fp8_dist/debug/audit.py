@@ -1,11 +1,11 @@
-"""``comm_audit`` records every collective.
+"""``comm_audit``: a record of every collective.
 
 Terms: *collective* and *buffer* are defined in ``collectives``. In a *mixed gather*, FSDP2 copies
-parameters of several dtypes into one uint8 buffer and gathers it. The *payload dtype* of a uint8
-tensor is the dtype of the tensor that it is a view of, because float8 travels as uint8.
+parameters of several dtypes into one uint8 buffer, and gathers the buffer. Float8 is sent as uint8:
+the *payload dtype* of a uint8 tensor is the dtype of the tensor that it is a view of.
 
-Float8 rows and their scales that travel in one message (``pack_rows``) are counted separately, and
-so are the parts of encoded summands.
+A message may contain float8 rows and their scales (``pack_rows``), or the parts of encoded
+summands. Each of these parts is counted under its own dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ from fp8_dist.torch_internals import (
     storage_address,
 )
 
-# FSDP2's copy of all its inputs into the buffer that the next all-gather moves.
+# The op by which FSDP2 copies all its inputs into the buffer of the next all-gather.
 FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 
 RowKey = tuple[str, str, torch.dtype, str, bool]
@@ -42,27 +42,28 @@ RowKey = tuple[str, str, torch.dtype, str, bool]
 
 @dataclass(frozen=True)
 class CommRow:
-    """Sum of the collectives that differ only in size.
+    """The sum of all collectives that differ only in size.
 
     Attributes:
         op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
             ``"broadcast"``, ... A communication op whose arguments this library doesn't know is
             counted under its qualified name, such as ``"symm_mem::one_shot_all_reduce"``.
         axis: the mesh axis of the process group; ``"world"`` for the default group,
-            ``"group NAME"`` for one that no mesh knows, ``"unknown"`` where an op names none.
-        dtype: dtype of the payload: float8 that travels as uint8 is float8 here.
-        module: FQN of the innermost module that was running, forward or backward; ``""`` for the
-            outermost one and for code outside of modules. Submodules of a compiled module count as
-            the compiled module.
-        in_mixed_gather: these elements travelled in messages of several dtypes (FSDP2's gathers,
-            encoded summands) that the row of another dtype counts.
-        count: number of collectives; 0 where ``in_mixed_gather``.
-        elements: number of elements of ``dtype`` in the buffers, summed over the collectives.
-        bytes: size of the buffers in bytes, summed over the collectives. The buffer is the output
-            of an all-gather, the input of a reduce-scatter, the tensor of an all-reduce, and the
-            largest tensor argument of an op that is counted under its qualified name.
-        seconds: the sum of the durations (see :func:`comm_audit`); None without ``timings``, where
-            ``in_mixed_gather``, and where torch's profiler has no duration for one of them.
+            ``"group NAME"`` for a group of no mesh, ``"unknown"`` if the op does not name a group.
+        dtype: the dtype of the payload; float8, also if it is sent as uint8.
+        module: the FQN of the innermost module that was running, in forward or backward; ``""`` for
+            the outermost module and for code outside of modules. Submodules of a compiled module
+            count as the compiled module.
+        in_mixed_gather: whether these elements were sent in messages of several dtypes (FSDP2's
+            gathers, packed rows, encoded summands), and the row of another dtype counts these
+            messages.
+        count: the number of collectives; 0 if ``in_mixed_gather``.
+        elements: the number of elements of ``dtype`` in the buffers, summed over the collectives.
+        bytes: the size of these elements in bytes. The buffer is the output of an all-gather, the
+            input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
+            of an op that is counted under its qualified name.
+        seconds: the sum of the durations (see :func:`comm_audit`). None without ``timings``, if
+            ``in_mixed_gather``, or if torch's profiler has no duration for one of the collectives.
     """
 
     op: str
@@ -77,7 +78,7 @@ class CommRow:
 
     @property
     def key(self) -> RowKey:
-        """Fields that the row's collectives have in common."""
+        """The fields that the row's collectives have in common."""
         return self.op, self.axis, self.dtype, self.module, self.in_mixed_gather
 
     @property
@@ -92,10 +93,10 @@ class CommRow:
 
 
 class CommTable:
-    """Rows of collectives, and their sums.
+    """The rows of collectives, and their totals.
 
     Attributes:
-        timings: whether the text has a column of milliseconds.
+        timings: whether :meth:`table` has a column of milliseconds.
     """
 
     def __init__(self, rows: Iterable[CommRow] = (), timings: bool = False) -> None:
@@ -106,16 +107,16 @@ class CommTable:
 
     @property
     def rows(self) -> list[CommRow]:
-        """One row per (op, axis, dtype, module, in_mixed_gather), in order of first appearance."""
+        """One row per (op, axis, dtype, module, in_mixed_gather), in the order of appearance."""
         return list(self._rows.values())
 
     @property
     def bytes(self) -> int:
-        """Sum of the bytes of all rows."""
+        """The sum of the bytes of all rows."""
         return sum(row.bytes for row in self.rows)
 
     def add(self, row: CommRow) -> None:
-        """Add a row's count and sizes to those of the row with the same key."""
+        """Add a row to the table, or its numbers to the row with the same key if there is one."""
         key = row.key
         if known := self._rows.get(key):
             row = replace(
@@ -136,7 +137,8 @@ class CommTable:
     ) -> int:
         """Return the number of collectives in the rows that match; ``None`` matches everything.
 
-        A mixed gather counts under its float8 dtype, or under its first dtype if it has no float8.
+        A mixed gather is counted under its float8 dtype, or under its first dtype if it has no
+        float8.
         """
         wanted = {"op": op, "axis": axis, "dtype": dtype, "module": module}
         return sum(
@@ -152,11 +154,11 @@ class CommTable:
     def table(self, by_module: bool = False) -> str:
         """Return the rows as text, with totals; ``by_module`` gives one line per module.
 
-        A ``+`` in place of a count marks data that travelled inside the collectives of another line
-        of the same op and axis: FSDP2 gathers tensors of several dtypes in one message. With
-        timings there is a column of milliseconds, with ``-`` where they are not known. The total
-        adds those that are known. Collectives overlap each other and computation, so the total is
-        not a share of the step's time.
+        A ``+`` in place of a count marks data that was sent in the collectives of another line of
+        the same op and axis, because FSDP2 gathers tensors of several dtypes in one message. With
+        timings, there is a column of milliseconds, with ``-`` if they are not known. The total is
+        the sum of the known ones. Collectives overlap with each other and with computation, so the
+        total is not a share of the step's time.
         """
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:
@@ -180,7 +182,7 @@ class CommTable:
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:
-    """Return the sum of durations; None if one of them is not known, or if there are none."""
+    """Return the sum of durations; None if one of them is not known or there are none."""
     known = [each for each in seconds if each is not None]
     return sum(known) if known and len(known) == len(seconds) else None
 
@@ -190,7 +192,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 class CommAudit(CommTable):
-    """Context manager that :func:`comm_audit` returns, with the rows that it recorded."""
+    """The context manager that :func:`comm_audit` returns, with the rows that it recorded."""
 
     def __init__(self, mesh: DeviceMesh | None, timings: bool = False) -> None:
         super().__init__(timings=timings)
@@ -199,14 +201,14 @@ class CommAudit(CommTable):
         self._recorder = _Recorder(self)
         self._entered: ExitStack | None = None
         self._timer: CollectiveTimer | None = None
-        # For each timed collective, the key of the row that counts it, and its duration.
+        # For each timed collective, the key of the row that counts it, and the duration.
         self._timed_keys: list[RowKey] = []
         self._timed_seconds: list[float | None] = []
-        # Payload dtypes of the storages that were viewed as uint8, by the storage's address. The
-        # weak references keep an address from being given to another storage.
+        # The payload dtypes of the storages that were viewed as uint8, by the storage's address.
+        # The weak references prevent an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # Bytes by payload dtype of messages that were made of several tensors, such as the inputs
-        # of FSDP2's all-gathers, by the address of their storage.
+        # For messages that consist of several tensors, such as the inputs of FSDP2's all-gathers,
+        # the bytes by payload dtype. The key is the address of the message's storage.
         self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
 
     def __enter__(self) -> Self:
@@ -255,9 +257,9 @@ class CommAudit(CommTable):
     def _note_joined(
         self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
     ) -> None:
-        """Note the payload dtypes of ``message``, which is made of the bytes of ``parts``.
+        """Note the payload dtypes of ``message``, which consists of the bytes of ``parts``.
 
-        ``nbytes``: its size with padding, which counts as the first dtype.
+        ``nbytes`` is the size of the message with padding. Padding counts as the first dtype.
         """
         sizes = self._bytes_by_dtype(parts)
         if sizes.keys() - {torch.uint8}:
@@ -267,7 +269,7 @@ class CommAudit(CommTable):
 
     def _note_collective(self, collective: Collective) -> None:
         sizes = self._bytes_by_dtype(collective.tensors)
-        # The row of the first dtype counts the collective. It is float8 if there is any.
+        # The row of the first dtype counts the collective, so float8 comes first.
         by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
@@ -288,26 +290,31 @@ class CommAudit(CommTable):
                 self._timed_keys.append(row.key)
 
     def _timed(self, collective: Collective) -> AbstractContextManager[Any]:
-        """Return a context manager for the call of a noted collective, which is timed if asked."""
+        """Return a context manager for the call of a collective; with ``timings``, it times it."""
         return nullcontext() if self._timer is None else self._timer.around(collective)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
-        """Bytes by payload dtype, in order of first appearance."""
+        """Return the bytes by payload dtype, in the order of first appearance."""
         sizes: dict[torch.dtype, int] = {}
         for tensor in tensors:
             parts = [tensor]
+<<<<<<< HEAD
             if isinstance(tensor, Float8Tensor):  # the scales of rows travel in the same message
                 parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
+=======
+            if isinstance(tensor, Float8Tensor):  # the scales of rows are sent in the same message
+                parts = [tensor.qdata, tensor.scale] if tensor.scale.ndim else [tensor.qdata]
+>>>>>>> prose-debug
             for part in parts:
                 for dtype, nbytes in self._payloads(part):
                     sizes[dtype] = sizes.get(dtype, 0) + nbytes
         return sizes
 
     def _payloads(self, tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, int]]:
-        """Yield the payload dtypes in a tensor, and the bytes of each."""
+        """Yield each payload dtype in a tensor, with its bytes."""
         address, payload = storage_address(tensor), tensor.dtype
         if address in self._joined:
-            # A graph may reuse the memory for another message, so it is looked up once.
+            # Remove the entry, because a graph may reuse the memory for another message.
             yield from self._joined.pop(address)[1].items()
             return
         if payload == torch.uint8:
@@ -319,7 +326,7 @@ class CommAudit(CommTable):
             return "unknown"
         if group.group_name in self._axes:
             return self._axes[group.group_name]
-        # torch's own descriptions of groups: the default group, one without, and a mesh axis.
+        # torch's descriptions: of the default group, of a group without one, and of a mesh axis.
         if group.group_desc == "default_pg":
             return "world"
         if group.group_desc in ("", "undefined"):
@@ -340,33 +347,33 @@ def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> Comm
     barriers, waits and signals, which move no data, and the comparison of a model's layers between
     ranks (16 bytes per axis, when a plan is applied and at the first update of scales).
 
-    Compiled code is not recompiled. Its collectives are recorded under the compiled module, also
-    those of its submodules. Float8 that this library sends is shown as float8. If inductor fuses
-    other code's view of float8 as uint8 into a kernel, it is shown as uint8. Not recorded: what a
-    custom op sends inside its own kernel, graphs that run without Python (CUDA graphs,
-    AOTInductor), and direct reads of symmetric memory.
+    Compiled code is not recompiled. Its collectives, including those of submodules, are recorded
+    under the compiled module. Float8 that this library sends is shown as float8. Float8 that other
+    code sends as uint8 is shown as uint8 if inductor fuses the view into a kernel. Three things are
+    not recorded: communication inside the kernel of a custom op, graphs that run without Python
+    (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
 
-    The bytes are sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends on
-    the algorithm and on the size of the group.
+    The bytes are the sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends
+    on the algorithm and on the size of the group.
 
-    With ``timings`` the block runs under torch.profiler, which slows it down and keeps every
-    operator's event until the block ends. Then each row gets ``seconds``. They include the time
-    spent waiting for slower ranks, but not the time in a queue behind other collectives. On GPUs
-    they are the times of NCCL's kernels. For CPU tensors they are the times on the backend's
-    threads (gloo). There, collectives of one kind and shape that are in flight on several groups at
-    once may be mistaken for each other. Some collectives have no duration: those that still run
-    when the block ends, those of backends that the profiler doesn't see, and those that are started
-    together afterwards (``batch_isend_irecv`` of NCCL).
+    With ``timings``, the block runs under torch.profiler, which slows it down and keeps the events
+    of all operators until the block ends. Then each row gets ``seconds``. They include the time
+    spent waiting for slower ranks, but not the time in a queue behind other collectives. On GPUs,
+    they are the times of NCCL's kernels. For CPU tensors, they are the times on the backend's
+    threads (gloo), where collectives of the same kind and shape that run on several groups at once
+    may be mistaken for each other. Some collectives have no duration: collectives that still run
+    when the block ends, collectives of backends that the profiler doesn't support, and operations
+    that NCCL starts together later (``batch_isend_irecv``).
 
     Args:
-        mesh: a mesh that names axes whose process groups have no name of their own. For example,
-            the default group is also the only axis of a one-dimensional mesh over all ranks.
+        mesh: a mesh that names the axes of process groups that have no name of their own. For
+            example, the only axis of a one-dimensional mesh over all ranks is the default group.
         timings: measure the durations of the collectives.
 
     Returns:
-        A context manager with ``.rows`` (list of :class:`CommRow`), ``.count(...)`` and
-        ``.table()``. They stay valid after the block, also if it raised. A later ``with`` on the
-        same object adds to them.
+        A context manager with ``.rows`` (a list of :class:`CommRow`), ``.count(...)`` and
+        ``.table()``. They stay valid after the block, even if the block raised an error. Another
+        ``with`` block on the same object adds to them.
 
     Raises:
         RuntimeError: the context manager is entered again inside its own block. With ``timings``,
@@ -383,7 +390,7 @@ def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that reports communication ops to its audit."""
+    """A dispatch mode that reports communication ops to an audit."""
 
     def __init__(self, audit: CommAudit) -> None:
         super().__init__()
@@ -391,7 +398,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile inside the block, without this mode; False would forbid it."""
+        """Return True, so that torch.compile still compiles code inside the block."""
         return True
 
     def __torch_dispatch__(
@@ -403,9 +410,9 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = read_collective(func, args, kwargs) if isinstance(func, OpOverload) else None
-        # A Float8Tensor is recorded as float8. Its own handler then sends the same message as
-        # uint8, which is not recorded, because this mode is off inside its own handler. Any other
-        # subclass runs first, and the ops that it issues are recorded.
+        # A Float8Tensor is recorded here, as float8. Its handler then sends the same message as
+        # uint8, which is not recorded again, because this mode is off inside this method. Any other
+        # subclass runs its handler first, and the ops that the handler issues are recorded.
         if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
             return NotImplemented
         if call is not None:
@@ -435,9 +442,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def _rewrites_ops(kind: Any) -> bool:
-    """Whether a tensor type turns an op into others.
+    """Return whether a tensor type turns an op into other ops.
 
-    nn.Parameter does not. Fake tensors do not either: their mode handles ops, not their type.
+    nn.Parameter does not, and fake tensors do not, because their mode handles ops.
     """
     handled = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handled and not issubclass(kind, STAND_INS)

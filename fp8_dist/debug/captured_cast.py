@@ -1,7 +1,8 @@
 """A captured cast: its file, its statistics, and the histogram of its magnitudes.
 
-A file holds the tensors ``high``, ``qdata`` and ``scale``, and the other fields as a JSON string.
-``torch.save`` writes a dictionary of both. safetensors stores the string in the metadata.
+A file holds the tensors ``high``, ``qdata`` and ``scale0``, ``scale1``, ... (one for each level of
+the scheme), and the other fields as a JSON string. With ``torch.save``, the string is an entry of
+the same dictionary as the tensors. With safetensors, it is in the metadata.
 """
 
 import hashlib
@@ -32,13 +33,13 @@ FileFormat = Literal["torch", "safetensors"]
 SUFFIXES: dict[FileFormat, str] = {"torch": ".pt", "safetensors": ".safetensors"}
 
 _KEY = "fp8_dist_capture"  # key of the JSON string
-_TENSORS = ("high", "qdata")  # and "scale0", "scale1", ... by level
-_LONGEST = 120  # characters of the layer's name in a file name; file systems allow 255 in all
+_TENSORS = ("high", "qdata")  # besides "scale0", "scale1", ...
+_LONGEST = 120  # characters of the layer's name in a file name, which may have 255 in all
 
 
 @dataclass(frozen=True, eq=False)
 class CapturedCast:
-    """Input and output of one cast on one rank.
+    """The input and output of one cast on one rank.
 
     Attributes:
         step: the number of the step.
@@ -46,14 +47,14 @@ class CapturedCast:
         fqn: the layer.
         operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
         gemms: the GEMMs that multiply this float8 copy.
-        call: the number of casts of this operand for these GEMMs before this one in the step, on
-            this rank: the micro-batch, where a layer runs once in each.
-        delayed: whether the scale follows from the amaxes of earlier steps.
+        call: the number of earlier casts of this operand for these GEMMs in the step, on this rank.
+            It is the index of the micro-batch if the layer runs once in each.
+        delayed: whether the scale is computed from the amaxes of earlier steps.
         high: the local tensor before the cast, ``[..., K]``.
-        qdata: its float8 copy, of the same shape.
-        scales: the dequantization scales of each level of the scheme.
+        qdata: the float8 copy, in the same shape.
+        scales: the dequantization scales, one tensor for each level of the scheme.
         scheme: the key of the scaling scheme.
-        start: where this part of the operand begins in its first blocks.
+        start: the (row, column) in its first block where this rank's part of the operand begins.
     """
 
     step: int
@@ -76,17 +77,17 @@ class CapturedCast:
 
     @property
     def scale(self) -> torch.Tensor:
-        """The scale of the first level of the scheme."""
+        """The scales of the first level of the scheme."""
         return self.scales[0]
 
     @property
     def granularity(self) -> str:
-        """What one scale covers, such as ``"tensor"``, ``"row"`` or ``"column"``."""
+        """The part that one scale covers, such as ``"tensor"``, ``"row"`` or ``"column"``."""
         return self.low.scheme.covers
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
+        """The size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in (self.high, self.qdata, *self.scales))
 
     def stats(self) -> CastStats:
@@ -96,9 +97,10 @@ class CapturedCast:
         return CastStats.of(found, *of, self.low.scheme, self.delayed)
 
     def file_name(self, format: FileFormat) -> str:
-        """Return the name of the file, with special characters of the layer percent-encoded.
+        """Return the name of the file.
 
-        If the layer's name is too long, a hash of the name replaces its end.
+        Special characters in the layer's name are percent-encoded. If the name is too long, a hash
+        of it replaces its end.
         """
         layer, gemms = quote(self.fqn, safe=""), "+".join(self.gemms)
         if len(layer) > _LONGEST:
@@ -109,7 +111,7 @@ class CapturedCast:
 
 
 def check_format(caller: str, format: str) -> None:
-    """Raise an error for an unknown format, or one whose package is not installed."""
+    """Raise an error if a format is unknown or its package is not installed."""
     if format not in SUFFIXES:
         raise ValueError(f"{caller}: format={format!r} must be one of {list(SUFFIXES)}")
     if format == "safetensors" and find_spec("safetensors") is None:
@@ -120,7 +122,7 @@ def check_format(caller: str, format: str) -> None:
 
 
 def save_capture(captured: CapturedCast, folder: Path, format: FileFormat) -> Path:
-    """Write a file atomically: a file with the final name is always complete.
+    """Write a file atomically and return its path. A file with the final name is always complete.
 
     Raises:
         OSError: the file can't be written. No partial file is left.
@@ -150,8 +152,8 @@ def load_capture(path: str | Path) -> CapturedCast:
     Raises:
         OSError: the file can't be read.
         ValueError: the file holds something else, or is damaged. Safetensors files have no
-            checksums, so that changed tensor values are not noticed.
-        ImportError: it is a safetensors file, and the package is not installed.
+            checksums, so changed tensor values in them are not detected.
+        ImportError: the file is a safetensors file, and the package is not installed.
     """
     path = Path(path)
     content, read = path.read_bytes(), _read_torch
@@ -161,7 +163,7 @@ def load_capture(path: str | Path) -> CapturedCast:
     try:
         text, tensors = read(content)
         return _checked(json.loads(text), tensors)
-    except Exception as error:  # whatever reading foreign bytes raises
+    except Exception as error:  # reading unknown bytes may raise anything
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{path} holds no cast that fp8_dist.debug.capture saved, or is damaged: "
@@ -170,7 +172,7 @@ def load_capture(path: str | Path) -> CapturedCast:
 
 
 def _read_torch(content: bytes) -> tuple[str, dict[str, Any]]:
-    with ZipFile(io.BytesIO(content)) as file:  # torch.load ignores the checksums
+    with ZipFile(io.BytesIO(content)) as file:  # because torch.load ignores the checksums
         if damaged := file.testzip():
             raise ValueError(f"the checksum of a part is wrong: {damaged}")
     found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -185,7 +187,7 @@ def _read_safetensors(content: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _safetensors(module: str) -> Any:
-    """Import a module of the optional package when it is used."""
+    """Import a module of the optional package only when it is used."""
     return importlib.import_module(module)
 
 
@@ -238,14 +240,14 @@ def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
 
 @dataclass(frozen=True)
 class Float8Range:
-    """Bounds of the magnitudes that a float8 format represents, for a scale.
+    """The bounds of the magnitudes that a float8 format represents, for a given scale.
 
     Attributes:
         largest: the largest number.
         normal: the smallest normal number.
         subnormal: the smallest nonzero number.
-        zero: half of ``subnormal``; values up to this one are rounded to zero.
-        saturation: values above this one are further than half a step from ``largest``.
+        zero: half of ``subnormal``; magnitudes up to this one are rounded to zero.
+        saturation: half a step above ``largest``; magnitudes above this one saturate.
     """
 
     largest: float
@@ -265,7 +267,7 @@ class Float8Range:
 
 @dataclass(frozen=True)
 class Octave:
-    """Counts of the values in ``[2^exponent, 2^(exponent + 1))``, by the effect of the cast."""
+    """The counts of the values in ``[2^exponent, 2^(exponent + 1))``, by the effect of the cast."""
 
     exponent: int
     kept: int = 0
@@ -274,20 +276,20 @@ class Octave:
 
     @property
     def values(self) -> int:
-        """Total number of values."""
+        """The total number of values."""
         return self.kept + self.to_zero + self.saturated
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts of a tensor's magnitudes.
+    """The counts of a tensor's magnitudes, by octave.
 
     Attributes:
-        octaves: without gaps, from the smallest magnitude to the largest.
+        octaves: all octaves from the smallest magnitude to the largest, including empty ones.
         values: the number of values in the octaves. Zeros, NaN and infinities are not counted. If
             ``relative``, values whose scale is not finite are not counted either.
         zeros: the number of zeros.
-        relative: whether each value was divided by its own scale, because there are several.
+        relative: whether each value is divided by its own scale, because there are several scales.
         range: the range of float8 in the same unit; None if the only scale is not finite.
     """
 
@@ -301,9 +303,9 @@ class Histogram:
 def histogram(cast: CapturedCast) -> Histogram:
     """Return the histogram of the values before a cast.
 
-    With one scale, magnitudes are those of the values. With a scale per row or column, no single
-    range of float8 applies. Each value is then divided by its own scale, and the range is that of
-    the format.
+    With one scale, the histogram counts the magnitudes of the values themselves. With several
+    scales, no single range of float8 applies to all values. Then each value is divided by its own
+    scale, and the range is that of the format.
     """
     dtype, relative = cast.qdata.dtype, any(scale.ndim for scale in cast.scales)
     columns = cast.high.shape[-1] if cast.high.ndim else 1
@@ -319,9 +321,9 @@ def histogram(cast: CapturedCast) -> Histogram:
     low = as_bytes(cast.qdata.reshape(high.shape))[counted]
     to_zero = (low & 0x7F) == 0
     saturated = units[counted].abs() > Float8Range.of(dtype).saturation
-    exponents = torch.frexp(magnitudes).exponent - 1  # frexp's mantissa is from 1/2 to 1
+    exponents = torch.frexp(magnitudes).exponent - 1  # its mantissa is in [1/2, 1)
     first, last = (int(exponents.min()), int(exponents.max())) if len(exponents) else (0, -1)
-    effects = to_zero + 2 * saturated  # the fields of an Octave
+    effects = to_zero + 2 * saturated  # indices of kept, to_zero and saturated
     cells = torch.bincount(3 * (exponents - first) + effects, minlength=3 * (last - first + 1))
     octaves = [Octave(first + i, *counts) for i, counts in enumerate(cells.view(-1, 3).tolist())]
     known = relative or bool(scale.isfinite())

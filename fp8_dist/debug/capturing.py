@@ -1,4 +1,4 @@
-"""``capture``: saves the inputs and outputs of casts, by layer, operand, step and rank."""
+"""``capture``: files with the inputs and outputs of casts, by layer, operand, step and rank."""
 
 import os
 import warnings
@@ -22,7 +22,7 @@ Numbers = int | Collection[int] | None
 
 
 class _Copies(NamedTuple):
-    """CPU copies of a cast's input and output."""
+    """CPU copies of the input and output of a cast."""
 
     high: torch.Tensor
     qdata: torch.Tensor
@@ -32,12 +32,13 @@ class _Copies(NamedTuple):
 
 
 class Capture(StepRecorder):
-    """Context manager that :func:`capture` returns.
+    """The context manager that :func:`capture` returns.
 
     Attributes:
         files: the files that this rank wrote, in order.
         bytes: the total size of these files.
-        left_out: the number of casts that this rank should have written, but did not.
+        left_out: the number of casts that this rank left out because of ``max_bytes``, or because
+            a file could not be written.
         step: the number of the last step that was entered.
     """
 
@@ -59,7 +60,7 @@ class Capture(StepRecorder):
         self._max_bytes, self._format = max_bytes, format
         self._slots = {(slot.owner, slot.operand, slot.gemms): slot for slot in slots}
         self._inputs = {slot.owner: slot for slot in slots if slot.operand == "input"}
-        # The prepared inputs that chosen layers take. Others are not copied.
+        # The names of prepared inputs that chosen layers take. Other ones are not copied.
         self._prepared_by = {
             name
             for layer in float8_layers(model).values()
@@ -67,8 +68,8 @@ class Capture(StepRecorder):
             for name in layer.prepared_by
         }
         self._calls: Counter[CastSlot] = Counter()
-        self._full = ""  # the reason, once nothing more is written
-        self._missing: list[CastSlot] = []  # in this step
+        self._full = ""  # the reason why nothing more is written, if so
+        self._missing: list[CastSlot] = []  # the casts that were left out in this step
 
     def _is_recorded(self, step: int) -> bool:
         return self._steps is None or step in self._steps
@@ -92,7 +93,7 @@ class Capture(StepRecorder):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """Save casts of an operand."""
+        """Save the casts of an operand."""
         for gemms, low in lows.items() if self._is_chosen_rank() else ():
             if slot := self._slots.get((owner, operand, gemms)):
                 size = high.nbytes + low.qdata.nbytes + sum(s.nbytes for s in low.scales)
@@ -100,10 +101,10 @@ class Capture(StepRecorder):
                     self._write(slot, _copies(high, low))
 
     def on_prepared_cast(self, owner: Owner, high: torch.Tensor, low: Quantized) -> _Copies | None:
-        """Copy the cast of an input for several layers."""
+        """Copy the cast of an input that several layers share."""
         if self._full or not self._is_chosen_rank() or owner.fqn not in self._prepared_by:
             return None
-        # Copied now, because compiled code may reuse the memory before a layer takes the input.
+        # Copy now, because compiled code may reuse the memory before a layer takes the input.
         return _copies(high, low)
 
     def on_prepared_use(self, owner: Owner, kept: _Copies | None) -> None:
@@ -164,7 +165,7 @@ def _copies(high: torch.Tensor, low: Quantized) -> _Copies:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous CPU copy with its own storage, because files hold whole storages."""
+    """Return a contiguous CPU copy with its own storage, because files contain whole storages."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
 
@@ -180,7 +181,7 @@ def capture(
     max_bytes: int = 2**30,
     format: FileFormat = "torch",
 ) -> Capture:
-    """Save local tensors before their casts, their float8 copies and their scales to files.
+    """Save local tensors before their casts, with their float8 copies and scales, to files.
 
     ::
 
@@ -190,16 +191,17 @@ def capture(
                 loss = model(x); loss.backward()
             optimizer.step()
 
-    Entering the block begins a step; ``with captured.at(step):`` gives it a number. Each cast makes
-    one file, named by step, rank, layer, operand, GEMMs and call (the micro-batch, where a layer
-    runs once in each). A forward that activation checkpointing repeats makes no files. Files are
-    written atomically, and replace those of the same name. ``python -m fp8_dist.debug.show FILE``
-    shows the contents of a file, and :func:`load_capture` returns them.
+    Entering the block begins a step; ``with captured.at(step):`` sets the number of the step. Each
+    cast is saved in a file of its own. The name of the file has the step, rank, layer, operand,
+    GEMMs and call (the micro-batch, if a layer runs once in each). A forward that activation
+    checkpointing repeats makes no files. Files are written atomically, and replace files of the
+    same name. ``python -m fp8_dist.debug.show FILE`` shows the contents of a file, and
+    :func:`load_capture` returns them.
 
-    Works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
-    code. Compiled code is compiled once more when it is first recorded. Tensors are local to the
-    rank, such as the shard of a weight that FSDP2 gathers in float8, or a part of the sequence.
-    Outside of recorded blocks there are no additional operators, in eager code or in graphs.
+    This works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
+    code. Compiled code is compiled once more when it is first recorded. The tensors are local to
+    the rank, such as the shard of a weight that FSDP2 gathers in float8, or a part of the sequence.
+    Outside of recorded blocks, neither eager code nor graphs have additional operators.
 
     Args:
         model: a model that is already converted and parallelized.
@@ -207,13 +209,13 @@ def capture(
         fqn: an ``fnmatch`` pattern of layer names, or several patterns; None: all layers.
         operand: likewise for ``"input"``, ``"weight"`` and ``"grad_output"``.
         gemm: likewise for ``"output"``, ``"grad_input"`` and ``"grad_weight"``. It selects the
-            copies that one of these GEMMs multiplies.
-        steps: the number of the step, or a collection of them such as ``range(0, 1000, 100)``;
-            None: all. The first step is 0.
-        ranks: the rank, or a collection of them; None: all.
-        max_bytes: the limit of what one rank writes, in bytes. The first cast that would exceed it
-            is left out with all that follow, and a warning at the end of each block says so. The
-            same happens if a file can't be written.
+            float8 copies that one of these GEMMs multiplies.
+        steps: the number of a step, or a collection of numbers such as ``range(0, 1000, 100)``;
+            None: all steps. The first step is 0.
+        ranks: a rank, or a collection of ranks; None: all ranks.
+        max_bytes: the largest number of bytes that one rank writes. The first cast that would
+            exceed it is left out, as are all casts after it, and a warning at the end of each block
+            reports this. The same happens if a file can't be written.
         format: ``"torch"`` (``torch.save``), or ``"safetensors"`` (needs that package).
 
     Returns:
@@ -244,12 +246,12 @@ def capture(
 
 
 def _numbers(argument: str, given: Numbers) -> Collection[int] | None:
-    """Check a choice of steps or ranks, and return it."""
+    """Check a choice of steps or ranks, and return it as a collection."""
     if given is None:
         return None
     several: Any = [given] if isinstance(given, int) else given
     if isinstance(several, range) and several:
-        ends: Any = (several[0], several[-1])  # a range may be long
+        ends: Any = (several[0], several[-1])  # enough to check, as a range may be long
     else:
         ends = several
     is_list = isinstance(ends, Collection) and not isinstance(ends, str | bytes)

@@ -1,12 +1,12 @@
 """Communication ops of torch: the tensors that they move, their groups, and their durations.
 
-Terms: a *collective* is one call of a communication op, point-to-point ones included; its *buffer*
-is the largest tensor it moves (the output of an all-gather, the input of a reduce-scatter, the
-tensor of an all-reduce).
+Terms: a *collective* is one call of a communication op, which may also be a point-to-point op. Its
+*buffer* is the largest tensor that it moves: the output of an all-gather, the input of a
+reduce-scatter, the tensor of an all-reduce.
 
-An op of torch's communication namespaces is in one of three sets: ``SCHEMAS`` (its arguments are
-known), ``IGNORED_OPS`` (it moves no data), or neither. Ops in neither set are still read, under
-their qualified names: a new op of torch may be sized wrongly, but it is never missed.
+The arguments of the ops in ``SCHEMAS`` are known. The ops in ``IGNORED_OPS`` move no data. Any
+other op in torch's communication namespaces is recorded under its qualified name. So a new op of
+torch may be recorded with a wrong size, but it is never missed.
 """
 
 import re
@@ -43,14 +43,14 @@ NAMESPACES = {
 
 
 class CollectiveSchema(NamedTuple):
-    """Meaning of the arguments of one communication op."""
+    """The meaning of the arguments of one communication op."""
 
-    op: str  # the common name of the collective, the same for all its variants
-    buffer: str  # name of the argument that holds the buffer
-    times_group_size: bool  # that argument holds one rank's share of the buffer
+    op: str  # the name of the collective, the same for all variants of the op
+    buffer: str  # the name of the argument that holds the buffer
+    times_group_size: bool  # whether that argument holds only one rank's share of the buffer
 
 
-# Qualified op name, then the fields of its CollectiveSchema.
+# A line has the qualified name of an op, and the fields of its CollectiveSchema.
 _TABLE = """
 c10d::_allgather_base_                                  all_gather      input_tensor    share
 c10d::allgather_                                        all_gather      output_tensors
@@ -98,7 +98,7 @@ SCHEMAS = {
 }
 
 # Ops of these namespaces that move no data between ranks: barriers, waits and signals, work on a
-# rank's own tensors, look-ups and set-up of groups and of buffers that other ranks can reach.
+# rank's own tensors, and the lookup and setup of groups and of symmetric memory.
 _IGNORED = """
 c10d::barrier  c10d::monitored_barrier_  c10d_functional::wait_tensor
 _c10d_functional::wait_tensor  _c10d_functional::wait_tensors
@@ -113,16 +113,16 @@ IGNORED_OPS = set(_IGNORED.split())
 class Collective(NamedTuple):
     """One call of a communication op."""
 
-    op: str  # common name of the collective; the op's qualified name if it is not in SCHEMAS
-    group: dist.ProcessGroup | None  # None if the op names none
-    tensors: tuple[torch.Tensor, ...]  # the buffer, or 1 / factor of it
-    factor: int
+    op: str  # the name in its schema; the op's qualified name if it is not in SCHEMAS
+    group: dist.ProcessGroup | None  # None if the op has no argument for the group
+    tensors: tuple[torch.Tensor, ...]  # the buffer, or one rank's share of it
+    factor: int  # the size of the buffer, in sizes of ``tensors``
 
 
 def read_collective(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Collective | None:
-    """Read the collective that a call of an op makes; None if the op is not one.
+    """Return the collective that a call of an op makes; None if it makes none.
 
     For an op that is not in ``SCHEMAS``, the buffer is assumed to be its largest tensor argument.
     """
@@ -147,7 +147,7 @@ def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _group(group: Any) -> dist.ProcessGroup | None:
-    """Return the group from the argument of a c10d op (boxed) or functional op (or its name)."""
+    """Return the group of an argument: boxed in a c10d op, or its name in a functional op."""
     if isinstance(group, torch.ScriptObject):
         return dist.ProcessGroup.unbox(group)
     if group is None or isinstance(group, dist.ProcessGroup):
@@ -155,17 +155,17 @@ def _group(group: Any) -> dist.ProcessGroup | None:
     return resolve_process_group(group)
 
 
-# The name of the range around each call in the trace, followed by the call's position.
+# In the trace, the range around each call has this name and the position of the call.
 _MARK = "comm_audit: collective "
-# The name that a backend gives a collective on one of its threads.
+# The name of a collective on a thread of its backend, such as "gloo:all_reduce".
 _BACKEND_EVENT = re.compile(r"\w+:(\w+)")
 _GRACE_S = 0.01
-# gloo reduces the whole buffer, and each rank keeps its share.
+# gloo may run a reduce-scatter as an all-reduce of the whole buffer; each rank keeps its share.
 _RUNS_AS = {"reduce_scatter": {"reduce_scatter", "all_reduce"}}
 
 
 class _Call(NamedTuple):
-    """Properties of a collective that are known when it is issued."""
+    """The properties of a collective that are known when it is issued."""
 
     op: str
     on_cpu: bool
@@ -173,7 +173,7 @@ class _Call(NamedTuple):
 
 
 class CollectiveTimer:
-    """Context manager that profiles a block; afterwards ``seconds`` has the durations.
+    """A context manager that profiles a block, and afterwards has the durations of collectives.
 
     Attributes:
         seconds: the duration for each call of :meth:`around`, in order; None if it is not known.
@@ -204,7 +204,7 @@ class CollectiveTimer:
             pass
         self._profiler.stop()
         events = list(self._profiler.events() or [])
-        # A GPU's timeline has ranges of the same names.
+        # The timeline of a GPU has ranges with the same names.
         on_host = (event for event in events if event.device_type == DeviceType.CPU)
         marks = {event.name: event for event in on_host if event.name.startswith(_MARK)}
         found = [marks.get(f"{_MARK}{i}") for i in range(len(self._calls))]
@@ -213,7 +213,7 @@ class CollectiveTimer:
             None if mark is None or call.on_cpu else _seconds_of_kernels(mark)
             for call, mark in calls
         ]
-        # The profiler gives collectives that are still running an end after all marks.
+        # For a collective that is still running, the profiler reports an end after all marks.
         end = max((mark.time_range.end for mark in marks.values()), default=0)
         for position, seconds in _seconds_on_cpu(calls, events, end):
             self.seconds[position] = seconds
@@ -236,7 +236,7 @@ def _inside(event: FunctionEvent) -> Iterator[FunctionEvent]:
 def _seconds_of_kernels(mark: FunctionEvent) -> float | None:
     """Return the total time of the NCCL kernels that a call launched; None if there are none."""
     kernels = [kernel for event in (mark, *_inside(mark)) for kernel in event.kernels]
-    # "nccl:all_reduce" is a range around them.
+    # "nccl:all_reduce" is a range around kernels, not a kernel.
     own = [k for k in kernels if k.name.startswith("nccl") and not k.name.startswith("nccl:")]
     return sum(kernel.duration for kernel in own) / 1e6 if own else None
 
@@ -272,6 +272,6 @@ def _seconds_on_cpu(
 
 
 def _shapes(event: FunctionEvent) -> set[tuple[int, ...]]:
-    """Return the shapes of an operator's arguments; () also stands for lists and non-tensors."""
+    """Return the shapes of an operator's arguments; () also stands for lists and other objects."""
     shapes: Any = event.input_shapes or []
     return {tuple(s) if all(isinstance(n, int) for n in s) else () for s in shapes}

@@ -1,9 +1,10 @@
 """``compare_recipes``: the error of each layer in each recipe, for one batch.
 
-The batch runs once in high precision and once in each recipe. The layers stay in the model: their
-forwards are replaced, so that hooks, wrappers and FSDP2, which exchanges a layer's parameters, work
-as before. In the run in high precision each layer has a *twin* for each recipe, a ``Float8Linear``
-that computes on the same operands. An observer of the twins' GEMMs measures a layer's own errors.
+The batch runs once in high precision and once in each recipe. The layers stay in the model, and
+only their forwards are replaced. Hooks, wrappers and FSDP2, which swaps a layer's parameters, work
+as before. During the run in high precision, each layer has a *twin* for each recipe: a
+``Float8Linear`` that computes on the same operands. An observer of the twins' GEMMs measures the
+errors of each layer alone.
 """
 
 import copy
@@ -70,39 +71,45 @@ def compare_recipes(
         low = comparison.layers_below(20, "tensorwise")
         convert_to_float8_training(model, module_filter_fn=lambda layer, fqn: fqn not in low)
 
-    Choose the layers to leave out by their own SQNR: this layer alone computes in float8, on the
-    tensors of the run in high precision. With all layers in float8, the SQNR of a layer's output
-    also contains the errors of the layers before it. It falls with depth, and leaving that layer
-    out would not raise it. These numbers are in the rows too (``model_output``, ...).
+    Choose the layers to leave out by their own SQNR. It is measured with that layer alone in
+    float8, on the tensors of the run in high precision. With all layers in float8, the SQNR of a
+    layer's output also contains the errors of the layers before it. It falls with depth, and
+    leaving that layer out would not raise it. The rows have these numbers too (``model_output``,
+    ...).
 
-    The model is left unchanged, also after an error: parameters, gradients, buffers, amax
-    histories, and torch's generators. All runs use the same random numbers. ``torch.compile`` is
-    off inside, and activation checkpointing works. A model in training mode runs in training mode.
-    To use autocast, call the function inside of it. Call it between two steps, not while gradients
-    are being accumulated without a reduction (``set_requires_gradient_sync(False)``).
+    Parameters, gradients, buffers, amax histories and torch's generators are left unchanged, even
+    if the function raises an error. All runs use the same random numbers. The model runs without
+    ``torch.compile``. Activation checkpointing works. A model in training mode runs in training
+    mode. To use autocast, call the function inside an autocast block. Call it between two steps,
+    not while gradients are being accumulated without a reduction
+    (``set_requires_gradient_sync(False)``).
 
-    Each recipe takes the time of one forward and backward, and of the layers alone. A GPU holds the
-    tensors of one run at a time. The references are kept on the CPU: the inputs, outputs and input
-    gradients of the layers.
+    For each recipe, the model runs one forward and backward, and each compared layer computes once
+    more in float8. A GPU holds the tensors of one run at a time. The references are kept on the
+    CPU: the inputs, outputs and input gradients of the layers, and the gradients of all parameters.
 
     Args:
-        model: converted or not; DDP's wrapper is left out. On one device, or under ``fully_shard``
-            without float8 gathers and tensor parallelism, on all ranks with their batches.
+        model: a model, converted or not. It is on one device, or under ``fully_shard`` without
+            float8 gathers and without tensor parallelism. Under ``fully_shard``, call the function
+            on all ranks, each with its batch. A DDP model is compared without its wrapper.
         batch: a tensor, a tuple or list of arguments, or a dictionary of keyword arguments.
-        loss: maps the model's output to a scalar tensor. Default: the output's ``loss``, if it has
-            one (transformers' models, given labels); the output itself, if it is a scalar;
-            otherwise the mean of the squares of the first tensor in it, a stand-in: give the loss
-            of training where gradients matter.
-        recipes: names of recipes, or configs by name. Default: all; ``delayed`` only for a model
-            with amax histories. Without histories its scales are those of ``tensorwise``.
-        module_filter_fn: as in ``convert_to_float8_training``. Default: the converted layers;
-            all linear layers of a model without any.
+        loss: a function that maps the model's output to a scalar tensor. Default: the output's
+            ``loss`` if it has one (transformers' models have one if they are given labels);
+            otherwise the output itself if it is a scalar; otherwise the mean of the squares of the
+            first tensor in the output. The latter is only a stand-in: pass the training loss if
+            gradients matter.
+        recipes: names of recipes, or a dictionary of configs by name. Default: all recipes, with
+            ``delayed`` only for a model with amax histories. Without histories, the scales of
+            ``delayed`` are those of ``tensorwise``.
+        module_filter_fn: as in ``convert_to_float8_training``. Default: the converted layers, or
+            all linear layers if none is converted.
 
     Returns:
         A :class:`RecipeComparison`, the same on all ranks except for its losses.
 
-    Collectives: those of FSDP2, once for each recipe and once for high precision; one all-reduce of
-    24 bytes for each recipe, layer, result and parameter over the parameters' mesh.
+    Collectives: the collectives of FSDP2, once for each recipe and once for high precision; one
+    all-reduce over the parameters' mesh, of 24 bytes for each recipe and each result of a layer or
+    gradient of a parameter.
 
     Raises:
         TypeError: ``model`` is not a module, or a config is not a ``Float8LinearConfig``.
@@ -126,7 +133,7 @@ def compare_recipes(
 
 
 def _layers_of(model: nn.Module, module_filter_fn: LayerFilter | None) -> dict[str, nn.Linear]:
-    """The layers to compare, by name."""
+    """Return the layers to compare, by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"compare_recipes: expected a model, got a {type(model).__name__}")
     # The layers that convert_to_float8_training can convert.
@@ -158,7 +165,7 @@ def _layers_of(model: nn.Module, module_filter_fn: LayerFilter | None) -> dict[s
 
 
 def _configs_of(recipes: Recipes, layers: dict[str, nn.Linear]) -> dict[str, Float8LinearConfig]:
-    """The configs to compare, by name."""
+    """Return the configs to compare, by name."""
     if isinstance(recipes, Mapping):
         configs = dict(recipes)
     else:
@@ -182,7 +189,7 @@ def _configs_of(recipes: Recipes, layers: dict[str, nn.Linear]) -> dict[str, Flo
 
 
 def _default_loss(output: Any) -> Any:
-    """The loss that transformers' models return, or a stand-in."""
+    """Return the loss in an output, such as a transformers model's, or a stand-in."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -196,9 +203,9 @@ def _default_loss(output: Any) -> Any:
 
 
 class _Runs(Observer):
-    """Runs of a comparison, one after the other, so that one run's tensors exist at a time.
+    """The runs of a comparison, one after the other, so that one run's tensors exist at a time.
 
-    It observes the twins' GEMMs in the run in high precision.
+    This object observes the GEMMs of the twins during the run in high precision.
     """
 
     def __init__(
@@ -211,19 +218,19 @@ class _Runs(Observer):
     ) -> None:
         self._model, self._batch, self._loss = model, batch, loss
         self._configs, self._layers = configs, layers
-        # Results in high precision, by layer or parameter and kind, and how many each recipe has
-        # been compared with.
+        # The results in high precision, by layer or parameter and by kind; and the number of them
+        # that each recipe's results have been compared with so far.
         self._references: defaultdict[tuple[str, str], list[torch.Tensor]] = defaultdict(list)
         self._turns: Counter[_Key] = Counter()
-        # Sum of squares of references and of errors, and the number of results.
+        # The sums of squares of the references and of the errors, and the number of results.
         self._sums: defaultdict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         self._losses: dict[str, float] = {}
-        # The twins of each layer in the run in high precision, and the recipe and layer of each.
+        # The twins of each layer in the run in high precision; and the recipe and layer of each.
         self._twins: dict[str, list[Float8Linear]] = {}
         self._twin_of: dict[Owner, tuple[str, str]] = {}
 
     def run(self) -> RecipeComparison:
-        """Execute all runs."""
+        """Run in high precision first, then in each recipe, and return the comparison."""
         for recipe, config in self._configs.items():
             for name, layer in self._layers.items():
                 twin = _twin(name, layer, config)
@@ -231,7 +238,7 @@ class _Runs(Observer):
                 self._twin_of[twin.float8_weight] = recipe, name
         with gemms_observed_by(self):
             self._step(HIGH_PRECISION, None)
-        self._twins.clear()  # and what they hold of the model
+        self._twins.clear()  # they refer to weights of the model
         self._twin_of.clear()
         for recipe, config in self._configs.items():
             self._step(recipe, config)
@@ -271,7 +278,7 @@ class _Runs(Observer):
         twin: Float8Linear | None,
         input: torch.Tensor,
     ) -> torch.Tensor:
-        """The forward of a layer in a run."""
+        """Compute the forward of a layer in a run, and keep or compare its results."""
         weight: Any = layer.weight
         if any(isinstance(t, DTensor | Float8Tensor) for t in (input, weight)):
             raise NotImplementedError(
@@ -280,14 +287,14 @@ class _Runs(Observer):
                 "supported: compare before the model is parallelized, or under fully_shard alone "
                 "with enable_fsdp_float8_all_gather=False"
             )
-        # The views are graph nodes of this layer alone, between the hooks of others, such as
-        # FSDP2's.
+        # The views add autograd nodes that no other code has hooks on. So the hooks below run
+        # between other hooks, such as FSDP2's.
         x = input.view_as(input)
         if twin is None:
             output = F.linear(x, weight, layer.bias)
         else:
             output = _run_twin(twin, x, weight, layer.bias)
-        repeats = in_backward()  # activation checkpointing
+        repeats = in_backward()  # a recomputation by activation checkpointing
         if not repeats:
             self._see(recipe, name, "output", output)
         if x.requires_grad:
@@ -309,9 +316,9 @@ class _Runs(Observer):
         autocast: Any,
         grad: torch.Tensor | None,
     ) -> None:
-        """Repeat a call of a layer in each recipe: its output, or for its gradient those GEMMs."""
+        """Repeat a layer's forward in each recipe, or its backward if ``grad`` is given."""
         for twin in self._twins[name]:
-            # Without grad mode in a forward: activation checkpointing counts the saved tensors.
+            # No grad mode in the forward, because activation checkpointing counts saved tensors.
             with torch.set_grad_enabled(grad is not None), autocast:
                 weight = nn.Parameter(layer.weight.detach(), layer.weight.requires_grad)
                 x = input.detach().to(weight.device).requires_grad_(input.requires_grad)
@@ -334,11 +341,11 @@ class _Runs(Observer):
         recipe, name = self._twin_of[owner]
         exact, found = gemm_results(gemm, left, right, result) or (result, result)
         if not owner.config.gemm_enabled(gemm):
-            exact = found  # the same product
+            exact = found  # the recipe computes this GEMM in high precision
         self._add((recipe, name, gemm), exact.to(result.dtype), found)
 
     def _see(self, recipe: str, name: str, what: str, tensor: torch.Tensor) -> None:
-        """Keep a result in high precision, or compare a recipe's with that of the same call."""
+        """Keep a high-precision result, or compare a recipe's result of the same call with it."""
         references = self._references[name, what]
         if recipe == HIGH_PRECISION:
             references.append(tensor.detach().to("cpu", copy=True))
@@ -349,7 +356,7 @@ class _Runs(Observer):
         self._add((recipe, name, f"model_{what}"), expected, tensor.detach())
 
     def _add(self, key: _Key, expected: torch.Tensor | None, found: torch.Tensor) -> None:
-        """Add a result. Without a reference of the same shape its SQNR will be NaN."""
+        """Add a result to the sums. Without a reference of the same shape, its SQNR will be NaN."""
         sums = self._sums[key]
         sums[2] += 1
         if expected is None or expected.shape != found.shape:
@@ -363,7 +370,7 @@ class _Runs(Observer):
             sums[1] += noise
 
     def _sums_over_ranks(self, keys: list[_Key]) -> dict[_Key, tuple[float, float, float]]:
-        """Sum (signal, noise, number of results) for each key over ranks that share parameters.
+        """Sum (signal, noise, number of results) by key over the ranks that share parameters.
 
         Collectives: an all-reduce of 24 bytes per key over the mesh of DTensor parameters.
         """
@@ -403,8 +410,8 @@ class _Runs(Observer):
 
 def _twin(name: str, layer: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
     """Return a float8 layer of the same shape, with copies of the layer's amax histories."""
-    # Padded, because a GPU's GEMM may refuse the sizes of a rank's parts. Nothing is gathered in
-    # float8 here.
+    # Pad, because a GPU's GEMM may refuse the sizes of a rank's parts. The twin gathers nothing in
+    # float8.
     changes: dict[str, Any] = {"enable_fsdp_float8_all_gather": "auto"}
     changes |= {"pad_inner_dim": True, "cache_float8_shards": False}
     config = dataclasses.replace(config, **changes)
@@ -419,14 +426,14 @@ def _twin(name: str, layer: nn.Linear, config: Float8LinearConfig) -> Float8Line
 def _run_twin(
     twin: Float8Linear, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute the output of a twin with these parameters."""
+    """Compute the output of a twin with the given parameters."""
     twin.float8_weight.cache.drop()
     twin.weight, twin.bias = weight, bias  # type: ignore[assignment]
     return twin(x)
 
 
 def _autocast(device: str) -> Any:
-    """Return a context manager for the autocast that is in force."""
+    """Return a context manager that applies the current autocast settings."""
     enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=enabled)
 
@@ -457,9 +464,9 @@ def _fqn(name: str, layer: nn.Linear) -> str:
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Restore a model at the end of the block, also after an error.
 
-    Parameters have no gradients at the start of the block. Afterwards, gradients, buffers, forwards
-    that were replaced on an instance, and torch's generators are as before, and parameters that
-    FSDP2 has gathered are freed. Parameters must not be written to.
+    At the start of the block, no parameter has a gradient. After the block, gradients, buffers,
+    ``forward`` attributes of modules, and torch's generators are as before, and parameters that
+    FSDP2 has gathered are freed. The block must not write to parameters.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = [

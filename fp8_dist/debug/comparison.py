@@ -1,4 +1,4 @@
-"""Results of ``compare_recipes``: rows as data, as text, and as names of layers."""
+"""Results of ``compare_recipes``, as data, as text, and as names of layers."""
 
 import dataclasses
 import math
@@ -11,24 +11,24 @@ from fp8_dist.recipe import Gemm
 
 @dataclasses.dataclass(frozen=True)
 class LayerSqnr:
-    """SQNR in dB of a recipe's results in a layer, relative to those in high precision.
+    """SQNR in dB of a layer's results in one recipe, relative to the results in high precision.
 
-    SQNR is ``10 log10(sum x^2 / sum (found - x)^2)``: infinite where nothing differs, NaN where
-    values are not finite. None: the model does not compute the result, as for the gradient of a
-    frozen weight or of an input that needs none.
+    SQNR is ``10 log10(sum x^2 / sum (found - x)^2)``. It is infinite where nothing differs, NaN
+    where values are not finite, and None if the model does not compute the result, such as the
+    gradient of a frozen weight or of an input that requires none.
 
     Attributes:
         recipe: the name of the recipe.
         fqn: the layer.
-        output: the SQNR of the output's GEMM (without the bias) with this layer alone in float8.
-            The layer gets the input, weight and gradient of the run in high precision.
-        grad_input: the same for the gradient of its input.
-        grad_weight: the same for the gradient of its weight.
+        output: the SQNR of the output, without the bias, with this layer alone in float8. The layer
+            gets the input, weight and output gradient of the run in high precision.
+        grad_input: the same for the gradient of the input.
+        grad_weight: the same for the gradient of the weight.
         model_output: the SQNR of the output with all compared layers in float8, which includes the
-            errors of other layers. NaN also where the shape differs, as when tokens are routed to
-            other experts.
-        model_grad_input: the same for the gradient of its input.
-        model_grad_weight: the same for the gradient of its weight.
+            errors of other layers. It is also NaN where the shape differs, for instance because
+            tokens are routed to other experts.
+        model_grad_input: the same for the gradient of the input.
+        model_grad_weight: the same for the gradient of the weight.
     """
 
     recipe: str
@@ -42,7 +42,10 @@ class LayerSqnr:
 
     @property
     def worst(self) -> tuple[float, Gemm]:
-        """The lowest SQNR of the layer's own GEMMs, and the GEMM. NaN counts as lowest."""
+        """The lowest SQNR of ``output``, ``grad_input`` and ``grad_weight``, and its GEMM.
+
+        NaN counts as the lowest.
+        """
         gemms: dict[Gemm, float | None] = {
             "output": self.output,
             "grad_input": self.grad_input,
@@ -54,12 +57,12 @@ class LayerSqnr:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSqnr:
-    """SQNR of the gradient of a parameter, relative to the one in high precision.
+    """SQNR of the gradient of a parameter, relative to the gradient in high precision.
 
     Attributes:
         recipe: the name of the recipe, which all compared layers use.
         name: the name of the parameter, which may be in any module of the model.
-        sqnr: dB, as in :class:`LayerSqnr`.
+        sqnr: the SQNR in dB, as in :class:`LayerSqnr`.
     """
 
     recipe: str
@@ -68,14 +71,14 @@ class ParameterSqnr:
 
 
 class RecipeComparison:
-    """Result of :func:`compare_recipes`.
+    """The result of :func:`compare_recipes`.
 
     Attributes:
         recipes: the names of the recipes, in order.
-        layers: a :class:`LayerSqnr` for each recipe and layer that ran, in the model's order.
-        parameters: a :class:`ParameterSqnr` for each recipe and parameter with a gradient.
-        gradients: by recipe, the SQNR of the gradient of all parameters together, in dB.
-        losses: by recipe, and ``"high precision"``: the loss of this rank's batch.
+        layers: a :class:`LayerSqnr` for each recipe and each layer that ran, in the model's order.
+        parameters: a :class:`ParameterSqnr` for each recipe and each parameter with a gradient.
+        gradients: the SQNR in dB of the gradients of all parameters together, by recipe.
+        losses: the loss of this rank's batch, by recipe and for ``"high precision"``.
         not_called: the layers that the batch did not reach, such as experts without tokens.
     """
 
@@ -103,8 +106,8 @@ class RecipeComparison:
     def layers_below(self, decibels: float, recipe: str | None = None) -> list[str]:
         """Return the names of the layers whose own SQNR is below a limit, the lowest first.
 
-        :func:`fp8_dist.auto_filter` takes them as ``exclude``. Layers whose SQNR is NaN are
-        included.
+        Layers whose SQNR is NaN are included. Pass the names to :func:`fp8_dist.auto_filter` as
+        ``exclude``.
 
         Args:
             decibels: the limit in dB.
@@ -121,10 +124,13 @@ class RecipeComparison:
         ]
 
     def table(self, n: int | None = None) -> str:
-        """Return layers by recipes as text, the worst layer first; ``n`` limits the layers.
+        """Return a table of layers by recipes as text, with the worst layer first.
 
-        A cell has the lowest own SQNR of the layer's GEMMs in dB, and the GEMM. The last lines are
-        about the whole model, with all compared layers in float8.
+        A cell has the lowest SQNR of the layer's own GEMMs in dB, and that GEMM. The last lines
+        describe the whole model, with all compared layers in float8.
+
+        Args:
+            n: the largest number of layers in the table; None: all layers.
         """
         by_layer: dict[str, dict[str, LayerSqnr]] = {}
         for row in self.layers:

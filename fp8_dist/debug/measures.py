@@ -1,4 +1,4 @@
-"""Measures of casts and GEMMs: counts and sums that add up, from which statistics follow."""
+"""Measures of casts and GEMMs: maxima and sums, from which statistics are computed."""
 
 import math
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, as_matrix
 from fp8_dist.torch_internals import funcol
 
-# Elements per part in which an operand is read. On CPUs a part fits into a cache. On GPUs its copy
-# in fp32 takes little memory.
+# An operand is read in parts of so many elements. On a CPU a part fits into a cache. On a GPU the
+# fp32 copy of a part takes little memory.
 _CPU_PART, _PART = 2**18, 2**24
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -23,12 +23,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 class Measures(NamedTuple):
     """Measures of one or several casts, one fp64 number each.
 
-    Combined by their maximum: ``amax`` (of the operand), ``scale`` (the largest one),
-    ``minus_scale`` (the smallest one, negated), ``minus_rank`` (the first rank with a value that
-    is not finite, negated; -inf: none).
-    Combined by their sum: the number of ``values`` that are not zero in high precision, and of
-    those that ``underflow`` (are zero in float8), that saturate (``saturated``) and that are
-    ``nonfinite``; the squares of the operand (``signal``) and of the cast's errors (``noise``).
+    The first four fields are combined by their maximum, the others by their sum.
+
+    Attributes:
+        amax: the amax of the operand.
+        scale: the largest scale.
+        minus_scale: the smallest scale, negated.
+        minus_rank: the first rank with a value that is not finite, negated; -inf if there is none.
+        values: the number of values that are not zero in high precision.
+        underflow: the number of those values that are zero in float8.
+        saturated: the number of values that saturate.
+        nonfinite: the number of values that are NaN or infinite.
+        signal: the sum of squares of the operand.
+        noise: the sum of squares of the errors of the cast.
     """
 
     amax: float
@@ -43,41 +50,45 @@ class Measures(NamedTuple):
     noise: float
 
 
-MAXIMA = 4  # the number of leading fields that are combined by their maximum
+MAXIMA = 4  # the number of fields that are combined by their maximum
 
 
 def nothing(device: torch.device | str) -> torch.Tensor:
-    """Return the measures of zero casts, the identity of :func:`combine_`."""
+    """Return the measures of no casts, the identity of :func:`combine_`."""
     total = torch.zeros(len(Measures._fields), dtype=torch.float64, device=device)
     total[1:MAXIMA] = -math.inf
     return total
 
 
 def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
-    """Add the measures ``[..., 10]`` of further casts of the same operands to a total, in place."""
+    """Add the measures of more casts of the same operands, ``[..., 10]``, to a total in place."""
     maxima = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
     total[..., MAXIMA:] += more[..., MAXIMA:]
     total[..., :MAXIMA] = maxima
 
 
 def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
-    """Return the :class:`Measures` of one cast, as :func:`measure_casts` does: fp64 ``[10]``."""
+    """Return the :class:`Measures` of one cast, fp64 ``[10]``. See :func:`measure_casts`."""
     return measure_casts(high, [low], rank)[0]
 
 
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
-    """Return the :class:`Measures` of casts of one operand: fp64 ``[10]`` each, on its device.
+    """Return the :class:`Measures` of several casts of one operand.
 
-    On a GPU there is no host synchronization. On a CPU, where reading a value costs little, finite
-    values that do not saturate take less time. Measures of the operand alone are taken once.
+    The measures of the operand alone are taken only once. On a GPU there is no host
+    synchronization. On a CPU, where reading a value costs little, a part without non-finite or
+    saturated values takes less time.
 
     A value saturates if it lies beyond the values that round to the largest float8 number, in
     either direction. No value saturates under a dynamic scale, except by the block rule *floor*.
 
     Args:
-        high: ``[..., K]``, local, in high precision.
-        lows: its float8 copies.
+        high: the local operand in high precision, ``[..., K]``.
+        lows: the float8 copies of the operand.
         rank: the rank of this process.
+
+    Returns:
+        For each cast an fp64 tensor ``[10]``, on the device of the operand.
     """
     totals = [nothing(high.device) for _ in lows]
     if not high.numel():
@@ -92,7 +103,7 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         amax, values = bits.max().view(part.dtype), torch.count_nonzero(bits)
         nonfinite = torch.zeros_like(values)
         if not (part.is_cpu and amax.isfinite()):
-            nonfinite = torch.count_nonzero(part - part)  # NaN of NaN and Inf
+            nonfinite = torch.count_nonzero(part - part)  # inf - inf and NaN - NaN are NaN
         for total, each in zip(totals, casts, strict=True):
             underflow, saturated, *squares = _losses(x, values, each.rows(start, size))
             total[0] = torch.maximum(total[0], amax)
@@ -108,9 +119,9 @@ class _Cast(NamedTuple):
     """A cast of a matrix ``[M, K]``.
 
     Attributes:
-        qdata: the float8 data.
-        scale: 0-dim, ``[M, 1]``, ``[1, K]`` or ``[M, K]``.
-        of_rows: whether the rows have different scales.
+        qdata: the float8 data, ``[M, K]``.
+        scale: the scales, 0-dim, ``[M, 1]``, ``[1, K]`` or ``[M, K]``.
+        of_rows: whether each row has scales of its own.
     """
 
     qdata: torch.Tensor
@@ -126,14 +137,14 @@ class _Cast(NamedTuple):
         return cls(qdata, scale, scale.ndim > 0 and len(scale) == len(matrix))
 
     def rows(self, start: int, size: int) -> "_Cast":
-        """The cast of the rows from ``start`` on."""
+        """Return the cast of ``size`` rows from ``start`` on."""
         here = slice(start, start + size)
         scale = self.scale[here] if self.of_rows else self.scale
         return _Cast(self.qdata[here], scale, self.of_rows)
 
     @property
     def covered(self) -> tuple[int, ...]:
-        """The dims that a scale covers completely."""
+        """The dims that each scale covers completely."""
         if not self.scale.ndim:
             return 0, 1
         return tuple(
@@ -142,10 +153,10 @@ class _Cast(NamedTuple):
 
 
 def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.Tensor, ...]:
-    """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim.
+    """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
 
-    Squares are summed over the values that each scale covers, in units of the scale, so that they
-    neither overflow nor vanish in fp32.
+    For each scale, the squares of the values that it covers are summed in units of the scale, so
+    that they neither overflow nor vanish in fp32.
     """
     units, qdata = x * cast.scale.reciprocal(), cast.qdata
     limit = saturation_limit(qdata.dtype)
@@ -165,12 +176,12 @@ def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.T
 
 
 def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of ``x.abs()`` as integers, in the same order, with NaN above inf."""
+    """Return the bits of ``x.abs()`` as integers, in the same order, with NaN above infinity."""
     return x.view(_INTEGERS[x.itemsize]) & (2 ** (8 * x.itemsize - 1) - 1)
 
 
 def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
-    """Return the sum of squares over the dims that a scale covers."""
+    """Sum the squares of ``x`` over the dims that a scale covers."""
     if len(covered) == 2:
         return torch.dot(x.reshape(-1), x.reshape(-1))
     if not covered:
@@ -180,17 +191,17 @@ def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
-    """Return the limit of saturation: half a step beyond the format's largest number."""
+    """Return the magnitude above which values saturate, half a step above the largest number."""
     info = torch.finfo(dtype)
     return float(info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2)
 
 
 def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return the :class:`Measures` of a GEMM's result: ``signal`` and ``noise`` alone.
+    """Return the :class:`Measures` of a GEMM's result, which have only ``signal`` and ``noise``.
 
     Args:
-        exact: the result for high-precision operands, fp32.
-        found: the result for float8 operands, of the same shape.
+        exact: the result for operands in high precision, fp32.
+        found: the result for float8 operands, in the same shape.
     """
     total = nothing(exact.device)
     total[1] = total[2] = 0.0
@@ -202,12 +213,13 @@ def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 def gemm_results(
     gemm: Gemm, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a GEMM's result for high-precision operands, and its float8 result.
+    """Return a GEMM's result for operands in high precision, and its float8 result.
 
-    Both are plain fp32 matrices, on all ranks of the operands' meshes. None: there are no tokens,
-    or ``left`` is not the input that the layer was given.
+    Both are plain fp32 matrices, on all ranks of the operands' meshes. The result is None if there
+    are no tokens, or if the shapes don't match because ``left`` is not the input that the layer was
+    given.
 
-    Args as for :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
+    The arguments are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
 
     Collectives: those of :func:`whole_matrix` for each tensor.
     """
@@ -221,12 +233,12 @@ def gemm_results(
 def whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh.
 
-    The ranks exchange the sizes of their shards. The shape of a DTensor that was made of local
-    tensors, as by tensor-parallel styles, is torch's guess. It is wrong where the ranks don't
-    divide a dim.
+    The ranks exchange the sizes of their shards, because the shape of a DTensor can be wrong. For a
+    DTensor from local tensors, as tensor-parallel styles make it, torch computes the shape as if
+    all ranks had equal shards.
 
-    Collectives: for each mesh axis on which a DTensor is sharded, an all-gather of its sizes,
-    8 bytes, and one of its parts; an all-reduce for each axis on which it is Partial.
+    Collectives: for each mesh axis on which a DTensor is sharded, an all-gather of the sizes
+    (8 bytes) and an all-gather of the shards; for each axis on which it is Partial, an all-reduce.
     """
     whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
     return whole.reshape(-1, whole.shape[-1]).to(torch.float32)
@@ -235,9 +247,9 @@ def whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
 def _whole(tensor: DTensor) -> torch.Tensor:
     mesh, whole = tensor.device_mesh, local_tensor(tensor)
     plain = all(p.is_replicate() or p.is_partial() or type(p) is Shard for p in tensor.placements)
-    if not plain:  # a parameter that FSDP2 shards over tensor parallelism: its shape is known
+    if not plain:  # a parameter that FSDP2 and tensor parallelism shard; its shape is right
         return tensor.full_tensor()
-    # In reverse order: the last axis divides the parts of the axes before it.
+    # In reverse order, because a later axis divides the shards of the axes before it.
     for axis in reversed(range(mesh.ndim)):
         placement, group = tensor.placements[axis], str(mesh.get_group(axis).group_name)
         if placement.is_partial():
@@ -249,7 +261,7 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _gathered(part: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Concatenate the parts of all ranks of a group along ``dim``."""
+    """Concatenate the parts of all ranks of a group along ``dim``; their sizes may differ."""
     rows = part.movedim(dim, 0)
     sizes = _all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
     padding = [0, 0] * (rows.ndim - 1) + [0, max(sizes) - len(rows)]

@@ -1,4 +1,4 @@
-"""The module that is running, in forward and backward; ``debug`` names collectives by it."""
+"""The name of the module that is running, in forward and backward, for ``comm_audit``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,13 +16,13 @@ from fp8_dist.names import without_wrappers
 from fp8_dist.torch_internals import tree_leaves, when_backward_ends
 
 # The paths that are entered now, and the ``nn.Module.__call__`` that they replaced. Global module
-# hooks would not do: compiled graphs have guards on these, and would be recompiled.
+# hooks are no alternative: compiled graphs have guards on them, and would be recompiled.
 _entered: list["ModulePath"] = []
 _original_call: list[Callable[..., Any]] = []
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replacement for ``nn.Module.__call__`` while a path is entered."""
+    """Replace ``nn.Module.__call__`` while a path is entered."""
     if torch.compiler.is_compiling():
         return _original_call[0](module, *args, **kwargs)
     paths = tuple(_entered)
@@ -36,13 +36,13 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class ModulePath:
-    """Context manager whose ``current`` is the FQN of the innermost module that is running.
+    """A context manager whose ``current`` is the FQN of the innermost module that is running.
 
-    FQNs are relative to the outermost module that was called, as in its ``named_modules()``. That
-    module itself is ``""``, and so is code outside of any module. ``current`` also covers the hooks
-    around a module's own forward and backward, such as those of FSDP2 and of tensor-parallel
-    styles. In ``torch.utils.module_tracker`` a module ends before its own forward hooks run, which
-    is where a row-parallel layer reduces its output.
+    FQNs are relative to the outermost module that was called, as in its ``named_modules()``.
+    ``current`` is ``""`` in that module itself, and outside of any module. A module also counts as
+    running during the hooks around its forward and backward, such as the hooks of FSDP2 and of
+    tensor-parallel styles. In ``torch.utils.module_tracker``, on the other hand, a module ends
+    before its forward hooks run, and a row-parallel layer reduces its output in such a hook.
 
     The submodules of a compiled module are not tracked, because Python does not call them.
     """
@@ -52,7 +52,7 @@ class ModulePath:
         self._fqns: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
         self._backward_end_queued = False
-        self._depth = 0  # number of nested calls
+        self._depth = 0  # the number of nested calls
 
     def __enter__(self) -> Self:
         self.current = ""
@@ -75,8 +75,8 @@ class ModulePath:
     def _fqn(self, module: nn.Module) -> str:
         if module not in self._fqns:
             if isinstance(module, GraphModule) and (self._depth or self._backward_end_queued):
-                return self.current  # the graph that torch.compile made of the running module
-            # A module that is called by one that doesn't own it is a root.
+                return self.current  # a graph that torch.compile made of the running module
+            # A module is a root if the module that calls it does not contain it.
             for name, child in module.named_modules():
                 self._fqns[child] = without_wrappers(name)
         return self._fqns[module]
@@ -87,7 +87,7 @@ class ModulePath:
         fqn, caller = self._fqn(module), self.current
         self.current = fqn
         self._depth += 1
-        # Backward leaves the module once the gradients of its inputs are there.
+        # The backward leaves the module when the gradients of its inputs have been computed.
         if tensors := _differentiable(inputs):
             leave = partial(self._leave_in_backward, fqn, caller)
             self._handles.append(register_multi_grad_hook(tensors, leave))
@@ -102,8 +102,8 @@ class ModulePath:
         for tensor in _differentiable(output):
             self._handles.append(_register_first_hook(tensor, enter))
 
-    # One tensor may be the output of nested modules and the input of others. So a module is entered
-    # only from outside of it, and left only from inside.
+    # A tensor may be the output of nested modules and the input of others. So the backward enters a
+    # module only from outside of it, and leaves it only from inside.
 
     def _enter_in_backward(self, fqn: str, _: Any) -> None:
         if not self._backward_end_queued:
@@ -122,7 +122,7 @@ class ModulePath:
 
 
 def _register_first_hook(tensor: torch.Tensor, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a gradient hook that runs before existing ones, such as FSDP2's, which gathers."""
+    """Register a gradient hook that runs before existing ones, such as FSDP2's gathering hook."""
     handle = tensor.register_hook(hook)
     hooks = handle.hooks_dict_ref()
     for key in [key for key in hooks if key != handle.id]:

@@ -1,4 +1,7 @@
-"""Plots of captured casts. The library imports this module on request: it needs matplotlib."""
+"""Plots of captured casts.
+
+This module needs matplotlib, so the library imports it only when a plot is requested.
+"""
 
 import math
 from collections.abc import Sequence

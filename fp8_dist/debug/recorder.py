@@ -1,4 +1,4 @@
-"""Recorders of casts: their steps, and the casts and GEMMs of a model's layers by name."""
+"""The base of recorders of casts, and the casts and GEMMs that a model's layers make."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ from fp8_dist.scaling import Scheme
 # One fnmatch pattern or several; None matches everything.
 Patterns = str | Iterable[str] | None
 
-_NEAR = 5  # names in an error
+_NEAR = 5  # the number of near names in an error message
 
 
 class CastSlot(NamedTuple):
-    """Cast that a layer makes in each step: ``operand`` for ``gemms``."""
+    """A cast that a layer makes in each step: the cast of ``operand`` for ``gemms``."""
 
     fqn: str
     owner: Owner
@@ -46,7 +46,7 @@ def cast_slots(model: nn.Module) -> list[CastSlot]:
 
 
 class GemmSlot(NamedTuple):
-    """Float8 GEMM that a layer runs in each step, with the field names of :class:`CastSlot`."""
+    """A float8 GEMM that a layer runs in each step, with the field names of :class:`CastSlot`."""
 
     fqn: str
     owner: Owner
@@ -67,10 +67,10 @@ def gemm_slots(model: nn.Module) -> list[GemmSlot]:
 def choose_slots(
     caller: str, model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns
 ) -> list[CastSlot]:
-    """Return the casts whose layer, operand and at least one GEMM match.
+    """Return the casts whose layer and operand match, and at least one of whose GEMMs matches.
 
     Raises:
-        TypeError: ``model`` is not a module, or a pattern is neither a string nor several strings.
+        TypeError: ``model`` is not a module, or patterns are neither a string nor several strings.
         ValueError: the model has no converted layer, a pattern matches nothing, or no layer has a
             cast that matches all three.
     """
@@ -126,7 +126,7 @@ def own_rank() -> int:
 
 
 class StepRecorder(Observer, ABC):
-    """Context manager that observes the casts of each step whose block is entered.
+    """A context manager that observes the casts of a step. It is entered once for each step.
 
     Attributes:
         step: the number of the last step that was entered.
@@ -138,7 +138,7 @@ class StepRecorder(Observer, ABC):
         self._stack: ExitStack | None = None
 
     def at(self, step: int) -> Self:
-        """Return this object, to be entered for the step with this number."""
+        """Return this object, so that entering it begins the step with this number."""
         self.step = step - 1
         return self
 
@@ -147,7 +147,7 @@ class StepRecorder(Observer, ABC):
             raise RuntimeError(f"this {self._name} is already recording; leave its block first")
         self.step += 1
         self._stack = ExitStack()
-        # On all ranks, so that compiled code has the same operators on all of them.
+        # Observe on all ranks, so that compiled code has the same operators on all of them.
         if self._is_recorded(self.step):
             self._begin(self._stack)
             self._stack.enter_context(observed_by(self))
@@ -161,11 +161,11 @@ class StepRecorder(Observer, ABC):
 
     @abstractmethod
     def _is_recorded(self, step: int) -> bool:
-        """Whether the casts of this step are recorded."""
+        """Return whether the casts of this step are recorded."""
 
     def _begin(self, stack: ExitStack) -> None:
-        """Begin a recorded step; ``stack`` is closed when it ends."""
+        """Begin a recorded step. ``stack`` is closed when the step ends."""
 
     @abstractmethod
     def _end(self, failed: bool) -> None:
-        """End a block, which may have ``failed`` with an error."""
+        """End a block. ``failed`` says whether it raised an error."""

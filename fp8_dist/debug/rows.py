@@ -1,4 +1,4 @@
-"""Rows that ``float8_stats`` reports, as data and as text, and the anomalies in them."""
+"""The rows that ``float8_stats`` reports, as data and as text, and their anomalies."""
 
 import dataclasses
 import json
@@ -14,14 +14,14 @@ from fp8_dist.dtypes import short_name
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 
-What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]  # of an anomaly
+What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]  # the kind of an anomaly
 
 
 @dataclasses.dataclass(frozen=True)
 class CastStats:
     """Statistics of one cast of a layer's operand in one step, over all micro-batches and ranks.
 
-    Shares are in per cent of the values that are not zero in high precision.
+    Shares are percentages of the values that are not zero in high precision.
 
     Attributes:
         step: the number of the step.
@@ -33,14 +33,14 @@ class CastStats:
         dtype: the dtype of the float8 data.
         amax: the largest magnitude that was cast; NaN if there was a NaN.
         scale: the largest dequantization scale.
-        scale_min: the smallest one.
-        underflow: share that is zero in float8.
-        saturation: share beyond the range of float8 at the given scale. It is 0 for a dynamic
-            scale, except by the block rule *floor*.
-        nonfinite: share of NaN and infinity, in high precision.
-        sqnr: dB, ``10 log10(sum x^2 / sum (float8 * scale - x)^2)``; infinite for a cast that
-            changes nothing, NaN for one with values that are not finite.
-        delayed: whether the scale follows from the amaxes of earlier steps.
+        scale_min: the smallest dequantization scale.
+        underflow: the share of values that become zero in float8.
+        saturation: the share of values beyond the range of float8 at their scale. It is 0 for a
+            dynamic scale, except by the block rule *floor*.
+        nonfinite: the share of values that are NaN or infinite in high precision.
+        sqnr: the SQNR in dB, ``10 log10(sum x^2 / sum (float8 * scale - x)^2)``. It is infinite for
+            a cast that changes nothing, and NaN if there are values that are not finite.
+        delayed: whether the scale is computed from the amaxes of earlier steps.
         nonfinite_rank: the first rank with a value that is not finite; None if there is none.
     """
 
@@ -70,7 +70,7 @@ class CastStats:
         scheme: Scheme,
         delayed: bool,
     ) -> "CastStats":
-        """Return the statistics that follow from the measures of a cast."""
+        """Return the statistics of a cast, computed from its measures."""
         percent = 100 / m.values if m.values else 0.0
         return CastStats(
             step=step,
@@ -82,7 +82,7 @@ class CastStats:
             amax=m.amax,
             scale=m.scale,
             scale_min=-m.minus_scale,
-            # The count is negative where the scale is NaN: zeros become NaN in float8.
+            # With a NaN scale, zeros become NaN in float8, which makes the count negative.
             underflow=max(0.0, percent * m.underflow),
             saturation=percent * m.saturated,
             nonfinite=percent * m.nonfinite,
@@ -99,7 +99,8 @@ class GemmStats:
     Attributes:
         step, fqn: as in :class:`CastStats`.
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
-        sqnr: SQNR in dB of the result, relative to the product of the operands in high precision.
+        sqnr: the SQNR of the result in dB, relative to the product of the operands in high
+            precision.
     """
 
     step: int
@@ -109,7 +110,7 @@ class GemmStats:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return the signal-to-noise ratio of two sums of squares in dB."""
+    """Return the signal-to-noise ratio of two sums of squares, in dB."""
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
     if noise == 0:
@@ -162,7 +163,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def aligned(lines: Iterable[Sequence[str]], align: Sequence[Callable[[str, int], str]]) -> str:
-    """Align cells in columns as wide as their widest cell, not counting lines of one cell.
+    """Format cells as a table. Lines of one cell don't count for the widths of columns.
 
     Args:
         lines: the cells of each line.
@@ -180,21 +181,21 @@ def aligned(lines: Iterable[Sequence[str]], align: Sequence[Callable[[str, int],
 
 @dataclasses.dataclass(frozen=True)
 class AnomalyLimits:
-    """Limits beyond which statistics are anomalous; ``None``: no limit.
+    """Limits beyond which statistics are anomalous; ``None`` means no limit.
 
     Non-finite values are always anomalous.
 
     Attributes:
-        underflow: the largest share of the non-zero values that may become zero, in per cent.
+        underflow: the largest percentage of the non-zero values that may become zero.
         sqnr: the lowest SQNR, in dB.
-        lag: the number of octaves by which the amax may exceed the one that a DELAYED scale was
-            made for.
-        jump: the number of octaves by which the amax may exceed the largest one of the operand's
-            last 16 recorded steps.
+        lag: the number of octaves by which the amax may exceed the amax for which a DELAYED scale
+            was computed.
+        jump: the number of octaves by which the amax may exceed the largest amax of the same cast
+            in the last 16 recorded steps.
 
     Raises:
         TypeError: a limit is not a number.
-        ValueError: a limit is NaN, or one other than ``sqnr`` is negative.
+        ValueError: a limit is NaN, or a limit other than ``sqnr`` is negative.
     """
 
     underflow: float | None = 20.0
@@ -217,15 +218,15 @@ class AnomalyLimits:
 
 @dataclasses.dataclass(frozen=True)
 class Anomaly:
-    """Anomaly in the statistics of a layer.
+    """An anomaly in the statistics of a layer.
 
     Attributes:
         what: ``"non-finite"``, ``"jump"``, ``"underflow"``, ``"SQNR"`` or ``"lag"``.
-        value: the measured value, in per cent, dB or octaves.
-        limit: the limit that it violates, in the same unit.
-        row: the statistics that show it, with the layer, the operand and the step.
-        rank: the first rank with a value that is not finite; None: the anomaly is one of all ranks
-            together.
+        value: the measured value, a percentage or a number of dB or octaves.
+        limit: the limit that the value violates, in the same unit.
+        row: the statistics that show the anomaly, with the layer, the operand and the step.
+        rank: the first rank with a value that is not finite; None for other kinds of anomalies,
+            which are found in the statistics of all ranks together.
     """
 
     what: What
@@ -252,7 +253,7 @@ class Anomaly:
 
 
 def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
-    """Return an anomaly as plain Python values; ``ranks`` is empty if it is one of all ranks."""
+    """Return an anomaly as plain Python values. ``ranks`` is empty if there is no rank."""
     row = anomaly.row
     return {
         "step": row.step,
@@ -267,7 +268,7 @@ def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
 
 
 def anomalies_of(row: Row, limits: AnomalyLimits, usual: float = 0.0) -> Iterator[Anomaly]:
-    """Yield the anomalies of a row, causes before effects.
+    """Yield the anomalies of a row. Causes come before effects.
 
     ``usual`` is the largest amax of the same cast in earlier steps, or 0 if there is none.
     """

@@ -1,8 +1,9 @@
-"""Command that shows captured casts: ``python -m fp8_dist.debug.show FILE...``.
+"""A command that shows captured casts: ``python -m fp8_dist.debug.show FILE...``.
 
 For each file that ``fp8_dist.debug.capture`` wrote, it prints the layer, the statistics of the
-cast, and a histogram of magnitudes in octaves beside the range of float8. ``--plot FILE`` draws
-them with matplotlib (the extra ``train``). The exit status is 0, or 2 if a file can't be shown.
+cast, and a histogram of the magnitudes by octave, which marks the range of float8. ``--plot FILE``
+draws the casts with matplotlib (the extra ``train``). The exit status is 0, or 2 if a file can't be
+shown.
 """
 
 import argparse
@@ -17,9 +18,9 @@ from pathlib import Path
 from fp8_dist.debug.captured_cast import CapturedCast, Histogram, Octave, histogram, load_capture
 from fp8_dist.dtypes import short_name
 
-_WIDTH = 40  # of the longest bar, in characters
-_BELOW = 6  # octaves shown below the range of float8; smaller ones are added up
-_GAP = 3  # more empty lines than this become one
+_WIDTH = 40  # characters of the longest bar
+_BELOW = 6  # octaves shown below the range of float8; one line sums up the smaller ones
+_GAP = 3  # a longer run of empty lines is shown as one line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +58,7 @@ def plot(casts: Sequence[CapturedCast], path: Path) -> None:
 
 
 def describe(cast: CapturedCast) -> str:
-    """Return a description of a cast as text."""
+    """Describe a cast as text."""
     return "\n".join([*_facts(cast), "", *_bars(cast, histogram(cast))])
 
 

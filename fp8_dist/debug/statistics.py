@@ -1,4 +1,4 @@
-"""``float8_stats``: statistics of a model's float8 casts, by layer and operand."""
+"""``float8_stats``: statistics of the float8 casts of a model, by layer and operand."""
 
 import math
 import warnings
@@ -53,14 +53,14 @@ from fp8_dist.torch_internals import funcol, resolve_process_group
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 
 
-# The owner, the operand and the GEMMs of a cast. Without an operand: the result of a GEMM.
+# The owner, the operand and the GEMMs of a cast. None as the operand stands for a GEMM's result.
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
 
 class _LastInput(NamedTuple):
-    """Last measured cast of an input, in case other layers share the input, as q, k and v do.
+    """The last measured cast of an input, which other layers may share, as q, k and v do.
 
-    As long as this object holds the tensors, no other tensors have their addresses.
+    While this object holds the tensors, no other tensors can get their addresses.
     """
 
     high: torch.Tensor
@@ -69,13 +69,13 @@ class _LastInput(NamedTuple):
 
 
 class Float8Stats(StepRecorder):
-    """Context manager that :func:`float8_stats` returns, with the rows that it recorded.
+    """The context manager that :func:`float8_stats` returns, with the rows that it recorded.
 
     Attributes:
-        rows: the rows of all recorded steps, the same on all ranks, in the order of the model's
-            layers.
-        anomalies: the first anomaly of each kind in each layer. Those of a step are in the order of
-            this rank's casts.
+        rows: the rows of all recorded steps, in the order of the model's layers. They are the same
+            on all ranks.
+        anomalies: the first anomaly of each kind in each layer. Anomalies of the same step are in
+            the order of this rank's casts.
         step: the number of the last step that was entered.
     """
 
@@ -114,7 +114,7 @@ class Float8Stats(StepRecorder):
         if not failed and self._is_recorded(self.step):
             rows = self._rows_of(measured)
             self.rows += rows.values()
-            # In the order of the casts, so that causes come before effects.
+            # Alarms are raised in the order of the casts, so that causes come before effects.
             order = {key: i for i, key in enumerate(measured)}
             keys = sorted(rows, key=lambda key: order.get(key, len(order)))
             self._raise_alarms(rows[key] for key in keys)
@@ -126,7 +126,7 @@ class Float8Stats(StepRecorder):
         high: torch.Tensor,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
-        """Measure casts of an operand."""
+        """Measure the casts of an operand."""
         if owner not in self._ranks.owners:
             return
         new = dict(lows)
@@ -159,24 +159,24 @@ class Float8Stats(StepRecorder):
     def on_prepared_cast(
         self, owner: Owner, high: torch.Tensor, low: Quantized
     ) -> torch.Tensor | None:
-        """Measure the cast of an input for several layers."""
+        """Measure the cast of an input that several layers share, and return the measures."""
         return measure(high, low, own_rank()) if owner in self._ranks.owners else None
 
     def on_prepared_use(self, owner: Owner, kept: torch.Tensor | None) -> None:
-        """Count the measures of a prepared input for a layer that takes it."""
+        """Add the measures of a prepared input to those of a layer that takes it."""
         if kept is not None and owner in self._ranks.owners:
             (gemms,) = casts_of(owner.config, "input")
             self._add((owner, "input", gemms), kept)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as plain Python values, with their ``kind``. See :class:`CastStats`."""
+        """Return the rows as plain Python values. ``kind`` is ``"cast"`` or ``"gemm"``."""
         return [as_dict(row) for row in self.rows]
 
     def append_jsonl(self, path: str | Path) -> None:
-        """Append the rows to a file, one JSON object per line, and remove them.
+        """Append the rows to a file, one JSON object per line, and remove them from ``rows``.
 
-        Numbers that JSON lacks are strings: ``"NaN"``, ``"Infinity"``, ``"-Infinity"``. Call it on
-        one rank.
+        Numbers that JSON can't represent become the strings ``"NaN"``, ``"Infinity"`` and
+        ``"-Infinity"``. Call this method on one rank only.
         """
         rows, self.rows = self.to_dicts(), []
         append_jsonl(rows, Path(path))
@@ -184,8 +184,8 @@ class Float8Stats(StepRecorder):
     def to_tensorboard(self, writer: Any) -> None:
         """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and remove them.
 
-        The tags are ``float8/OPERAND/LAYER/amax`` and so on, with the GEMM where an operand has
-        several casts.
+        The tags are ``float8/OPERAND_for_GEMMS/LAYER/amax`` and so on, with the names of the GEMMs
+        that multiply the float8 copy. The tag of a GEMM's SQNR is ``float8/GEMM/LAYER/sqnr``.
         """
         rows, self.rows = self.rows, []
         for row in rows:
@@ -236,7 +236,7 @@ class Float8Stats(StepRecorder):
                     warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
 
     def _usual_amax(self, row: Row) -> float:
-        """Return the largest amax of a cast in earlier steps, or 0, and remember its new amax."""
+        """Return the largest amax of a cast in earlier steps, or 0, and keep this step's amax."""
         if not isinstance(row, CastStats):
             return 0.0
         amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
@@ -247,7 +247,7 @@ class Float8Stats(StepRecorder):
 
 
 def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, both alive, are the same view of the same memory."""
+    """Return whether two tensors, which both still exist, are the same view of the same memory."""
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
         other.data_ptr(),
         other.shape,
@@ -263,7 +263,7 @@ def _row(slot: CastSlot | GemmSlot, found: Measures, step: int) -> Row:
 
 
 def _scalars(row: Row) -> dict[str, float]:
-    """Return the numbers of a row by their tags in TensorBoard."""
+    """Return the numbers of a row by their TensorBoard tags."""
     if not isinstance(row, CastStats):
         return {f"float8/{row.gemm}/{row.fqn}/sqnr": row.sqnr}
     names = ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr")
@@ -272,13 +272,13 @@ def _scalars(row: Row) -> dict[str, float]:
 
 
 class RanksOfLayers:
-    """Ranks of each layer whose measures are combined.
+    """The ranks whose measures are combined, for each layer.
 
     Args:
         model: a model with converted layers.
-        mesh: the ranks of all layers. None: a layer has the ranks of the largest mesh that its
-            operands were seen on. Layers on no mesh have the ranks of the largest mesh of all
-            layers, or all ranks if there is no mesh.
+        mesh: the mesh whose ranks are combined for all layers. None: for each layer, the ranks of
+            the largest mesh that its operands have been on. For a layer that is on no mesh, the
+            ranks of the largest mesh of any layer, or all ranks if there is no mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -290,7 +290,7 @@ class RanksOfLayers:
         self.look()
 
     def look(self) -> None:
-        """Update the meshes of the layers. FSDP2 may exchange a parameter for one on no mesh."""
+        """Update the meshes of the layers. FSDP2 may swap in parameters that are on no mesh."""
         layers = float8_layers(self._model)
         self.owners = {layer.float8_weight for layer in layers.values()}
         for name, layer in layers.items():
@@ -301,11 +301,14 @@ class RanksOfLayers:
     def combined(
         self, owners: Sequence[Owner], own: Sequence[torch.Tensor | None]
     ) -> list[Measures]:
-        """Combine the measures of all ranks, for layers given by their ``owners``.
+        """Combine the measures of all ranks. All ranks call this method for the same layers.
 
-        All ranks call it with the same layers. ``own`` has this rank's measures; None: it has none.
+        Args:
+            owners: the owner of each measured cast or GEMM.
+            own: this rank's measures of each of them, fp64 ``[10]``; None if this rank has none.
 
-        Collectives: an all-gather of 80 bytes per measure for each group of ranks.
+        Collectives: for each process group, an all-gather of 80 bytes for each element of
+        ``owners`` whose layer is on it.
         """
         self.look()
         groups = self._groups_of = self._groups()
@@ -313,7 +316,7 @@ class RanksOfLayers:
         by_owner: dict[Owner, GroupNames] = {
             layer.float8_weight: groups[name] for name, layer in layers.items()
         }
-        # The weights are on the mesh's device, except with FSDP2's offload to the CPU.
+        # Use the device of a mesh if there is one, because FSDP2 may offload weights to the CPU.
         device = next(iter(layers.values())).weight.device
         for mesh in self._meshes.values():
             device = torch.device(mesh.device_type)
@@ -328,7 +331,7 @@ class RanksOfLayers:
         return [found[i] for i in range(len(owners))]
 
     def is_first(self, name: str) -> bool:
-        """Whether this is the first of the ranks whose measures of a layer were combined."""
+        """Return whether this rank is the first one whose measures of a layer were combined."""
         return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
 
     def _groups(self) -> dict[str, GroupNames]:
@@ -350,7 +353,10 @@ class RanksOfLayers:
         }
 
     def _check_world(self, names: list[str], world: dist.ProcessGroup) -> None:
-        """Raise if ranks have different layers, once. Collectives: an all-reduce of 16 bytes."""
+        """Raise an error if ranks have different layers.
+
+        Collectives: the first time, an all-reduce of 16 bytes; later none.
+        """
         if self._agrees:
             return
         layers = float8_layers(self._model)
@@ -366,7 +372,7 @@ class RanksOfLayers:
 
 
 def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
-    """Combine measures ``[rows, 10]`` over all ranks of some groups."""
+    """Combine measures ``[rows, 10]`` over all ranks of the groups."""
     for name in groups:
         size = resolve_process_group(name).size()
         parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))
@@ -386,7 +392,7 @@ def float8_stats(
     on_anomaly: OnAnomaly = None,
     limits: AnomalyLimits | None = None,
 ) -> Float8Stats:
-    """Record statistics of the float8 casts of a model's layers, by name.
+    """Record statistics of the float8 casts of a model's layers.
 
     ::
 
@@ -397,46 +403,48 @@ def float8_stats(
             optimizer.step()
         print(stats.table())
 
-    Entering the block begins a step; ``with stats.at(step):`` gives it a number. All casts in the
-    block count, over all micro-batches. A forward that activation checkpointing repeats does not.
-    Numbers are those of the global tensors. They are what one device would measure that casts the
-    data of a data-parallel axis's ranks as its micro-batches.
+    Entering the block begins a step; ``with stats.at(step):`` sets the number of the step. The
+    statistics cover all casts in the block, over all micro-batches, but not the forwards that
+    activation checkpointing repeats. They describe global tensors: the numbers are what one device
+    would measure if it cast the data of all data-parallel ranks as its micro-batches.
 
-    Works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
-    code. Compiled code is compiled once more when it is first recorded. Outside of recorded blocks
-    there are no additional operators, in eager code or in graphs.
+    This works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
+    code. Compiled code is compiled once more when it is first recorded. Outside of recorded blocks,
+    neither eager code nor graphs have additional operators.
 
     Args:
         model: a model that is already converted and parallelized.
-        every: record the steps whose numbers it divides. The first step is 0.
-        gemms: multiply the operands in high precision too, in fp32, and report the SQNR of each
-            float8 GEMM's result. All code in recorded blocks is eager then. Every rank gathers
-            whole operands and results. Inputs are kept in high precision until the backward, also
-            those of checkpointed blocks.
-        mesh: the ranks whose measures are combined. Default: for each layer the mesh that its
-            weight is on; without any mesh (DDP) all ranks, which must have the same layers. Give it
-            where the weights do not show the parallelism: tensor parallelism inside of DDP, a
+        every: record only steps whose numbers are multiples of this. The first step is 0.
+        gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
+            float8 GEMM's result. Then all code in recorded blocks runs eagerly, and every rank
+            gathers full operands and results. Inputs, including those of checkpointed blocks, are
+            kept in high precision until the backward.
+        mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
+            weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
+            a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
             layer on one axis of a mesh of several, pipeline stages without FSDP2.
-        on_anomaly: a function that is called with the first :class:`Anomaly` of each kind in a
-            layer, when the block ends, on all ranks. ``"warn"``: warn of it, on the first of the
-            ranks whose measures are combined.
+        on_anomaly: a function that is called on all ranks when a block ends, with the first
+            :class:`Anomaly` of each kind in each layer. ``"warn"``: issue a warning instead, on the
+            first of the ranks whose measures are combined.
         limits: the limits beyond which statistics are anomalous.
 
     Returns:
         A context manager with ``rows``, ``anomalies``, ``table()``, ``to_dicts()``,
-        ``append_jsonl(path)`` and ``to_tensorboard(writer)``. The last two empty ``rows``, which
-        grow otherwise.
+        ``append_jsonl(path)`` and ``to_tensorboard(writer)``. ``rows`` grows with each recorded
+        step; the last two methods empty it.
 
-    Collectives: when a recorded block ends without an error, one all-gather of 80 bytes per layer
-    and cast for each mesh (for each axis where no group spans them), on all ranks; without any
-    mesh an all-reduce of 16 bytes before the first one. With ``gemms`` also all-gathers of operands
-    and results in high precision, and of their sizes (8 bytes), in the forward and the backward.
+    Collectives: when a recorded block ends without an error, one all-gather on all ranks for each
+    mesh, of 80 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If
+    no layer is on a mesh, also an all-reduce of 16 bytes before the first of them. With ``gemms``,
+    also all-gathers of operands and results in high precision, and of their sizes (8 bytes), in the
+    forward and the backward.
 
     Raises:
         TypeError: ``model`` is not a module, ``on_anomaly`` is not callable, ``limits`` is not an
             AnomalyLimits, or ``mesh`` is not a DeviceMesh.
         ValueError: the model has no converted layer, or ``every`` is not a positive integer. When
-            the first recorded block ends: ranks without a mesh have different layers.
+            the first recorded block ends: no layer is on a mesh, and the ranks have different
+            layers.
         RuntimeError: the context manager is entered again inside its own block.
     """
     if not float8_layers(model):

@@ -1,7 +1,7 @@
-"""Integrations with other libraries' models and training loops, one package and extra for each.
+"""Integrations with the models and training loops of other libraries, in one package for each.
 
-The library does not depend on them. ``integrations.transformers`` and ``integrations.torchtitan``
-are imported when they are first used.
+The rest of the library does not depend on them. ``integrations.transformers`` and
+``integrations.torchtitan`` are imported when they are first used.
 """
 
 from importlib import import_module

@@ -1,1 +1,1 @@
-"""A whole model: its conversion, filters and report, its checkpoints and export."""
+"""Functions for whole models: conversion, filters, reports, checkpoints and export."""

@@ -1,14 +1,14 @@
-"""Policy of selective activation checkpointing that saves GEMMs, collectives and amaxes.
+"""A policy for selective activation checkpointing that saves GEMMs, collectives and amaxes.
 
 ::
 
     context_fn = partial(create_selective_checkpoint_contexts, selective_checkpoint_policy)
     checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
 
-Both functions are from ``torch.utils.checkpoint``. Only elementwise operations are recomputed then:
-norms, activations, and the casts, with the scales of the forward. On a GPU a cast by rows or blocks
-computes its amaxes again, in the same pass. In compiled code so does a cast with a history; a
-weight's scales are known by then.
+Both functions are from ``torch.utils.checkpoint``. Then only elementwise operations are recomputed:
+norms, activations, and casts with the scales of the forward. On a GPU, a cast by rows or blocks
+computes its amaxes again, in the same pass. In compiled code, a cast with a history does so, too.
+The scales of weights are known at that time.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
 
-# Neither the absolute values of a weight nor float8 copies are saved. An amax has four bytes per
-# scale, an exponent one byte per block.
+# The results of casts are not saved, neither the absolute values of a weight nor float8 copies. An
+# amax, which is saved, takes four bytes per scale, and an exponent one byte per block.
 _SAVED: set[Any] = {
     amax.overload,
     amaxes.overload,
@@ -52,9 +52,9 @@ _SAVED: set[Any] = {
 
 
 def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+    """Save GEMMs, attention, collectives and amaxes, and recompute everything else.
 
-    It saves the results of GEMMs, attention, collectives and amaxes, and recomputes all else. The
-    recomputation then repeats no collective, no GEMM and no pass over a tensor for its amax.
+    This is a policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. With it,
+    the recomputation repeats no collective, no GEMM and no pass over a tensor for its amax.
     """
     return CheckpointPolicy.MUST_SAVE if func in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

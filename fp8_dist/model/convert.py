@@ -15,7 +15,7 @@ from fp8_dist.linear.module import Float8Linear, other_users
 from fp8_dist.model.filters import FilterFn, note_left_out, why_misaligned, why_unconvertible
 from fp8_dist.model.report import ConversionSummary, WeightSummary, conversion_summary
 
-# Weights that no nn.Linear owns: the subject of a message about them, and the remedy.
+# For weights that no nn.Linear owns, the subject of the message about them, and the remedy.
 _NOT_LINEAR = {
     "Conv1D": (
         "Conv1D layers (transformers.pytorch_utils.Conv1D)",
@@ -34,20 +34,21 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Replace the linear layers of a model with float8 ones, in place.
 
-    Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied.
-    Parameters, hooks and attributes of the layers carry over.
+    Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied. The new
+    layers keep the parameters, hooks and attributes of the old ones.
 
-    One warning lists the layers that stay in high precision although no filter excluded them:
+    One warning lists the layers that stay in high precision although no filter excludes them:
     subclasses of nn.Linear that override ``forward``, layers whose weight is computed
-    (``weight_norm``), layers whose weight nn.MultiheadAttention reads, transformers' Conv1D layers,
-    and experts, whose weights are 3-D parameters. It also lists converted layers that a GPU would
-    refuse, because in_features or out_features is not a multiple of 16.
+    (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy layers, layers whose
+    weight is not floating point or is a tensor subclass with its own GEMM, transformers' Conv1D
+    layers, and experts whose weights are 3-D parameters. The warning also lists converted layers
+    that a GPU would refuse, because in_features or out_features is not a multiple of 16.
 
     Args:
         module: the model.
-        module_filter_fn: ``(module, fqn) -> bool``, called for each linear layer; False leaves the
-            layer unconverted. ``None`` converts all.
-        config: defaults to the ``tensorwise`` recipe.
+        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each linear layer.
+            If it returns False, the layer stays unconverted. ``None``: convert all linear layers.
+        config: the config of the layers. Default: the ``tensorwise`` recipe.
 
     Returns:
         ``module``, or the converted layer if ``module`` is an nn.Linear.
@@ -55,9 +56,9 @@ def convert_to_float8_training(
     Collectives: none.
 
     Raises:
-        ValueError: no layer was converted (the message has the reason for each), a layer was
-            converted before with another config, a weight is distributed already, or an unconverted
-            module shares a weight that is to be gathered in float8.
+        ValueError: no layer was converted (the message has the reason for each layer), a layer is
+            already converted with another config, a weight is already distributed, or an
+            unconverted module shares a weight that is to be gathered in float8.
         TypeError: ``config`` is not a Float8LinearConfig.
     """
     if config is not None and not isinstance(config, Float8LinearConfig):
@@ -73,7 +74,7 @@ def convert_to_float8_training(
     weights: dict[int, nn.Parameter] = {}
     for fqn, layer in chosen.items():
         new = Float8Linear.from_float(layer, config, fqn=fqn)
-        # Layers that share a weight share the new parameter, too.
+        # Layers that shared a weight share the new parameter.
         new.weight = weights.setdefault(id(layer.weight), cast(nn.Parameter, new.weight))
         converted[layer] = new
     if module in converted:
@@ -89,7 +90,7 @@ def convert_to_float8_training(
 def _choose(
     module: nn.Module, module_filter_fn: FilterFn | None, config: Float8LinearConfig | None
 ) -> dict[str, nn.Linear]:
-    """The layers to convert, by name; warns about those that can't be converted."""
+    """Return the layers to convert, by name, and warn about layers that can't be converted."""
     chosen: dict[str, nn.Linear] = {}
     reasons: dict[str, str] = {}
     left: list[str] = []
@@ -144,7 +145,7 @@ def _refused_by_gpus(chosen: dict[str, nn.Linear], config: Float8LinearConfig) -
 
 
 def _not_linear(module: nn.Module) -> list[str]:
-    """Messages about weights that no conversion reaches, because no nn.Linear owns them."""
+    """Return messages about weights that stay unconverted because no nn.Linear owns them."""
     summary, said = conversion_summary(module), []
     for kind, (subject, remedy) in _NOT_LINEAR.items():
         if rows := [row for row in summary.rows if row.kind == kind]:
@@ -157,7 +158,7 @@ def _not_linear(module: nn.Module) -> list[str]:
 
 
 def _shares(part: list[WeightSummary], summary: ConversionSummary) -> str:
-    """Text of the share of parameters, and of FLOPs if they are known."""
+    """Describe the share of some rows in parameters, and in FLOPs if they are known."""
     parameters, flops = summary.shares(part)
     said = f"{parameters:.1%} of the model's parameters"
     experts = [row for row in summary.rows if row.kind == "experts"]
@@ -172,14 +173,14 @@ def _shares(part: list[WeightSummary], summary: ConversionSummary) -> str:
 
 
 def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> str:
-    """Text of names with sizes; a long list is cut and ends with the number of the others."""
+    """Return names with sizes as text. A long list is cut, and ends with the number of the rest."""
     named = [f"{name or 'the module'} ({' x '.join(map(str, shape))})" for name, shape in layers]
     more = [f"and {len(named) - limit} more"] if len(named) > limit + 1 else []
     return ", ".join([*(named[:limit] if more else named), *more])
 
 
 def _why_filtered(module_filter_fn: FilterFn, fqn: str) -> str:
-    """The reason that the filter gives, if it has a method ``reason``; else a general one."""
+    """Return the reason that a filter with a method ``reason`` gives, else a general reason."""
     reason = getattr(module_filter_fn, "reason", None)
     return reason(fqn) if callable(reason) else "module_filter_fn returned False"
 
@@ -194,7 +195,7 @@ def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: l
 
 
 def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
-    """Raise ValueError for layers to which tensor parallelism or FSDP2 was applied."""
+    """Raise ValueError for layers to which tensor parallelism or FSDP2 has been applied."""
     late = [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]
     if late:
         raise ValueError(
@@ -207,7 +208,7 @@ def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
 def _check_shared_weights(
     module: nn.Module, chosen: dict[str, nn.Linear], config: Float8LinearConfig
 ) -> None:
-    """Raise ValueError for a float8 gather of a weight that an unconverted module shares."""
+    """Raise ValueError if FSDP2 would gather in float8 what an unconverted module shares."""
     if not config.fsdp_float8_all_gather:
         return
     weights = {f"{name}.weight": layer.weight for name, layer in chosen.items()}

@@ -1,8 +1,8 @@
 """Export of a trained model's weights in the format of Hugging Face's FP8 block checkpoints.
 
-A converted layer has two entries there: ``NAME.weight``, float8_e4m3fn, and
-``NAME.weight_scale_inv``, fp32, one scale per block. Despite its name the scale is multiplied:
-``weight ~= qdata * scale``.
+In this format a converted layer has two entries: ``NAME.weight`` in float8_e4m3fn, and
+``NAME.weight_scale_inv`` in fp32, with one scale per block. Despite the name, the scale is not
+inverted: ``weight ~= qdata * scale``.
 """
 
 from typing import Any, NamedTuple
@@ -24,43 +24,45 @@ from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 
 
 class _Exported(NamedTuple):
-    """An exported weight; DTensors if the parameter is one."""
+    """An exported weight. Both tensors are DTensors if the parameter is one."""
 
     weight: torch.Tensor  # float8_e4m3fn, [N, K], on the device of the parameter
-    scale_inv: torch.Tensor  # fp32, [ceil(N / rows), ceil(K / columns)], complete on every rank
+    scale_inv: torch.Tensor  # fp32, [ceil(N / rows), ceil(K / columns)], replicated on all ranks
 
 
 def float8_state_dict(
     model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False
 ) -> dict[str, Any]:
-    """The state dict of a model whose converted weights are float8, as its GEMMs multiply them.
+    """Return the state dict of a model, with converted weights in float8 as GEMMs multiply them.
 
     The names are those of ``get_model_state_dict``. For a converted layer, ``NAME.weight`` is
-    float8_e4m3fn, ``[N, K]``, and ``NAME.weight_scale_inv`` fp32, with one scale per block:
-    ``[ceil(N / 128), ceil(K / 128)]`` for the recipe ``blockwise``, blocks of 32 x 32 for
+    ``[N, K]`` in float8_e4m3fn, and ``NAME.weight_scale_inv`` has one fp32 scale per block: it is
+    ``[ceil(N / 128), ceil(K / 128)]`` for the recipe ``blockwise``. Blocks are 32 x 32 for
     ``mxfp8``. Biases and unconverted modules keep their dtypes.
 
-    Data and scales are those of the weights' current values, bit for bit the operands that the next
-    forward multiplies on any mesh. If FSDP2 gathers a weight in high precision as
-    ``MixedPrecisionPolicy(param_dtype=...)``, the weight is rounded to that dtype first here too.
+    Data and scales are computed from the current values of the weights. They are bit for bit the
+    operands that the next forward multiplies on any mesh. If FSDP2 gathers a weight in the dtype of
+    ``MixedPrecisionPolicy(param_dtype=...)``, the weight is rounded to that dtype first here, too.
+
+    Call this function on all ranks.
 
     Args:
-        model: a model with layers converted by ``blockwise`` or ``mxfp8``; DDP's wrapper is left
-            out of the names.
+        model: a model with layers that are converted by ``blockwise`` or ``mxfp8``. For a DDP
+            model, the names don't contain the wrapper.
         full_state_dict: gather full tensors. Otherwise the weight of a distributed parameter is a
-            DTensor of the same placements, and its scales are a replicated DTensor: shards may cut
-            blocks, so every rank has all of them.
-        cpu_offload: move tensors to the CPU. With ``full_state_dict``, rank 0 alone has them, and
+            DTensor with the same placements, and its scales are a replicated DTensor, because
+            shards may cut blocks.
+        cpu_offload: move tensors to the CPU. With ``full_state_dict``, only rank 0 gets them, and
             other ranks get an empty dict, as with torch's ``StateDictOptions``.
 
-    Collectives: for each sharded weight one all-reduce (MAX) of 1 byte per block, for each group of
-    the axes that shard it. ``full_state_dict``: one all-gather per sharded dim of each tensor;
-    float8 weights move 1 byte per element. Call it on all ranks.
+    Collectives: for each sharded weight, one all-reduce (MAX) of 1 byte per block for each group of
+    the axes that shard the weight. With ``full_state_dict``, one all-gather per sharded dim of each
+    tensor, of 1 byte per element for float8 weights.
 
     Raises:
-        ValueError: no layer is converted; the weights of one have no square blocks of
-            float8_e4m3fn, or other blocks than those of another layer; a module that is not
-            converted shares a weight; or a weight is on the meta device.
+        ValueError: no layer is converted; a layer's weight has no square blocks of float8_e4m3fn,
+            or has other blocks than another layer; a module that is not converted shares a weight;
+            or a weight is on the meta device.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``).
     """
     model = _unwrapped(model)
@@ -73,30 +75,30 @@ def float8_state_dict(
     }
     made: dict[int, _Exported] = {}
     found: dict[str, Any] = {}
-    # This reshards the parameters that FSDP2 has gathered.
+    # get_model_state_dict reshards the parameters that FSDP2 has gathered.
     for name, value in get_model_state_dict(model).items():
         layer = layers.get(name)
         if layer is None:
             found[name] = value
             continue
         key = id(layer.weight)
-        if key not in made:  # layers may share it
+        if key not in made:  # layers may share a weight
             made[key] = _export(layer, gathered_as.get(layer))
         found[name], found[f"{name}_scale_inv"] = made[key]
     return _moved(found, full_state_dict, cpu_offload)
 
 
 def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint of :func:`float8_state_dict`, for config.json.
+    """Return the ``quantization_config`` for the config.json of a :func:`float8_state_dict`.
 
     Returns:
-        Plain data. ``modules_to_not_convert`` lists the unconverted modules with matrices, except
-        for embeddings. It is always present: loaders would otherwise assume that the head is in
-        high precision.
+        Plain data. ``modules_to_not_convert`` lists the unconverted modules that have matrices of
+        their own, except for embeddings and for modules that contain converted layers. The entry is
+        always present, because loaders would otherwise assume that the head is in high precision.
 
     Collectives: none.
 
-    Raises: as :func:`float8_state_dict`.
+    Raises: the errors of :func:`float8_state_dict`.
     """
     model = _unwrapped(model)
     layers = _checked_layers(model, "float8_quantization_config")
@@ -118,10 +120,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
-    """The converted layers by the key of their weight.
+    """Return the converted layers by the state-dict key of their weight.
 
     Raises:
-        ValueError: there is none, or one can't be exported.
+        ValueError: there is no converted layer, or a layer can't be exported.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``).
     """
     converted = float8_layers(model)
@@ -171,7 +173,7 @@ def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
 
 
 def _blocks_of(layer: Float8Linear) -> Blocks | None:
-    """The scheme of a layer's weight, if it is that of an FP8 block checkpoint."""
+    """Return the scheme of a layer's weight if FP8 block checkpoints have it, else None."""
     blocks, *others = layer.float8_weight.schemes or (None,)
     if others or not isinstance(blocks, Blocks):
         return None
@@ -180,7 +182,7 @@ def _blocks_of(layer: Float8Linear) -> Blocks | None:
 
 
 def _is_left_out(module: nn.Module) -> bool:
-    """Whether a module has matrices of its own that were not converted."""
+    """Return whether a module has unconverted matrices, and contains no converted layers."""
     if isinstance(module, (Float8Linear, nn.Embedding)):
         return False
     matrices = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
@@ -189,15 +191,15 @@ def _is_left_out(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _export(layer: Float8Linear, gathered_as: torch.dtype | None) -> _Exported:
-    """Cast a layer's weight to float8 by the functions that cast it for a forward.
+    """Cast a layer's weight to float8 with the functions that cast it in a forward.
 
-    ``gathered_as``: the dtype in which FSDP2 gathers the weight, if not in float8.
+    ``gathered_as`` is the dtype in which FSDP2 gathers the weight in high precision, if it does.
     """
     weight, parameter, scheme = layer.float8_weight, layer.weight, _blocks_of(layer)
     assert scheme is not None
     shard, layout = weight.shard().detach(), Layout.of(parameter)
     home = shard.device
-    if layout is not None:  # collectives run on the mesh's device; FSDP2 may offload to the CPU
+    if layout is not None:  # collectives need the mesh's device; FSDP2 may offload to the CPU
         shard = shard.to(layout.mesh.device_type)
     if gathered_as is not None and weight.shard() is local_tensor(parameter):
         shard = shard.to(gathered_as)
@@ -229,7 +231,7 @@ def _moved(state_dict: dict[str, Any], full_state_dict: bool, cpu_offload: bool)
 
 
 def _full(tensor: DTensor) -> torch.Tensor:
-    """The full tensor, on the mesh's device. float8 moves as bytes, which every backend accepts."""
+    """Gather a full tensor on the mesh's device; float8 as bytes, which every backend accepts."""
     local = local_tensor(tensor).detach().to(tensor.device_mesh.device_type)
     if local.dtype is not torch.float8_e4m3fn:
         whole = with_local(tensor, local)

@@ -1,8 +1,8 @@
-"""Filters of the linear layers to convert, and the reasons why the others are not converted.
+"""Filters of the linear layers to convert, and the reasons why other layers are not converted.
 
-Rounding costs more in a head's outputs, the logits, than elsewhere, and its weight is often tied to
-the embedding. The inner dim of a low-rank adapter is too small to gain. A GPU's float8 GEMM refuses
-sizes that are not multiples of 16. In a small layer few multiplications share a cast: the casts
+Rounding errors cost more in the logits, the output of the head, than elsewhere; and the head's
+weight is often tied to the embedding. In a low-rank adapter the inner dim is too small for a gain.
+The float8 GEMM of a GPU refuses sizes that are not multiples of 16. In a small layer, the casts
 cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``.
 """
 
@@ -26,13 +26,13 @@ from fp8_dist.names import is_part
 
 FilterFn = Callable[[nn.Module, str], bool]
 Shape = tuple[int, int]
-Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any
+Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any size
 
-# The limits of torchao 0.18's auto filter, which were measured on H100.
+# The limits of the auto filter of torchao 0.18, which were measured on H100.
 _TENSORWISE: tuple[Limits, ...] = ((1024, 4096),)
 _ROWWISE: tuple[Limits, ...] = ((2048, None), (None, 1024), (4096, 2048))
-# The limits of the other recipes are assumed, not measured: those of a recipe with the same or
-# similar GEMMs.
+# The limits of other recipes are not measured. They are assumed to be the limits of the recipe with
+# the same or similar GEMMs.
 TOO_SMALL: dict[str, tuple[Limits, ...]] = {
     "tensorwise": _TENSORWISE,
     "rowwise": _ROWWISE,
@@ -43,25 +43,25 @@ TOO_SMALL: dict[str, tuple[Limits, ...]] = {
     "mxfp8": _ROWWISE,
 }
 
-# The name of heads at any depth, and the names of heads directly in the model.
+# The name of a head at any depth, and the names of heads that are direct children of the model.
 _HEAD = "lm_head"
 _HEADS_OF_A_MODEL = {"classification_head", "classifier", "cls", "embed_out", "qa_outputs", "score"}
-# Names that wrappers give the module that they wrap.
+# The names under which wrappers hold the module that they wrap.
 _WRAPPED = {"module", "model", "base_model", "_orig_mod"}
 _WRAPPED |= {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 _IS_HEAD = "it is the model's head"
-# The reasons why conversions left layers out.
+# The reasons why conversions left out layers.
 _reasons: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
 
 class LayerFilter:
-    """A ``module_filter_fn`` that keeps its reasons; see :func:`skip_head`.
+    """A ``module_filter_fn`` that records its reasons; see :func:`skip_head`.
 
     Args:
         model: the model that will be converted. Without it, heads are recognized by their names
             alone.
-        names: further modules to leave out: whole names or consecutive parts of them.
+        names: other modules to leave out: full names or consecutive parts of them.
     """
 
     def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
@@ -74,7 +74,7 @@ class LayerFilter:
         self._reasons: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        """Whether to convert a layer; False for any module that is not an nn.Linear."""
+        """Return whether to convert a layer; False for any module that is not an nn.Linear."""
         if not isinstance(module, nn.Linear):
             return False
         named = [f"modules_to_not_convert: {name}" for name in self._names if is_part(name, fqn)]
@@ -84,11 +84,11 @@ class LayerFilter:
         return not named and not reason
 
     def reason(self, fqn: str) -> str:
-        """The reason why a layer was left out, for messages."""
+        """Return the reason why a layer was left out, for messages."""
         return self._reasons[fqn]
 
     def _why_head_or_adapter(self, module: nn.Module, fqn: str) -> str:
-        """The reason, other than size, why a layer is left out, or an empty string."""
+        """Return why a layer is left out, apart from its size; an empty string if it is not."""
         if _has_name_of_head(fqn):
             return _IS_HEAD
         in_adapter = any(part.startswith("lora_") for part in fqn.split("."))
@@ -101,8 +101,8 @@ class FilterDecision:
 
     fqn: str  # "" for a model that is itself a linear layer
     shape: Shape  # global (out_features, in_features)
-    local_shape: Shape  # the smallest part that a tensor-parallel rank holds
-    convert: bool  # what the filter returned
+    local_shape: Shape  # the smallest part on any tensor-parallel rank
+    convert: bool  # whether the filter admits the layer
     reason: str
 
 
@@ -113,7 +113,7 @@ class AutoFilterReport:
     recipe: str
     tp_size: int
     planned: bool  # whether a plan says how layers are divided
-    rows: tuple[FilterDecision, ...]  # one for each layer, in the order of the first calls
+    rows: tuple[FilterDecision, ...]  # one for each layer, in the order of their first calls
     unmatched_fqns: tuple[str, ...]  # entries of filter_fqns that no layer's name contains
     unmatched_exclude: tuple[str, ...] = ()  # entries of exclude that are not a layer's name
 
@@ -142,7 +142,7 @@ class AutoFilterReport:
 
 
 class AutoFilter(LayerFilter):
-    """A ``module_filter_fn`` that decides by size too, for one model; see :func:`auto_filter`."""
+    """A ``module_filter_fn`` for one model that also decides by size; see :func:`auto_filter`."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class AutoFilter(LayerFilter):
         self._rows: dict[str, FilterDecision] = {}
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        """Whether to convert a layer; False for any module that is not an nn.Linear."""
+        """Return whether to convert a layer; False for any module that is not an nn.Linear."""
         if not isinstance(module, nn.Linear):
             return False
         reason = ""
@@ -175,7 +175,7 @@ class AutoFilter(LayerFilter):
         shape = (module.out_features, module.in_features)
         divisions = self._possible_divisions(fqn)
         judged = [why_too_small(self._recipe, shape, dim, self._tp_size) for dim in divisions]
-        # Skipped before converted; if both divisions agree, the one with the shorter side.
+        # If one division skips the layer, that one decides. If both agree, take the smaller side.
         local, small = min(judged, key=lambda each: (not each[1], min(each[0])))
         reason = reason or self._why_head_or_adapter(module, fqn) or small
         self._reasons[fqn] = f"auto_filter: {reason}"
@@ -191,7 +191,7 @@ class AutoFilter(LayerFilter):
         return AutoFilterReport(self._recipe, self._tp_size, planned, rows, fqns, exclude)
 
     def _possible_divisions(self, fqn: str) -> tuple[int | None, ...]:
-        """The dims of the shape that may be divided over the ranks; None means no division."""
+        """Return the dims of the shape that may be divided over ranks; None means no division."""
         if self._tp_size == 1:
             return (None,)
         if self._plan is None:
@@ -209,22 +209,23 @@ class AutoFilter(LayerFilter):
 
 
 def skip_head(model: nn.Module | None = None) -> LayerFilter:
-    """Make a filter for ``convert_to_float8_training`` that skips heads and small layers.
+    """Make a filter that skips heads, low-rank adapters and layers of misaligned sizes.
 
-    The filter leaves out the same layers as ``Float8Callback`` and ``Fp8DistConfig``:
+    It is a filter for ``convert_to_float8_training``, and leaves out the same layers as
+    ``Float8Callback`` and ``Fp8DistConfig``:
 
-    * the head: the result of ``get_output_embeddings()`` of the model, or of a model within it;
-      layers of a transformers model outside of its base model, except for stacks of layers (a
-      decoder in an nn.ModuleList); layers with the name ``lm_head``, or within a module of this
-      name; the layer ``output`` of the model itself; and ``score``, ``classifier``,
-      ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the model itself, with
-      all layers within. A layer ``output`` or ``score`` of a module within the model, such as
-      ``attention.output``, is not the head. Names that wrappers add are ignored: ``module``,
-      ``model``, ``base_model``, ``_orig_mod``, ``_fsdp_wrapped_module`` and
+    * the head, which is any of these: the result of ``get_output_embeddings()`` of the model, or
+      of a model within it; layers of a transformers model outside of its base model, except for
+      stacks of layers (a decoder in an nn.ModuleList); layers with the name ``lm_head``, or within
+      a module of this name; the layer ``output`` of the model itself; and ``score``,
+      ``classifier``, ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the
+      model itself, with all layers within them. A layer ``output`` or ``score`` of a module within
+      the model, such as ``attention.output``, is not the head. Names that wrappers add are ignored:
+      ``module``, ``model``, ``base_model``, ``_orig_mod``, ``_fsdp_wrapped_module`` and
       ``_checkpoint_wrapped_module``.
-    * low-rank adapters: layers within a module whose name begins with ``lora_``
-    * layers whose in_features or out_features is not a multiple of 16, which a GPU's float8 GEMM
-      refuses. With ``pad_inner_dim=True`` such a layer would run, but not gain.
+    * low-rank adapters: layers within a module whose name begins with ``lora_``.
+    * layers whose in_features or out_features is not a multiple of 16, because a GPU's float8 GEMM
+      refuses them. With ``pad_inner_dim=True`` such a layer would run, but without a gain.
 
     ::
 
@@ -235,8 +236,8 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
             alone.
 
     Returns:
-        The filter, a function of a module and its name, false for any module that is not an
-        nn.Linear. Combine it with another one by ``lambda m, fqn: not_head(m, fqn) and
+        The filter, a function of a module and its name. It returns False for any module that is
+        not an nn.Linear. Combine it with another filter by ``lambda m, fqn: not_head(m, fqn) and
         other(m, fqn)``.
 
     Raises:
@@ -267,37 +268,39 @@ def auto_filter(
         convert_to_float8_training(model, module_filter_fn=admits)
         print(admits.report)
 
-    A layer is skipped if its name contains an entry of ``filter_fqns`` or is one of ``exclude``; if
-    :func:`fp8_dist.skip_head` leaves it out (heads, low-rank adapters); if a local dim is not a
-    multiple of 16 (a GPU's float8 GEMM needs that); if a rank holds nothing of it; or if its
-    smallest local part is within one of its recipe's limits in ``TOO_SMALL``. The number of tokens
-    and savings in communication are not considered. ``docs/support.md`` has the limits and
-    says how to measure a device.
+    A layer is skipped in any of these cases: its name contains an entry of ``filter_fqns`` or is in
+    ``exclude``; it is a head or belongs to a low-rank adapter, as in :func:`fp8_dist.skip_head`; a
+    local dim is not a multiple of 16, as a GPU's float8 GEMM requires; a rank has no part of it; or
+    its smallest local part is within one of the limits of the recipe (``TOO_SMALL``). The number of
+    tokens and the savings in communication are not considered. ``docs/support.md`` lists the limits
+    and explains how to measure a device.
 
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.
         filter_fqns: layers whose name contains one of these strings are skipped.
-        tp_size: number of tensor-parallel ranks. A layer is judged by its smallest local part,
-            with uneven parts as torch makes them. Without a plan a layer may be divided by rows or
-            by columns, and the division that gains less decides.
+        tp_size: the number of tensor-parallel ranks. A layer is judged by its smallest local part,
+            where parts may be uneven as in torch. Without a plan, a layer may be divided by rows or
+            by columns, and the division with the smaller gain decides.
         plan: a tensor-parallel plan that maps module names (``*`` for any one part) to styles. A
             ColwiseParallel divides out_features by ``tp_size``, a RowwiseParallel in_features;
-            layers without either are not divided. The styles may be torch's, as in
+            layers with neither are not divided. The styles may be torch's, as in the
             ``llama_tp_plan`` of a model that is not converted yet.
-        exclude: layers with exactly these names are skipped, such as those that lose too much in
-            float8: ``compare_recipes(...).layers_below(20, recipe)`` of ``fp8_dist.debug``.
+        exclude: layers with exactly these names are skipped, such as layers that lose too much
+            precision in float8: ``compare_recipes(...).layers_below(20, recipe)`` of
+            ``fp8_dist.debug``.
         model: the model that will be converted, as for ``skip_head``. Without it, heads are
             recognized by their names alone.
 
     Returns:
-        The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of
-        its decisions. The conversion warns about admitted layers that it can't convert.
+        The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of its
+        decisions. The conversion warns about layers that the filter admits but that it can't
+        convert.
 
     Raises:
         ValueError: ``recipe`` is not a recipe, ``tp_size`` is below 1, or an entry of
-            ``filter_fqns`` is empty. The filter itself raises it for a lazy layer, and for one
+            ``filter_fqns`` is empty. The filter itself raises it for a lazy layer, and for a layer
             that the plan divides both ways.
-        TypeError: an argument has another type.
+        TypeError: an argument has the wrong type.
     """
     name = recipe.value if isinstance(recipe, Float8LinearRecipeName) else recipe
     if name not in list(TOO_SMALL):
@@ -322,7 +325,7 @@ def auto_filter(
 
 
 def why_misaligned(out_features: int, in_features: int) -> str:
-    """Text of the size that a GPU's float8 GEMM refuses; an empty string if there is none."""
+    """Return the size that a GPU's float8 GEMM refuses as text; an empty string if none."""
     for name, size in (("out", out_features), ("in", in_features)):
         if size % ALIGNMENT:
             return f"{name} = {size} is not a multiple of {ALIGNMENT}"
@@ -330,9 +333,9 @@ def why_misaligned(out_features: int, in_features: int) -> str:
 
 
 def why_too_small(recipe: str, shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, str]:
-    """The smallest part of a layer that is divided along ``dim``, and why it is left out.
+    """Return the smallest part of a layer that is divided along ``dim``, and why it is left out.
 
-    The reason is empty for parts that are large enough.
+    The reason is empty if all parts are large enough.
     """
     largest, smallest = _shards(shape, dim, ranks)
     reason = why_misaligned(*smallest) or why_misaligned(*largest)
@@ -352,13 +355,13 @@ def note_left_out(layer: nn.Module, reason: str) -> None:
 
 
 def why_left_out(layer: nn.Linear) -> str:
-    """The reason why a layer is not in float8."""
+    """Return the reason why a layer is not in float8."""
     never = "convert_to_float8_training has not seen it"
     return _reasons.get(layer) or why_unconvertible(layer) or never
 
 
 def why_unconvertible(layer: nn.Linear) -> str:
-    """The reason why a layer can't be converted, or an empty string."""
+    """Return the reason why a layer can't be converted, or an empty string."""
     if is_parametrized(layer) or "weight" not in layer._parameters:
         return "its weight is computed from other parameters (a parametrization, weight_norm)"
     if isinstance(layer, LazyModuleMixin):
@@ -377,7 +380,7 @@ def why_unconvertible(layer: nn.Linear) -> str:
 
 
 def aligned(table: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Lines of a table, whose columns with a number in ``right`` are aligned on the right."""
+    """Return the lines of a table. The columns whose numbers are in ``right`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     lines = []
@@ -398,7 +401,7 @@ def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def _matches(pattern: str, fqn: str) -> bool:
-    """Match a name as ``parallelize_module`` does: part by part; an empty pattern is the root."""
+    """Match a name part by part, as ``parallelize_module`` does. An empty pattern is the root."""
     if not pattern or not fqn:
         return pattern == fqn
     patterns, parts = pattern.split("."), fqn.split(".")
@@ -406,7 +409,7 @@ def _matches(pattern: str, fqn: str) -> bool:
 
 
 def _shards(shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, Shape]:
-    """The largest and the smallest part when ``dim`` is divided over ranks as torch does it."""
+    """Return the largest and the smallest part when torch divides ``dim`` over ranks."""
     if dim is None:
         return shape, shape
     largest = -(-shape[dim] // ranks)
@@ -416,7 +419,7 @@ def _shards(shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, Shape]:
 
 
 def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules in the output embeddings of the model or of any module in it."""
+    """Yield the modules in the output embeddings of the model and of any module in it."""
     for module in model.modules():
         get: Any = getattr(module, "get_output_embeddings", None)
         try:
@@ -429,11 +432,11 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outside_of_base_models(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of transformers models outside of base models, except for stacks of layers."""
+    """Yield transformers models' modules outside of base models, except for stacks of layers."""
     stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     stacked = {module for stack in stacks for module in stack.modules()}
     for module in model.modules():
-        # transformers sets it on the class; wrappers such as PEFT's only forward the attribute.
+        # Look at the class, because wrappers such as PEFT's forward the attributes of instances.
         prefix = getattr(type(module), "base_model_prefix", None)
         base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
         if isinstance(base, nn.Module):

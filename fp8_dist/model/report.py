@@ -1,4 +1,4 @@
-"""Report of a conversion: the share of a model's parameters and FLOPs that is in float8."""
+"""A report of a conversion: the shares of a model's parameters and FLOPs that are in float8."""
 
 import math
 import re
@@ -13,14 +13,14 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.model.filters import aligned, why_left_out
 
-# Names of the number of experts per token in transformers' configs. Their ``top_k`` is an option of
+# Names of the number of experts per token in transformers' configs, where ``top_k`` is an option of
 # sampling.
 _EXPERTS_IN_CONFIG = ("num_experts_per_tok", "experts_per_token")
-# Its names in modules.
+# Names of the number of experts per token in modules.
 _EXPERTS_IN_MODULE = ("top_k", *_EXPERTS_IN_CONFIG)
-# Modules that multiply by each of their matrices, once per token.
+# Modules that multiply each token by each of their matrices once.
 _PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
-# Modules whose 2-D or 3-D parameters are looked up, or multiplied more than once per token.
+# Modules whose 2-D or 3-D parameters are looked up, or multiply each token more than once.
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
 
 
@@ -30,14 +30,16 @@ class WeightSummary:
 
     Attributes:
         name: the FQN of the linear layer or Conv1D, or of another module's parameter.
-        shape: the global shape; [in, out] for a Conv1D.
+        shape: the global shape; ``[in, out]`` for a Conv1D.
         converted: whether the layer computes in float8.
-        reason: the reason why it does not; empty if it does.
-        parameters: elements of the weight; 0 if an earlier row shares it.
-        flops: FLOPs of its product in the forward per token, 2 per multiplication. For experts,
-            only those that a token visits count, or all if their number is not known; 0 for a 2-D
-            parameter that may be a table. The reason states these cases.
-        kind: the kind of its owner: an nn.Linear, transformers' Conv1D, experts, or another module.
+        reason: the reason why the layer does not compute in float8; empty if it does.
+        parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
+        flops: the FLOPs of the product with the weight in the forward, per token, 2 per
+            multiplication. For experts, the FLOPs of those that a token visits, or of all if their
+            number is not known; 0 for a 2-D parameter that may be a table. ``reason`` states these
+            cases.
+        kind: the kind of module that has the weight: an nn.Linear, transformers' Conv1D, experts,
+            or another module.
         visited: the number of experts that a token visits; None if it is not known.
     """
 
@@ -56,8 +58,9 @@ class ConversionSummary:
     """The result of :func:`conversion_summary`; ``str()`` prints a table.
 
     Attributes:
-        rows: every weight that the model multiplies by, or may multiply by, in its order.
-        parameters: the number of the model's parameters, shared ones counted once.
+        rows: every weight that the model multiplies by, or may multiply by, in the order of the
+            model's modules.
+        parameters: the number of elements of the model's parameters; shared ones count once.
     """
 
     rows: tuple[WeightSummary, ...]
@@ -65,26 +68,26 @@ class ConversionSummary:
 
     @property
     def converted(self) -> tuple[WeightSummary, ...]:
-        """The rows of layers in float8."""
+        """The rows of weights in float8."""
         return tuple(row for row in self.rows if row.converted)
 
     @property
     def skipped(self) -> tuple[WeightSummary, ...]:
-        """The other rows."""
+        """The rows of weights that are not in float8."""
         return tuple(row for row in self.rows if not row.converted)
 
     @property
     def parameter_share(self) -> float:
-        """The share of all parameters that belongs to weights of float8 layers, 0 to 1."""
+        """The share of all parameters that is in weights of float8 layers, from 0 to 1."""
         return self.shares(self.converted)[0]
 
     @property
     def flop_share(self) -> float:
-        """The share of the FLOPs of all products with weights that is in float8, 0 to 1."""
+        """The share of the FLOPs of all products with weights that is in float8, from 0 to 1."""
         return self.shares(self.converted)[1]
 
     def shares(self, rows: Iterable[WeightSummary]) -> tuple[float, float]:
-        """The shares of some rows in all parameters, and in the FLOPs of all rows, 0 to 1."""
+        """Return the shares of rows in all parameters and in the FLOPs of all rows, from 0 to 1."""
         rows, flops = tuple(rows), sum(row.flops for row in self.rows)
         parameters = sum(row.parameters for row in rows)
         return parameters / (self.parameters or 1), sum(row.flops for row in rows) / (flops or 1)
@@ -110,13 +113,13 @@ class ConversionSummary:
 
 
 def conversion_summary(model: nn.Module) -> ConversionSummary:
-    """Summarize the weights of a model: those in float8, those that are not, and the reasons.
+    """Summarize which weights of a model are in float8 and which are not, with the reasons.
 
-    Call it after ``convert_to_float8_training``, before or after the model is distributed. Besides
-    linear layers it lists parameters that modules multiply by without an nn.Linear, which no
-    conversion reaches: 3-D parameters of experts, and matrices such as those of
-    nn.MultiheadAttention. A 2-D parameter of another module may be a table (of positions, for
-    instance), and counts no FLOPs. ::
+    Call it after ``convert_to_float8_training``, before or after the model is distributed. The
+    summary lists linear layers, and also parameters that modules multiply by without an nn.Linear,
+    which the conversion does not replace: 3-D parameters of experts, and matrices such as those of
+    nn.MultiheadAttention. A 2-D parameter of an unknown module may be a table (of positions, for
+    instance), so its FLOPs are not counted. ::
 
         print(conversion_summary(model))
 
@@ -127,9 +130,9 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
 
 
 def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]]:
-    """Group rows whose names differ only by numbers.
+    """Group rows that differ only in the numbers in their names.
 
-    The name of a group has ``*`` for the numbers, and ends with the number of its rows.
+    The name of a group has ``*`` in place of the numbers, and ends with the number of rows.
     """
     groups: dict[tuple[object, ...], list[WeightSummary]] = {}
     for row in rows:
@@ -144,7 +147,7 @@ def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]
 def _rows(model: nn.Module) -> Iterator[WeightSummary]:
     modules = dict(model.named_modules())
     counted: set[int] = set()  # parameters, by id
-    whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside of these
+    whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside one of these
     inside = {part for m in modules.values() if isinstance(m, whole) for part in m.modules()}
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
@@ -171,7 +174,7 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
 def _of_parameter(
     owner: str, own: str, parameter: torch.Tensor, modules: dict[str, nn.Module], size: int
 ) -> WeightSummary:
-    """The row of a parameter whose owner is not an nn.Linear."""
+    """Return the row of a parameter whose owner is not an nn.Linear."""
     module, shape = modules[owner], tuple(parameter.shape)
     name = f"{owner}.{own}" if owner else own
     flops = 2 * parameter.numel()
@@ -194,7 +197,7 @@ def _of_parameter(
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, a linear layer whose weight is [in, out]."""
+    """Return whether a module is transformers' Conv1D, whose weight is ``[in, out]``."""
     classes = ((cls.__module__, cls.__name__) for cls in type(module).__mro__)
     return ("transformers.pytorch_utils", "Conv1D") in classes
 
@@ -202,9 +205,10 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _experts_per_token(
     owner: str, modules: dict[str, nn.Module], experts: int, called: bool
 ) -> int | None:
-    """Number of experts per token in a parameter's owner, its neighbours, or the model's config.
+    """Return the number of experts per token; None if it is not known.
 
-    The config counts for modules that are *called* experts alone. None if none of them has it.
+    It is an attribute of the parameter's owner, of the owner's parent or siblings, or, only for
+    modules that are ``called`` experts, of the model's config.
     """
     parent = modules[owner.rpartition(".")[0]]
     places: list[tuple[object, tuple[str, ...]]] = [
@@ -221,7 +225,7 @@ def _experts_per_token(
 
 
 def _count(parameters: Iterable[torch.Tensor], counted: set[int]) -> int:
-    """The elements of the parameters that were not counted before."""
+    """Return the number of elements of the parameters that were not counted before."""
     new = [p for p in parameters if id(p) not in counted]
     counted.update(map(id, new))
     return sum(p.numel() for p in new)

@@ -1,4 +1,4 @@
-"""State of a model's layers other than its parameters, for distributed checkpoints (DCP)."""
+"""State of a model's layers other than parameters, for distributed checkpoints (DCP)."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -17,35 +17,36 @@ _ERRORS = "gradient_errors"
 
 
 class Float8State:
-    """Amax histories of DELAYED operands, and errors of gradients, as an object that DCP saves.
+    """Amax histories of DELAYED operands, and errors of gradients, in a form that DCP saves.
 
-    ``model.state_dict()`` has only the keys of nn.Linear, and keeps histories in its metadata,
-    which ``torch.distributed.checkpoint`` drops. Save this object with the model, and load it in
-    the same way, on the same or another mesh, under any key, before the model or after it::
+    ``model.state_dict()`` has only the keys of nn.Linear. It keeps histories in its metadata, which
+    ``torch.distributed.checkpoint`` drops. Save this object together with the model under any key,
+    and load it in the same way, before or after the model, on the same mesh or another one::
 
         state = {"model": ..., "optimizer": ..., "float8": Float8State(model)}
         dcp.save(state, checkpoint_id=folder)
 
-    DCP accepts it only as a value of the outermost dict. In a nested dict use the result of
-    ``state_dict()``.
+    DCP accepts this object only as a value of the outermost dict. In a nested dict, use the result
+    of ``state_dict()``.
 
-    It is small (an entry per operand of a layer), and empty for recipes without histories. With
-    the error feedback of ``set_gradient_transport`` it also holds each rank's errors, 1 byte per
-    element of the unsharded gradients. Their keys contain the rank, its place among those that
-    shard, and the shape, so a checkpoint of another mesh has none of them. Load it after
-    ``set_gradient_transport``.
+    The state is small (one entry per operand of a layer), and empty for recipes without histories.
+    With the error feedback of ``set_gradient_transport``, it also contains each rank's errors, with
+    1 byte per element of the unsharded gradients. Their keys contain the rank, its position among
+    the ranks that shard, and the shape, so a checkpoint from another mesh has none of them. Load
+    the state after the call of ``set_gradient_transport``.
 
-    DCP requires that a checkpoint has every key that is requested. For a checkpoint that may lack
-    them (one of bf16, of another recipe or mesh), load it in a call of its own, with
-    ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Entries that the checkpoint lacks stay
-    as they are, which is empty in a new model.
+    DCP requires that a checkpoint contains every key that is requested. If a checkpoint may lack
+    keys (a bf16 checkpoint, or one of another recipe or mesh), load this object in a call of its
+    own, with ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Entries that the checkpoint
+    lacks stay as they are; in a new model they are empty.
 
-    Histories are the same on all ranks that share a layer's mesh, and DCP saves them once. Data-
-    parallel ranks of plain weights, as in DDP, have histories of their own: all of them continue
-    with those of one rank.
+    Histories are the same on all ranks of a layer's mesh, and DCP saves them once. If weights are
+    plain tensors, as in DDP, each data-parallel rank has its own histories; after loading, all
+    ranks continue with the histories of one rank.
 
     Args:
-        model: a model with or without converted layers; DDP's wrapper is left out of the names.
+        model: a model with or without converted layers. For a DDP model, the names don't contain
+            the wrapper.
 
     Collectives: none, in ``state_dict`` and ``load_state_dict``.
     """
@@ -54,17 +55,18 @@ class Float8State:
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
 
     def state_dict(self) -> dict[str, Any]:
-        """Amaxes by name of layer and operand, the newest first; empty before the first sync.
+        """Return the amaxes by layer name and operand, and the errors of gradients.
 
-        Errors of gradients are under ``"gradient_errors"``, by name; the key is absent if none are
-        kept. They are the tensors themselves, which the next step changes: clone them to keep them
-        in memory.
+        The newest amax of a history comes first. A history is empty before the first sync. The
+        errors are under ``"gradient_errors"``, by name; this key is absent if no errors are kept.
+        The errors are the tensors in use, not copies, and the next step changes them. Clone them to
+        keep them in memory.
         """
         layers = self._layers()
         histories = [h for layer in layers.values() for h in layer.histories.values()]
         filled = [h.history for h in histories if h.history is not None]
         lengths = [len(amaxes) for amaxes in filled]
-        if filled:  # one copy to the host, because each copy from a GPU waits for it
+        if filled:  # one copy for all, because each copy from a GPU waits for the GPU
             filled = (
                 torch.cat([amaxes.to(filled[0].device) for amaxes in filled]).cpu().split(lengths)
             )
@@ -80,14 +82,15 @@ class Float8State:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue with saved histories, each cut to the length that this model keeps, and errors.
+        """Continue with saved histories and errors of gradients.
 
-        Histories and errors that are not in ``state_dict`` start anew. Histories of unknown layers
-        and operands are ignored, as are errors of other ranks. Loaded histories stay until a
-        forward uses them: no ``load_state_dict`` of the model replaces them before.
+        Each history is cut to the length that this model keeps. Histories and errors that are not
+        in ``state_dict`` start anew. Histories of unknown layers and operands are ignored, as are
+        errors of other ranks. Until a forward uses the loaded histories, ``load_state_dict`` of the
+        model does not replace them.
 
         Raises:
-            ValueError: a history or an error is damaged. Nothing is changed then.
+            ValueError: a history or an error is damaged. Then nothing is changed.
         """
         layers, own_errors = self._layers(), gradient_errors(self.model)
         rows = {
@@ -114,7 +117,7 @@ class Float8State:
         )
 
     def _layers(self) -> dict[str, Float8Linear]:
-        """The layers that have histories, by the names of their ``state_dict`` keys."""
+        """Return the layers that have histories, by their names in ``state_dict`` keys."""
         return {
             without_wrappers(name): layer
             for name, layer in float8_layers(self.model).items()
@@ -123,7 +126,7 @@ class Float8State:
 
 
 def _matching_errors(saved: Any, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The saved values of this rank's errors of gradients; warns once if some are missing.
+    """Return the saved values of this rank's gradient errors; warn once if some are missing.
 
     Raises:
         ValueError: an error is not a tensor of the same shape and dtype.

@@ -1,4 +1,4 @@
-"""torchtitan's trainer config with float8: conversion, parallelism, and updates of scales."""
+"""Float8 in a torchtitan trainer config: conversion, parallelism, and updates of scales."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,16 +26,19 @@ def with_float8(
 
     Args:
         config: a config from a function in a ``config_registry``. Its ``model_spec`` is replaced.
-        recipe_name: any recipe of ``Float8LinearConfig.from_recipe_name``.
-        filter_fqns: layers with one of these in their name stay unconverted.
+        recipe_name: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``.
+        filter_fqns: layers whose name contains one of these strings stay unconverted.
         gradient_transport: the transport of FSDP2's gradients, as in ``set_gradient_transport``.
-        reduce_transport: the transport of tensor parallelism's sums, as in ``llama_tp_plan``. With
-            either transport the result depends on the number of ranks.
+        reduce_transport: the transport of sums over tensor-parallel ranks, as in ``llama_tp_plan``.
+            With either transport, the result depends on the number of ranks.
 
     Returns:
         ``config``. FSDP2 gathers weights in float8 where the recipe allows it, and tensor
         parallelism gathers inputs and output gradients in float8. Scales are updated after each
         optimizer step.
+
+    Raises:
+        ValueError: the recipe or ``reduce_transport`` is unknown, or there is no layer to convert.
     """
     spec = config.model_spec
     converter = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=list(filter_fqns))

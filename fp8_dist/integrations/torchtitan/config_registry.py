@@ -1,7 +1,7 @@
 """Configs for torchtitan's command line: ``--module fp8_dist.integrations.torchtitan``.
 
-``--config <name>_<recipe>`` is the config ``<name>`` of torchtitan's llama3 in that recipe, such
-as ``llama3_8b_tensorwise`` or ``llama3_debugmodel_rowwise_folded``.
+``--config <name>_<recipe>`` selects the config ``<name>`` of torchtitan's llama3 with that recipe,
+such as ``llama3_8b_tensorwise`` or ``llama3_debugmodel_rowwise_folded``.
 """
 
 from collections.abc import Callable

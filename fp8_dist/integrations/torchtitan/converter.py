@@ -1,4 +1,4 @@
-"""Converter that replaces torchtitan's linear layers by Float8Linear before a model is built."""
+"""Replacement of torchtitan's linear layers with Float8Linear, before a model is built."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ from fp8_dist import Float8Linear, Float8LinearConfig, rewrap_float8_weights
 
 
 class TitanFloat8Linear(Float8Linear, Module):
-    """Float8Linear that torchtitan builds from a config and parallelizes."""
+    """A Float8Linear that torchtitan builds from a config and parallelizes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -26,26 +26,26 @@ class TitanFloat8Linear(Float8Linear, Module):
         self.fqn = config.fqn
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard the parameters. The weight keeps the type that FSDP2 gathers in float8."""
+        """Shard the parameters, and keep the type of weight that FSDP2 gathers in float8."""
         super().parallelize(parallel_dims)
         if self.config.fsdp_float8_all_gather:
             rewrap_float8_weights(self)
 
 
 class Float8Converter(QuantizationConverter):
-    """Converter from torchtitan's Linear to Float8Linear, with the filter of torchtitan's own.
+    """A converter from torchtitan's Linear to Float8Linear, with the filter that torchtitan uses.
 
     Layers whose sizes are not multiples of 16 stay unconverted.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """Config of the conversion.
+        """The config of the conversion.
 
         Attributes:
-            recipe_name: as for ``Float8LinearConfig.from_recipe_name``. FSDP2 gathers weights in
-                float8 where the recipe allows it.
-            filter_fqns: layers with one of these in their name stay unconverted.
+            recipe_name: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``. FSDP2
+                gathers weights in float8 where the recipe allows it.
+            filter_fqns: layers whose name contains one of these strings stay unconverted.
         """
 
         recipe_name: str = "tensorwise"
@@ -64,7 +64,7 @@ class Float8Converter(QuantizationConverter):
         float8 = replace(recipe, enable_fsdp_float8_all_gather="auto")
         found = False
         for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
-            # Subclasses compute something else.
+            # Subclasses of the config belong to layers that compute something else.
             if type(linear) is not Linear.Config:
                 continue
             if not module_filter_fn(linear, fqn, self.config.filter_fqns):

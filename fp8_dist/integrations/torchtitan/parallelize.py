@@ -1,9 +1,9 @@
 """Tensor parallelism in float8: gathers move from torchtitan's modules into the float8 layers.
 
-torchtitan declares per module how inputs and outputs are redistributed. An attention gathers its
-input in high precision. ``wo``'s output is reduce-scattered outside of the layer, and so its
-gradient is gathered outside of the layer too. Here the input is cast before it is gathered
-(``share_input``), and the layer redistributes its own output and output gradient.
+torchtitan declares for each module how inputs and outputs are redistributed. An attention module
+gathers its input in high precision. The output of ``wo`` is reduce-scattered outside of the layer,
+so the gradient of the output is gathered outside of the layer, too. Here the input is cast before
+it is gathered (``share_input``), and the layer redistributes its own output and output gradient.
 """
 
 from collections.abc import Callable
@@ -34,17 +34,21 @@ def float8_parallelize(
 ) -> Callable[..., nn.Module]:
     """Return a model's ``parallelize_fn`` with float8 tensor parallelism.
 
-    The function that is returned raises NotImplementedError for tensor parallelism with the back
-    end ``full_dtensor``. With ``spmd_types``, it raises NotImplementedError for converted layers
-    that are not sharded, and for row-parallel ones with a bias. It raises ValueError if some of the
-    layers that share one input are converted and some are not, or if a transport is given that
-    applies to nothing.
+    The returned function raises NotImplementedError for tensor parallelism with the back end
+    ``full_dtensor``, and if a module gathers several inputs, or none, for its converted layers.
+    With ``spmd_types``, it also raises NotImplementedError for converted layers that are not
+    sharded, and for row-parallel layers with a bias. It raises ValueError if some of the layers
+    that share one input are converted and some are not, or if a given transport applies to nothing.
 
     Args:
         parallelize: torchtitan's ``parallelize_fn``.
-        gradient_transport: the argument of ``set_gradient_transport``, which is called afterwards.
-        reduce_transport: the transport of tensor parallelism's sums, as in ``llama_tp_plan``. With
-            either transport the result depends on the number of ranks.
+        gradient_transport: the transport of FSDP2's gradients, for ``set_gradient_transport``,
+            which is called after ``parallelize``.
+        reduce_transport: the transport of sums over tensor-parallel ranks, as in ``llama_tp_plan``.
+            With either transport, the result depends on the number of ranks.
+
+    Raises:
+        ValueError: ``reduce_transport`` is unknown.
     """
     check_transport(reduce_transport, "with_float8")
     return partial(_parallelize, parallelize, gradient_transport, reduce_transport)
@@ -67,7 +71,7 @@ def _parallelize(
             )
         if parallel_dims.spmd_backend == "spmd_types":
             _check_local_layers(model)
-        # Before torchtitan wraps the forwards.
+        # This must come before torchtitan wraps the forwards.
         _move_gathers(model, parallel_dims, reduce_transport)
     elif reduce_transport is not None:
         raise ValueError(
@@ -81,7 +85,7 @@ def _parallelize(
 
 
 def _check_local_layers(model: nn.Module) -> None:
-    """Raise for replicated parameters: spmd_types would sum gradients that layers have summed."""
+    """Raise for replicated parameters, whose gradients spmd_types would sum a second time."""
     for module in model.modules():
         if isinstance(module, TitanFloat8Linear):
             dim = _weight_dim(module)
@@ -107,7 +111,7 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
             source = sharding.in_src_shardings[name]
             inputs |= dict.fromkeys(layers, resolve_placements(source, mesh)[0])
             module._sharding_config = replace(sharding, in_dst_shardings=None)
-            # Layers with local tensors declare the transport themselves.
+            # With local tensors, the layers declare the transport themselves (_place).
             share = partial(
                 share_input, layers=layers, reduce_transport=None if is_local else transport
             )
@@ -118,7 +122,7 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
 
 
 def _moved_input(sharding: Any, fqn: str) -> str:
-    """Return the name of the one input that a module gathers over the tensor-parallel axis."""
+    """Return the name of the only input that a module gathers over the tensor-parallel axis."""
     sources, targets = sharding.in_src_shardings, sharding.in_dst_shardings
     names = [n for n in targets if _on_tp(sources[n]) != _on_tp(targets[n])]
     if len(names) != 1:
@@ -134,14 +138,14 @@ def _on_tp(layout: Any) -> Any:
 
 
 def _weight_dim(layer: nn.Module) -> int | None:
-    """Return the dim of a weight that tensor parallelism shards; None if it shards none."""
+    """Return the dim along which tensor parallelism shards a weight; None if it does not."""
     sharding: Any = layer._sharding_config
     dim: int | None = getattr(_on_tp(sharding.state_shardings["weight"]), "dim", None)
     return dim
 
 
 def _column_parallel(module: nn.Module, fqn: str) -> list[TitanFloat8Linear]:
-    """Return the float8 layers that take the input that ``module`` gathers."""
+    """Return the column-parallel float8 layers, which take the input that ``module`` gathers."""
     every = {
         name: child
         for name, child in module.named_modules()

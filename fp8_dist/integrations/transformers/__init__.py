@@ -1,4 +1,4 @@
-"""Integration with transformers (extra ``hf``): tensor-parallel plans, the Trainer, loading."""
+"""Integration with transformers (extra ``hf``): tensor parallelism, the Trainer, and loading."""
 
 from importlib.util import find_spec
 

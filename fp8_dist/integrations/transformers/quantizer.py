@@ -1,12 +1,13 @@
-"""``from_pretrained(..., quantization_config=Fp8DistConfig())``: float8 layers from the start.
+"""A quantizer for ``from_pretrained(..., quantization_config=Fp8DistConfig())``.
 
-In transformers, a quantizer changes a model's layers before its weights are loaded. This one makes
-training layers, whose weights stay in high precision. The model is not marked as quantized, and is
-saved like any other.
+In transformers, a quantizer changes the layers of a model before its weights are loaded. This one
+makes float8 training layers, whose weights stay in high precision. The model is not marked as
+quantized, and is saved like any other model.
 
-transformers' own tensor parallelism (``DistributedConfig(tp_size=...)``) passes DTensors to layers
-in training, which tell them what their scales cover. Without gradients it passes local tensors to
-every ``nn.Linear`` instead. The styles here pass DTensors to float8 layers in both cases.
+In training, transformers' own tensor parallelism (``DistributedConfig(tp_size=...)``) passes
+DTensors to layers, which tell float8 layers what their scales cover. Without gradients, it passes
+local tensors to every ``nn.Linear`` instead. The styles here pass DTensors to float8 layers in both
+cases.
 """
 
 import re
@@ -31,9 +32,9 @@ from fp8_dist.names import is_part
 
 METHOD = "fp8_dist"
 
-# Names of transformers' styles for linear layers, and of the styles that replace them.
+# The names of transformers' styles for linear layers, and the names of the float8 styles for them.
 _FLOAT8_NAMES: dict[str, str] = {}
-# Styles under which a layer's weight stays whole on each rank.
+# Styles that replicate a layer's weight on all ranks.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 
 if find_spec("transformers.distributed.parallel_utils"):  # in later releases of transformers 5
@@ -41,7 +42,7 @@ if find_spec("transformers.distributed.parallel_utils"):  # in later releases of
     from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
 
     class Float8Colwise(ColwiseParallel):
-        """Column-parallel; a float8 layer takes and returns DTensors, in evaluation too."""
+        """Column parallelism; a float8 layer takes and returns DTensors also in evaluation."""
 
         def should_use_local_tensors(self, module: nn.Module) -> bool:
             return not isinstance(module, Float8Linear) and super().should_use_local_tensors(module)
@@ -55,7 +56,7 @@ if find_spec("transformers.distributed.parallel_utils"):  # in later releases of
             return super().transform_inputs_pre_forward(module, (x, *others), kwargs, mesh)
 
     class Float8Rowwise(RowwiseParallel):
-        """Row-parallel; a float8 layer takes and returns DTensors, in evaluation too."""
+        """Row parallelism; a float8 layer takes and returns DTensors also in evaluation."""
 
         def should_use_local_tensors(self, module: nn.Module) -> bool:
             return not isinstance(module, Float8Linear) and super().should_use_local_tensors(module)
@@ -76,7 +77,7 @@ if find_spec("transformers.distributed.parallel_utils"):  # in later releases of
 
 @register_quantization_config(METHOD)
 class Fp8DistConfig(QuantizationConfigMixin):
-    """Config for loading a model with float8 layers, for training.
+    """A config that loads a model with float8 layers, for training.
 
     ::
 
@@ -84,24 +85,26 @@ class Fp8DistConfig(QuantizationConfigMixin):
 
     The weights stay in the dtype in which they are loaded. The model is converted on the meta
     device, before transformers distributes it (``distributed_config``) and loads its weights.
-    ``save_pretrained`` writes the same as for the unconverted model: ``config.json`` contains
-    nothing of this configuration.
+    ``save_pretrained`` writes the same files as for the unconverted model, and ``config.json``
+    contains nothing of this config.
 
     Args:
-        recipe: the name of a recipe, as for ``Float8LinearConfig.from_recipe_name``.
+        recipe: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``.
         modules_to_not_convert: names of modules whose layers stay in high precision, besides the
-            layers that :func:`fp8_dist.skip_head` leaves out: whole names (``"model.layers.0"``)
-            or consecutive parts of them (``"down_proj"``, ``"mlp"``, ``"layers.0.mlp"``).
+            layers that :func:`fp8_dist.skip_head` leaves out. Names are full names
+            (``"model.layers.0"``) or consecutive parts of them (``"down_proj"``, ``"mlp"``,
+            ``"layers.0.mlp"``).
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
 
     Raises:
         TypeError: ``modules_to_not_convert`` is a string.
         ValueError: no recipe has this name, or its weights can't be gathered in float8 as
             requested. ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches
-            no module, ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the
-            model, or ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
-        NotImplementedError: in ``from_pretrained``, transformers' tensor parallelism has a style
-            that passes local tensors to a converted layer (``packed_colwise``).
+            no module, if ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the
+            model, or if ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
+        NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
+            style for a converted layer that passes local tensors (``packed_colwise``), or if this
+            release of transformers has no styles that can be replaced.
     """
 
     def __init__(
@@ -130,13 +133,13 @@ class Fp8DistConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class Fp8DistQuantizer(HfQuantizer):
-    """Quantizer that ``from_pretrained`` uses for :class:`Fp8DistConfig`."""
+    """The quantizer that ``from_pretrained`` uses for :class:`Fp8DistConfig`."""
 
     requires_calibration = False
     quantization_config: Fp8DistConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Convert the layers, on the meta device."""
+        """Convert the layers on the meta device."""
         names = self.quantization_config.modules_to_not_convert or []
         _check_names(model, names)
         config = self.quantization_config.layer_config()
@@ -144,14 +147,14 @@ class Fp8DistQuantizer(HfQuantizer):
         convert_to_float8_training(model, config=config, module_filter_fn=layer_filter)
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
-        """Use styles for float8 layers, before transformers distributes the converted model."""
+        """Use styles for float8 layers. transformers distributes the converted model afterwards."""
         _replace_styles(plan, _FLOAT8_NAMES)
         _check_plan(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
-        """Wrap the weights that loading has rebuilt, and remove all marks of quantization."""
+        """Wrap the weights, which loading has replaced, and remove all marks of quantization."""
         rewrap_float8_weights(model)
-        # transformers looks for ``"colwise"`` when it makes a KV cache.
+        # Restore the names, because transformers looks for ``"colwise"`` when it makes a KV cache.
         _replace_styles(model.tp_plan, {new: name for name, new in _FLOAT8_NAMES.items()})
         self.remove_quantization_config(model)
         for module in model.modules():
@@ -159,15 +162,15 @@ class Fp8DistQuantizer(HfQuantizer):
                 module.config.__dict__.pop("_is_quantized", None)
         return model
 
-    # The rest is transformers' interface of a quantizer, which it does not use after loading.
+    # transformers requires these members of a quantizer, but does not use them after loading.
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether the model can be saved."""
+        """Return whether the model can be saved."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the model can be trained."""
+        """Return whether the model can be trained."""
         return True
 
 
@@ -183,16 +186,16 @@ def _check_names(model: nn.Module, names: list[str]) -> None:
 
 
 def _replace_styles(plan: dict[str, str], names: dict[str, str]) -> None:
-    """Replace styles in a plan, in place."""
+    """Replace styles in a plan in place."""
     plan.update({key: names.get(style, style) for key, style in plan.items()})
 
 
 def _check_plan(model: PreTrainedModel) -> None:
-    """Check that no plan passes local tensors to float8 layers: their scales would be per rank.
+    """Check that no style passes local tensors to float8 layers, whose scales would be per rank.
 
     Raises:
-        NotImplementedError: a converted layer has a style that is unknown here, or this release of
-            transformers has no styles that could be replaced.
+        NotImplementedError: a converted layer has an unknown style, or this release of transformers
+            has no styles that can be replaced.
         ValueError: ``DistributedConfig(tp_plan=...)`` sets a style for unconverted layers.
     """
     distributed = getattr(model.config, "distributed_config", None)

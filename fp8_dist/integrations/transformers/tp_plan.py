@@ -1,4 +1,4 @@
-"""Tensor-parallel plans for transformers' models, from the plans that the models declare."""
+"""Tensor-parallel plans for transformers models, based on the plans that the models declare."""
 
 import warnings
 from typing import Any
@@ -34,25 +34,26 @@ def hf_tp_plan(
     loss_parallel: bool = False,
     reduce_transport: Encoding = None,
 ) -> dict[str, ParallelStyle]:
-    """Make the tensor-parallel plan of a transformers model for ``apply_tp_plan``: names to styles.
+    """Make the tensor-parallel plan of a transformers model, for ``apply_tp_plan``.
 
     The model declares which layers are sharded, and how (``_tp_plan``, ``base_model_tp_plan``).
-    This function adds the redistribution of activations. A converted layer (``Float8Linear``) gets
-    a float8 style, any other layer torch's style. Layers that read the same input (q, k, v; gate,
-    up) share one gather. It is in float8 if one copy serves all of them, else in high precision.
+    This function adds the redistribution of activations. Converted layers (``Float8Linear``) get
+    float8 styles, and other layers get torch's styles. Layers that read the same input (q, k, v;
+    gate, up) share one gather. The gather is in float8 if one float8 copy serves all of them, else
+    in high precision.
 
-    Shapes, for B sequences of S tokens, hidden size D, on ``tp`` ranks:
+    Shapes for B sequences of S tokens and hidden size D on ``tp`` ranks:
 
     * ``input_ids``, ``attention_mask``, ``position_ids``, ``labels`` and rotary tables: replicated
       over the axis.
     * between blocks: ``[B, S / tp, D]`` with sequence parallelism, else ``[B, S, D]``. If ``tp``
-      does not divide S, the parts are DTensors. The first ranks then have one more token, and the
-      last ones may have none, as in ``generate``, where S is 1.
-    * in a block: ``[B, S, D]`` in, heads and features sharded over ``tp``.
+      does not divide S, the parts are DTensors. Then the first ranks have one more token, and the
+      last ranks may have none, as in ``generate``, where S is 1.
+    * in a block: the input is ``[B, S, D]``; heads and features are sharded over ``tp``.
     * ``logits``: replicated, or with ``loss_parallel`` a DTensor sharded along the vocabulary.
 
-    Embeddings are sharded along the vocabulary, also where the declared plan leaves them out. Norms
-    of queries and keys get the sum of all heads' gradients.
+    Embeddings are sharded along the vocabulary, even if the declared plan leaves them out. The
+    gradients of query and key norms are summed over all heads.
 
     Routed experts of MoE blocks are not sharded: every rank has all of them and computes all
     tokens, which is correct but saves nothing. A warning names these blocks. Linear layers that are
@@ -62,29 +63,33 @@ def hf_tp_plan(
         model: a ``PreTrainedModel`` that is not parallelized. Convert it before this call.
         sequence_parallel: shard the stream between blocks along the sequence, and run norms on the
             shards. False: the stream is replicated.
-        loss_parallel: the head returns logits for
+        loss_parallel: return logits from the head for
             ``torch.distributed.tensor.parallel.loss_parallel``.
-        reduce_transport: as in the float8 styles, for all reduce-scatters of converted layers: of
-            block outputs, of the input gradients of blocks and of the head. Those of the embedding
-            and of unconverted layers stay in high precision.
+        reduce_transport: as in the float8 styles. It applies to all reduce-scatters of converted
+            layers, which reduce the outputs of blocks, and the input gradients of blocks and of the
+            head. The reduce-scatters of the embedding and of unconverted layers stay in high
+            precision.
 
-    Collectives: with sequence parallelism, per block, an all-gather of the input and a
+    Returns:
+        The plan, which maps module names to styles.
+
+    Collectives: with sequence parallelism, for each block, an all-gather of the input and a
     reduce-scatter of the output, and their counterparts in the backward; gathers of converted
     layers take 1 byte per element (see the float8 styles for amaxes). Without sequence parallelism,
-    an all-reduce of the output and of the input's gradient per block. One of either kind for the
-    embedding and the head; one all-gather of logits without ``loss_parallel``. In high precision,
-    layers with the declared style ``colwise_gather_output`` (``colwise_rep`` in transformers 4)
-    gather their outputs, and those with ``rowwise_split_input`` (``rowwise_rep``) gather the
-    gradient of their inputs.
+    for each block, an all-reduce of the output and one of the input's gradient. In both cases, one
+    collective of the same kind for the embedding and one for the head, and one all-gather of the
+    logits without ``loss_parallel``. In high precision, layers with the declared style
+    ``colwise_gather_output`` (``colwise_rep`` in transformers 4) gather their outputs, and layers
+    with ``rowwise_split_input`` (``rowwise_rep``) gather the gradients of their inputs.
 
     Raises:
         NotImplementedError: the model declares no plan or an unknown style, or it has parameters
-            whose place in the model is unknown. All of them are named.
-        ValueError: ``sequence_parallel`` for a model that merges other inputs (images, sound) into
-            its embeddings; ``loss_parallel`` for a model without a sharded head;
-            ``reduce_transport`` without sequence parallelism, or for a model that was not
-            converted. From ``apply_tp_plan``, before it changes the model: heads that the ranks
-            cannot share evenly.
+            whose role in the model is unknown. The message names all of them.
+        ValueError: ``sequence_parallel`` is set for a model that merges other inputs (images,
+            sound) into its embeddings, ``loss_parallel`` for a model without a sharded head, or
+            ``reduce_transport`` without sequence parallelism or for a model that was not converted.
+            ``apply_tp_plan`` raises it, before it changes the model, if the ranks cannot share the
+            heads evenly.
     """
     check_plan_transport(model, reduce_transport, sequence_parallel, "hf_tp_plan")
     structure = StructureReader(model, sequence_parallel).read()
@@ -118,7 +123,7 @@ def _styles(
     if sequence_parallel:
         plan |= _stream_styles(structure)
     for block in structure.blocks:
-        if block.in_replicated:  # nothing is reduce-scattered
+        if block.in_replicated:  # the block reduce-scatters nothing
             plan |= _block_styles(model, block, Replicate(), None)
         else:
             plan |= _block_styles(model, block, stream, transport)
@@ -134,11 +139,11 @@ def _styles(
 
 
 def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
-    """Make the styles of a sequence-parallel stream, outside of the sharded blocks."""
+    """Make the styles of a sequence-parallel stream outside of the sharded blocks."""
     plan: dict[str, ParallelStyle] = {structure.layers[0]: tp_styles.StreamInput()}
     plan |= {name: tp_styles.StreamNorm(local_if_even) for name in structure.norms}
     plan |= {name: tp_styles.ReplicatedBlock() for name in structure.replicated}
-    # A sharded head takes the DTensor.
+    # A sharded head takes a DTensor. Without one, the output of the last norm is gathered.
     plan[structure.last_norm] = (
         SequenceParallel() if structure.head else tp_styles.StreamNorm(DTensor.full_tensor)
     )
@@ -148,7 +153,7 @@ def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
 def _block_styles(
     model: nn.Module, block: Block, stream: Placement, transport: Encoding
 ) -> dict[str, ParallelStyle]:
-    """Make the styles of a block that reads from and writes to a stream, and of its layers."""
+    """Make the styles of a block, which reads and writes a stream, and of its layers."""
     module = model.get_submodule(block.name)
     readers = {name: module.get_submodule(name) for name in block.readers}
     style = prepare_style(
@@ -170,7 +175,7 @@ def _block_styles(
             module.get_submodule(name), transport, input_layouts=inside, output_layouts=stream
         )
     for name in block.head_norms:
-        # Dim 2 stands for the heads. These norms see whole rows, whatever the order of the dims.
+        # Dim 2 stands for the heads. These norms see full rows, whatever the order of the dims is.
         plan[f"{block.name}.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan
 

@@ -1,8 +1,9 @@
-"""Structure of a transformers model for its tensor-parallel plan, read from the model.
+"""The structure of a transformers model, which its tensor-parallel plan is based on.
 
 Terms: the *stream* is the activation that passes from layer to layer. A *block* is a module of a
-layer. Its *readers* are column-parallel linear layers that read its input. Its *writers* are
-row-parallel linear layers whose output is added to the stream.
+layer, such as its attention. The *readers* of a block are the column-parallel linear layers that
+read its input. Its *writers* are the row-parallel linear layers whose output is added to the
+stream.
 """
 
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-# Names of declared styles, in transformers 5 and in 4.
+# The names of declared styles in transformers 5 and in transformers 4.
 _READER = {"colwise"}
 _GATHERING_READER = {"colwise_gather_output", "colwise_rep"}
 _WRITER = {"rowwise"}
@@ -24,11 +25,16 @@ _EXPERTS = "experts"
 
 @dataclass
 class Block:
-    """Block of a layer. The names of its own layers are relative to the block.
+    """A block of a layer.
 
     Attributes:
-        gathers_outputs: the outputs of its readers are gathered, and writers take their part.
-        in_replicated: its input is replicated, because it lies in a replicated block.
+        name: the full name of the block.
+        readers: the names of its readers, relative to the block.
+        writers: the names of its writers, relative to the block.
+        head_norms: the names of the norms of its heads, relative to the block.
+        gathers_outputs: whether the outputs of its readers are gathered, and each writer takes its
+            part of its input.
+        in_replicated: whether its input is replicated, because it is inside a replicated block.
     """
 
     name: str
@@ -41,9 +47,16 @@ class Block:
 
 @dataclass
 class Structure:
-    """Full names of a model's modules.
+    """The modules of a model, by their full names.
 
-    ``norms`` are the norms of layers. ``last_norm`` is "" if none is known.
+    Attributes:
+        embedding: the embedding before the layers.
+        layers: the layers, in order.
+        blocks: the sharded blocks in the layers.
+        norms: the norms in the layers, outside of blocks.
+        replicated: the blocks that have routed experts, which every rank computes in full.
+        last_norm: the norm after the layers; ``""`` if it is not known.
+        head: the sharded head; None if there is none.
     """
 
     embedding: str
@@ -56,21 +69,21 @@ class Structure:
 
 
 def declared_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that a model, its class or its config declares: patterns to style names."""
+    """Return the plan that a model, its class or its config declares: style names by pattern."""
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
     of_base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if prefix in model._modules:
         of_base = {f"{prefix}.{name}": style for name, style in of_base.items()}
     of_model: dict[str, str] = getattr(model, "_tp_plan", None) or of_base
-    # transformers 4 does not copy what the class declares, such as the head.
+    # In transformers 4, the model's plan lacks the entries of the class, such as the head.
     return (getattr(type(model), "_tp_plan", None) or {}) | of_model
 
 
 def merges_embeddings(model: nn.Module) -> bool:
-    """Whether a model builds its decoder's inputs from embeddings of text and of other inputs.
+    """Return whether a model merges embeddings of text and of other inputs, such as images.
 
-    The config of such a model contains the config of its decoder, and those of other encoders.
+    The config of such a model contains the config of its decoder and the configs of other encoders.
     """
     config: Any = getattr(model, "config", None)
     get_text_config = getattr(config, "get_text_config", lambda: config)
@@ -78,17 +91,17 @@ def merges_embeddings(model: nn.Module) -> bool:
 
 
 def without_numbers(names: str) -> str:
-    """Replace the numbers of layers in names of modules by ``*``."""
+    """Replace the layer numbers in names of modules with ``*``."""
     return re.sub(r"\.\d+\b", ".*", names)
 
 
 class StructureReader:
-    """Reader of a model's structure.
+    """A reader of a model's structure.
 
     Attributes:
-        problems: descriptions of unknown parts, without layers' numbers; True if only sequence
-            parallelism is affected.
-        routed: the blocks that have routed experts.
+        problems: descriptions of unknown parts of the model, without layer numbers. The value is
+            True if a problem affects only sequence parallelism.
+        routed: the names of blocks that have routed experts.
     """
 
     def __init__(self, model: nn.Module, sequence_parallel: bool) -> None:
@@ -101,11 +114,11 @@ class StructureReader:
         ]
 
     def read(self) -> Structure:
-        """Read the structure.
+        """Return the structure.
 
         Raises:
-            NotImplementedError: the model declares no plan, or parts of it are unknown. All are
-                named.
+            NotImplementedError: the model declares no plan, or parts of the model are unknown. The
+                message names all of them.
         """
         styles = self.matched_styles()
         self.raise_problems()
@@ -140,7 +153,7 @@ class StructureReader:
             self.problems[without_numbers(problem)] = of_sequences
 
     def matched_styles(self) -> dict[str, str]:
-        """Return styles by the names of modules, without routed experts and their routers."""
+        """Return the styles by module name, without routed experts and their routers."""
         declared = declared_plan(self.model)
         if not declared:
             self.refuse(
@@ -176,13 +189,13 @@ class StructureReader:
             self.refuse(f"{name}: the style {style!r} of a {kind}")
 
     def is_routed(self, name: str) -> bool:
-        """Whether a module is (part of) routed experts, or the router beside them."""
+        """Return whether a module belongs to routed experts, or is the router beside them."""
         parent, _, last = name.rpartition(".")
         router = parent in self.routed and not self.modules.get(name, nn.Module())._modules
         return last == _EXPERTS or f".{_EXPERTS}." in name or router
 
     def stack_of(self, name: str) -> str:
-        """Return the outermost list of layers that contains a module; "" if there is none."""
+        """Return the name of the outermost nn.ModuleList around a module; "" if there is none."""
         parts = name.split(".")
         prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
         return next((p for p in prefixes if isinstance(self.modules[p], nn.ModuleList)), "")
@@ -224,7 +237,7 @@ class StructureReader:
             if not child._parameters or name in (*block.readers, *block.writers, *block.head_norms):
                 continue
             if _is_norm(child) and block.gathers_outputs:
-                continue  # it sees whole tensors
+                continue  # its input is gathered
             if _is_norm(child, getattr(module, "head_dim", 0)):
                 block.head_norms.append(name)
             else:
@@ -234,7 +247,7 @@ class StructureReader:
                 )
 
     def check_layers(self, layers: list[str], blocks: set[str]) -> list[str]:
-        """Return the norms of the layers. Anything else in them is a block, or unknown."""
+        """Return the norms in the layers. Any other module in a layer is a block, or unknown."""
         norms = []
         for layer in layers:
             if layer in blocks:
@@ -253,7 +266,7 @@ class StructureReader:
         return norms
 
     def check_ends(self, stack: str, styles: dict[str, str]) -> tuple[str, str]:
-        """Return the embedding before the layers, and the norm after them."""
+        """Return the names of the embedding before the layers and of the norm after them."""
         base = stack.rpartition(".")[0]
         siblings = {
             f"{base}.{child}" if base else child: module
@@ -279,7 +292,7 @@ class StructureReader:
         return next(iter(embeddings), ""), next(iter(norms), "")
 
     def find_head(self, styles: dict[str, str], stack: str, embedding: str) -> str | None:
-        """Return the sharded layer after the last norm. A tied one is sharded as its embedding."""
+        """Return the sharded head, if any. A tied head is sharded like the embedding."""
         table = self.modules[embedding]._parameters.get("weight") if embedding else None
         heads = [
             name
@@ -297,7 +310,7 @@ class StructureReader:
 
 
 def _is_norm(module: nn.Module, size: int | None = None) -> bool:
-    """Whether all parameters of a module are vectors, of the given size if there is one."""
+    """Return whether all parameters of a module are vectors, of the given size if any."""
     sizes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
     if module._modules or not sizes:
         return False

@@ -1,7 +1,8 @@
 """Parallel styles for the blocks and the residual stream of a transformers model.
 
-Without sequence parallelism the stream between blocks is a plain tensor, equal on all ranks. With
-it, each rank has a part of the sequence (dim 1), in the form of ``local_if_even``.
+Without sequence parallelism, the stream between blocks is a plain tensor that is the same on all
+ranks. With it, each rank has a part of the sequence (dim 1): a local tensor if the parts are even,
+else a DTensor (``local_if_even``).
 """
 
 import inspect
@@ -26,10 +27,10 @@ _WHOLE: _Places = (Replicate(),)
 
 
 class SequenceEmbedding(EmbeddingRowwiseParallel):
-    """Style of a vocabulary-parallel embedding that starts a sequence-parallel stream.
+    """The style of a vocabulary-parallel embedding that starts a sequence-parallel stream.
 
-    The output is a DTensor for every length of the sequence. The model reads the length from its
-    shape, for masks and position ids.
+    The output is a DTensor for any length of the sequence, because the model reads the length from
+    the shape of the output, for masks and position ids.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -37,9 +38,9 @@ class SequenceEmbedding(EmbeddingRowwiseParallel):
 
 
 class StreamInput(ParallelStyle):
-    """Style of the first layer, whose first argument becomes a sequence-parallel stream.
+    """The style of the first layer, whose first argument becomes a sequence-parallel stream.
 
-    A plain tensor (``inputs_embeds`` from the user) is assumed to be the whole sequence.
+    A plain tensor (``inputs_embeds`` from the user) is assumed to contain the full sequence.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -53,11 +54,11 @@ class StreamInput(ParallelStyle):
 
 
 class StreamNorm(SequenceParallel):
-    """Style of a norm, which runs on the parts of a sequence-parallel stream.
+    """The style of a norm that runs on the parts of a sequence-parallel stream.
 
     Args:
-        returned: the function that makes the output of a DTensor that is sharded along the
-            sequence, such as ``local_if_even``.
+        returned: a function that converts the output, a DTensor that is sharded along the sequence.
+            An example is ``local_if_even``.
     """
 
     def __init__(self, returned: Callable[[DTensor], torch.Tensor]) -> None:
@@ -71,12 +72,13 @@ class StreamNorm(SequenceParallel):
 
 
 class BlockInput(ModuleInput, CheckedStyle):
-    """``PrepareModuleInput`` for a module's first argument, positional or by keyword.
+    """``PrepareModuleInput`` for the first argument of a module, by position or by keyword.
 
     Args:
-        parts: the number of parts (heads, or features) in the output of each linear layer that
-            reads it, by the layer's name in the module. No part may be split.
-        may_change_output: whether the caller may change the module's output, one tensor, in place.
+        parts: for each linear layer that reads the input, by its name in the module, the number of
+            parts (heads or features) in its output. No part may be split.
+        may_change_output: whether the caller may change the output in place. Then the output of the
+            module must be one tensor.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class BlockInput(ModuleInput, CheckedStyle):
         self.parts, self.may_change_output = parts, may_change_output
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield errors for layers whose parts the ranks cannot share evenly."""
+        """Yield an error for each layer whose parts the ranks cannot share evenly."""
         yield from super().misfits(module, size)
         for layer, count in self.parts.items():
             if count % size:
@@ -107,14 +109,15 @@ class Float8BlockInput(BlockInput, PrepareFloat8ModuleInput):
 
 
 class ReplicatedBlock(ParallelStyle):
-    """Style of a block that every rank computes whole, in a sequence-parallel stream.
+    """The style of a block in a sequence-parallel stream that every rank computes in full.
 
-    Its first argument is gathered in high precision. Each rank keeps its part of the sequence of
-    the (first) output. All ranks compute the same gradients of its parameters, which are not
-    reduced. An output of another shape with as many elements, such as ``[B * S, D]``, gets the
-    shape of the input.
+    The first argument is gathered in high precision. Each rank keeps its part of the sequence from
+    the (first) output. All ranks compute the same gradients of the block's parameters, which are
+    not reduced. An output of another shape with the same number of elements, such as
+    ``[B * S, D]``, gets the shape of the input.
 
-    Collectives: an all-gather of the input; in the backward one of the output's gradient.
+    Collectives: an all-gather of the input; in the backward, an all-gather of the output's
+    gradient.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -135,19 +138,19 @@ class ReplicatedBlock(ParallelStyle):
 
 
 def _moved(x: torch.Tensor, mesh: DeviceMesh, source: _Places, target: _Places) -> DTensor:
-    """Redistribute a stream; ``source`` is the placement of a plain tensor."""
+    """Redistribute a stream. ``source`` has the placements of a plain tensor."""
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, source, run_check=False)
     return x.redistribute(placements=target)
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Alias the output. Autograd forbids in-place changes of the view that a style returns."""
+    """Return an alias, because autograd forbids in-place changes of the view from a style."""
     return torch.ops.aten._unsafe_view.default(output, output.shape)
 
 
 def _pass_first_argument_alone(module: nn.Module) -> None:
-    """Pass only a module's first argument by position when its hooks are called."""
+    """Pass only the first argument of a module by position, and the others by keyword."""
     names = list(inspect.signature(module.forward).parameters)
 
     def rearrange(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Callback for transformers' Trainer: converts the model, and updates scales after each step."""
+"""A callback for transformers' Trainer, which converts the model and updates the scales."""
 
 import os
 from typing import Any
@@ -21,32 +21,34 @@ from fp8_dist.warn import warn_once
 
 
 class Float8Callback(TrainerCallback, ExportableState):
-    """Callback that trains a Trainer's model in float8: ``callbacks=[Float8Callback()]``.
+    """A callback that trains a Trainer's model in float8: ``callbacks=[Float8Callback()]``.
 
-    When the Trainer is made, the callback converts its model. This is before accelerate wraps it in
-    DDP or shards it with FSDP2, and before the optimizer is made. A model that is already converted
-    stays as it is. After each optimizer step, the callback calls
+    The callback converts the model when the Trainer is made. This is before accelerate wraps the
+    model in DDP or shards it with FSDP2, and before the optimizer is made. A model that is already
+    converted stays as it is. After each optimizer step, the callback calls
     :func:`fp8_dist.update_float8_scales`: once for all micro-batches of a step, and before
-    evaluation and saving. Amax histories of DELAYED operands are saved in ``trainer_state.json``;
-    ``resume_from_checkpoint`` restores them.
+    evaluation and saving. Amax histories of DELAYED operands are saved in ``trainer_state.json``,
+    and ``resume_from_checkpoint`` restores them.
+
+    A warning is issued once if the Trainer is asked for FSDP where accelerate does not use it (on
+    CPUs), and if torchrun started several ranks but the Trainer sees only one (on CPUs without
+    ``use_cpu=True``).
 
     Args:
-        config: the config of the layers. Defaults to the ``tensorwise`` recipe, whose weights FSDP2
+        config: the config of the layers. Default: the ``tensorwise`` recipe, whose weights FSDP2
             gathers in float8.
-        module_filter_fn: ``(module, fqn) -> bool``, whether to convert a layer. Defaults to
-            :func:`fp8_dist.skip_head` of the model.
+        module_filter_fn: a function ``(module, fqn) -> bool`` that returns whether to convert a
+            layer. Default: :func:`fp8_dist.skip_head` of the model.
 
-    Collectives: those of ``update_float8_scales`` (with dynamic scales one all-reduce under FSDP2,
-    none under DDP), when training begins, after each step, and after the best model was loaded.
-
-    Warns once if the Trainer is asked for FSDP where accelerate leaves it out (CPUs), and if
-    torchrun started several ranks but the Trainer sees only one (CPUs without ``use_cpu=True``).
+    Collectives: the collectives of ``update_float8_scales`` (with dynamic scales one all-reduce
+    under FSDP2, none under DDP), when training begins, after each step, and at the end of training
+    if the best model is loaded.
 
     Raises:
-        ValueError: when the Trainer is made: ``convert_to_float8_training`` refuses the model; it
-            is already converted, and ``config`` or ``module_filter_fn`` is given; or it is already
-            wrapped in DDP. When training begins: the model is not converted, because the Trainer
-            made a new one (``model_init``) or got the callback after the model
+        ValueError: when the Trainer is made: ``convert_to_float8_training`` refuses the model; the
+            model is already converted, and ``config`` or ``module_filter_fn`` is given; or the
+            model is already wrapped in DDP. When training begins: the model is not converted,
+            because the Trainer made a new one (``model_init``) or got the callback after the model
             (``add_callback``); the optimizer updates none of the converted weights; or the Trainer
             has the callback twice.
         NotImplementedError: when the Trainer is made: it uses FSDP1, DeepSpeed or
@@ -61,9 +63,9 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._model: nn.Module | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state that the Trainer saves with its own: the amax histories of rank 0."""
+        """Return the state that the Trainer saves with its own state: rank 0's amax histories."""
         histories = {} if self._model is None else Float8State(self._model).state_dict()
-        histories.pop("gradient_errors", None)  # tensors, which JSON does not have
+        histories.pop("gradient_errors", None)  # these are tensors, which JSON can't represent
         return {"args": {}, "attributes": {"histories": histories}}
 
     def on_init_end(
@@ -108,12 +110,12 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "again for each training. (Or load the model with "
                 "quantization_config=Fp8DistConfig(...))"
             )
-        # Attached and removed only for its checks: the hook of an optimizer does not run for steps
-        # that a GradScaler skips, while the Trainer's event does.
+        # Only for its checks. The scales are updated in the Trainer's event instead, because a
+        # hook of the optimizer does not run for steps that a GradScaler skips.
         attach_update(optimizer, model).remove()
         self._model = model
         saved = state.stateful_callbacks.get(type(self).__name__, {})
-        if isinstance(saved, list):  # the Trainer's form for several callbacks of one class
+        if isinstance(saved, list):  # the Trainer makes a list for several callbacks of one class
             raise ValueError(
                 f"Float8Callback: the Trainer has {len(saved)} of these callbacks; leave one"
             )
@@ -128,7 +130,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Update the scales if the best model may have been loaded since the last step."""
+        """Update the scales if the Trainer may have loaded the best model after the last step."""
         if args.load_best_model_at_end:
             update_float8_scales(model)
 
@@ -140,13 +142,13 @@ def _restore_histories(
         if saved:
             rows, device = saved.get(without_wrappers(name), {}), layer.weight.device
             load_histories(layer.histories, rows, layer.meshes(), device, layer.fqn)
-        elif is_new:  # a new training has no histories to restore, whatever accelerate loaded
+        elif is_new:  # a new training restores no histories, whatever accelerate has loaded
             for history in layer.histories.values():
                 history.restored = None
 
 
 def _default_config() -> Float8LinearConfig:
-    """Return the default config. It gathers weights in float8 if the Trainer uses FSDP."""
+    """Return the default config, which gathers weights in float8 if the Trainer uses FSDP."""
     gathered = getattr(AcceleratorState(), "fsdp_plugin", None) is not None
     return Float8LinearConfig(enable_fsdp_float8_all_gather=gathered)
 
