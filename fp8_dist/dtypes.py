@@ -46,20 +46,3 @@ def autocast(x: torch.Tensor) -> torch.Tensor:
 def short_name(dtype: torch.dtype) -> str:
     """Name of a dtype without the prefixes ``torch.`` and ``float8_``: ``"e4m3fn"``."""
     return str(dtype).removeprefix("torch.").removeprefix("float8_")
-<<<<<<< HEAD
-=======
-
-
-@cache
-def device_has_float8_gemm(device: torch.device) -> bool:
-    """Whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
-
-    This is the case for NVIDIA GPUs from compute capability 8.9 (Ada, Hopper) and for AMD's gfx94x,
-    gfx95x and gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu.gemm`.
-    """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    if torch.version.hip is not None:
-        return _rocm_arch().startswith(("gfx94", "gfx95", "gfx12"))
-    return torch.cuda.get_device_capability(device) >= (8, 9)
->>>>>>> prose-linear

@@ -291,13 +291,8 @@ def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
-<<<<<<< HEAD
-    """Whether a parameter has post-accumulate-grad hooks, which may update it in a backward."""
-    return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
-=======
     """Whether a parameter has post-accumulate-grad hooks, which may update it in the backward."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
->>>>>>> prose-linear
+    return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def op_name(op: OpOverload) -> str:
@@ -452,7 +447,6 @@ def fsdp_init_shards(module: FSDPModule) -> None:
             group.lazy_init()
 
 
-<<<<<<< HEAD
 class FsdpParameter(NamedTuple):
     """A parameter that FSDP2 shards.
 
@@ -462,13 +456,6 @@ class FsdpParameter(NamedTuple):
         has_hooks: ``fully_shard`` found such hooks on the tensor.
         has_gathered: it was gathered at least once.
         param_dtype: the dtype of a gather without hooks; None: the parameter's own.
-=======
-def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
-    """Let FSDP2 call ``call(group)`` for each parameter group before the group's first gather.
-
-    The call follows FSDP2's lazy initialization of the group: when the root module first runs, and
-    each time that a module is unsharded by hand.
->>>>>>> prose-linear
     """
 
     users: list[tuple[nn.Module, str]]
@@ -483,7 +470,6 @@ def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
         return getattr(module, name)
 
 
-<<<<<<< HEAD
 def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
     """The parameters of FSDP2's parameter groups, in their order."""
     for group in groups:
@@ -492,82 +478,12 @@ def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
             shared = zip(info.shared_modules, info.shared_param_names, strict=True)
             yield FsdpParameter(
                 [(info.module, info.param_name), *shared],
-=======
-def fsdp_roots_of(group: Any) -> list[nn.Module]:
-    """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
-
-    The result includes roots that share streams with the group's root.
-    """
-    states: list[Any] = [reference() for reference in list(_module_state_mapping.values())]
-    roots = [state for state in states if getattr(state, "_is_root", False)]
-    of_roots = [m for root in roots if root._comm_ctx is group.comm_ctx for m in root._modules]
-    return list(dict.fromkeys([*of_roots, *group.modules]))
-
-
-def _groups_of_state(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None) or [
-        getattr(state, "_fsdp_param_group", None)
-    ]
-    return [group for group in groups if group is not None]
-
-
-def fsdp_groups_of_same_root(group: Any) -> list[Any]:
-    """The groups under the same root as ``group``; only ``group`` before FSDP2 first runs it."""
-    return [other for other in fsdp_groups() if other.comm_ctx is group.comm_ctx]
-
-
-def fsdp_modules_asked(group: Any) -> list[nn.Module]:
-    """The modules that FSDP2 passes to the all-gather hooks of a group's parameters.
-
-    It passes one module for each parameter with hooks, and not others that share the parameter.
-    """
-    return [p._module_info.module for p in group.fsdp_params if hasattr(p, "_extensions_data")]
-
-
-def fsdp_modules_with_extensions(group: Any) -> list[nn.Module]:
-    """All modules that hold a parameter of the group with hooks for FSDP2's all-gather."""
-    infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
-    return [module for info in infos for module in (info.module, *info.shared_modules)]
-
-
-def fsdp_modules_sharing(group: Any, module: nn.Module) -> list[nn.Module]:
-    """The other modules that share a parameter for which FSDP2 passes ``module`` to the hooks."""
-    infos = [p._module_info for p in group.fsdp_params if hasattr(p, "_extensions_data")]
-    return [user for info in infos if info.module is module for user in info.shared_modules]
-
-
-def fsdp_parameter_users(module: FSDPModule) -> Iterator[tuple[nn.Module, str]]:
-    """Yield (module, parameter name) for each user of a parameter that an FSDP module shards."""
-    for group in fsdp_groups_of_module(module):
-        for parameter in group.fsdp_params:
-            info = parameter._module_info
-            yield info.module, info.param_name
-            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
-
-
-class FsdpParameterUse(NamedTuple):
-    """A parameter of a module that FSDP2 shards."""
-
-    module: nn.Module
-    name: str
-    has_extensions: bool  # fully_shard found all-gather hooks on the tensor
-    has_gathered: bool  # it was gathered at least once
-    param_dtype: torch.dtype | None  # dtype of a gather without hooks; None: the parameter's
-
-
-def fsdp_parameter_uses() -> Iterator[FsdpParameterUse]:
-    """Yield every use of every parameter that FSDP2 shards, in all models."""
-    for group in fsdp_groups():
-        for parameter in group.fsdp_params:
-            state = (
->>>>>>> prose-linear
                 hasattr(parameter, "_extensions_data"),
                 hasattr(parameter, "_unsharded_param"),
                 group.mp_policy.param_dtype,
             )
 
 
-<<<<<<< HEAD
 def fsdp_is_running(group: Any) -> bool:
     """Whether FSDP2 runs the forward or the backward of a parameter group."""
     return group._training_state.name != "IDLE"
@@ -592,12 +508,6 @@ def check_fsdp_reduction(group: Any) -> None:
     if missing:
         text = f"set_gradient_transport needs {', '.join(missing)} of FSDP2"
         raise ImportError(_does_not_know(text))
-=======
-def fsdp_parameters_of_group(group: Any) -> list[nn.Parameter]:
-    """The sharded parameters of a group in the group's order, as their modules hold them."""
-    infos = [parameter._module_info for parameter in group.fsdp_params]
-    return [getattr(info.module, info.param_name) for info in infos]
->>>>>>> prose-linear
 
 
 def fsdp_padded_sizes(group: Any) -> list[int]:
@@ -630,15 +540,9 @@ def set_fsdp_replicas(group: Any, replicas: Any) -> None:
 
 
 def fsdp_reduction(group: Any) -> Any:
-<<<<<<< HEAD
-    """The reduce-scatter of a parameter group; None if it is FSDP2's own."""
+    """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
     found = getattr(group, "_reduce_scatter_comm", None)  # check_fsdp_reduction raises without it
     return None if type(found) is _DefaultReduceScatter else found
-=======
-    """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
-    found = group._reduce_scatter_comm
-    return None if type(found) is DefaultReduceScatter else found
->>>>>>> prose-linear
 
 
 def set_fsdp_reduction(

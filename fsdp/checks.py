@@ -41,17 +41,10 @@ def _compare_between_ranks(group: Any) -> None:
     if not any(needs_comparison(module) for module in group.modules):
         return
     for module in filter(needs_comparison, fsdp_roots_of(group)):
-<<<<<<< HEAD
         modules = float8_modules(module)
-        # Ranks that have converted another part of the model take part too.
+        # A rank that has converted only other parts of the model takes part too.
         if modules or is_part_of_converted(module):
             check_layers(module, modules, "FSDP2's first gather")
-=======
-        layers = float8_layers(module)
-        # A rank that has converted only other parts of the model takes part too.
-        if layers or is_part_of_converted(module):
-            check_layers(module, layers, "FSDP2's first gather")
->>>>>>> prose-kernels
         else:
             mark_compared(module)
 

@@ -32,16 +32,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_REPLICAS = 2  # number of the replicas' stage in seeds; the stages of the shards are 0 and 1
 
 
-<<<<<<< HEAD
 class EncodedReduction:
-    """Reduce-scatter of a parameter group. FSDP2 calls it on its own stream."""
-=======
-class EncodedReduction(FsdpReduceScatter):
     """Reduce-scatter of a parameter group with encoded gradients.
 
     FSDP2 calls it on a stream of its own.
     """
->>>>>>> prose-kernels
 
     def __init__(
         self,
@@ -81,15 +76,9 @@ class EncodedReduction(FsdpReduceScatter):
             self.errors.keep_for(self.parts_with_errors(self.parts))
 
     def parts_with_errors(self, reduced: Sequence[Part] = ()) -> list[Part]:
-<<<<<<< HEAD
-        """Return the parts of the parameters that are trained now, and those in ``reduced``."""
+        """Return the parts of the parameters that require gradients, and those in ``reduced``."""
         parameters = enumerate(fsdp_parameters([self.group]))
         trained = {i for i, each in parameters if each.parameter.requires_grad}
-=======
-        """Return the parts of the parameters that require gradients, and those in ``reduced``."""
-        parameters = fsdp_parameters_of_group(self.group)
-        trained = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
->>>>>>> prose-kernels
         trained.update(part.number for part in reduced)
         return [part for part in self.all_parts if part.number in trained]
 

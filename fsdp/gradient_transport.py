@@ -186,16 +186,10 @@ def _check_agreement(
     """
     facts = Facts()
     for module, group in groups.items():
-<<<<<<< HEAD
-        # The mesh of a parameter under tensor parallelism has the axes of both.
+        # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
         parameters = [each.parameter for each in fsdp_parameters([group])]
         of_parameters = (p.device_mesh for p in parameters if isinstance(p, DTensor))
         for mesh in {group.mesh_info.mesh, *of_parameters}:
-=======
-        # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
-        of_parameters = (getattr(p, "device_mesh", None) for p in fsdp_parameters_of_group(group))
-        for mesh in {group.mesh_info.mesh, *of_parameters} - {None}:
->>>>>>> prose-kernels
             of_mesh = facts.of(mesh)
             of_mesh["options"] = options
             for name, how in encodings[module].items():

@@ -38,13 +38,8 @@ class WeightStatistics(NamedTuple):
         return None if self.layout is None else self.layout.mesh
 
 
-<<<<<<< HEAD
 def local_statistics(weights: Iterable[Float8Weight]) -> dict[Key, WeightStatistics]:
     """Measure the shards of weights, by the id of the parameter and the scheme."""
-=======
-def local_statistics(layers: Iterable[Float8Linear]) -> dict[Key, WeightStatistics]:
-    """Measure the shards of the layers' weights, once for each weight and scheme."""
->>>>>>> prose-kernels
     wanted = {
         (id(weight.parameter()), scheme): weight for weight in weights for scheme in weight.schemes
     }
@@ -77,13 +72,8 @@ def _placed(weight: Float8Weight, local: Statistics, scheme: Scheme) -> WeightSt
     axes = scheme.axes(layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
-<<<<<<< HEAD
-    # Scales that FSDP2's gather can't carry: all ranks reduce all of them.
-    gathered = weight.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
-=======
     # If FSDP2's gather can't carry scales, every rank needs all of them, by the reduction.
-    gathered = layer.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
->>>>>>> prose-kernels
+    gathered = weight.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
     everywhere = scheme.moving_levels(layout) if gathered else ()
     sharded = sharded_axes(layout)
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])

@@ -91,32 +91,18 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 )
 @torch.inference_mode(False)  # autograd can't save inference tensors
 @torch.no_grad()
-<<<<<<< HEAD
 def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None = None) -> None:
-    """Run :func:`precompute_float8_dynamic_scale` for some weights, by FQN; None: all."""
+    """Run :func:`precompute_float8_dynamic_scale` for the given weights, by FQN; None: all."""
     if chosen is None:
         check_agreement(module, "precompute_float8_dynamic_scale")
         chosen = dynamic_weights(module, "precompute_float8_dynamic_scale")
-    # Unsharded weights have the values before the optimizer step.
-=======
-def precompute_layers(module: nn.Module, layers: dict[str, Float8Linear] | None = None) -> None:
-    """Run :func:`precompute_float8_dynamic_scale` for the given ``layers`` by name; None: all."""
-    if layers is None:
-        check_agreement(module, "precompute_float8_dynamic_scale")
-        layers = layers_of_dynamic_weights(module, "precompute_float8_dynamic_scale")
     # Unsharded weights still have the values from before the optimizer step.
->>>>>>> prose-kernels
     reshard(module, "precompute_float8_dynamic_scale")
     for part in module.modules():
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
-<<<<<<< HEAD
     _check_weights(chosen)
-    # The id of the parameter that each weight is now: FSDP2 will replace it by another one.
-=======
-    _check_weights(layers)
-    # The id of the parameter that each layer has now, because FSDP2 will replace the parameter.
->>>>>>> prose-kernels
+    # The id of each weight's parameter now, because FSDP2 will replace the parameter.
     weights = {
         weight: id(weight.parameter())
         for weight in chosen.values()
@@ -251,14 +237,10 @@ def _known(
     local: dict[Key, WeightStatistics],
     reduced: list[tuple[torch.Tensor | None, ...]],
 ) -> list[tuple[WeightCache, Known, Scales | None]]:
-<<<<<<< HEAD
-    """Each weight's statistics by scheme, and the scales of the global weight where needed."""
-=======
     """Return for each layer its cache, its statistics by scheme, and perhaps all scales.
 
     These are the scales of the global weight, if FSDP2's gather can't carry them.
     """
->>>>>>> prose-kernels
     by_key, found = dict(zip(local, reduced, strict=True)), []
     for weight, parameter in weights.items():
         known: Known = {}

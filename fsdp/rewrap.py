@@ -61,19 +61,13 @@ def _lost_type(weight: Float8Weight) -> bool:
     return not isinstance(local, Float8AllGatherWeight | Float8Tensor)
 
 
-<<<<<<< HEAD
 def _rewrap(weight: Float8Weight, new: dict[int, nn.Parameter]) -> None:
-    """Wrap a weight. ``new`` has the new parameters by the id of the old ones."""
-    old = weight.parameter()
-=======
-def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
-    """Wrap the weight of a layer.
+    """Wrap a weight.
 
     Args:
         new: the new parameters by the ids of the old ones. A parameter made here is added.
     """
-    old = layer.weight
->>>>>>> prose-kernels
+    old = weight.parameter()
     if isinstance(old, DTensor):
         set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old), weight.name))
         weight.cache.reset()
@@ -85,16 +79,10 @@ def _rewrap(layer: Float8Linear, new: dict[int, nn.Parameter]) -> None:
     setattr(weight.module, weight.name, new[id(old)])
 
 
-<<<<<<< HEAD
 def _check_shared_weights(module: nn.Module, weights: dict[str, Float8Weight]) -> None:
-    """Raise for weights that other modules use as well, as the conversion does."""
+    """Raise for weights that other modules use as well; the conversion raises for them too."""
     parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
     if shared := other_users(module, parameters, [weight.module for weight in weights.values()]):
-=======
-def _check_shared_weights(module: nn.Module, layers: dict[str, Float8Linear]) -> None:
-    """Raise for weights that other modules use as well; the conversion raises for them too."""
-    if shared := other_users(module, layers):
->>>>>>> prose-kernels
         raise ValueError(
             "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
             f"{'; '.join(shared)}. Leave these layers unconverted (convert_to_float8_training's "

@@ -30,15 +30,9 @@ LARGEST_BUFFER = 2**30  # bytes
 def cast_together(weight: Float8Weight, evaluates: bool) -> None:
     """Cast the shard of a weight that FSDP2 is about to gather, unless a cast of it is cached.
 
-<<<<<<< HEAD
-    The shards of other weights that FSDP2 gathers under the same root module are cast too, if their
-    precomputed scales are fresh and no cast is cached. All of them take one or a few launches, on
-    the current stream. On devices where this is not faster than single casts, the function does
-=======
     The shards of other layers that FSDP2 gathers under the same root module are cast too, if their
     precomputed scales are fresh and no cast is cached. All casts take one or a few launches, on the
     current stream. On devices where this is not faster than single casts, the function does
->>>>>>> prose-kernels
     nothing, and the gather casts its shard alone.
 
     Args:
@@ -47,15 +41,9 @@ def cast_together(weight: Float8Weight, evaluates: bool) -> None:
 
     Collectives: none.
     """
-<<<<<<< HEAD
-    # Selective checkpointing counts operators, so they must be those of one weight.
+    # Selective checkpointing counts operators, so a gather must run those of one weight only.
     group = group_of(weight.module)
     if group is None or not _lacks_cast(weight) or is_selectively_checkpointed():
-=======
-    # Selective checkpointing counts operators, so a gather must run those of one weight only.
-    group = group_of(layer)
-    if group is None or not _lacks_cast(layer) or is_selectively_checkpointed():
->>>>>>> prose-kernels
         return
     alike: dict[tuple[Any, ...], list[Float8Weight]] = {}
     for other in _gathered_with(group):
@@ -71,13 +59,8 @@ def cast_together(weight: Float8Weight, evaluates: bool) -> None:
             _cast_alike(part)
 
 
-<<<<<<< HEAD
 def _gathered_with(group: Any) -> Iterator[Float8Weight]:
-    """Yield the weights that FSDP2 gathers in float8, in all its parameter groups under one root.
-=======
-def _gathered_with(group: Any) -> Iterator[Float8Linear]:
-    """Yield the layers whose shards FSDP2 gathers, in all parameter groups under the same root.
->>>>>>> prose-kernels
+    """Yield the weights that FSDP2 gathers in float8, in all parameter groups under one root.
 
     Groups of another root may not be initialized, and initialization replaces local tensors.
     """
@@ -87,14 +70,8 @@ def _gathered_with(group: Any) -> Iterator[Float8Linear]:
             yield weights_of(module)[name]
 
 
-<<<<<<< HEAD
 def _lacks_cast(weight: Float8Weight) -> bool:
-    """Whether a cast of the shard is cacheable but missing, and is cheaper in a batch."""
-=======
-def _lacks_cast(layer: Float8Linear) -> bool:
-    """Return whether a cast of the shard is missing, could be cached, and is cheaper in a batch."""
-    weight = layer.float8_weight
->>>>>>> prose-kernels
+    """Whether a cast of the shard is missing, could be cached, and is cheaper in a batch."""
     cache = weight.cache
     if (
         cache.float8 is not None
@@ -106,18 +83,12 @@ def _lacks_cast(layer: Float8Linear) -> bool:
     return fuses_many(shard) and not is_captured(shard) and cache.is_fresh(weight.parameter())
 
 
-<<<<<<< HEAD
 def _parts(weights: list[Float8Weight]) -> Iterator[list[Float8Weight]]:
-    """Yield weights whose casts share a buffer, which is limited: it lives as long as any cast."""
-    part: list[Float8Weight] = []
-=======
-def _parts(layers: list[Float8Linear]) -> Iterator[list[Float8Linear]]:
-    """Yield lists of layers whose casts share a buffer.
+    """Yield lists of weights whose casts share a buffer.
 
     The size of a buffer is limited, because it is freed only with the last of its casts.
     """
-    part: list[Float8Linear] = []
->>>>>>> prose-kernels
+    part: list[Float8Weight] = []
     size = 0
     for weight in weights:
         bytes_ = weight.shard().numel()

@@ -171,13 +171,8 @@ def _attach(
 ) -> RemovableHandle:
     """Run ``update(module)`` after the steps of an optimizer.
 
-<<<<<<< HEAD
-    If a container of optimizers runs no hooks itself, those that update one of the weights
-    count: ``update`` runs once, after the last of them (see ``after_steps``).
-=======
     If ``optimizer`` is a container that runs no hooks itself, ``update`` runs once, after the last
     of its optimizers that update a weight of the layers (see ``after_steps``).
->>>>>>> prose-kernels
 
     Warns once if ``WORLD_SIZE`` is above 1 and there is no process group.
     """

@@ -84,13 +84,8 @@ class _Metadata(NamedTuple):
 _together: "WeakKeyDictionary[Any, TransposedTogether]" = WeakKeyDictionary()
 
 
-<<<<<<< HEAD
 def _refilled(weight: Float8Weight, qdata: torch.Tensor) -> None:
-    """Update the caches of a weight after it was gathered."""
-=======
-def _refilled(layer: Float8Linear, qdata: torch.Tensor) -> None:
-    """Update the layer's caches after FSDP2 has gathered its weight."""
->>>>>>> prose-kernels
+    """Update the caches of a weight after FSDP2 has gathered it."""
     if not (in_backward() or torch.is_grad_enabled()):
         weight.cache.end_of_evaluation()
     group = group_of(weight.module)
@@ -126,13 +121,8 @@ class Float8AllGatherWeight(torch.Tensor):
     __slots__ = ("_name", "_tensor", "_writes")
 
     @staticmethod
-<<<<<<< HEAD
     def __new__(cls, tensor: torch.Tensor, name: str = "weight") -> "Float8AllGatherWeight":
-        # A view of a parameter is a normal tensor under inference_mode, too.
-=======
-    def __new__(cls, tensor: torch.Tensor) -> "Float8AllGatherWeight":
         # Under inference_mode too, a view of a parameter is not an inference tensor.
->>>>>>> prose-kernels
         with torch.inference_mode(tensor.is_inference()):
             self = make_wrapper_subclass(
                 cls,
@@ -216,11 +206,7 @@ class Float8AllGatherWeight(torch.Tensor):
                 "nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)"
             )
         plain = self.unwrap(value.detach())
-<<<<<<< HEAD
-        self._writes.count += version_of(self._tensor) or 0  # the version must not fall
-=======
-        self._writes.count += _version_of(self._tensor)  # the version must not decrease
->>>>>>> prose-kernels
+        self._writes.count += version_of(self._tensor) or 0  # the version must not decrease
         tensor_data.__set__(self, Float8AllGatherWeight(plain))
         self._tensor = plain
         increment_version(self)  # so that the layer drops the scales of the old values
@@ -365,15 +351,9 @@ def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
     return layout._replace(placements=placements)
 
 
-<<<<<<< HEAD
 def _check_other_shards(weight: Float8Weight, mesh: DeviceMesh) -> None:
-    """Raise, on all ranks, for weights of which some rank has nothing before FSDP2 shards them."""
-    layout = Layout.of(weight.parameter())
-=======
-def _check_other_shards(module: Float8Linear, mesh: DeviceMesh) -> None:
     """Raise, on all ranks, if tensor parallelism leaves some rank without any of the weight."""
-    layout = Layout.of(module.weight)
->>>>>>> prose-kernels
+    layout = Layout.of(weight.parameter())
     if layout and layout.mesh.ndim > 1 and _some_are_empty(_unsharded_layout(layout, mesh)):
         raise ValueError(
             f"{weight.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "

@@ -74,13 +74,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"instance, such as ColwiseParallel()"
             )
     facts = {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
-<<<<<<< HEAD
     check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
-    # By the first name of each module, which is the only one that torch knows.
-=======
-    check_placed(float8_layers(model), mesh, "apply_tp_plan", facts)
     # By the first name of each module, which is the only name that torch knows.
->>>>>>> prose-kernels
     names = {module: name for name, module in model.named_modules()}
     matches = {
         pattern: {names[module]: module for module in _matches(model, pattern)} for pattern in plan

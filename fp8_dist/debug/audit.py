@@ -298,13 +298,8 @@ class CommAudit(CommTable):
         sizes: dict[torch.dtype, int] = {}
         for tensor in tensors:
             parts = [tensor]
-<<<<<<< HEAD
-            if isinstance(tensor, Float8Tensor):  # the scales of rows travel in the same message
-                parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
-=======
             if isinstance(tensor, Float8Tensor):  # the scales of rows are sent in the same message
-                parts = [tensor.qdata, tensor.scale] if tensor.scale.ndim else [tensor.qdata]
->>>>>>> prose-debug
+                parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
             for part in parts:
                 for dtype, nbytes in self._payloads(part):
                     sizes[dtype] = sizes.get(dtype, 0) + nbytes

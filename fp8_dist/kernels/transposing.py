@@ -89,13 +89,8 @@ class TransposedTogether:
         _members[storage] = member
 
     def take(self, member: _Member) -> torch.Tensor:
-<<<<<<< HEAD
-        """Return the transposed copy of a matrix, which the caller owns, in a backward pass."""
-        backward, stream = backward_id(), current_stream(member.matrix.device)
-=======
         """Return the transposed copy of a matrix in a backward pass. The caller owns the copy."""
-        backward, stream = backward_id(), _stream_of(member.matrix)
->>>>>>> prose-kernels
+        backward, stream = backward_id(), current_stream(member.matrix.device)
         if backward != self._backward:
             self._drop()  # a backward pass that raised may have left copies
             self._backward = backward

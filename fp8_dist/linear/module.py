@@ -360,19 +360,12 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     return {n: m for n, m in found if isinstance(m, Float8Linear)}
 
 
-<<<<<<< HEAD
 def other_users(
     module: nn.Module, parameters: Mapping[str, torch.Tensor], known: Iterable[nn.Module]
 ) -> list[str]:
-    """Other uses of parameters, by FQN, than by ``known`` modules, as one phrase for each."""
+    """Describe each use of the parameters, by FQN, in a module not ``known``, with a phrase."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     users = set(known)
-=======
-def other_users(module: nn.Module, layers: Mapping[str, nn.Linear]) -> list[str]:
-    """Describe each other use of the weights of ``layers`` in ``module`` with a phrase."""
-    names = {id(layer.weight): name for name, layer in layers.items()}
-    known = set(layers.values())
->>>>>>> prose-linear
     return [
         f"{names[id(parameter)]} is also {fqn + '.' if fqn else ''}{name}"
         for fqn, other in module.named_modules()

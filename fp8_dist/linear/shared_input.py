@@ -31,16 +31,9 @@ _last: _LastCast | None = None
 
 
 def cast_key(x: torch.Tensor, kind: Any) -> Any:
-<<<<<<< HEAD
-    """The key under which a cast of this kind may be reused; None if it must not be."""
+    """The key under which a cast of this kind may be reused; None if it must not be reused."""
     version = version_of(x)
     if version is None or is_captured(x):
-=======
-    """The key under which a cast of this kind may be reused; None if it must not be reused."""
-    if x.is_inference():
-        return None  # inference tensors have no version counter
-    if is_captured(x):
->>>>>>> prose-linear
         return None  # a CUDA graph must hold the cast itself
     return version, kind, current_stream(x.device)
 

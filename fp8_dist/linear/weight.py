@@ -90,21 +90,10 @@ class GatherType(Protocol):
 class Float8Weight:
     """A parameter that is cast to float8, of two dims or more: a module, and the name there.
 
-<<<<<<< HEAD
-    The module has it in the dict ``float8_weights``, by that name. Parameters are looked up by name
-    because FSDP2 and checkpoint loaders replace them. A copy of the module needs a new object, with
-    an empty cache. The module is referred to weakly.
-
-    Attributes:
-        name: the name of the parameter in the module.
-        config: its casts are those of ``weight``.
-        fqn: the name of the module.
-=======
     A copy of the layer gets a new object with an empty cache. The reference to the layer is weak.
 
     Attributes:
         config, fqn: the config and the name of the layer.
->>>>>>> prose-linear
         handle: identifies this object in operators (``scale_query``).
         cache: statistics and float8 casts, while they are known to be fresh.
         is_exchanged: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
@@ -169,8 +158,7 @@ class Float8Weight:
         return module
 
     def parameter(self) -> torch.Tensor:
-<<<<<<< HEAD
-        """The parameter that is registered now."""
+        """The parameter that is currently registered."""
         parameter: torch.Tensor = getattr(self.module, self.name)
         return parameter
 
@@ -178,12 +166,6 @@ class Float8Weight:
     def is_registered(self) -> bool:
         """Whether it is a parameter of the module, neither parametrized nor flattened."""
         return self.name in self.module._parameters and self.parameter().ndim >= 2
-=======
-        """The parameter that is currently registered."""
-        layer = self._layer()
-        assert layer is not None, f"{self.fqn} was freed"
-        return layer.weight
->>>>>>> prose-linear
 
     def shard(self) -> torch.Tensor:
         """The current shard, without a copy or collectives."""
@@ -351,13 +333,8 @@ class Float8Weight:
         return self.plain(weight if self._sharded is None else self._sharded)
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
-<<<<<<< HEAD
-        """A new parameter on the same storage, of the type that FSDP2 gathers in float8."""
-        local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
-=======
         """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
-        local = self.gather_type.wrap(local_tensor(parameter.detach()))
->>>>>>> prose-linear
+        local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
     def _casts(

@@ -363,14 +363,6 @@ class WeightCache:
             )
 
 
-<<<<<<< HEAD
-=======
-def _version(tensor: torch.Tensor) -> int | None:
-    """The version counter of a tensor; None for inference tensors, which have none."""
-    return None if tensor.is_inference() else tensor._version
-
-
->>>>>>> prose-linear
 def _values(param: torch.Tensor | None) -> _Values | None:
     return None if param is None else (param, version_of(param), version_of(local_tensor(param)))
 

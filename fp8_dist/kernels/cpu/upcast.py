@@ -74,13 +74,8 @@ def _flushes(tiny: float = 5e-324) -> bool:
 class _Entry(NamedTuple):
     """Matrix, identified by the tensor that it is a view of, and its bf16 copy."""
 
-<<<<<<< HEAD
-    root: ReferenceType[torch.Tensor]  # only compared: autograd may be the only owner
-    version: int | None
-=======
     root: ReferenceType[torch.Tensor]  # weak: autograd may be the only owner of the tensor
-    version: int
->>>>>>> prose-kernels
+    version: int | None
     address: int
     shape: torch.Size
     copy: torch.Tensor

@@ -26,13 +26,8 @@ _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
 
 @cache
 def device_kind(device: torch.device) -> str | None:
-<<<<<<< HEAD
-    """The GEMM that a device has: "hopper", "blackwell" or None."""
-    if torch.version.cuda is None:
-=======
     """Return the kind of a device's GEMM with block scales: "hopper", "blackwell" or None."""
-    if block_gemm_of_torch is None or torch.version.cuda is None:
->>>>>>> prose-kernels
+    if torch.version.cuda is None:
         return None
     release = tuple(map(int, torch.version.cuda.split(".")[:2]))
     major, _ = torch.cuda.get_device_capability(device)
