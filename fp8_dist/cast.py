@@ -17,6 +17,7 @@ from fp8_dist.scaling import (
     Scheme,
     Statistics,
     cast,
+    common_start,
     covering,
     measure,
     reduced_statistics,
@@ -207,9 +208,8 @@ def cast_copies(
             found = cast_copies(tensor, same, within, local=local)
             known, made = known | found[0], made | found[1]
         return known, made
-    first = plan.schemes[0]
-    statistics = [statistics_of(x, first, layout, within)] if reduces else None
-    start = first.start(layout)
+    statistics = [statistics_of(x, plan.schemes[0], layout, within)] if reduces else None
+    start = common_start(plan.schemes, layout)
     every, scales, data = cast(
         x, plan.schemes, statistics, start, plan.of, plan.transposed, fits=reduces
     )
@@ -226,7 +226,7 @@ def cast_by(
     """
     plan = planned(copies)
     statistics = [known[scheme] for scheme in plan.schemes]
-    start = plan.schemes[0].start(layout)
+    start = common_start(plan.schemes, layout)
     _, scales, data = cast(x, plan.schemes, statistics, start, plan.of, plan.transposed)
     return as_copies(x, copies, data, scales, layout)
 

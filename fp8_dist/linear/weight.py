@@ -60,6 +60,7 @@ from fp8_dist.scaling import (
     Scales,
     Scheme,
     Statistics,
+    common_start,
     measure,
     scheme_named,
     whole_statistics,
@@ -421,7 +422,7 @@ class Float8Weight:
         if torch.compiler.is_exporting():
             return self._new_casts(self.parameter(), shard, copies, False)[1]
         (schemes, of, transposed), layout = planned(copies), self.layout()
-        keys, start = [scheme.key for scheme in schemes], schemes[0].start(layout)
+        keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
         flat = weight_copies.overload(shard, self.handle, keys, start, of, transposed, keep)
         scales: list[Scales] = []
         for scheme in schemes:
@@ -505,7 +506,8 @@ class Float8Weight:
         if not must_query():
             found, device = self.known_for(shard, source), shard.device
             return {s: tuple([n.to(device) for n in own]) for s, own in found.items()}
-        keys, start = [scheme.key for scheme in self.schemes], self.schemes[0].start(self.layout())
+        keys = [scheme.key for scheme in self.schemes]
+        start = common_start(self.schemes, self.layout())
         if source is ScaleState.FROM_GATHER:
             flat = shard_statistics.overload(shard, self.handle, keys, start)
         else:

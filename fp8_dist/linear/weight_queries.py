@@ -36,7 +36,7 @@ def weight_copies(
     """The scales of a weight for each scheme, then its copies, in a flat list, for a forward.
 
     Args:
-        start: the offset of the local part within its first blocks.
+        start: the :func:`common_start` of the schemes.
         of: the index of each copy's scheme.
         transposed: whether each copy is ``[K, N]`` in memory.
         keep: whether new statistics serve later forwards and an amax is recorded.

@@ -27,6 +27,7 @@ from fp8_dist.scaling.scheme import (
     Scheme,
     Start,
     Statistics,
+    common_start,
     scheme_named,
 )
 
@@ -44,6 +45,7 @@ __all__ = [
     "Statistics",
     "as_matrix",
     "cast",
+    "common_start",
     "covering",
     "empty_scales",
     "empty_statistics",

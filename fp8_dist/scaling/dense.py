@@ -132,10 +132,10 @@ class Dense(Scheme):
     def fuses(self, x: Tensor) -> bool:
         return self.per == "row" and fuses_rows(x)
 
-    def measure_with(self, x: Tensor, schemes: Sequence[Scheme]) -> list[Statistics]:
+    def measure_with(self, x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
         kinds = _in_one_pass(schemes)
         if kinds is None:
-            return super().measure_with(x, schemes)
+            return super().measure_with(x, schemes, start)
         return [(value,) for value in amaxes(x, [each.per for each in kinds])]
 
     def cast_with(
@@ -143,6 +143,7 @@ class Dense(Scheme):
         x: Tensor,
         schemes: Sequence[Scheme],
         statistics: Sequence[Statistics],
+        start: Start,
         of: Sequence[int],
         transposed: Sequence[bool],
         fits: bool,

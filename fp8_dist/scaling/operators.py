@@ -26,7 +26,7 @@ from fp8_dist.scaling.scheme import (
 def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list[Statistics]:
     """Measure the statistics of a local tensor for each scheme; in a graph, by one operator.
 
-    ``start`` is as in :meth:`Scheme.measure`, and has no effect if there are several schemes.
+    ``start`` is the :func:`common_start` of the schemes.
     """
     if not torch.compiler.is_compiling():
         return _measure(x, schemes, start)
@@ -36,7 +36,7 @@ def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list
 
 def _measure(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
     first = schemes[0]
-    return [first.measure(x, start)] if len(schemes) == 1 else first.measure_with(x, schemes)
+    return [first.measure(x, start)] if len(schemes) == 1 else first.measure_with(x, schemes, start)
 
 
 def cast(
@@ -54,7 +54,8 @@ def cast(
 
     Args:
         schemes, statistics: the schemes of the copies, and the statistics for each scheme.
-        start, transposed, fits: as in :meth:`Scheme.cast`.
+        start: the :func:`common_start` of the schemes.
+        transposed, fits: as in :meth:`Scheme.cast`.
         of: for each copy, the index of its scheme.
         after: a tensor that a graph must compute before this cast, and that keeps the graph from
             merging this cast with an earlier one.
@@ -88,8 +89,8 @@ def _cast(
         found, scales, data = first.cast(x, known, start, transposed, fits)
         return [found], [scales], data
     if statistics is None:
-        statistics, fits = first.measure_with(x, schemes), True
-    made = first.cast_with(x, schemes, statistics, of, transposed, fits)
+        statistics, fits = first.measure_with(x, schemes, start), True
+    made = first.cast_with(x, schemes, statistics, start, of, transposed, fits)
     if made is not None:
         return statistics, *made
     every: list[Scales] = []

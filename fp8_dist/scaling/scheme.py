@@ -303,10 +303,7 @@ class Scheme:
         Raises:
             NotImplementedError: the parts have several pieces, which cut blocks. All ranks raise.
         """
-        if layout is None or not _sharded_block_dims(self, layout):
-            return (0, 0)
-        _check_pieces(self, layout)
-        return self._start_at(global_offset(layout))
+        return common_start((self,), layout)
 
     def is_cut(self, layout: Layout | None) -> bool:
         """See :attr:`Quantized.is_cut`."""
@@ -385,23 +382,30 @@ class Scheme:
         """Whether :meth:`cast` without statistics reads ``x`` only once on its device."""
         return False
 
-    def measure_with(self, x: Tensor, schemes: Sequence["Scheme"]) -> list[Statistics]:
-        """:meth:`measure` for several schemes, of which ``self`` is the first."""
-        return [scheme.measure(x) for scheme in schemes]
+    def measure_with(
+        self, x: Tensor, schemes: Sequence["Scheme"], start: Start
+    ) -> list[Statistics]:
+        """:meth:`measure` for several schemes, of which ``self`` is the first.
+
+        ``start`` is their :func:`common_start`.
+        """
+        return [scheme.measure(x, start) for scheme in schemes]
 
     def cast_with(
         self,
         x: Tensor,
         schemes: Sequence["Scheme"],
         statistics: Sequence[Statistics],
+        start: Start,
         of: Sequence[int],
         transposed: Sequence[bool],
         fits: bool,
     ) -> tuple[list[Scales], list[Tensor]] | None:
         """:meth:`cast` to copies of several schemes, of which ``self`` is the first, in one pass.
 
-        ``of[i]`` is the index of the scheme of copy i. Returns the scales of each scheme and the
-        data of each copy, or ``None`` if one pass is not enough.
+        ``start`` is their :func:`common_start`, and ``of[i]`` the index of the scheme of copy i.
+        Returns the scales of each scheme and the data of each copy, or ``None`` if one pass is not
+        enough.
         """
         return None
 
@@ -469,20 +473,31 @@ class Scheme:
             parts.append(narrowed(each, level.offset(offset), size) if size else each)
         return tuple(parts)
 
-    def _start_at(self, offset: Sequence[int]) -> Start:
-        row = offset[-2] % _period(self, -2) if len(offset) > 1 else 0
-        return row, offset[-1] % _period(self, -1)
-
     def moved(self, start: Start, dim: int, by: int, ndim: int) -> Start:
         """The ``start`` of a part that begins ``by`` indices further along ``dim``."""
         offset = [start[0], start[1]]
         if dim >= ndim - 2:
             offset[dim - ndim] += by
-        return self._start_at(offset)
+        return _start_at(offset, (self,))
 
 
 _FAMILIES: dict[str, type[Scheme]] = {}
 _BY_KEY: dict[str, Scheme] = {}
+
+
+def common_start(schemes: Sequence[Scheme], layout: Layout | None) -> Start:
+    """:meth:`Scheme.start` for several schemes: each takes the remainder by its own blocks."""
+    cut = [] if layout is None else [s for s in schemes if _sharded_block_dims(s, layout)]
+    if layout is None or not cut:
+        return (0, 0)
+    for scheme in cut:
+        _check_pieces(scheme, layout)
+    return _start_at(global_offset(layout), cut)
+
+
+def _start_at(offset: Sequence[int], schemes: Sequence[Scheme]) -> Start:
+    row = offset[-2] % _period(schemes, -2) if len(offset) > 1 else 0
+    return row, offset[-1] % _period(schemes, -1)
 
 
 def scheme_named(key: str) -> Scheme:
@@ -530,15 +545,15 @@ def _fsdp_dim(layout: Layout) -> int:
     return next((dim for dim in dims if dim is not None), 0)
 
 
-def _period(scheme: Scheme, dim: int) -> int:
+def _period(schemes: Sequence[Scheme], dim: int) -> int:
     """The distance along dim -1 or -2 after which blocks of all levels begin together again."""
-    sizes = [level.columns if dim == -1 else level.rows for level in scheme.levels]
-    return math.lcm(*[size or 1 for size in sizes])
+    levels = [level for scheme in schemes for level in scheme.levels]
+    return math.lcm(*[(level.columns if dim == -1 else level.rows) or 1 for level in levels])
 
 
 def _blocked_dims(scheme: Scheme) -> tuple[int, ...]:
     """The dims, of -1 and -2, along which a block has several, but not all, indices."""
-    return tuple([dim for dim in (-1, -2) if _period(scheme, dim) > 1])
+    return tuple([dim for dim in (-1, -2) if _period((scheme,), dim) > 1])
 
 
 @cached_but_in_graphs
@@ -558,7 +573,7 @@ def cut_blocks(layout: Layout, dim: int, block: int) -> tuple[int, ...]:
 def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
     """Whether shards cut blocks. The result is the same on all ranks."""
     return any(
-        cut_blocks(layout, dim, _period(scheme, dim))
+        cut_blocks(layout, dim, _period((scheme,), dim))
         for dim in _blocked_dims(scheme)
         if len(layout.shape) + dim >= 0
     )

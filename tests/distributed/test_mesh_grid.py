@@ -10,6 +10,7 @@ import torch.nn as nn
 from half_octaves import half_octaves_config
 from ranks import RankPools, device_mesh
 from reference import Product, float8_gemms, same_bits
+from schemes import CONFIG
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -86,8 +87,9 @@ def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
     if "tensorwise" in found:
         found["powers of 2"] = Float8LinearConfig(round_scales_to_power_of_2=True)
     found["two levels"] = two_level_config()
-    if 33 in shape:  # blocks of 24, which most shards cut
+    if 33 in shape:  # blocks that most shards cut
         found["half octaves"] = half_octaves_config()
+        found["pairs"] = CONFIG
     return {name: replace(config, pad_inner_dim=True) for name, config in found.items()}
 
 
