@@ -208,16 +208,22 @@ class Scheme:
     _hash: ClassVar[int]
 
     def __post_init__(self) -> None:
+        if not torch.compiler.is_compiling() and "family" not in type(self).__dict__:
+            raise TypeError(
+                f"the scaling scheme {type(self).__name__} has no family; give the class an "
+                "attribute `family`, by which it differs from all others and from its base class"
+            )
         values = [f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self)]
         # Attributes, because dynamo does not trace a cached_property.
         object.__setattr__(self, "key", f"{self.family}({', '.join(values)})")
         object.__setattr__(self, "levels", self.make_levels())
         object.__setattr__(self, "_hash", hash(self.key))
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and _FAMILIES[self.family] is type(self):
             _BY_KEY.setdefault(self.key, self)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Scheme) and self.key == other.key)
+        # The key is not enough: a class that was defined again has those of the old one.
+        return type(self) is type(other) and self.key == other.key
 
     def __hash__(self) -> int:
         return self._hash
@@ -225,10 +231,15 @@ class Scheme:
     def __init_subclass__(cls) -> None:
         family = cls.__dict__.get("family")
         if family is not None:
+            if not family.isidentifier():
+                raise ValueError(f"the family {family!r} of {cls.__name__} must be an identifier")
             other = _FAMILIES.setdefault(family, cls)
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise ValueError(f"two scaling schemes have the family {family!r}; rename one")
             _FAMILIES[family] = cls
+            # A notebook may define a class again, and make its schemes anew.
+            for key in [key for key in _BY_KEY if key.startswith(f"{family}(")]:
+                del _BY_KEY[key]
 
     def __reduce__(self) -> Any:
         return scheme_named, (self.key,)
@@ -507,12 +518,12 @@ def scheme_named(key: str) -> Scheme:
         ValueError: no scheme of that family is defined here.
     """
     if key not in _BY_KEY:
-        call: Any = ast.parse(key, mode="eval").body
-        family = call.func.id
-        if family not in _FAMILIES:
+        family, _, arguments = key.partition("(")
+        if family not in _FAMILIES or not arguments:
             raise ValueError(
                 f"the scaling scheme {key} is not defined here; import the module that defines it"
             )
+        call: Any = ast.parse(key, mode="eval").body
         values = {each.arg: _value(ast.literal_eval(each.value)) for each in call.keywords}
         _BY_KEY[key] = _FAMILIES[family](**values)
     return _BY_KEY[key]

@@ -208,8 +208,26 @@ def test_keys() -> None:
     # As another process made it.
     key = "dense(dtype='torch.float8_e5m2', per='row', power_of_2=True, dims=())"
     assert scheme_named(key) == Dense(torch.float8_e5m2, "row", True)
-    text = raised(ValueError, lambda: scheme_named("thirds()"))
-    assert text.startswith("the scaling scheme thirds() is not defined here; import the module")
+    for unknown in ("thirds()", "thirds", "dense", "quads.of()"):
+        text = raised(ValueError, partial(scheme_named, unknown))
+        assert text.startswith(f"the scaling scheme {unknown} is not defined here; import")
+
+
+def test_a_class_that_is_defined_again() -> None:
+    def defined() -> type[Scheme]:
+        @dataclass(frozen=True, eq=False)
+        class Again(Quads):
+            family = "again"
+
+        return Again
+
+    first = defined()
+    old = first()
+    assert scheme_named(old.key) is old
+    second = defined()
+    assert type(scheme_named(first(torch.float8_e5m2).key)) is second
+    assert scheme_named(second().key) != old
+    assert old == first()
 
 
 def test_what_a_new_scheme_must_say() -> None:
@@ -218,6 +236,16 @@ def test_what_a_new_scheme_must_say() -> None:
             family = "quads"
 
     assert "two scaling schemes have the family 'quads'; rename one" in raised(ValueError, again)
+
+    class Nameless(Quads):
+        pass
+
+    def misnamed() -> None:
+        class Others(Scheme):
+            family = "a family"
+
+    assert "Nameless has no family; give the class" in raised(TypeError, Nameless)
+    assert "the family 'a family' of Others must be an identifier" in raised(ValueError, misnamed)
 
     @dataclass(frozen=True, eq=False)
     class Still(Quads):
