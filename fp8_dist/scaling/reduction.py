@@ -52,11 +52,10 @@ class Placed(NamedTuple):
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         """The statistics to reduce, as 1-D integers, with zeros in the places of other ranks."""
-        added: list[int] = []
+        integers, added = as_integers(self.local, dtype), list[int]()
         for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
             added = [start, size - start - n, *added]  # pad takes the last dim first
-        whole = pad(self.local, added) if any(added) else self.local
-        return as_integers(whole, dtype).reshape(-1)
+        return (pad(integers, added) if any(added) else integers).reshape(-1)
 
     def whole(self, reduced: Tensor) -> Tensor:
         """The global statistics, from the reduced message."""
@@ -73,7 +72,10 @@ def message_dtype(statistics: Sequence[Tensor]) -> torch.dtype:
 
 
 def as_integers(statistics: Tensor, dtype: torch.dtype) -> Tensor:
-    """View fp32 statistics as integers of the same order, or convert uint8 ones to ``dtype``."""
+    """View fp32 statistics as integers of the same order, or convert uint8 ones to ``dtype``.
+
+    Do so before padding or writing: inductor (2.13) can't view the result of these as integers.
+    """
     if statistics.dtype is torch.uint8:
         return statistics.to(dtype)
     return statistics.contiguous().view(torch.int32)
@@ -188,10 +190,11 @@ def _reduced_columns(
     # For each cut block of the part, its index among all cut blocks and its index in the part. They
     # are used one by one, because indexing by a list would copy the list to the device.
     ends = [(i, n - first) for i, n in enumerate(cut) if first <= n < first + local.shape[-1]]
-    parts = local.new_zeros((*local.shape[:-1], len(cut)))
+    whole = as_integers(local, message_dtype([local])).clone()
+    parts = whole.new_zeros((*whole.shape[:-1], len(cut)))
     for slot, column in ends:
-        parts[..., slot] = local[..., column]
-    found, whole = all_reduce_max(parts, groups), local.clone()
+        parts[..., slot] = whole[..., column]
+    found = all_reduce_max(parts, groups).view(whole.dtype)
     for slot, column in ends:
         whole[..., column] = found[..., slot]
-    return whole
+    return from_integers(whole, local.dtype)

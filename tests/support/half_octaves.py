@@ -1,6 +1,6 @@
 """A scaling scheme whose scales lie on a grid of two values per octave: powers of sqrt(2).
 
-One fp32 scale per 24 values of a row, or per 24 x 24 values of a weight: amax / largest value of the
+One fp32 scale per 20 values of a row, or per 20 x 20 values of a weight: amax / largest value of the
 float8 dtype, rounded up to ``2 ** (k / 2)``.
 """
 
@@ -24,7 +24,7 @@ class HalfOctaves(Scheme):
     can_gather: ClassVar[bool] = True
 
     rows: int = 1
-    columns: int = 24
+    columns: int = 20
 
     def make_levels(self) -> tuple[Level, ...]:
         return (Level(self.rows, self.columns),)
@@ -49,7 +49,7 @@ class HalfOctaves(Scheme):
 def half_octaves_config(**fields: Any) -> Float8LinearConfig:
     """All operands in half octaves; the weight in squares, of which one copy serves both GEMMs."""
     rows = CastConfig(scaling_granularity=HalfOctaves())
-    weight = CastConfig(scaling_granularity=HalfOctaves(rows=24))
+    weight = CastConfig(scaling_granularity=HalfOctaves(rows=20))
     casts = {
         "cast_config_input": rows,
         "cast_config_weight": weight,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from half_octaves import half_octaves_config
 from torch import Tensor
 
 from fp8_dist import CastConfig, Float8LinearConfig
@@ -58,7 +59,9 @@ def two_level_config(**fields: Any) -> Float8LinearConfig:
 
 
 def config_named(name: str) -> Float8LinearConfig:
-    """The config of a recipe, or of ``"two levels"``."""
+    """The config of a recipe, or of ``"two levels"`` or ``"half octaves"``."""
     if name == "two levels":
         return two_level_config()
+    if name == "half octaves":
+        return half_octaves_config()
     return Float8LinearConfig.from_recipe_name(name)
