@@ -73,7 +73,7 @@ def _placed(weight: Float8Weight, local: Statistics, scheme: Scheme) -> WeightSt
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
     # If FSDP2's gather can't carry scales, every rank needs all of them, by the reduction.
-    gathered = weight.config.fsdp_float8_all_gather and not scheme.rides_in_gather(layout)
+    gathered = weight.config.fsdp_float8_all_gather and weight.needs_whole_scales(layout)
     everywhere = scheme.moving_levels(layout) if gathered else ()
     sharded = sharded_axes(layout)
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])

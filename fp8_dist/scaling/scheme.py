@@ -332,6 +332,7 @@ class Scheme:
         differ = [not lv.is_scalar and lv.block(dim, ndim) is not None for lv in self.levels]
         return tuple([i for i, differs in enumerate(differ) if differs])
 
+    @cached_but_in_graphs
     def rides_in_gather(self, layout: Layout) -> bool:
         """Whether FSDP2's gather can carry scales: equal shards of dim 0 that cut no block."""
         even = len(local_sizes(layout, 0)) == 1
