@@ -16,6 +16,7 @@ from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
 from fp8_dist.linear.once import Gradients, differentiable_once
+from fp8_dist.linear.operands import reason_to_move_high
 from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
 from fp8_dist.scaling import Copy, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -131,14 +132,14 @@ def cast_input(
     x = autocast(x)
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (layout,), run_check=False)
-    sharded = [sharded_dim(placement, x.ndim) for placement in x.placements]
-    in_parts = x.ndim - 1 in sharded and any(level.has_blocks for level in scheme.levels)
-    if in_parts or has_pieces(tuple(x.placements)):
+    placements = tuple(x.placements)
+    sharded = [sharded_dim(placement, x.ndim) for placement in placements]
+    dims = [dim for dim in sharded if dim is not None]
+    if has_pieces(placements) or not scheme.can_move(dims, x.ndim):
         warn_once(
             "prepared in parts",
             f"{owner.fqn}: PrepareFloat8ModuleInput leaves its input in high precision, because "
-            f"it has one scale per {scheme.covers} and is placed as {list(x.placements)}; "
-            "shard the sequence or the batch instead (Shard(0), Shard(1))",
+            f"{reason_to_move_high(scheme, placements, x.ndim)}",
         )
         return x
     return _CastInput.apply(reduced(x), scheme, history, torch.is_grad_enabled(), owner)

@@ -145,22 +145,26 @@ def _plan_of(
     plan = plan_operand(schemes, now, placements, tensor.ndim, scope)
     one_copy = spec.config.recipe.gather_scheme[operand]
     if plan.first is None and one_copy is not None:
-        if has_pieces(now):
-            why = (
-                "ranks have several pieces of it (_StridedShard); redistribute it to Shard or "
-                "Replicate first"
-            )
-        else:
-            why = (
-                f"it has one scale per {one_copy.covers} and is sharded along its last "
-                "dim (Shard(-1)); shard the sequence or the batch instead (Shard(0), Shard(1)), or "
-                "use a recipe with one scale per tensor"
-            )
         warn_once(
             f"scales in parts: {operand}",
-            f"{spec.fqn}: {operand} is gathered in high precision, because {why}",
+            f"{spec.fqn}: {operand} is gathered in high precision, because "
+            f"{reason_to_move_high(one_copy, now, tensor.ndim)}",
         )
     return plan
+
+
+def reason_to_move_high(scheme: Scheme, placements: Placements | None, ndim: int) -> str:
+    """The reason why an operand does not move in float8 with this scheme, and what to do."""
+    if has_pieces(placements):
+        return (
+            "ranks have several pieces of it (_StridedShard); redistribute it to Shard or "
+            "Replicate first"
+        )
+    other = "use a recipe with one scale per tensor"
+    if scheme.can_move((0,), ndim):  # only the last dim is in the way
+        other = f"shard the sequence or the batch instead (Shard(0), Shard(1)), or {other}"
+    placed = list(placements or ())
+    return f"float8 with one scale per {scheme.covers} can't be moved from {placed}; {other}"
 
 
 def prepare_operand(
