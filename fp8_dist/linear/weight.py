@@ -63,6 +63,7 @@ from fp8_dist.scaling import (
     common_start,
     measure,
     scheme_named,
+    unshared,
     whole_statistics,
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
@@ -457,7 +458,7 @@ class Float8Weight:
             if not all(copy.scheme in known for copy in copies):
                 known = self.known_for(shard, ScaleState.FROM_FORWARD if keep else None)
             on_device = {s: tuple(n.to(shard.device) for n in own) for s, own in known.items()}
-            float8 = cast_by(shard, copies, on_device, layout)
+            float8, found = cast_by(shard, copies, on_device, layout), on_device
         else:
             # A scale that follows from a history costs nothing to find again, so it is not kept.
             keeps = keep and is_own and (history is None or history.statistic is None)
@@ -467,9 +468,9 @@ class Float8Weight:
                 self.end_of_evaluation(parameter)
         if history is not None and keep:
             history.record_later()
-        # Exponents (uint8) are scales and also statistics, which may be kept, and the graph may
-        # write into its results.
-        return [t.clone() if t.dtype is torch.uint8 else t for t in flat_copies(float8)]
+        # Scales may share memory with statistics, which are kept, and a graph may write into its
+        # results.
+        return unshared(flat_copies(float8), [each for own in found.values() for each in own])
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
         """Return the casts of a parameter that FSDP2 gathered in high precision.

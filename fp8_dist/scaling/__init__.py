@@ -9,6 +9,7 @@ from fp8_dist.scaling.operators import (
     matrices,
     measure,
     multiply,
+    unshared,
 )
 from fp8_dist.scaling.reduction import (
     Placed,
@@ -58,5 +59,6 @@ __all__ = [
     "scheme_named",
     "sharded_axes",
     "turned",
+    "unshared",
     "whole_statistics",
 ]

@@ -21,6 +21,7 @@ from fp8_dist.scaling.scheme import (
     Statistics,
     scheme_named,
 )
+from fp8_dist.torch_internals import storage_address
 
 
 def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list[Statistics]:
@@ -189,9 +190,14 @@ def cast_operator(
     each = [scheme_named(key) for key in schemes]
     known = _by_scheme(each, statistics)[0] if statistics else None
     _, scales, data = _cast(x, each, known, (start[0], start[1]), of, transposed, fits)
-    # An operator must not return one of its arguments, and statistics may be scales.
-    numbers = [s.clone() if any(s is t for t in statistics) else s for own in scales for s in own]
-    return [*numbers, *data]
+    # An operator must not return its arguments, and scales may be statistics or views of them.
+    return [*unshared([s for own in scales for s in own], statistics), *data]
+
+
+def unshared(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, and copies of those that share memory with tensors that are kept."""
+    addresses = {storage_address(each) for each in kept}
+    return [t.clone() if storage_address(t) in addresses else t for t in tensors]
 
 
 @cast_operator.register_fake
