@@ -149,12 +149,16 @@ class CastConfig:
         return e5m2() if operand == "grad_output" else e4m3()
 
     def short_str(self, operand: Operand) -> str:
-        """Short text such as ``dyn_ten_e4m3fn``, ``dyn_blk_floor_e4m3fn``, or ``dis`` (no cast)."""
+        """Short text such as ``dyn_ten_e4m3fn`` or ``dyn_blk_floor_e4m3fn``; ``dis`` for no cast.
+
+        A scheme that is given as an object is shown by its key.
+        """
         if not self.enabled:
             return self.scaling_type.short_str()
-        dtype = short_name(self.dtype_for(operand))
         covers = self.scaling_granularity
-        shown = covers.family if isinstance(covers, Scheme) else covers.short_str()
+        if isinstance(covers, Scheme):
+            return f"{self.scaling_type.short_str()}_{self.scheme(operand, False).key}"
+        shown, dtype = covers.short_str(), short_name(self.dtype_for(operand))
         shown += f"_{self.scale_rule}" if self.scale_rule else ""
         return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.linear.streams import device_of
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.mesh import Layout
+from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.scaling import Placed, Scheme, Statistics, sharded_axes
 
 # The id of a weight, which layers may share, and one of its schemes.
@@ -25,12 +25,15 @@ class WeightStatistics(NamedTuple):
         axes: for each level, the mesh axes to reduce over; empty if local statistics are global.
         places: for each level, its statistics with their position among those of all ranks; None
             if they are not reduced.
+        everywhere: the levels of which each rank needs the scales of the whole weight, because
+            FSDP2 gathers the weight in float8, and its gather can't carry them.
     """
 
     local: Statistics
     layout: Layout | None
     axes: tuple[tuple[int, ...], ...]
     places: tuple[Placed | None, ...]
+    everywhere: tuple[int, ...] = ()
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -72,13 +75,14 @@ def _placed(weight: Float8Weight, local: Statistics, scheme: Scheme) -> WeightSt
     axes = scheme.axes(layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
-    # If FSDP2's gather can't carry scales, every rank needs all of them, by the reduction.
-    gathered = weight.config.fsdp_float8_all_gather and weight.needs_whole_scales(layout)
-    everywhere = scheme.moving_levels(layout) if gathered else ()
+    # FSDP2 goes by the type of the parameter, which is the same for all layers that share it.
+    is_gathered = weight.shard() is not local_tensor(weight.parameter())
+    moving = scheme.moving_levels(layout) if is_gathered else ()
+    everywhere = () if moving and scheme.rides_in_gather(layout) else moving
     sharded = sharded_axes(layout)
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])
     levels = zip(local, scheme.levels, axes, strict=True)
     places = [
         Placed.of(own, level, layout, sharded) if over else None for own, level, over in levels
     ]
-    return WeightStatistics(local, layout, axes, tuple(places))
+    return WeightStatistics(local, layout, axes, tuple(places), everywhere)

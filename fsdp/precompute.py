@@ -251,9 +251,7 @@ def _known(
             known[scheme] = tuple(
                 [n if p is None or whole is None else p.part(whole) for n, p, whole in each]
             )
-            moving = scheme.moving_levels(own.layout)
-            needed = weight.config.fsdp_float8_all_gather and weight.needs_whole_scales(own.layout)
-            if needed and all(wholes[i] is not None for i in moving):
+            if own.everywhere:
                 every = zip(known[scheme], wholes, strict=True)
                 whole_scales = scheme.scales_from(
                     tuple([n if whole is None else whole for n, whole in every])

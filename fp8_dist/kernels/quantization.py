@@ -187,37 +187,38 @@ def cast_rows(
 
 
 @custom_op(
-    "cast_and_record(Tensor x, Tensor multiplier, Tensor scale, ScalarType dtype, "
+    "cast_and_record(Tensor x, Tensor known, ScalarType dtype, bool round_scales_to_power_of_2, "
     "bool[] transposed, Tensor? recorded) -> Tensor[]",
-    fake=lambda x, multiplier, scale, dtype, transposed, recorded: [
-        *(x.new_empty((), dtype=torch.float32) for _ in range(3)),
+    fake=lambda x, known, dtype, round_scales_to_power_of_2, transposed, recorded: [
+        *(x.new_empty((), dtype=torch.float32) for _ in range(4)),
         *empty_copies(x, dtype, transposed),
     ],
 )
 def cast_and_record(
     x: torch.Tensor,
-    multiplier: torch.Tensor,
-    scale: torch.Tensor,
+    known: torch.Tensor,
     dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Cast copies with a given scale, and return the amax of ``x`` for a later scale.
+    """Cast copies by a known amax, and return the amax of ``x`` for a later scale.
 
     Args:
+        known: the amax from which the scale is computed, fp32, 0-dim.
         recorded: the largest amax so far, fp32, 0-dim; ``None`` if there is none.
 
     Returns:
-        The amax of ``x``; the scale, which is NaN if that amax is not finite; the larger of
-        ``recorded`` and that amax; and the copies. With a NaN scale all values dequantize to NaN,
-        whatever their bytes are.
+        The amax of ``x``; ``known`` and the scale, both NaN if that amax is not finite; the larger
+        of ``recorded`` and that amax; and the copies. With a NaN scale all values dequantize to
+        NaN, whatever their bytes are.
     """
     value = amax(x)
-    poison = value * 0  # 0, or NaN
-    of = [0] * len(transposed)
-    copies = quantize_copies(x, [multiplier + poison], dtype, of, transposed)
+    known = known + value * 0  # 0, or NaN
+    of, power_of_2 = [0] * len(transposed), round_scales_to_power_of_2
+    _, scale, *copies = cast_copies(x, [known], dtype, power_of_2, of, transposed, saturate=True)
     largest = torch.maximum(value if recorded is None else recorded, value)
-    return [value, scale + poison, largest, *copies]
+    return [value, known, scale, largest, *copies]
 
 
 def fuses_rows(x: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
 from fp8_dist.device import is_captured
-from fp8_dist.kernels import Scaling, amax, cast_and_record, empty_copies, scaling_from_amax
+from fp8_dist.kernels import amax, cast_and_record, empty_copies
 from fp8_dist.linear.scale_query import must_query, owner_of, query, register_handle
 from fp8_dist.linear.streams import keep_for_current_stream
 from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
@@ -58,7 +58,6 @@ class AmaxHistory:
         self.history: torch.Tensor | None = None
         self.current: torch.Tensor | None = None
         self.statistic: torch.Tensor | None = None
-        self._scaling: Scaling | None = None  # computed from the statistic
         self.mesh = mesh
         self._last: torch.Tensor | None = None
         self._handle = register_handle(self)
@@ -108,20 +107,19 @@ class AmaxHistory:
     ) -> tuple[Statistics, Copies]:
         if self.restored:
             self.restored = None
-        if self.statistic is None or self._scaling is None or is_captured(x):
+        if self.statistic is None or is_captured(x):
             statistics = self._statistics_of_local(x, record, groups)
             return statistics, cast_by(x, copies, {self.scheme: statistics})
-        multiplier, scale = (number.to(x.device) for number in self._scaling)
-        transposed = [copy.transposed for copy in copies]
+        known, transposed = self.statistic.to(x.device), [copy.transposed for copy in copies]
         recorded = self.current.to(x.device) if record and self.current is not None else None
-        dtype, record = self.scheme.dtype, record and not x.is_meta
-        value, scale, largest, *data = cast_and_record(
-            x, multiplier, scale, dtype, transposed, recorded
+        scheme, record = self.scheme, record and not x.is_meta
+        value, known, scale, largest, *data = cast_and_record(
+            x, known, scheme.dtype, scheme.power_of_2, transposed, recorded
         )
         self._last = None if record else value
         if record:
             self.current = largest
-        return (self.statistic.to(x.device),), as_copies(x, copies, data, [(scale,)])
+        return (known,), as_copies(x, copies, data, [(scale,)])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast unless it was recorded already; return ``scale``."""
@@ -172,7 +170,7 @@ class AmaxHistory:
 
     def forget_scale(self) -> None:
         """Scale the next casts by their own amaxes, until the next sync."""
-        self.statistic = self._scaling = None
+        self.statistic = None
 
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to ``length``. An empty one starts a new history."""
@@ -359,12 +357,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
 
 
 def advance_to(histories: Sequence[AmaxHistory], rows: torch.Tensor) -> None:
-    """Set the amaxes of histories to ``rows``, ``[histories, amaxes]``, and update their scales."""
+    """Set the amaxes of histories to ``rows``, ``[histories, amaxes]``, and their statistics."""
     largest = rows.amax(dim=1)
-    kinds = {(history.scheme.dtype, history.scheme.power_of_2) for history in histories}
-    # Compute the scales of all histories for each kind, which costs less than selecting some.
-    scalings = {kind: scaling_from_amax(largest, *kind) for kind in kinds}
     for i, history in enumerate(histories):
-        multipliers, scales = scalings[history.scheme.dtype, history.scheme.power_of_2]
         history.history, history.statistic = rows[i], largest[i]
-        history._scaling = (multipliers[i], scales[i])

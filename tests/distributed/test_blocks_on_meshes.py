@@ -47,6 +47,7 @@ from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.linear.observing import record_gemms
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
+    Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
     apply_tp_plan,
 )
@@ -267,6 +268,21 @@ def gradients_alone() -> float:
 
 def test_a_weight_in_blocks_for_grad_input_alone(ranks: RankPools) -> None:
     assert max(ranks(4).run(gradients_alone)) < 1e-6
+
+
+def scales_without_fsdp() -> list[bool]:
+    """Whether precompute keeps the exponents of cut blocks; of this rank's, and of all."""
+    model = convert_to_float8_training(
+        nn.Sequential(nn.Linear(192, 128)), config=of_recipe("blockwise")
+    )
+    apply_tp_plan(model, device_mesh(tp=2), {"0": Float8RowwiseParallel()})
+    precompute_float8_dynamic_scale(model)
+    cache = model[0].float8_weight.cache
+    return [cache.known is not None, cache.whole_scales is not None]
+
+
+def test_only_a_gather_needs_the_scales_of_the_whole_weight(ranks: RankPools) -> None:
+    assert ranks(2).run_same(scales_without_fsdp) == [True, False]
 
 
 SHAPE = SHAPES["cut blocks"]  # on each of these meshes

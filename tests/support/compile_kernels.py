@@ -80,7 +80,7 @@ def call_all() -> None:
     run(kernels.cast_copies, x, [rows, columns], e4m3, True, [0, 1], both)
     run(kernels.quantize_copies, x, [columns], e4m3, [0, 0], both)
     run(kernels.cast_rows, x, e4m3, True, both)
-    run(kernels.cast_and_record, x, one, one, e4m3, both, one)
+    run(kernels.cast_and_record, x, one, e4m3, True, both, one)
     run(fold_gradient, x, e4m3, columns.view(-1), rows.view(-1), True)
     numbers, data = run(kernels.cast_blocks, x, e4m3, (1, 128, 0, 0), None, [False])
     run(kernels.cast_blocks, x, e4m3, (128, 128, 0, 0), "ceil", both)

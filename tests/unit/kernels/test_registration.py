@@ -36,7 +36,7 @@ def test_amaxes_casts_and_copies(shape: tuple[int, ...], dtype: torch.dtype) -> 
         m, _ = kernels.scaling_from_amax(kernels.amax(x, dims), E4M3, True)
         for fits in (True, False):
             check_operator(kernels.quantize, x, m, E4M3, fits=fits)
-    known = torch.tensor(3.0), torch.tensor(1 / 3)
+    known = torch.tensor(3.0)
     for covers, of, transposed in COPIES:
         check_operator(kernels.amaxes, x, covers)
         amaxes = kernels.amaxes(x, covers)
@@ -44,8 +44,8 @@ def test_amaxes_casts_and_copies(shape: tuple[int, ...], dtype: torch.dtype) -> 
         multipliers = [kernels.scaling_from_amax(each, E4M3)[0] for each in amaxes]
         check_operator(quantize_copies, x * 2, multipliers, E4M3, of, transposed)
         check_operator(cast_rows, x, E4M3, True, transposed)
-        check_operator(cast_and_record, x, *known, E4M3, transposed, None)
-    check_operator(cast_and_record, x, *known, E4M3, [True], torch.tensor(9.0))
+        check_operator(cast_and_record, x, known, E4M3, False, transposed, None)
+    check_operator(cast_and_record, x, known, E4M3, True, [True], torch.tensor(9.0))
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -54,8 +54,9 @@ def test_a_value_that_is_not_finite_poisons_a_scale_that_was_known(value: float)
     x[1, 2] = value
     one = torch.ones(())
     for run in (cast_and_record.portable, implementation(cast_and_record)):
-        amax, scale, largest, qdata = run(x, one, one, E4M3, [False], one)
+        amax, known, scale, largest, qdata = run(x, one, E4M3, False, [False], one)
         assert same_bits(amax, torch.tensor(abs(value)))
+        assert known.isnan()
         assert scale.isnan()
         assert same_bits(largest, amax)
         assert (qdata.float() * scale).isnan().all()
@@ -92,7 +93,7 @@ def test_another_default_dtype() -> None:
         for covers, of, transposed in COPIES:
             check_operator(cast_copies, x, kernels.amaxes(x, covers), E4M3, True, of, transposed)
         check_operator(kernels.amaxes, x, [ROW, TENSOR])
-        check_operator(cast_and_record, x, one, one, E4M3, [False, True], one)
+        check_operator(cast_and_record, x, one, E4M3, False, [False, True], one)
         check_operator(cast_rows, x, E4M3, True, [False])
         check_operator(fold_gradient, x, E4M3, *scales, True)
     finally:

@@ -214,6 +214,17 @@ def test_activation_checkpointing_changes_nothing() -> None:
     assert all(found == results[0] for found in results)
 
 
+@pytest.mark.parametrize("cache", [False, True])
+def test_the_known_amax_of_a_weight_that_is_not_finite_is_nan(cache: bool) -> None:
+    linear, x = layer(replace(DELAYED, cache_float8_shards=cache)), torch.randn(6, 32)
+    linear(x).sum().backward()
+    sync(linear)
+    with torch.no_grad():
+        linear.weight[0, 0] = math.inf
+    for _ in range(2):  # the second forward finds the amax in the weight's cache
+        assert linear(x).isnan().all()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", OPERANDS)
 def test_a_non_finite_value_is_seen_at_once_and_forgotten(where: str, value: float) -> None:

@@ -38,7 +38,7 @@ def kept(layer: Float8Linear) -> Iterator[torch.Tensor]:
     for statistics in (layer.float8_weight.cache.known or {}).values():
         yield from statistics
     for history in layer.histories.values():
-        yield from (*(history._scaling or ()), *vars(history).values())
+        yield from vars(history).values()
 
 
 def memory(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> set[int]:

@@ -6,6 +6,7 @@ import torch
 from recipe_algebra import floor_of_mxfp8
 from torch import nn
 from torch.nn.utils import parametrize
+from two_level import two_level_config
 
 from fp8_dist import (
     CastConfig,
@@ -50,6 +51,11 @@ def test_the_recipe_and_what_differs_from_it() -> None:
         (
             replace(plain, **dict.fromkeys(fields, off)),
             "casts=i:dyn_ten_e4m3fn,w:dyn_ten_e4m3fn,go:dyn_ten_e5m2,i_gw:dis,go_gw:dis",
+        ),
+        (
+            two_level_config(),
+            "casts=i:dyn_two_level(dtype='torch.float8_e4m3fn', rows=1, columns=16),"
+            "w:dyn_two_level(dtype='torch.float8_e4m3fn', rows=16, columns=16),go:dyn_two_level(",
         ),
     ):
         assert shown in repr(layer(config))

@@ -230,14 +230,16 @@ def _cast_rows_and_columns(
 @triton.jit
 def _record(
     amax: tl.tensor,
+    known: tl.tensor,
     scale: tl.tensor,
     recorded: tl.tensor,
-    poisoned: tl.tensor,
+    poisoned: tl.tuple,
     largest: tl.tensor,
 ) -> None:
     # There is one instance, which moves a few numbers.
     value = tl.load(amax)
-    tl.store(poisoned, tl.load(scale) + value * 0.0)
+    tl.store(poisoned[0], tl.load(known) + value * 0.0)
+    tl.store(poisoned[1], tl.load(scale) + value * 0.0)
     bits = magnitude(value)
     if recorded is not None:
         bits = tl.maximum(bits, magnitude(tl.load(recorded)))
@@ -457,19 +459,25 @@ def _cast_by_rows(
 @fused(cast_and_record, lambda x, *_, **__: _takes(x), zeros=True)
 def _cast_and_record(
     x: torch.Tensor,
-    multiplier: torch.Tensor,
-    scale: torch.Tensor,
+    known: torch.Tensor,
     dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
     """Cast and record in two launches; 3 bytes per bf16 element, 4 for both layouts."""
     amax = zero(x.device)
-    layouts = _cast_by(x, multiplier, dtype, transposed, saturate=True, amax=amax)
-    poisoned, largest = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
-    arguments = amax, scale, recorded, poisoned, largest.view(torch.int32)
+    m, scale, *poisoned, largest = (torch.empty_like(known) for _ in range(5))
+    layouts = _cast_by(
+        *(x, known, dtype, transposed),
+        scaling=(m, scale),
+        power_of_2=round_scales_to_power_of_2,
+        saturate=True,
+        amax=amax,
+    )
+    arguments = amax, known, scale, recorded, tuple(poisoned), largest.view(torch.int32)
     _record(lambda chosen: (1,), (), x.device, *arguments)
-    return [amax, poisoned, largest, *layouts.copies(transposed)]
+    return [amax, *poisoned, largest, *layouts.copies(transposed)]
 
 
 @fused(quantize_each, lambda first, others, *_, **__: are_alike([first, *others]))
