@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 
 from fp8_dist.kernels import takes_transposed
-from fp8_dist.scaling import Copy, Dense, Scheme
+from fp8_dist.scaling import Copy, Dense, Level, Scheme
 
 Operand = Literal["input", "weight", "grad_output"]
 Gemm = Literal["output", "grad_input", "grad_weight"]
@@ -127,7 +127,7 @@ class Recipe:
 
     def _check_folding(self) -> None:
         for operand, schemes in self.schemes.items():
-            rows = all(isinstance(scheme, Dense) and scheme.per == "row" for scheme in schemes)
+            rows = all(scheme.levels == (Level(1, None),) for scheme in schemes)
             if not rows or operand in self.delayed:
                 raise ValueError(
                     f"Float8LinearConfig: fold_row_scales=True needs one scale per row, and "

@@ -231,8 +231,9 @@ def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
             raise ValueError(
                 f"the scales are {scale.dtype} {list(scale.shape)}, not {level.scale} {shape}"
             )
-        if scale.dtype is torch.float32 and (scale <= 0).any():
-            raise ValueError(f"a scale is {scale.min().item():g}; all of them must be positive")
+    elements = scheme.element_scales(scales, high.shape, start)
+    if (elements <= 0).any():
+        raise ValueError(f"a scale is {elements.min().item():g}; all of them must be positive")
     known = {name: others[name] for name in _VALUES}
     known |= {"gemms": tuple(others["gemms"]), "start": start}
     return CapturedCast(**known, high=high, qdata=qdata, scales=scales)

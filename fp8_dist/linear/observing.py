@@ -24,7 +24,6 @@ from fp8_dist.linear.scale_query import owner_of, query
 from fp8_dist.mesh import local_tensor, with_local
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import (
-    Dense,
     GemmOptions,
     Quantized,
     Scheme,
@@ -175,7 +174,7 @@ def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, .
         # scale per column.
         uses = recipe.uses[operand].items()
         return {
-            (gemm,): scheme if gemm == "grad_input" else Dense(scheme.dtype, "column", True)
+            (gemm,): scheme if gemm == "grad_input" else scheme.second
             for gemm, scheme in uses
             if scheme is not None
         }

@@ -46,7 +46,7 @@ from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes
 from fp8_dist.linear.observing import Owner, is_observed, observe
 from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Dense, Quantized, Scheme, reduced_statistics
+from fp8_dist.scaling import Quantized, Scheme, reduced_statistics
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 
@@ -104,7 +104,7 @@ def _folded(
     """:func:`folded_gradients` for a DTensor whose rows are whole on each rank."""
     local, layout = local_tensor(grad), Layout.of(grad)
     assert layout is not None
-    dtype, column = scheme.dtype, Dense(scheme.dtype, "column", True)
+    dtype, column = scheme.dtype, scheme.second
     weight_fold = None if weight is None else weight.scales[0].reshape(-1) * UNIT
     rows = (row_amaxes(local, weight_fold),)
     (value,) = reduced_statistics(scheme, rows, layout, within)
@@ -188,8 +188,7 @@ def _folded_locally(
         operands["grad_input"] = left, _unscaled(weight, ones)
     if input is not None:
         g2 = next(made)
-        column = Dense(scheme.dtype, "column", True)
-        left = Quantized(g2.t() if transposed else g2, (next(made),), column)
+        left = Quantized(g2.t() if transposed else g2, (next(made),), scheme.second)
         operands["grad_weight"] = left, _unscaled(input, ones)
     return operands
 
@@ -206,7 +205,7 @@ def _unit_scales(weight: Quantized | None, input: Quantized | None) -> torch.Ten
 
 def _unscaled(operand: Quantized, ones: torch.Tensor) -> Quantized:
     """The right operand of a gradient GEMM, whose scales were folded into the left one."""
-    return operand._replace(scales=(ones,), scheme=Dense(operand.scheme.dtype, "column", True))
+    return operand._replace(scales=(ones,), scheme=operand.scheme.second)
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:

@@ -69,8 +69,9 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x.rewrap(qdata=moved, scale=tuple([func(scale) for scale in x.scales]))
     if func in _PARTS and any(level.has_blocks for level in scheme.levels):
         return _parts_in_blocks(func, x, moved, rest, kwargs)
-    if func in (aten.t.default, aten.transpose.int, aten.permute.default) and x.ndim == 2:
-        return _turn(func, x, moved, scheme)
+    turns = func in (aten.t.default, aten.transpose.int, aten.permute.default) and x.ndim == 2
+    if turns and (turned := scheme.turned()) is not None:
+        return _turn(x, moved, turned)
     if isinstance(moved, torch.Tensor):
         return _with_moved_scales(func, x, moved, [func(e, *rest, **kwargs) for e in _expanded(x)])
     scales = [func(e, *rest, **kwargs) for e in _expanded(x)]
@@ -87,16 +88,10 @@ _PARTS = (
 )
 
 
-def _turn(func: Any, x: Float8Tensor, moved: torch.Tensor, scheme: Scheme) -> Float8Tensor:
+def _turn(x: Float8Tensor, moved: torch.Tensor, turned: Scheme) -> Float8Tensor:
     """Rewrap a matrix whose data was transposed, or permuted without effect."""
     if moved.shape == x.shape and moved.stride() == x.qdata.stride():
         return x.rewrap(qdata=moved)
-    turned = scheme.turned()
-    if turned is None:
-        if len(scheme.levels) > 1 or scheme.levels[0].has_blocks:
-            raise _no_scale_for(func, x)
-        covered = scheme.levels[0].covered_dims(2) or ()
-        turned = covering(tuple(sorted(1 - dim for dim in covered)), scheme, 2)
     scales = tuple([scale.t() if scale.ndim else scale for scale in x.scales])
     return x.rewrap(qdata=moved, scale=scales, scheme=turned, start=x.start[::-1])
 
@@ -163,7 +158,7 @@ def _with_moved_scales(
             if not rows_stay or qdata.shape[-1] != x.shape[-1]:
                 raise _no_scale_for(func, x)
             size[-1], strides[-1] = scale.shape[-1], scale.stride(-1)
-        else:
+        elif covered != level.covered_dims(qdata.ndim):
             scheme = covering(covered, scheme, qdata.ndim)
         scales[i] = view.as_strided(size, strides, view.storage_offset())
     return x.rewrap(qdata=qdata, scale=tuple(scales), scheme=scheme)

@@ -437,6 +437,13 @@ def test_a_new_scheme_on_one_device(ndim: int, config: Float8LinearConfig) -> No
         assert sqnr(expected, results[gemm].view(expected.shape)) > 20
 
 
+def test_rows_and_their_parts_have_one_scheme() -> None:
+    rows = Pairs(size=1)
+    whole: Any = cast_to_float8(torch.randn(4, 2, 8), CastConfig(scaling_granularity=rows))
+    parts = [*whole.split([1, 3]), whole[1:], whole.transpose(0, 1), whole.view(8, 8), whole[0]]
+    assert all(part.scheme == rows for part in parts)
+
+
 def test_scales_of_blocks_move_with_their_rows() -> None:
     x = torch.randn(6, 8) * torch.logspace(-3, 3, 6)[:, None]
     whole: Any = cast_to_float8(x, CastConfig(scaling_granularity=ROW_QUADS))

@@ -14,6 +14,7 @@ from nets import Net
 from reference import raised, reference_cast, same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from two_level import E4M3, TwoLevel
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import Capture, CapturedCast, CastStats, capture, float8_stats, load_capture
@@ -278,6 +279,10 @@ OTHERS: list[tuple[dict[str, object], str]] = [
     ({"scales": (torch.ones(2),)}, "the scales are torch.float32 [2], not torch.float32 []"),
     ({"scales": (torch.ones(()).double(),)}, "the scales are torch.float64 []"),
     ({"scales": (-torch.ones(()),)}, "a scale is -1; all of them must be positive"),
+    (
+        {"scheme": TwoLevel().key, "scales": (torch.ones(()), torch.zeros(2, 1).to(E4M3))},
+        "a scale is 0; all of them must be positive",
+    ),
     ({"qdata": torch.zeros(2, 16)}, "qdata, torch.float32 [2, 16], is no float8 copy of high"),
     ({"high": torch.zeros(3, 16)}, "is no float8 copy of high, torch.float32 [3, 16]"),
     ({"high": torch.zeros(2, 16).int()}, "is no float8 copy of high, torch.int32 [2, 16]"),
