@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.debug.captured_cast import CapturedCast, FileFormat, check_format, save_capture
-from fp8_dist.debug.recorder import CastSlot, Patterns, StepRecorder, choose_slots, own_rank
+from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, choose_slots, own_rank
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
 from fp8_dist.recipe import Gemm, Operand
@@ -45,7 +45,7 @@ class Capture(StepRecorder):
     def __init__(
         self,
         model: nn.Module,
-        slots: list[CastSlot],
+        slots: list[Slot],
         folder: Path,
         steps: Collection[int] | None,
         ranks: Collection[int] | None,
@@ -58,7 +58,7 @@ class Capture(StepRecorder):
         self.left_out = 0
         self._folder, self._steps, self._ranks = folder, steps, ranks
         self._max_bytes, self._format = max_bytes, format
-        self._slots = {(slot.owner, slot.operand, slot.gemms): slot for slot in slots}
+        self._slots = {slot.key: slot for slot in slots}
         self._inputs = {slot.owner: slot for slot in slots if slot.operand == "input"}
         # The names of prepared inputs that chosen layers take. Other ones are not copied.
         self._prepared_by = {
@@ -67,9 +67,9 @@ class Capture(StepRecorder):
             if layer.float8_weight in self._inputs
             for name in layer.prepared_by
         }
-        self._calls: Counter[CastSlot] = Counter()
+        self._calls: Counter[Slot] = Counter()
         self._full = ""  # the reason why nothing more is written, if so
-        self._missing: list[CastSlot] = []  # the casts that were left out in this step
+        self._missing: list[Slot] = []  # the casts that were left out in this step
 
     def _is_recorded(self, step: int) -> bool:
         return self._steps is None or step in self._steps
@@ -124,7 +124,7 @@ class Capture(StepRecorder):
     def _is_chosen_rank(self) -> bool:
         return self._ranks is None or own_rank() in self._ranks
 
-    def _has_room(self, slot: CastSlot, size: int) -> bool:
+    def _has_room(self, slot: Slot, size: int) -> bool:
         if not self._full and self.bytes + size > self._max_bytes:
             self._full = (
                 f"{self.bytes:,} bytes are written and the next cast has {size:,}, which is more "
@@ -135,7 +135,8 @@ class Capture(StepRecorder):
             self._missing.append(slot)
         return not self._full
 
-    def _write(self, slot: CastSlot, copies: _Copies) -> None:
+    def _write(self, slot: Slot, copies: _Copies) -> None:
+        assert slot.operand is not None
         captured = CapturedCast(
             step=self.step,
             rank=own_rank(),

@@ -142,15 +142,6 @@ class _Cast(NamedTuple):
         scale = self.scale[here] if self.of_rows else self.scale
         return _Cast(self.qdata[here], scale, self.of_rows)
 
-    @property
-    def covered(self) -> tuple[int, ...]:
-        """The dims that each scale covers completely."""
-        if not self.scale.ndim:
-            return 0, 1
-        return tuple(
-            d for d in (0, 1) if self.scale.shape[d] == 1 and not (d == 0 and self.of_rows)
-        )
-
 
 def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.Tensor, ...]:
     """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
@@ -167,9 +158,11 @@ def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.T
     left = torch.count_nonzero(_magnitude_bits(qdata))
     is_finite = largest < math.inf
     low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
+    # Each scale covers all of a dim, or one index of it.
+    dims = [d for d in range(2) if not (cast.scale.ndim and cast.scale.shape[d] == x.shape[d])]
     unit = cast.scale.to(torch.float64).square()
     signal, noise = (
-        (_squares(each, cast.covered).to(torch.float64) * unit).sum()
+        ((each.square().sum(dims, keepdim=True) if dims else each.square()).double() * unit).sum()
         for each in (units, low - units)
     )
     return values - left, saturated, signal, noise
@@ -178,16 +171,6 @@ def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.T
 def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
     """Return the bits of ``x.abs()`` as integers, in the same order, with NaN above infinity."""
     return x.view(_INTEGERS[x.itemsize]) & (2 ** (8 * x.itemsize - 1) - 1)
-
-
-def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
-    """Sum the squares of ``x`` over the dims that a scale covers."""
-    if len(covered) == 2:
-        return torch.dot(x.reshape(-1), x.reshape(-1))
-    if not covered:
-        return x.square()
-    (dim,) = covered
-    return torch.linalg.vecdot(x, x, dim=dim).unsqueeze(dim)
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
@@ -263,13 +246,14 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 def _gathered(part: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
     """Concatenate the parts of all ranks of a group along ``dim``; their sizes may differ."""
     rows = part.movedim(dim, 0)
-    sizes = _all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
+    sizes = all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
     padding = [0, 0] * (rows.ndim - 1) + [0, max(sizes) - len(rows)]
     padded = F.pad(rows, padding).contiguous()
-    parts = _all_gather(padded, ranks, group).view(ranks, *padded.shape)
+    parts = all_gather(padded, ranks, group).view(ranks, *padded.shape)
     filled = [each[:size] for each, size in zip(parts, sizes, strict=True)]
     return torch.cat(filled).movedim(0, dim)
 
 
-def _all_gather(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+def all_gather(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Gather equal parts along dim 0."""
     return funcol.wait_tensor(funcol.all_gather_into_tensor(part, ranks, group))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.debug.measures import (
     Measures,
+    all_gather,
     combine_,
     gemm_results,
     measure,
@@ -23,14 +24,7 @@ from fp8_dist.debug.measures import (
     measure_product,
     nothing,
 )
-from fp8_dist.debug.recorder import (
-    CastSlot,
-    GemmSlot,
-    StepRecorder,
-    cast_slots,
-    gemm_slots,
-    own_rank,
-)
+from fp8_dist.debug.recorder import Slot, StepRecorder, own_rank, slots_of
 from fp8_dist.debug.rows import (
     Anomaly,
     AnomalyLimits,
@@ -43,12 +37,12 @@ from fp8_dist.debug.rows import (
     decibels,
     table,
 )
-from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.observing import Owner, casts_of, gemms_observed_by
 from fp8_dist.mesh import GroupNames, first_difference, make_group
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
-from fp8_dist.torch_internals import funcol, resolve_process_group
+from fp8_dist.torch_internals import resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 
@@ -98,7 +92,7 @@ class Float8Stats(StepRecorder):
         self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
         self._measured: dict[_Key, torch.Tensor] = {}
         self._last_inputs: dict[tuple[Gemm, ...], _LastInput] = {}
-        self._ranks = RanksOfLayers(model, mesh)
+        self._ranks = _RanksOfLayers(model, mesh)
 
     def _is_recorded(self, step: int) -> bool:
         return step % self._every == 0
@@ -208,17 +202,12 @@ class Float8Stats(StepRecorder):
 
     def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> dict[_Key, Row]:
         """Return the rows of the step that has ended."""
-        slots: list[CastSlot | GemmSlot] = [*cast_slots(self._model)]
-        if self._gemms:
-            slots += gemm_slots(self._model)
-            order = {slot.fqn: i for i, slot in reversed([*enumerate(slots)])}
-            slots.sort(key=lambda slot: order[slot.fqn])
-        keys = [(slot.owner, slot.operand, slot.gemms) for slot in slots]
-        own = [measured.get(key) for key in keys]
+        slots = [*slots_of(self._model, self._gemms)]
+        own = [measured.get(slot.key) for slot in slots]
         found = self._ranks.combined([slot.owner for slot in slots], own)
         return {
-            key: _row(slot, each, self.step)
-            for key, slot, each in zip(keys, slots, found, strict=True)
+            slot.key: _row(slot, each, self.step)
+            for slot, each in zip(slots, found, strict=True)
             if each.scale != -math.inf  # some rank has measured it
         }
 
@@ -256,8 +245,8 @@ def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _row(slot: CastSlot | GemmSlot, found: Measures, step: int) -> Row:
-    if isinstance(slot, GemmSlot):
+def _row(slot: Slot, found: Measures, step: int) -> Row:
+    if slot.operand is None or slot.scheme is None:
         return GemmStats(step, slot.fqn, slot.gemms[0], decibels(found.signal, found.noise))
     return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.scheme, slot.delayed)
 
@@ -271,14 +260,12 @@ def _scalars(row: Row) -> dict[str, float]:
     return {f"float8/{cast}/{row.fqn}/{name}": getattr(row, name) for name in names}
 
 
-class RanksOfLayers:
+class _RanksOfLayers:
     """The ranks whose measures are combined, for each layer.
 
-    Args:
-        model: a model with converted layers.
-        mesh: the mesh whose ranks are combined for all layers. None: for each layer, the ranks of
-            the largest mesh that its operands have been on. For a layer that is on no mesh, the
-            ranks of the largest mesh of any layer, or all ranks if there is no mesh.
+    These are the ranks of ``mesh`` if it is given, otherwise of the largest mesh that the layer's
+    operands have been on. For a layer that is on no mesh, they are the ranks of the largest mesh of
+    any layer, or all ranks if there is no mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -286,13 +273,13 @@ class RanksOfLayers:
         self._meshes: dict[str, DeviceMesh] = {}
         self._agrees = False
         self._groups_of: dict[str, GroupNames] = {}
-        self.owners: set[Owner] = set()
+        self.owners: dict[Owner, str] = {}  # the owners of casts, and their layers
         self.look()
 
     def look(self) -> None:
         """Update the meshes of the layers. FSDP2 may swap in parameters that are on no mesh."""
         layers = float8_layers(self._model)
-        self.owners = {layer.float8_weight for layer in layers.values()}
+        self.owners = {layer.float8_weight: name for name, layer in layers.items()}
         for name, layer in layers.items():
             for mesh in layer.meshes():
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
@@ -311,18 +298,15 @@ class RanksOfLayers:
         ``owners`` whose layer is on it.
         """
         self.look()
-        groups = self._groups_of = self._groups()
         layers = float8_layers(self._model)
-        by_owner: dict[Owner, GroupNames] = {
-            layer.float8_weight: groups[name] for name, layer in layers.items()
-        }
+        groups = self._groups_of = self._groups(layers)
         # Use the device of a mesh if there is one, because FSDP2 may offload weights to the CPU.
         device = next(iter(layers.values())).weight.device
         for mesh in self._meshes.values():
             device = torch.device(mesh.device_type)
         alike: dict[GroupNames, list[int]] = {}
         for i, owner in enumerate(owners):
-            alike.setdefault(by_owner[owner], []).append(i)
+            alike.setdefault(groups[self.owners[owner]], []).append(i)
         found: dict[int, Measures] = {}
         for names, members in alike.items():
             none = nothing(device)
@@ -334,51 +318,47 @@ class RanksOfLayers:
         """Return whether this rank is the first one whose measures of a layer were combined."""
         return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
 
-    def _groups(self) -> dict[str, GroupNames]:
-        """Return the process groups of each layer."""
-        names = list(float8_layers(self._model))
+    def _groups(self, layers: dict[str, Float8Linear]) -> dict[str, GroupNames]:
+        """Return the process groups of each layer.
+
+        Collectives: the first time, if no layer is on a mesh, an all-reduce of 16 bytes.
+        """
         if self._given is not None:
-            return dict.fromkeys(names, make_group([self._given]))
-        meshes = dict.fromkeys(self._meshes.values())
-        made = {mesh: make_group([mesh]) for mesh in meshes}
+            return dict.fromkeys(layers, make_group([self._given]))
+        made = {mesh: make_group([mesh]) for mesh in dict.fromkeys(self._meshes.values())}
         others: GroupNames = ()
-        if meshes:
-            others = made[max(meshes, key=lambda mesh: mesh.size())]
+        if made:
+            others = made[max(made, key=lambda mesh: mesh.size())]
         elif dist.is_initialized() and dist.get_world_size() > 1:
             assert dist.group.WORLD is not None
             others = (str(dist.group.WORLD.group_name),)
-            self._check_world(names, dist.group.WORLD)
+            if not self._agrees:
+                _check_same_layers(layers, dist.group.WORLD)
+            self._agrees = True
         return {
-            name: made[self._meshes[name]] if name in self._meshes else others for name in names
+            name: made[self._meshes[name]] if name in self._meshes else others for name in layers
         }
 
-    def _check_world(self, names: list[str], world: dist.ProcessGroup) -> None:
-        """Raise an error if ranks have different layers.
 
-        Collectives: the first time, an all-reduce of 16 bytes; later none.
-        """
-        if self._agrees:
-            return
-        layers = float8_layers(self._model)
-        facts = {name: f"{layers[name].weight.shape} {layers[name].config}" for name in names}
-        device = layers[names[0]].weight.device.type
-        if (difference := first_difference(facts, [world], device)) is not None:
-            raise ValueError(
-                f"float8_stats: the ranks have different layers ({difference}), and weights on no "
-                "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
-                "ranks that have the same layers"
-            )
-        self._agrees = True
+def _check_same_layers(layers: dict[str, Float8Linear], world: dist.ProcessGroup) -> None:
+    """Raise an error if ranks have different layers."""
+    facts = {name: f"{layer.weight.shape} {layer.config}" for name, layer in layers.items()}
+    device = next(iter(layers.values())).weight.device.type
+    if (difference := first_difference(facts, [world], device)) is not None:
+        raise ValueError(
+            f"float8_stats: the ranks have different layers ({difference}), and weights on no "
+            "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
+            "ranks that have the same layers"
+        )
 
 
 def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
     """Combine measures ``[rows, 10]`` over all ranks of the groups."""
     for name in groups:
         size = resolve_process_group(name).size()
-        parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))
-        own, *others = parts.view(size, *own.shape)
-        own = own.clone()
-        for other in others:
+        parts = all_gather(own, size, name).view(size, *own.shape)
+        own = parts[0].clone()
+        for other in parts[1:]:
             combine_(own, other)
     return [Measures(*row) for row in own.tolist()]
 
