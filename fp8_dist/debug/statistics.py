@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,17 +51,6 @@ OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
 
-class _LastInput(NamedTuple):
-    """The last measured cast of an input, which other layers may share, as q, k and v do.
-
-    While this object holds the tensors, no other tensors can get their addresses.
-    """
-
-    high: torch.Tensor
-    qdata: torch.Tensor
-    found: torch.Tensor
-
-
 class Float8Stats(StepRecorder):
     """The context manager that :func:`float8_stats` returns, with the rows that it recorded.
 
@@ -91,7 +80,6 @@ class Float8Stats(StepRecorder):
         # The finite amaxes of each cast in the last recorded steps, by layer, operand and GEMMs.
         self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
         self._measured: dict[_Key, torch.Tensor] = {}
-        self._last_inputs: dict[tuple[Gemm, ...], _LastInput] = {}
         self._ranks = _RanksOfLayers(model, mesh)
 
     def _is_recorded(self, step: int) -> bool:
@@ -104,7 +92,6 @@ class Float8Stats(StepRecorder):
 
     def _end(self, failed: bool) -> None:
         measured, self._measured = self._measured, {}
-        self._last_inputs.clear()
         if not failed and self._is_recorded(self.step):
             rows = self._rows_of(measured)
             self.rows += rows.values()
@@ -123,16 +110,8 @@ class Float8Stats(StepRecorder):
         """Measure the casts of an operand."""
         if owner not in self._ranks.owners:
             return
-        new = dict(lows)
-        for gemms, low in lows.items():
-            last = self._last_inputs.get(gemms)
-            if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
-                self._add((owner, operand, gemms), last.found)
-                del new[gemms]
-        measured = measure_casts(high, [*new.values()], own_rank()) if new else []
-        for (gemms, low), found in zip(new.items(), measured, strict=True):
-            if operand == "input":
-                self._last_inputs[gemms] = _LastInput(high, low.qdata, found)
+        measured = measure_casts(high, [*lows.values()], own_rank())
+        for gemms, found in zip(lows, measured, strict=True):
             self._add((owner, operand, gemms), found)
 
     def on_gemm(
@@ -233,16 +212,6 @@ class Float8Stats(StepRecorder):
         if math.isfinite(row.amax):
             amaxes.append(row.amax)
         return usual
-
-
-def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors, which both still exist, are the same view of the same memory."""
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
-        other.data_ptr(),
-        other.shape,
-        other.stride(),
-        other.dtype,
-    )
 
 
 def _row(slot: Slot, found: Measures, step: int) -> Row:
