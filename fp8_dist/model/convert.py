@@ -99,7 +99,9 @@ def _choose(
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            reasons[fqn] = _why_filtered(module_filter_fn, fqn)
+            reason_of = getattr(module_filter_fn, "reason", None)
+            default = "module_filter_fn returned False"
+            reasons[fqn] = reason_of(fqn) if callable(reason_of) else default
             note_left_out(layer, reasons[fqn])
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
@@ -177,12 +179,6 @@ def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> st
     named = [f"{name or 'the module'} ({' x '.join(map(str, shape))})" for name, shape in layers]
     more = [f"and {len(named) - limit} more"] if len(named) > limit + 1 else []
     return ", ".join([*(named[:limit] if more else named), *more])
-
-
-def _why_filtered(module_filter_fn: FilterFn, fqn: str) -> str:
-    """Return the reason that a filter with a method ``reason`` gives, else a general reason."""
-    reason = getattr(module_filter_fn, "reason", None)
-    return reason(fqn) if callable(reason) else "module_filter_fn returned False"
 
 
 def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: list[str]) -> str:
