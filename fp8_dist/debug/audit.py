@@ -8,8 +8,9 @@ A message may contain float8 rows and their scales (``pack_rows``), or the parts
 summands. Each of these parts is counted under its own dtype.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -201,9 +202,9 @@ class CommAudit(CommTable):
         self._recorder = _Recorder(self)
         self._entered: ExitStack | None = None
         self._timer: CollectiveTimer | None = None
-        # For each timed collective, the key of the row that counts it, and the duration.
+        # For each timed collective the key of the row that counts it, and the durations by row.
         self._timed_keys: list[RowKey] = []
-        self._timed_seconds: list[float | None] = []
+        self._timed_seconds: defaultdict[RowKey, list[float | None]] = defaultdict(list)
         # The payload dtypes of the storages that were viewed as uint8, by the storage's address.
         # The weak references prevent an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
@@ -229,17 +230,12 @@ class CommAudit(CommTable):
         assert self._entered is not None
         entered, self._entered = self._entered, None
         entered.__exit__(*error)
-        self._add_timings()
-
-    def _add_timings(self) -> None:
-        """Add the timings of the block that has ended to those of earlier blocks."""
-        if self._timer is None:
-            return
-        self._timed_seconds += self._timer.seconds
-        by_row: dict[RowKey, list[float | None]] = {}
-        for key, seconds in zip(self._timed_keys, self._timed_seconds, strict=True):
-            by_row.setdefault(key, []).append(seconds)
-        for key, times in by_row.items():
+        for key, seconds in zip(
+            self._timed_keys, self._timer.seconds if self._timer else (), strict=True
+        ):
+            self._timed_seconds[key].append(seconds)
+        self._timed_keys.clear()
+        for key, times in self._timed_seconds.items():
             self._rows[key] = replace(self._rows[key], seconds=total_seconds(times))
 
     def _forget(self) -> None:
@@ -288,10 +284,6 @@ class CommAudit(CommTable):
             self.add(row)
             if self._timer is not None and position == 0:
                 self._timed_keys.append(row.key)
-
-    def _timed(self, collective: Collective) -> AbstractContextManager[Any]:
-        """Return a context manager for the call of a collective; with ``timings``, it times it."""
-        return nullcontext() if self._timer is None else self._timer.around(collective)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""
@@ -412,13 +404,14 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented
         if call is not None:
             self._audit._note_collective(call)
-            with self._audit._timed(call):
+            timer = self._audit._timer
+            with timer.around(call) if timer else nullcontext():
                 return func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_payload(args[0], args[0].dtype)
         elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
             self._audit._note_joined(message=args[1], parts=args[0])
-        elif func is pack_rows.overload:
+        elif func in (pack_rows.overload, join_bytes.overload):
             message = func(*args, **kwargs)
             self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
             return message
@@ -426,10 +419,6 @@ class _Recorder(TorchDispatchMode):
             codes, exponents = func(*args, **kwargs)
             self._audit._note_payload(codes, torch.float8_e4m3fn)
             return codes, exponents
-        elif func is join_bytes.overload:
-            message = func(*args, **kwargs)
-            self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
-            return message
         elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
             with self:  # the query may communicate
                 return QUERIES[func](*args, **kwargs)

@@ -356,6 +356,10 @@ class _Runs(Observer):
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Linear]) -> None:
         self._model, self._layers = model, layers
+        self._fqns = {
+            name: without_wrappers(name) or getattr(layer, "fqn", type(layer).__name__)
+            for name, layer in layers.items()
+        }
         self._recipe = HIGH_PRECISION  # the one that runs
         # The names of layers, by the owners of their GEMMs in the run.
         self._names: dict[Owner, str] = {}
@@ -377,7 +381,10 @@ class _Runs(Observer):
         """Run a forward and a backward, in high precision if ``config`` is None."""
         self._recipe = recipe
         self._expected = {key: iter(results) for key, results in self._references.items()}
-        batch = tree_map_only(torch.Tensor, _as_leaf, batch)
+        # Leaves, so that the caller's tensors get no gradients.
+        batch = tree_map_only(
+            torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), batch
+        )
         with (
             _untouched(self._model),
             self._replaced_forwards(config),
@@ -385,12 +392,19 @@ class _Runs(Observer):
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
-            loss = loss_of(_called(self._model, batch))
+            if isinstance(batch, Mapping):
+                output = self._model(**batch)
+            else:
+                output = self._model(*batch if isinstance(batch, tuple | list) else (batch,))
+            loss = loss_of(output)
             if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+                found = f"a {type(loss).__name__}"
+                if isinstance(loss, torch.Tensor):
+                    needs = "" if loss.requires_grad else " without a gradient"
+                    found = f"a tensor of shape {list(loss.shape)}{needs}"
                 raise ValueError(
                     "compare_recipes: the loss must be a tensor with one element that depends on "
-                    f"the parameters, got {_shown(loss)}; give loss=, a function of the model's "
-                    "output"
+                    f"the parameters, got {found}; give loss=, a function of the model's output"
                 )
             loss.backward()
             self.losses[recipe] = loss.item()
@@ -505,14 +519,14 @@ class _Runs(Observer):
                     values = {what: found.get((recipe, name, what)) for what in results}
                     of_weight = recipe, names[id(layer.weight)], "model_gradient"
                     values["model_grad_weight"] = found.get(of_weight)
-                    layers.append(LayerSqnr(recipe, _fqn(name, layer), **values))
+                    layers.append(LayerSqnr(recipe, self._fqns[name], **values))
             gradients = {name: (recipe, name, "model_gradient") for name in names.values()}
             for name, key in gradients.items():
                 if key in found:
                     parameters.append(ParameterSqnr(recipe, without_wrappers(name), found[key]))
             signals, noises, _ = zip(*(sums[key] for key in gradients.values()), strict=True)
             whole[recipe] = decibels(sum(signals), sum(noises))
-        not_called = [_fqn(f, layer) for f, layer in self._layers.items() if f not in called]
+        not_called = [fqn for name, fqn in self._fqns.items() if name not in called]
         return RecipeComparison(layers, parameters, whole, self.losses, not_called)
 
 
@@ -520,37 +534,15 @@ def _twin(name: str, layer: nn.Linear, config: Float8LinearConfig) -> Float8Line
     """Return a float8 layer of the same shape, with copies of the layer's amax histories."""
     # Pad, because a GPU's GEMM may refuse the sizes of a rank's parts. The twin gathers nothing in
     # float8.
-    changes: dict[str, Any] = {"enable_fsdp_float8_all_gather": "auto"}
-    changes |= {"pad_inner_dim": True, "cache_float8_shards": False}
-    config = dataclasses.replace(config, **changes)
+    config = dataclasses.replace(
+        config, enable_fsdp_float8_all_gather="auto", pad_inner_dim=True, cache_float8_shards=False
+    )
     twin = Float8Linear(layer.in_features, layer.out_features, device="meta", config=config)
     twin.fqn = name
     if isinstance(layer, Float8Linear):
         known = {name: layer.histories.get(name) for name in twin.histories}
         twin.histories.update({k: copy.deepcopy(v) for k, v in known.items() if v is not None})
     return twin.train(layer.training)
-
-
-def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an argument of the model as a leaf, so that the caller's tensor gets no gradient."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    needs = "" if value.requires_grad else " without a gradient"
-    return f"a tensor of shape {list(value.shape)}{needs}"
-
-
-def _fqn(name: str, layer: nn.Linear) -> str:
-    return without_wrappers(name) or getattr(layer, "fqn", type(layer).__name__)
 
 
 @contextmanager

@@ -95,7 +95,8 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         return totals
     columns = high.shape[-1] if high.ndim else 1
     matrix = high.detach().reshape(-1, columns)
-    casts = [_Cast.of(low, matrix) for low in lows]
+    qdatas = [low.qdata.detach().reshape(matrix.shape) for low in lows]
+    scales = [_element_scales(low, matrix.shape) for low in lows]
     size = max(1, (_CPU_PART if high.is_cpu else _PART) // columns)
     for start in range(0, len(matrix), size):
         part = matrix[start : start + size]
@@ -104,52 +105,35 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         nonfinite = torch.zeros_like(values)
         if not (part.is_cpu and amax.isfinite()):
             nonfinite = torch.count_nonzero(part - part)  # inf - inf and NaN - NaN are NaN
-        for total, each in zip(totals, casts, strict=True):
-            underflow, saturated, *squares = _losses(x, values, each.rows(start, size))
+        for total, qdata, scale in zip(totals, qdatas, scales, strict=True):
+            if scale.ndim and len(scale) == len(matrix):
+                scale = scale[start : start + size]
+            losses = _losses(x, values, qdata[start : start + size], scale)
+            underflow, saturated, *squares = losses
             total[0] = torch.maximum(total[0], amax)
             sums = values, underflow, saturated, nonfinite, *squares
             total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
-    for total, each in zip(totals, casts, strict=True):
-        total[1], total[2] = each.scale.max(), -each.scale.min()
+    for total, scale in zip(totals, scales, strict=True):
+        total[1], total[2] = scale.max(), -scale.min()
         total[3] = torch.where(total[7] > 0, -float(rank), -math.inf)
     return totals
 
 
-class _Cast(NamedTuple):
-    """A cast of a matrix ``[M, K]``.
-
-    Attributes:
-        qdata: the float8 data, ``[M, K]``.
-        scale: the scales, 0-dim, ``[M, 1]``, ``[1, K]`` or ``[M, K]``.
-        of_rows: whether each row has scales of its own.
-    """
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
-    of_rows: bool
-
-    @classmethod
-    def of(cls, low: Quantized, matrix: torch.Tensor) -> "_Cast":
-        whole = as_matrix(low)
-        scales = tuple([scale.detach() for scale in whole.scales])
-        scale = low.scheme.element_scales(scales, matrix.shape, low.start)
-        qdata = low.qdata.detach().reshape(matrix.shape)
-        return cls(qdata, scale, scale.ndim > 0 and len(scale) == len(matrix))
-
-    def rows(self, start: int, size: int) -> "_Cast":
-        """Return the cast of ``size`` rows from ``start`` on."""
-        here = slice(start, start + size)
-        scale = self.scale[here] if self.of_rows else self.scale
-        return _Cast(self.qdata[here], scale, self.of_rows)
+def _element_scales(low: Quantized, shape: torch.Size) -> torch.Tensor:
+    """Return the scales of a cast of a matrix ``[M, K]``: 0-dim, or of 1 or M rows and columns."""
+    scales = tuple([scale.detach() for scale in as_matrix(low).scales])
+    return low.scheme.element_scales(scales, shape, low.start)
 
 
-def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.Tensor, ...]:
+def _losses(
+    x: torch.Tensor, values: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
 
     For each scale, the squares of the values that it covers are summed in units of the scale, so
     that they neither overflow nor vanish in fp32.
     """
-    units, qdata = x * cast.scale.reciprocal(), cast.qdata
+    units = x * scale.reciprocal()
     limit = saturation_limit(qdata.dtype)
     largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
     saturated = torch.zeros_like(values)
@@ -159,8 +143,8 @@ def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.T
     is_finite = largest < math.inf
     low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
     # Each scale covers all of a dim, or one index of it.
-    dims = [d for d in range(2) if not (cast.scale.ndim and cast.scale.shape[d] == x.shape[d])]
-    unit = cast.scale.to(torch.float64).square()
+    dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
+    unit = scale.to(torch.float64).square()
     signal, noise = (
         ((each.square().sum(dims, keepdim=True) if dims else each.square()).double() * unit).sum()
         for each in (units, low - units)

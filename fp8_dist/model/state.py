@@ -62,23 +62,14 @@ class Float8State:
         The errors are the tensors in use, not copies, and the next step changes them. Clone them to
         keep them in memory.
         """
-        layers = self._layers()
-        histories = [h for layer in layers.values() for h in layer.histories.values()]
-        filled = [h.history for h in histories if h.history is not None]
-        lengths = [len(amaxes) for amaxes in filled]
-        if filled:  # one copy for all, because each copy from a GPU waits for the GPU
-            filled = (
-                torch.cat([amaxes.to(filled[0].device) for amaxes in filled]).cpu().split(lengths)
-            )
-        on_host = iter(filled)
         errors = gradient_errors(self.model)
         kept: dict[str, Any] = {_ERRORS: errors} if errors else {}
         return kept | {
             name: {
-                operand: [] if history.history is None else [a for a in next(on_host).tolist() if a]
-                for operand, history in layer.histories.items()
+                operand: [] if each.history is None else [a for a in each.history.tolist() if a]
+                for operand, each in layer.histories.items()
             }
-            for name, layer in layers.items()
+            for name, layer in self._layers().items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
