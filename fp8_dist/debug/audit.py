@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8_dist.debug.collectives import Collective, CollectiveTimer, read_collective
 from fp8_dist.debug.module_path import ModulePath
-from fp8_dist.debug.rows import aligned
 from fp8_dist.dtypes import is_float8
 from fp8_dist.kernels.encoding import encode_float8, join_bytes
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.ops import pack_rows
+from fp8_dist.text import aligned
 from fp8_dist.torch_internals import (
     STAND_INS,
     OpOverload,
@@ -178,8 +178,8 @@ class CommTable:
         lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", "", ""])
         if not self.timings:
             lines = [[*line[:6], line[7]] for line in lines]
-        align = [str.ljust] * 3 + [str.rjust] * (3 + self.timings) + [str.ljust]
-        return aligned(lines if by_module else [line[:-1] for line in lines], align)
+        right = range(3, 6 + self.timings)
+        return aligned(lines if by_module else [line[:-1] for line in lines], right)
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:
@@ -344,13 +344,12 @@ def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> Comm
     on the algorithm and on the size of the group.
 
     With ``timings``, the block runs under torch.profiler, which slows it down and keeps the events
-    of all operators until the block ends. Then each row gets ``seconds``. They include the time
-    spent waiting for slower ranks, but not the time in a queue behind other collectives. On GPUs,
-    they are the times of NCCL's kernels. For CPU tensors, they are the times on the backend's
-    threads (gloo), where collectives of the same kind and shape that run on several groups at once
-    may be mistaken for each other. Some collectives have no duration: collectives that still run
-    when the block ends, collectives of backends that the profiler doesn't support, and operations
-    that NCCL starts together later (``batch_isend_irecv``).
+    of all operators until the block ends. ``seconds`` include the time spent waiting for slower
+    ranks, but not the time in a queue behind other collectives. On GPUs, they are the times of
+    NCCL's kernels; for CPU tensors, of the backend's threads (gloo), where collectives of the same
+    kind and shape that run on several groups at once may be mistaken for each other. They are not
+    known for collectives that still run when the block ends, for backends that the profiler doesn't
+    support, and for operations that NCCL starts together later (``batch_isend_irecv``).
 
     Args:
         mesh: a mesh that names the axes of process groups that have no name of their own. For

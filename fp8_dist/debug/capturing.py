@@ -396,16 +396,14 @@ def capture(
             optimizer.step()
 
     Entering the block begins a step; ``with captured.at(step):`` sets the number of the step. Each
-    cast is saved in a file of its own. The name of the file has the step, rank, layer, operand,
-    GEMMs and call (the micro-batch, if a layer runs once in each). A forward that activation
-    checkpointing repeats makes no files. Files are written atomically, and replace files of the
-    same name. ``python -m fp8_dist.debug.show FILE`` shows the contents of a file, and
-    :func:`load_capture` returns them.
+    cast is saved in a file of its own, whose name has the step, rank, layer, operand, GEMMs and
+    call (the micro-batch, if a layer runs once in each). A forward that activation checkpointing
+    repeats makes no files. Files are written atomically, and replace files of the same name.
+    ``python -m fp8_dist.debug.show FILE`` shows a file, and :func:`load_capture` loads it.
 
-    This works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
-    code. Compiled code is compiled once more when it is first recorded. The tensors are local to
-    the rank, such as the shard of a weight that FSDP2 gathers in float8, or a part of the sequence.
-    Outside of recorded blocks, neither eager code nor graphs have additional operators.
+    This works wherever ``float8_stats`` does, and costs nothing outside of recorded blocks. The
+    tensors are local to the rank, such as the shard of a weight that FSDP2 gathers in float8, or a
+    part of the sequence.
 
     Args:
         model: a model that is already converted and parallelized.

@@ -26,13 +26,14 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.debug.measures import gemm_results
-from fp8_dist.debug.rows import aligned, decibels
+from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Observer, Owner, gemms_observed_by
 from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.names import without_wrappers
 from fp8_dist.recipe import Gemm
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.text import aligned
 from fp8_dist.torch_internals import (
     has_hooks_after_accumulation,
     in_backward,
@@ -181,7 +182,7 @@ class RecipeComparison:
         lines.append([f"loss ({self.losses[HIGH_PRECISION]:.6g} in high precision)", *losses])
         if self.not_called:
             lines.append([f"not called: {', '.join(self.not_called)}"])
-        return aligned(lines, [str.ljust] * len(lines[0]))
+        return aligned(lines)
 
     def __repr__(self) -> str:
         layers = len({row.fqn for row in self.layers})
@@ -225,10 +226,9 @@ def compare_recipes(
     falls with depth, and leaving that layer out would not raise it.
 
     Parameters, gradients, buffers, amax histories and torch's generators are left unchanged, even
-    if the function raises an error. All runs use the same random numbers. The model runs without
-    ``torch.compile``. Activation checkpointing works. A model in training mode runs in training
-    mode. To use autocast, call the function inside an autocast block. Call it between two steps,
-    not while gradients are being accumulated without a reduction
+    if the function raises an error. All runs use the same random numbers, and run without
+    ``torch.compile``, in the model's training or evaluation mode, under the caller's autocast. Call
+    the function between two steps, not while gradients are being accumulated without a reduction
     (``set_requires_gradient_sync(False)``).
 
     A GPU holds the tensors of one run at a time. The references are kept on the CPU: the outputs
@@ -240,10 +240,9 @@ def compare_recipes(
             on all ranks, each with its batch. A DDP model is compared without its wrapper.
         batch: a tensor, a tuple or list of arguments, or a dictionary of keyword arguments.
         loss: a function that maps the model's output to a scalar tensor. Default: the output's
-            ``loss`` if it has one (transformers' models have one if they are given labels);
-            otherwise the output itself if it is a scalar; otherwise the mean of the squares of the
-            first tensor in the output. The latter is only a stand-in: pass the training loss if
-            gradients matter.
+            ``loss`` if it has one, as transformers' models do for labels; otherwise the output if
+            it is a scalar; otherwise the mean of the squares of its first tensor, which is only a
+            stand-in: pass the training loss if gradients matter.
         recipes: names of recipes, or a dictionary of configs by name. Default: all recipes, with
             ``delayed`` only for a model with amax histories. Without histories, the scales of
             ``delayed`` are those of ``tensorwise``.

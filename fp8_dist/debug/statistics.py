@@ -357,9 +357,9 @@ def float8_stats(
     activation checkpointing repeats. They describe global tensors: the numbers are what one device
     would measure if it cast the data of all data-parallel ranks as its micro-batches.
 
-    This works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
-    code. Compiled code is compiled once more when it is first recorded. Outside of recorded blocks,
-    neither eager code nor graphs have additional operators.
+    This works with every recipe and all parallelism, in eager and compiled code. Compiled code is
+    compiled once more when it is first recorded. Outside of recorded blocks, neither eager code nor
+    graphs have additional operators.
 
     Args:
         model: a model that is already converted and parallelized.
@@ -371,16 +371,14 @@ def float8_stats(
         mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
-            layer on one axis of a mesh of several, pipeline stages without FSDP2.
+            layer on one of several axes, pipeline stages without FSDP2.
         on_anomaly: a function that is called on all ranks when a block ends, with the first
             :class:`Anomaly` of each kind in each layer. ``"warn"``: issue a warning instead, on the
             first of the ranks whose measures are combined.
         limits: the limits beyond which statistics are anomalous.
 
     Returns:
-        A context manager with ``rows``, ``anomalies``, ``table()``, ``to_dicts()``,
-        ``append_jsonl(path)`` and ``to_tensorboard(writer)``. ``rows`` grows with each recorded
-        step; the last two methods empty it.
+        A context manager with ``rows``, which grows with each recorded step, and ``anomalies``.
 
     Collectives: when a recorded block ends without an error, one all-gather on all ranks for each
     mesh, of 80 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If

@@ -6,9 +6,10 @@ The float8 GEMM of a GPU refuses sizes that are not multiples of 16. In a small 
 cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from textwrap import indent
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.names import is_part
+from fp8_dist.text import aligned
 
 FilterFn = Callable[[nn.Module, str], bool]
 Shape = tuple[int, int]
@@ -133,7 +135,7 @@ class AutoFilterReport:
                 local = "not divided"
             verdict = "float8" if row.convert else "skip"
             table.append((row.fqn or "(the module itself)", shape, local, verdict, row.reason))
-        lines += aligned(table) if self.rows else ["  no layer was asked for yet"]
+        lines.append(indent(aligned(table) if self.rows else "no layer was asked for yet", "  "))
         lines += [f"filter_fqns: {entry!r} matched no layer" for entry in self.unmatched_fqns]
         lines += [f"exclude: {entry!r} is no layer" for entry in self.unmatched_exclude]
         return "\n".join(lines)
@@ -367,19 +369,6 @@ def why_unconvertible(layer: nn.Linear) -> str:
             f"its weight is a {type(layer.weight).__name__}, which multiplies in a way of its own"
         )
     return ""
-
-
-def aligned(table: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Return the lines of a table. The columns whose numbers are in ``right`` are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [
-            cell.rjust(n) if i in right else cell.ljust(n)
-            for i, (cell, n) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return lines
 
 
 def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from textwrap import indent
 from typing import Literal
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.model.filters import aligned, why_left_out
+from fp8_dist.model.filters import why_left_out
+from fp8_dist.text import aligned
 
 # Names of the number of experts per token in transformers' configs, where ``top_k`` is an option of
 # sampling.
@@ -109,7 +111,7 @@ class ConversionSummary:
         if rest:
             share = f"{rest / self.parameters:.1%}"
             table.append(("(embeddings, norms, biases, ...)", "", "", share, "", ""))
-        return "\n".join([*lines, *aligned(table, right=(3, 4))])
+        return "\n".join([*lines, indent(aligned(table, right=(3, 4)), "  ")])
 
 
 def conversion_summary(model: nn.Module) -> ConversionSummary:
