@@ -46,9 +46,9 @@ class CommRow:
     """The sum of all collectives that differ only in size.
 
     Attributes:
-        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
-            ``"broadcast"``, ... A communication op whose arguments this library doesn't know is
-            counted under its qualified name, such as ``"symm_mem::one_shot_all_reduce"``.
+        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ...; the
+            qualified name, such as ``"symm_mem::one_shot_all_reduce"``, if this library doesn't
+            know the arguments of the communication op.
         axis: the mesh axis of the process group; ``"world"`` for the default group,
             ``"group NAME"`` for a group of no mesh, ``"unknown"`` if the op does not name a group.
         dtype: the dtype of the payload; float8, also if it is sent as uint8.
@@ -62,7 +62,7 @@ class CommRow:
         elements: the number of elements of ``dtype`` in the buffers, summed over the collectives.
         bytes: the size of these elements in bytes. The buffer is the output of an all-gather, the
             input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
-            of an op that is counted under its qualified name.
+            of an op that this library doesn't know.
         seconds: the sum of the durations (see :func:`comm_audit`). None without ``timings``, if
             ``in_mixed_gather``, or if torch's profiler has no duration for one of the collectives.
     """
@@ -157,9 +157,8 @@ class CommTable:
 
         A ``+`` in place of a count marks data that was sent in the collectives of another line of
         the same op and axis, because FSDP2 gathers tensors of several dtypes in one message. With
-        timings, there is a column of milliseconds, with ``-`` if they are not known. The total is
-        the sum of the known ones. Collectives overlap with each other and with computation, so the
-        total is not a share of the step's time.
+        timings, there is a column of milliseconds, with ``-`` if they are not known. Their total is
+        not a share of the step's time: collectives overlap with each other and with computation.
         """
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:

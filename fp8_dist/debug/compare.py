@@ -385,12 +385,17 @@ class _Runs(Observer):
             torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), batch
         )
         with (
-            _untouched(self._model),
-            self._replaced_forwards(config),
+            _untouched(self._model, self._layers.values()),
             gemms_observed_by(self),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
+            self._names.clear()
+            for name, layer in self._layers.items():
+                twin = None if config is None else _twin(name, layer, config)
+                if twin is not None:
+                    self._names[twin.float8_weight] = name
+                layer.__dict__["forward"] = partial(self._forward, name, layer, twin)
             if isinstance(batch, Mapping):
                 output = self._model(**batch)
             else:
@@ -411,20 +416,6 @@ class _Runs(Observer):
             for name, parameter in self._model.named_parameters():
                 if parameter.grad is not None:
                     self._see(name, "gradient", local_tensor(parameter.grad))
-
-    @contextmanager
-    def _replaced_forwards(self, config: Float8LinearConfig | None) -> Iterator[None]:
-        self._names.clear()
-        for name, layer in self._layers.items():
-            twin = None if config is None else _twin(name, layer, config)
-            if twin is not None:
-                self._names[twin.float8_weight] = name
-            layer.__dict__["forward"] = partial(self._forward, name, layer, twin)
-        try:
-            yield
-        finally:
-            for layer in self._layers.values():
-                del layer.__dict__["forward"]
 
     def _forward(
         self, name: str, layer: nn.Linear, twin: Float8Linear | None, input: torch.Tensor
@@ -545,12 +536,12 @@ def _twin(name: str, layer: nn.Linear, config: Float8LinearConfig) -> Float8Line
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _untouched(model: nn.Module, layers: Iterable[nn.Linear]) -> Iterator[None]:
     """Restore a model at the end of the block, also after an error.
 
-    At the start of the block, no parameter has a gradient. After the block, gradients, buffers and
-    torch's generators are as before, and parameters that FSDP2 has gathered are freed. The block
-    must not write to parameters.
+    At the start of the block, no parameter has a gradient. After the block, gradients, buffers,
+    forwards of layers and torch's generators are as before, and parameters that FSDP2 has gathered
+    are freed. The block must not write to parameters.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = [
@@ -567,6 +558,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             _reshard(model)
+            for layer in layers:
+                layer.__dict__.pop("forward", None)
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
             with torch.no_grad():

@@ -24,30 +24,18 @@ class Measures(NamedTuple):
     """Measures of one or several casts, one fp64 number each.
 
     The first four fields are combined by their maximum, the others by their sum.
-
-    Attributes:
-        amax: the amax of the operand.
-        scale: the largest scale.
-        minus_scale: the smallest scale, negated.
-        minus_rank: the first rank with a value that is not finite, negated; -inf if there is none.
-        values: the number of values that are not zero in high precision.
-        underflow: the number of those values that are zero in float8.
-        saturated: the number of values that saturate.
-        nonfinite: the number of values that are NaN or infinite.
-        signal: the sum of squares of the operand.
-        noise: the sum of squares of the errors of the cast.
     """
 
-    amax: float
-    scale: float
-    minus_scale: float
-    minus_rank: float
-    values: float
-    underflow: float
-    saturated: float
-    nonfinite: float
-    signal: float
-    noise: float
+    amax: float  # of the operand
+    scale: float  # the largest
+    minus_scale: float  # the smallest scale, negated
+    minus_rank: float  # the first rank with a value that is not finite, negated; -inf without one
+    values: float  # the number of values that are not zero in high precision
+    underflow: float  # the number of those values that are zero in float8
+    saturated: float  # the number of values that saturate
+    nonfinite: float  # the number of values that are NaN or infinite
+    signal: float  # the sum of squares of the operand
+    noise: float  # the sum of squares of the errors of the cast
 
 
 MAXIMA = 4  # the number of fields that are combined by their maximum
@@ -75,12 +63,9 @@ def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
     """Return the :class:`Measures` of several casts of one operand.
 
-    The measures of the operand alone are taken only once. On a GPU there is no host
-    synchronization. On a CPU, where reading a value costs little, a part without non-finite or
-    saturated values takes less time.
-
-    A value saturates if it lies beyond the values that round to the largest float8 number, in
-    either direction. No value saturates under a dynamic scale, except by the block rule *floor*.
+    On a GPU there is no host synchronization. On a CPU, where reading a value costs little, a part
+    without non-finite or saturated values takes less time. A value saturates if it lies beyond the
+    values that round to the largest float8 number.
 
     Args:
         high: the local operand in high precision, ``[..., K]``.
@@ -182,10 +167,8 @@ def gemm_results(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return a GEMM's result for operands in high precision, and its float8 result.
 
-    Both are plain fp32 matrices, on all ranks of the operands' meshes. The result is None if there
-    are no tokens, or if the shapes don't match because ``left`` is not the input that the layer was
-    given.
-
+    Both are plain fp32 matrices, on all ranks of the operands' meshes. The result is None without
+    tokens, or if ``left`` is not the input that the layer was given, so that shapes don't match.
     The arguments are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
 
     Collectives: those of :func:`whole_matrix` for each tensor.

@@ -65,21 +65,13 @@ def plot(casts: Sequence[CapturedCast], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Float8Range:
-    """The bounds of the magnitudes that a float8 format represents, for a given scale.
-
-    Attributes:
-        largest: the largest number.
-        normal: the smallest normal number.
-        subnormal: the smallest nonzero number.
-        zero: half of ``subnormal``; magnitudes up to this one are rounded to zero.
-        saturation: half a step above ``largest``; magnitudes above this one saturate.
-    """
+    """The bounds of the magnitudes that a float8 format represents, for a given scale."""
 
     largest: float
-    normal: float
-    subnormal: float
-    zero: float
-    saturation: float
+    normal: float  # the smallest one
+    subnormal: float  # the smallest nonzero one
+    zero: float  # half of it; magnitudes up to this one are rounded to zero
+    saturation: float  # half a step above ``largest``; magnitudes above this one saturate
 
     @staticmethod
     def of(dtype: torch.dtype, scale: float = 1.0) -> "Float8Range":

@@ -162,8 +162,12 @@ class Float8Stats(StepRecorder):
         """
         rows, self.rows = self.rows, []
         for row in rows:
-            for name, value in _scalars(row).items():
-                writer.add_scalar(name, value, row.step)
+            if isinstance(row, CastStats):
+                tag = f"float8/{row.operand}_for_{'_'.join(row.gemms)}/{row.fqn}"
+                for name in ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr"):
+                    writer.add_scalar(f"{tag}/{name}", getattr(row, name), row.step)
+            else:
+                writer.add_scalar(f"float8/{row.gemm}/{row.fqn}/sqnr", row.sqnr, row.step)
 
     def table(self) -> str:
         """Return the rows as text."""
@@ -218,15 +222,6 @@ def _row(slot: Slot, found: Measures, step: int) -> Row:
     if slot.operand is None or slot.scheme is None:
         return GemmStats(step, slot.fqn, slot.gemms[0], decibels(found.signal, found.noise))
     return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.scheme, slot.delayed)
-
-
-def _scalars(row: Row) -> dict[str, float]:
-    """Return the numbers of a row by their TensorBoard tags."""
-    if not isinstance(row, CastStats):
-        return {f"float8/{row.gemm}/{row.fqn}/sqnr": row.sqnr}
-    names = ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr")
-    cast = f"{row.operand}_for_{'_'.join(row.gemms)}"
-    return {f"float8/{cast}/{row.fqn}/{name}": getattr(row, name) for name in names}
 
 
 class _RanksOfLayers:

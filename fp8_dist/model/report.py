@@ -36,12 +36,10 @@ class WeightSummary:
         converted: whether the layer computes in float8.
         reason: the reason why the layer does not compute in float8; empty if it does.
         parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
-        flops: the FLOPs of the product with the weight in the forward, per token, 2 per
-            multiplication. For experts, the FLOPs of those that a token visits, or of all if their
-            number is not known; 0 for a 2-D parameter that may be a table. ``reason`` states these
-            cases.
-        kind: the kind of module that has the weight: an nn.Linear, transformers' Conv1D, experts,
-            or another module.
+        flops: the FLOPs of the product in the forward, per token, 2 per multiplication. For
+            experts, of those that a token visits, or of all if their number is not known; 0 for a
+            2-D parameter that may be a table.
+        kind: the kind of module that has the weight.
         visited: the number of experts that a token visits; None if it is not known.
     """
 

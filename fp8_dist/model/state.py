@@ -31,14 +31,13 @@ class Float8State:
 
     The state is small (one entry per operand of a layer), and empty for recipes without histories.
     With the error feedback of ``set_gradient_transport``, it also contains each rank's errors, with
-    1 byte per element of the unsharded gradients. Their keys contain the rank, its position among
-    the ranks that shard, and the shape, so a checkpoint from another mesh has none of them. Load
-    the state after the call of ``set_gradient_transport``.
+    1 byte per element of the unsharded gradients. A checkpoint from another mesh has none of them.
+    Load the state after the call of ``set_gradient_transport``.
 
-    DCP requires that a checkpoint contains every key that is requested. If a checkpoint may lack
-    keys (a bf16 checkpoint, or one of another recipe or mesh), load this object in a call of its
-    own, with ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Entries that the checkpoint
-    lacks stay as they are; in a new model they are empty.
+    DCP requires that a checkpoint contains every key that is requested. If it may lack keys (a bf16
+    checkpoint, or one of another recipe or mesh), load this object in a call of its own, with
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Entries that the checkpoint lacks stay
+    as they are; in a new model they are empty.
 
     Histories are the same on all ranks of a layer's mesh, and DCP saves them once. If weights are
     plain tensors, as in DDP, each data-parallel rank has its own histories; after loading, all
