@@ -190,22 +190,22 @@ def _read_safetensors(content: bytes) -> tuple[str, dict[str, Any]]:
     return metadata[_KEY], found
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 # The checks of the values in the JSON string.
 _VALUES: dict[str, Callable[[Any], bool]] = {
     "step": lambda v: isinstance(v, int) and not isinstance(v, bool),
-    "rank": lambda v: _is_count(v),
+    "rank": _is_count,
     "fqn": lambda v: isinstance(v, str),
     "operand": lambda v: v in get_args(Operand),
     "gemms": lambda v: v in [[*some] for n in (1, 2) for some in permutations(get_args(Gemm), n)],
-    "call": lambda v: _is_count(v),
+    "call": _is_count,
     "delayed": lambda v: isinstance(v, bool),
     "scheme": lambda v: isinstance(v, str),
     "start": lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_count, v)),
 }
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:

@@ -64,8 +64,7 @@ class LayerSqnr:
         recipe: the name of the recipe.
         fqn: the layer.
         output, grad_input, grad_weight: the SQNR of the layer's own GEMMs, relative to the products
-            of the same operands in high precision, as in
-            :class:`~fp8_dist.debug.GemmStats`. The operands are those of the recipe's run.
+            of the same operands in high precision. The operands are those of the recipe's run.
         model_output, model_grad_input, model_grad_weight: the SQNR of the layer's results, relative
             to the run in high precision. It includes the errors of other layers. It is also NaN
             where the shape differs, for instance because tokens are routed to other experts.
@@ -227,9 +226,9 @@ def compare_recipes(
 
     Parameters, gradients, buffers, amax histories and torch's generators are left unchanged, even
     if the function raises an error. All runs use the same random numbers, and run without
-    ``torch.compile``, in the model's training or evaluation mode, under the caller's autocast. Call
-    the function between two steps, not while gradients are being accumulated without a reduction
-    (``set_requires_gradient_sync(False)``).
+    ``torch.compile``, in the model's training or evaluation mode, under the caller's autocast.
+    Activation checkpointing works. Call the function between two steps, not while gradients are
+    being accumulated without a reduction (``set_requires_gradient_sync(False)``).
 
     A GPU holds the tensors of one run at a time. The references are kept on the CPU: the outputs
     and input gradients of the layers, and the gradients of all parameters.
@@ -338,12 +337,11 @@ def _configs_of(recipes: Recipes, layers: dict[str, nn.Linear]) -> dict[str, Flo
 
 def _default_loss(output: Any) -> Any:
     """Return the loss in an output, such as a transformers model's, or a stand-in."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
+    is_dict = isinstance(output, Mapping)
+    loss = output.get("loss") if is_dict else getattr(output, "loss", None)
     if loss is not None:
         return loss
-    values = output.values() if isinstance(output, Mapping) else tree_leaves(output)
+    values = output.values() if is_dict else tree_leaves(output)
     tensors = [t for t in values if isinstance(t, torch.Tensor) and t.requires_grad]
     first = tensors[0] if tensors else output
     is_scalar = not isinstance(first, torch.Tensor) or first.numel() == 1

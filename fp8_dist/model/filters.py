@@ -212,10 +212,11 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
     * the head: the result of ``get_output_embeddings()`` of the model, or of a model within it;
       layers of a transformers model outside of its base model, except for stacks of layers (a
       decoder in an nn.ModuleList); layers with the name ``lm_head``, or within a module of this
-      name; and ``output``, ``score``, ``classifier``, ``classification_head``, ``qa_outputs``,
-      ``embed_out`` and ``cls`` of the model itself, with all layers within them (except
-      within ``output``), but not of a module within the model, such as ``attention.output``. Names
-      that wrappers add are ignored (``module``, ``model``, ``base_model``, ``_orig_mod``, ...).
+      name; the layer ``output`` of the model itself; and ``score``, ``classifier``,
+      ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the model itself, with
+      all layers within them. A layer ``output`` or ``score`` of a module within the model, such as
+      ``attention.output``, is not the head. Names that wrappers add are ignored (``module``,
+      ``model``, ``base_model``, ``_orig_mod``, ...).
     * low-rank adapters: layers within a module whose name begins with ``lora_``.
     * layers whose in_features or out_features is not a multiple of 16, because a GPU's float8 GEMM
       refuses them. With ``pad_inner_dim=True`` such a layer would run, but without a gain.
