@@ -14,7 +14,7 @@ import argparse
 import pkgutil
 import platform
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
@@ -40,36 +40,11 @@ _RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with the given arguments, by default those of the process.
-
-    Returns:
-        The exit status, 0.
+    """Run the command with the given arguments, by default those of the process; return 0.
 
     Raises:
         SystemExit: with status 2, for wrong arguments.
-
-    Collectives: none.
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
-    model, where = None, ""
-    if args.model is not None:
-        try:
-            model, where = _build(args.model)
-        except ValueError as error:
-            parser.error(str(error))
-    elif args != parser.parse_args([]):
-        parser.error("--recipe, --dp and --tp describe the use of a model: give --model")
-    for line in _environment():
-        print(line)
-    if model is not None:
-        print(f"\nmodel {args.model}, built on {where}")
-        for line in _model_report(model, args.recipe, args.dp, args.tp):
-            print(line)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fp8_dist.doctor",
         description="What this machine, and a model, would do in float8.",
@@ -79,7 +54,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", choices=_RECIPES, default="tensorwise")
     parser.add_argument("--dp", type=_ranks, default=1, metavar="N", help="ranks of FSDP2")
     parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")
-    return parser
+    args = parser.parse_args(argv)
+    if args.model is None and args != parser.parse_args([]):
+        parser.error("--recipe, --dp and --tp describe the use of a model: give --model")
+    lines = [*_environment()]
+    if args.model is not None:
+        try:
+            model, where = _build(args.model)
+        except ValueError as error:
+            parser.error(str(error))
+        lines.append(f"\nmodel {args.model}, built on {where}")
+        lines += _model_report(model, args.recipe, args.dp, args.tp)
+    print("\n".join(lines))
+    return 0
 
 
 def _ranks(text: str) -> int:
@@ -119,84 +106,64 @@ def _told(error: Exception) -> str:
 
 
 def _environment() -> Iterator[str]:
+    is_old = torch.__version__ < OLDEST_TORCH
     oldest = f"{OLDEST_TORCH} or later"
-    supported = f"supported ({oldest})"
-    if torch.__version__ < OLDEST_TORCH:
-        supported = f"not supported: fp8_dist needs {oldest}"
     yield f"fp8_dist {__version__}, Python {platform.python_version()}"
+    supported = f"not supported: fp8_dist needs {oldest}" if is_old else f"supported ({oldest})"
     yield f"torch {torch.__version__}: {supported}"
-    yield from _section("float8 GEMMs", _devices())
-    yield from _section("communication", _backends())
-    yield from _section("casts on GPUs", [_triton()])
-    yield from _section("FP8_DIST_* switches", _switches())
+    yield "\nfloat8 GEMMs"
+    yield "  cpu: emulated in a wider type, as on every CPU"
+    yield from _gpus()
+    yield "\ncommunication"
+    if dist.is_available():
+        missing = "not in this build of torch"
+        has_nccl = dist.is_nccl_available()
+        yield f"  NCCL: {'.'.join(map(str, torch.cuda.nccl.version())) if has_nccl else missing}"
+        yield f"  gloo: {'available' if dist.is_gloo_available() else missing}"
+    else:
+        yield "  torch is built without torch.distributed"
+    yield "\ncasts on GPUs"
+    if find_spec("triton") is None:
+        yield "  Triton: not installed; GPUs cast with torch's operators, which is slower"
+    else:
+        of = packages_distributions().get("triton")  # not called triton for ROCm
+        yield f"  Triton: {version(of[0]) if of else 'found'}, fused kernels"
+    yield "\nFP8_DIST_* switches"
+    switches = set_switches()
+    for name, value in switches.items():
+        yield f"  {name}={value}" + ("" if name in SWITCHES else ": not a switch of the library")
+    try:
+        strict_alignment()
+    except ValueError as error:
+        yield f"  {error}"
+    if not switches:
+        yield "  none is set"
 
 
-def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    yield f"\n{title}"
-    yield from (f"  {line}" for line in lines)
-
-
-def _devices() -> Iterator[str]:
-    yield "cpu: emulated in a wider type, as on every CPU"
+def _gpus() -> Iterator[str]:
+    hip, cuda = torch.version.hip, torch.version.cuda
     if not torch.cuda.is_available():
-        build = "for CPUs"
-        if torch.version.cuda or torch.version.hip:
-            build = f"for {_gpu_build()}, but finds no device"
-        yield f"no GPU: torch is built {build}"
+        build = f"ROCm {hip}" if hip else f"CUDA {cuda}"
+        found = f"{build}, but finds no device" if hip or cuda else "CPUs"
+        yield f"  no GPU: torch is built for {found}"
         return
     for index in range(torch.cuda.device_count()):
         properties: Any = torch.cuda.get_device_properties(index)
         kind = f"compute capability {properties.major}.{properties.minor}"
         where = "from compute capability 8.9 on"
-        if torch.version.hip:
+        if hip:
             kind, where = properties.gcnArchName, "on gfx94x, gfx95x and gfx12x"
         native = device_has_float8_gemm(torch.device("cuda", index))
         how = "native" if native else f"emulated in a wider type (native {where})"
-        yield f"cuda:{index}: {properties.name}, {kind}: {how}"
-
-
-def _gpu_build() -> str:
-    return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-
-
-def _backends() -> Iterator[str]:
-    if not dist.is_available():
-        yield "torch is built without torch.distributed"
-        return
-    missing = "not in this build of torch"
-    nccl = missing
-    if dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    yield f"NCCL: {nccl}"
-    yield f"gloo: {'available' if dist.is_gloo_available() else missing}"
-
-
-def _triton() -> str:
-    if find_spec("triton") is None:
-        return "Triton: not installed; GPUs cast with torch's operators, which is slower"
-    distributions = packages_distributions().get("triton")  # not called triton for ROCm
-    return f"Triton: {version(distributions[0]) if distributions else 'found'}, fused kernels"
-
-
-def _switches() -> Iterator[str]:
-    found = set_switches()
-    for name, value in found.items():
-        yield f"{name}={value}" + ("" if name in SWITCHES else ": not a switch of the library")
-    try:
-        strict_alignment()
-    except ValueError as error:
-        yield str(error)
-    if not found:
-        yield "none is set"
+        yield f"  cuda:{index}: {properties.name}, {kind}: {how}"
 
 
 # The model.
 
 
 def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[str]:
-    config = replace(
-        Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather="auto"
-    )
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather="auto")
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
     yield "module_filter_fn=skip_head(model)"
     try:
@@ -209,12 +176,13 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
         return
     summary = conversion_summary(model)
     yield f"\n{summary}"
-    yield from _section("gathers", _gathers(config, summary.converted, dp, tp))
-    yield from _section(
-        f'float8 layers that auto_filter("{recipe}", tp_size={tp}) would leave out (a GPU refuses '
-        f"dims that are not multiples of {ALIGNMENT}, unless pad_inner_dim=True)",
-        list(_left_out(summary.converted, recipe, tp)) or ["none"],
+    yield "\ngathers"
+    yield from _gathers(config, summary.converted, dp, tp)
+    yield (
+        f'\nfloat8 layers that auto_filter("{recipe}", tp_size={tp}) would leave out (a GPU '
+        f"refuses dims that are not multiples of {ALIGNMENT}, unless pad_inner_dim=True)"
     )
+    yield from [*_left_out(summary.converted, recipe, tp)] or ["  none"]
 
 
 def _gathers(
@@ -224,14 +192,14 @@ def _gathers(
     if dp > 1:
         elements = sum(row.parameters for row in rows)
         yield (
-            f"FSDP2, {dp} ranks: {len(rows)} weights, {elements:,} elements, "
+            f"  FSDP2, {dp} ranks: {len(rows)} weights, {elements:,} elements, "
             f"{_precision(config, 'weight')}; all other parameters in high precision"
         )
     if tp > 1:
-        yield f"TP + SP, {tp} ranks: inputs of converted layers {_precision(config, 'input')}"
-        yield f"TP + SP, {tp} ranks: their output gradients {_precision(config, 'grad_output')}"
+        yield f"  TP + SP, {tp} ranks: inputs of converted layers {_precision(config, 'input')}"
+        yield f"  TP + SP, {tp} ranks: their output gradients {_precision(config, 'grad_output')}"
     if dp == tp == 1:
-        yield "none on one rank; --dp N and --tp N say how many there are"
+        yield "  none on one rank; --dp N and --tp N say how many there are"
 
 
 def _precision(config: Float8LinearConfig, operand: Operand) -> str:
@@ -249,14 +217,11 @@ def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[s
         out_features, in_features = first.shape
         found: dict[str, list[str]] = {}
         for dim, style in styles.items():
-            _, reason = why_too_small(recipe, (out_features, in_features), dim, tp)
-            found.setdefault(reason, []).append(style)
-        found.pop("", None)
-        reasons = [
-            f"{reason} ({', '.join(of)})" if tp > 1 else reason for reason, of in found.items()
-        ]
-        if reasons:
-            yield f"{name}, {out_features} x {in_features}: {'; '.join(reasons)}"
+            if reason := why_too_small(recipe, (out_features, in_features), dim, tp)[1]:
+                found.setdefault(reason, []).append(style)
+        told = [f"{reason} ({', '.join(of)})" if tp > 1 else reason for reason, of in found.items()]
+        if told:
+            yield f"  {name}, {out_features} x {in_features}: {'; '.join(told)}"
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ the library depends on it.
 """
 
 from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit
-from fp8_dist.debug.captured_cast import CapturedCast, load_capture
-from fp8_dist.debug.capturing import Capture, capture
-from fp8_dist.debug.comparing import compare_recipes
-from fp8_dist.debug.comparison import LayerSqnr, ParameterSqnr, RecipeComparison
+from fp8_dist.debug.capturing import Capture, CapturedCast, capture, load_capture
+from fp8_dist.debug.compare import (
+    LayerSqnr,
+    ParameterSqnr,
+    RecipeComparison,
+    compare_recipes,
+)
 from fp8_dist.debug.rows import (
     Anomaly,
     AnomalyLimits,

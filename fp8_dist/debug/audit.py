@@ -8,8 +8,9 @@ A message may contain float8 rows and their scales (``pack_rows``), or the parts
 summands. Each of these parts is counted under its own dtype.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -20,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8_dist.debug.collectives import Collective, CollectiveTimer, read_collective
 from fp8_dist.debug.module_path import ModulePath
-from fp8_dist.debug.rows import aligned
 from fp8_dist.dtypes import is_float8
 from fp8_dist.kernels.encoding import encode_float8, join_bytes
 from fp8_dist.linear.scale_query import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.ops import pack_rows
+from fp8_dist.text import aligned
 from fp8_dist.torch_internals import (
     STAND_INS,
     OpOverload,
@@ -45,9 +46,9 @@ class CommRow:
     """The sum of all collectives that differ only in size.
 
     Attributes:
-        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``,
-            ``"broadcast"``, ... A communication op whose arguments this library doesn't know is
-            counted under its qualified name, such as ``"symm_mem::one_shot_all_reduce"``.
+        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ...; the
+            qualified name, such as ``"symm_mem::one_shot_all_reduce"``, if this library doesn't
+            know the arguments of the communication op.
         axis: the mesh axis of the process group; ``"world"`` for the default group,
             ``"group NAME"`` for a group of no mesh, ``"unknown"`` if the op does not name a group.
         dtype: the dtype of the payload; float8, also if it is sent as uint8.
@@ -61,7 +62,7 @@ class CommRow:
         elements: the number of elements of ``dtype`` in the buffers, summed over the collectives.
         bytes: the size of these elements in bytes. The buffer is the output of an all-gather, the
             input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
-            of an op that is counted under its qualified name.
+            of an op that this library doesn't know.
         seconds: the sum of the durations (see :func:`comm_audit`). None without ``timings``, if
             ``in_mixed_gather``, or if torch's profiler has no duration for one of the collectives.
     """
@@ -156,9 +157,8 @@ class CommTable:
 
         A ``+`` in place of a count marks data that was sent in the collectives of another line of
         the same op and axis, because FSDP2 gathers tensors of several dtypes in one message. With
-        timings, there is a column of milliseconds, with ``-`` if they are not known. The total is
-        the sum of the known ones. Collectives overlap with each other and with computation, so the
-        total is not a share of the step's time.
+        timings, there is a column of milliseconds, with ``-`` if they are not known. Their total is
+        not a share of the step's time: collectives overlap with each other and with computation.
         """
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:
@@ -177,8 +177,8 @@ class CommTable:
         lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", "", ""])
         if not self.timings:
             lines = [[*line[:6], line[7]] for line in lines]
-        align = [str.ljust] * 3 + [str.rjust] * (3 + self.timings) + [str.ljust]
-        return aligned(lines if by_module else [line[:-1] for line in lines], align)
+        right = range(3, 6 + self.timings)
+        return aligned(lines if by_module else [line[:-1] for line in lines], right)
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:
@@ -201,9 +201,9 @@ class CommAudit(CommTable):
         self._recorder = _Recorder(self)
         self._entered: ExitStack | None = None
         self._timer: CollectiveTimer | None = None
-        # For each timed collective, the key of the row that counts it, and the duration.
+        # For each timed collective the key of the row that counts it, and the durations by row.
         self._timed_keys: list[RowKey] = []
-        self._timed_seconds: list[float | None] = []
+        self._timed_seconds: defaultdict[RowKey, list[float | None]] = defaultdict(list)
         # The payload dtypes of the storages that were viewed as uint8, by the storage's address.
         # The weak references prevent an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
@@ -229,17 +229,12 @@ class CommAudit(CommTable):
         assert self._entered is not None
         entered, self._entered = self._entered, None
         entered.__exit__(*error)
-        self._add_timings()
-
-    def _add_timings(self) -> None:
-        """Add the timings of the block that has ended to those of earlier blocks."""
-        if self._timer is None:
-            return
-        self._timed_seconds += self._timer.seconds
-        by_row: dict[RowKey, list[float | None]] = {}
-        for key, seconds in zip(self._timed_keys, self._timed_seconds, strict=True):
-            by_row.setdefault(key, []).append(seconds)
-        for key, times in by_row.items():
+        for key, seconds in zip(
+            self._timed_keys, self._timer.seconds if self._timer else (), strict=True
+        ):
+            self._timed_seconds[key].append(seconds)
+        self._timed_keys.clear()
+        for key, times in self._timed_seconds.items():
             self._rows[key] = replace(self._rows[key], seconds=total_seconds(times))
 
     def _forget(self) -> None:
@@ -288,10 +283,6 @@ class CommAudit(CommTable):
             self.add(row)
             if self._timer is not None and position == 0:
                 self._timed_keys.append(row.key)
-
-    def _timed(self, collective: Collective) -> AbstractContextManager[Any]:
-        """Return a context manager for the call of a collective; with ``timings``, it times it."""
-        return nullcontext() if self._timer is None else self._timer.around(collective)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""
@@ -352,13 +343,12 @@ def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> Comm
     on the algorithm and on the size of the group.
 
     With ``timings``, the block runs under torch.profiler, which slows it down and keeps the events
-    of all operators until the block ends. Then each row gets ``seconds``. They include the time
-    spent waiting for slower ranks, but not the time in a queue behind other collectives. On GPUs,
-    they are the times of NCCL's kernels. For CPU tensors, they are the times on the backend's
-    threads (gloo), where collectives of the same kind and shape that run on several groups at once
-    may be mistaken for each other. Some collectives have no duration: collectives that still run
-    when the block ends, collectives of backends that the profiler doesn't support, and operations
-    that NCCL starts together later (``batch_isend_irecv``).
+    of all operators until the block ends. ``seconds`` include the time spent waiting for slower
+    ranks, but not the time in a queue behind other collectives. On GPUs, they are the times of
+    NCCL's kernels; for CPU tensors, of the backend's threads (gloo), where collectives of the same
+    kind and shape that run on several groups at once may be mistaken for each other. They are not
+    known for collectives that still run when the block ends, for backends that the profiler doesn't
+    support, and for operations that NCCL starts together later (``batch_isend_irecv``).
 
     Args:
         mesh: a mesh that names the axes of process groups that have no name of their own. For
@@ -412,13 +402,14 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented
         if call is not None:
             self._audit._note_collective(call)
-            with self._audit._timed(call):
+            timer = self._audit._timer
+            with timer.around(call) if timer else nullcontext():
                 return func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_payload(args[0], args[0].dtype)
         elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
             self._audit._note_joined(message=args[1], parts=args[0])
-        elif func is pack_rows.overload:
+        elif func in (pack_rows.overload, join_bytes.overload):
             message = func(*args, **kwargs)
             self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
             return message
@@ -426,10 +417,6 @@ class _Recorder(TorchDispatchMode):
             codes, exponents = func(*args, **kwargs)
             self._audit._note_payload(codes, torch.float8_e4m3fn)
             return codes, exponents
-        elif func is join_bytes.overload:
-            message = func(*args, **kwargs)
-            self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
-            return message
         elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
             with self:  # the query may communicate
                 return QUERIES[func](*args, **kwargs)

@@ -1,34 +1,241 @@
-"""``capture``: files with the inputs and outputs of casts, by layer, operand, step and rank."""
+"""``capture``: files with the inputs and outputs of casts, by layer, operand, step and rank.
 
+A file holds the tensors ``high``, ``qdata`` and ``scale0``, ``scale1``, ... (one for each level of
+the scheme), and the other fields of a :class:`CapturedCast` as a JSON string. With ``torch.save``,
+the string is an entry of the same dictionary as the tensors. With safetensors, it is in the
+metadata.
+"""
+
+import hashlib
+import importlib
+import io
+import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, get_args
+from urllib.parse import quote
+from zipfile import ZipFile
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8_dist.debug.captured_cast import CapturedCast, FileFormat, check_format, save_capture
-from fp8_dist.debug.recorder import CastSlot, Patterns, StepRecorder, choose_slots, own_rank
+from fp8_dist.debug.measures import Measures, measure
+from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, choose_slots, own_rank
+from fp8_dist.debug.rows import CastStats
+from fp8_dist.dtypes import is_float8
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import Quantized, Scales, Start
+from fp8_dist.scaling import Quantized, Scales, Start, scheme_named
+
+FileFormat = Literal["torch", "safetensors"]
+SUFFIXES: dict[FileFormat, str] = {"torch": ".pt", "safetensors": ".safetensors"}
 
 Numbers = int | Collection[int] | None
 
+_KEY = "fp8_dist_capture"  # key of the JSON string
+_TENSORS = ("high", "qdata")  # besides "scale0", "scale1", ...
+_LONGEST = 120  # characters of the layer's name in a file name, which may have 255 in all
 
-class _Copies(NamedTuple):
-    """CPU copies of the input and output of a cast."""
 
+@dataclass(frozen=True, eq=False)
+class CapturedCast:
+    """The input and output of one cast on one rank.
+
+    Attributes:
+        step: the number of the step.
+        rank: the rank of the process that made the cast.
+        fqn: the layer.
+        operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
+        gemms: the GEMMs that multiply this float8 copy.
+        call: the number of earlier casts of this operand for these GEMMs in the step, on this rank.
+            It is the index of the micro-batch if the layer runs once in each.
+        delayed: whether the scale is computed from the amaxes of earlier steps.
+        high: the local tensor before the cast, ``[..., K]``.
+        qdata: the float8 copy, in the same shape.
+        scales: the dequantization scales, one tensor for each level of the scheme.
+        scheme: the key of the scaling scheme.
+        start: the (row, column) in its first block where this rank's part of the operand begins.
+    """
+
+    step: int
+    rank: int
+    fqn: str
+    operand: Operand
+    gemms: tuple[Gemm, ...]
+    call: int
+    delayed: bool
     high: torch.Tensor
     qdata: torch.Tensor
     scales: Scales
     scheme: str
-    start: Start
+    start: Start = (0, 0)
+
+    @property
+    def low(self) -> Quantized:
+        """The float8 copy with its scales."""
+        return Quantized(self.qdata, self.scales, scheme_named(self.scheme), self.start)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scales of the first level of the scheme."""
+        return self.scales[0]
+
+    @property
+    def granularity(self) -> str:
+        """The part that one scale covers, such as ``"tensor"``, ``"row"`` or ``"column"``."""
+        return self.low.scheme.covers
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors in bytes."""
+        return sum(tensor.nbytes for tensor in (self.high, self.qdata, *self.scales))
+
+    def stats(self) -> CastStats:
+        """Return the statistics that ``float8_stats`` would report for this cast alone."""
+        found = Measures(*measure(self.high, self.low, self.rank).tolist())
+        of = self.step, self.fqn, self.operand, self.gemms
+        return CastStats.of(found, *of, self.low.scheme, self.delayed)
+
+    def file_name(self, format: FileFormat) -> str:
+        """Return the name of the file.
+
+        Special characters in the layer's name are percent-encoded. If the name is too long, a hash
+        of it replaces its end.
+        """
+        layer, gemms = quote(self.fqn, safe=""), "+".join(self.gemms)
+        if len(layer) > _LONGEST:
+            digest = hashlib.sha256(self.fqn.encode()).hexdigest()[:16]
+            layer = f"{layer[: _LONGEST - 17]}~{digest}"
+        where = f"step{self.step:06d}-rank{self.rank:03d}"
+        return f"{where}-{layer}-{self.operand}-{gemms}-{self.call}{SUFFIXES[format]}"
+
+
+def check_format(caller: str, format: str) -> None:
+    """Raise an error if a format is unknown or its package is not installed."""
+    if format not in SUFFIXES:
+        raise ValueError(f"{caller}: format={format!r} must be one of {list(SUFFIXES)}")
+    if format == "safetensors" and find_spec("safetensors") is None:
+        raise ImportError(
+            f"{caller}: format='safetensors' needs the package safetensors: pip install "
+            "safetensors, or leave the default, format='torch'"
+        )
+
+
+def save_capture(captured: CapturedCast, folder: Path, format: FileFormat) -> Path:
+    """Write a file atomically, so that one with the final name is complete, and return its path."""
+    path = folder / captured.file_name(format)
+    tensors = {name: getattr(captured, name) for name in _TENSORS}
+    tensors |= {f"scale{i}": scale for i, scale in enumerate(captured.scales)}
+    others = {k: v for k, v in vars(captured).items() if k not in (*_TENSORS, "scales")}
+    text = json.dumps(others)
+    buffer = io.BytesIO()
+    if format == "torch":
+        torch.save({_KEY: text, **tensors}, buffer)
+    else:
+        buffer.write(importlib.import_module("safetensors.torch").save(tensors, {_KEY: text}))
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_bytes(buffer.getbuffer())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def load_capture(path: str | Path) -> CapturedCast:
+    """Load a file that :func:`capture` wrote, onto the CPU. No code in the file is executed.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: the file holds something else, or is damaged. Safetensors files have no
+            checksums, so changed tensor values in them are not detected.
+        ImportError: the file is a safetensors file, and the package is not installed.
+    """
+    path = Path(path)
+    content, read = path.read_bytes(), _read_torch
+    if path.suffix == SUFFIXES["safetensors"]:
+        check_format("load_capture", "safetensors")
+        read = _read_safetensors
+    try:
+        text, tensors = read(content)
+        return _checked(json.loads(text), tensors)
+    except Exception as error:  # reading unknown bytes may raise anything
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{path} holds no cast that fp8_dist.debug.capture saved, or is damaged: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+
+
+def _read_torch(content: bytes) -> tuple[str, dict[str, Any]]:
+    with ZipFile(io.BytesIO(content)) as file:  # because torch.load ignores the checksums
+        if damaged := file.testzip():
+            raise ValueError(f"the checksum of a part is wrong: {damaged}")
+    found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return found.pop(_KEY), found
+
+
+def _read_safetensors(content: bytes) -> tuple[str, dict[str, Any]]:
+    found = importlib.import_module("safetensors.torch").load(content)
+    length = int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+    return metadata[_KEY], found
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+# The checks of the values in the JSON string.
+_VALUES: dict[str, Callable[[Any], bool]] = {
+    "step": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "rank": _is_count,
+    "fqn": lambda v: isinstance(v, str),
+    "operand": lambda v: v in get_args(Operand),
+    "gemms": lambda v: v in [[*some] for n in (1, 2) for some in permutations(get_args(Gemm), n)],
+    "call": _is_count,
+    "delayed": lambda v: isinstance(v, bool),
+    "scheme": lambda v: isinstance(v, str),
+    "start": lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_count, v)),
+}
+
+
+def _checked(others: dict[str, Any], tensors: dict[str, Any]) -> CapturedCast:
+    for name, is_valid in _VALUES.items():
+        if not is_valid(others[name]):
+            raise ValueError(f"{name}={others[name]!r} is not what a capture holds")
+    for name, tensor in tensors.items():
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if not plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"{name} is not a plain, contiguous tensor with data")
+    high, qdata = (tensors[name] for name in _TENSORS)
+    scheme, start = scheme_named(others["scheme"]), tuple(others["start"])
+    scales = tuple(tensors[f"scale{i}"] for i in range(len(scheme.levels)))
+    if not high.dtype.is_floating_point or not is_float8(qdata.dtype) or high.shape != qdata.shape:
+        raise ValueError(
+            f"qdata, {qdata.dtype} {list(qdata.shape)}, is no float8 copy of high, {high.dtype} "
+            f"{list(high.shape)}"
+        )
+    shapes = scheme.scale_shapes(high.shape, start)
+    for level, shape, scale in zip(scheme.levels, shapes, scales, strict=True):
+        if scale.dtype != level.scale or list(scale.shape) != shape:
+            raise ValueError(
+                f"the scales are {scale.dtype} {list(scale.shape)}, not {level.scale} {shape}"
+            )
+    elements = scheme.element_scales(scales, high.shape, start)
+    if (elements <= 0).any():
+        raise ValueError(f"a scale is {elements.min().item():g}; all of them must be positive")
+    known = {name: others[name] for name in _VALUES}
+    known |= {"gemms": tuple(others["gemms"]), "start": start}
+    return CapturedCast(**known, high=high, qdata=qdata, scales=scales)
 
 
 class Capture(StepRecorder):
@@ -45,10 +252,9 @@ class Capture(StepRecorder):
     def __init__(
         self,
         model: nn.Module,
-        slots: list[CastSlot],
+        slots: list[Slot],
         folder: Path,
         steps: Collection[int] | None,
-        ranks: Collection[int] | None,
         max_bytes: int,
         format: FileFormat,
     ) -> None:
@@ -56,9 +262,9 @@ class Capture(StepRecorder):
         self.files: list[Path] = []
         self.bytes = 0
         self.left_out = 0
-        self._folder, self._steps, self._ranks = folder, steps, ranks
+        self._folder, self._steps = folder, steps
         self._max_bytes, self._format = max_bytes, format
-        self._slots = {(slot.owner, slot.operand, slot.gemms): slot for slot in slots}
+        self._slots = {slot.key: slot for slot in slots}
         self._inputs = {slot.owner: slot for slot in slots if slot.operand == "input"}
         # The names of prepared inputs that chosen layers take. Other ones are not copied.
         self._prepared_by = {
@@ -67,9 +273,9 @@ class Capture(StepRecorder):
             if layer.float8_weight in self._inputs
             for name in layer.prepared_by
         }
-        self._calls: Counter[CastSlot] = Counter()
+        self._calls: Counter[Slot] = Counter()
         self._full = ""  # the reason why nothing more is written, if so
-        self._missing: list[CastSlot] = []  # the casts that were left out in this step
+        self._missing: list[Slot] = []  # the casts that were left out in this step
 
     def _is_recorded(self, step: int) -> bool:
         return self._steps is None or step in self._steps
@@ -94,37 +300,34 @@ class Capture(StepRecorder):
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
         """Save the casts of an operand."""
-        for gemms, low in lows.items() if self._is_chosen_rank() else ():
+        for gemms, low in lows.items():
             if slot := self._slots.get((owner, operand, gemms)):
-                size = high.nbytes + low.qdata.nbytes + sum(s.nbytes for s in low.scales)
-                if self._has_room(slot, size):
-                    self._write(slot, _copies(high, low))
+                self._save(slot, high, low)
 
-    def on_prepared_cast(self, owner: Owner, high: torch.Tensor, low: Quantized) -> _Copies | None:
+    def on_prepared_cast(
+        self, owner: Owner, high: torch.Tensor, low: Quantized
+    ) -> tuple[torch.Tensor, Quantized] | None:
         """Copy the cast of an input that several layers share."""
-        if self._full or not self._is_chosen_rank() or owner.fqn not in self._prepared_by:
+        if self._full or owner.fqn not in self._prepared_by:
             return None
         # Copy now, because compiled code may reuse the memory before a layer takes the input.
         return _copies(high, low)
 
-    def on_prepared_use(self, owner: Owner, kept: _Copies | None) -> None:
+    def on_prepared_use(self, owner: Owner, kept: tuple[torch.Tensor, Quantized] | None) -> None:
         """Save a prepared input for a layer that takes it."""
         slot = self._inputs.get(owner)
-        if slot is None or not self._is_chosen_rank():
-            return
-        size = sum(t.nbytes for t in (*kept[:2], *kept.scales)) if kept else 0
-        if self._has_room(slot, size) and kept:
-            self._write(slot, kept)
+        if slot and kept:
+            self._save(slot, *kept)
+        elif slot and self._full:
+            self._missing.append(slot)
 
     def __repr__(self) -> str:
         return (
             f"Capture(files: {len(self.files)}, bytes: {self.bytes:,}, left out: {self.left_out})"
         )
 
-    def _is_chosen_rank(self) -> bool:
-        return self._ranks is None or own_rank() in self._ranks
-
-    def _has_room(self, slot: CastSlot, size: int) -> bool:
+    def _save(self, slot: Slot, high: torch.Tensor, low: Quantized) -> None:
+        size = sum(tensor.nbytes for tensor in (high, low.qdata, *low.scales))
         if not self._full and self.bytes + size > self._max_bytes:
             self._full = (
                 f"{self.bytes:,} bytes are written and the next cast has {size:,}, which is more "
@@ -133,9 +336,9 @@ class Capture(StepRecorder):
             )
         if self._full:
             self._missing.append(slot)
-        return not self._full
-
-    def _write(self, slot: CastSlot, copies: _Copies) -> None:
+            return
+        assert slot.operand is not None
+        high, low = _copies(high, low)
         captured = CapturedCast(
             step=self.step,
             rank=own_rank(),
@@ -144,7 +347,11 @@ class Capture(StepRecorder):
             gemms=slot.gemms,
             call=self._calls[slot],
             delayed=slot.delayed,
-            **copies._asdict(),
+            high=high,
+            qdata=low.qdata,
+            scales=low.scales,
+            scheme=low.scheme.key,
+            start=low.start,
         )
         self._calls[slot] += 1
         try:
@@ -158,15 +365,13 @@ class Capture(StepRecorder):
         self.bytes += path.stat().st_size
 
 
-def _copies(high: torch.Tensor, low: Quantized) -> _Copies:
-    qdata = _on_cpu(low.qdata.reshape(high.shape))
-    scales = tuple([_on_cpu(scale) for scale in low.scales])
-    return _Copies(_on_cpu(high), qdata, scales, low.scheme.key, low.start)
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous CPU copy with its own storage, because files contain whole storages."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+def _copies(high: torch.Tensor, low: Quantized) -> tuple[torch.Tensor, Quantized]:
+    """Return contiguous CPU copies with their own storages, because files hold whole storages."""
+    copies = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+        for tensor in (high, low.qdata.reshape(high.shape), *low.scales)
+    ]
+    return copies[0], low._replace(qdata=copies[1], scales=tuple(copies[2:]))
 
 
 def capture(
@@ -192,16 +397,14 @@ def capture(
             optimizer.step()
 
     Entering the block begins a step; ``with captured.at(step):`` sets the number of the step. Each
-    cast is saved in a file of its own. The name of the file has the step, rank, layer, operand,
-    GEMMs and call (the micro-batch, if a layer runs once in each). A forward that activation
-    checkpointing repeats makes no files. Files are written atomically, and replace files of the
-    same name. ``python -m fp8_dist.debug.show FILE`` shows the contents of a file, and
-    :func:`load_capture` returns them.
+    cast is saved in a file of its own, whose name has the step, rank, layer, operand, GEMMs and
+    call (the micro-batch, if a layer runs once in each). A forward that activation checkpointing
+    repeats makes no files. Files are written atomically, and replace files of the same name.
+    ``python -m fp8_dist.debug.show FILE`` shows a file, and :func:`load_capture` loads it.
 
-    This works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
-    code. Compiled code is compiled once more when it is first recorded. The tensors are local to
-    the rank, such as the shard of a weight that FSDP2 gathers in float8, or a part of the sequence.
-    Outside of recorded blocks, neither eager code nor graphs have additional operators.
+    This works wherever ``float8_stats`` does, and costs nothing outside of recorded blocks. The
+    tensors are local to the rank, such as the shard of a weight that FSDP2 gathers in float8, or a
+    part of the sequence.
 
     Args:
         model: a model that is already converted and parallelized.
@@ -242,7 +445,9 @@ def capture(
         raise ValueError(f"capture: max_bytes={max_bytes!r} must be a positive integer")
     made = Path(folder)
     made.mkdir(parents=True, exist_ok=True)
-    return Capture(model, slots, made, chosen_steps, chosen_ranks, max_bytes, format)
+    if chosen_ranks is not None and own_rank() not in chosen_ranks:
+        slots = []
+    return Capture(model, slots, made, chosen_steps, max_bytes, format)
 
 
 def _numbers(argument: str, given: Numbers) -> Collection[int] | None:
@@ -250,10 +455,8 @@ def _numbers(argument: str, given: Numbers) -> Collection[int] | None:
     if given is None:
         return None
     several: Any = [given] if isinstance(given, int) else given
-    if isinstance(several, range) and several:
-        ends: Any = (several[0], several[-1])  # enough to check, as a range may be long
-    else:
-        ends = several
+    # The ends of a range, which may be long, are enough to check.
+    ends: Any = several[:: max(1, len(several) - 1)] if isinstance(several, range) else several
     is_list = isinstance(ends, Collection) and not isinstance(ends, str | bytes)
     if not is_list or any(isinstance(n, bool) or not isinstance(n, int) for n in ends):
         raise TypeError(
@@ -264,4 +467,4 @@ def _numbers(argument: str, given: Numbers) -> Collection[int] | None:
         raise ValueError(
             f"capture: {argument}={given!r} must hold at least one number, and none below 0"
         )
-    return several if isinstance(several, range) else frozenset(several)
+    return several

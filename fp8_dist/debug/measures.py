@@ -24,30 +24,18 @@ class Measures(NamedTuple):
     """Measures of one or several casts, one fp64 number each.
 
     The first four fields are combined by their maximum, the others by their sum.
-
-    Attributes:
-        amax: the amax of the operand.
-        scale: the largest scale.
-        minus_scale: the smallest scale, negated.
-        minus_rank: the first rank with a value that is not finite, negated; -inf if there is none.
-        values: the number of values that are not zero in high precision.
-        underflow: the number of those values that are zero in float8.
-        saturated: the number of values that saturate.
-        nonfinite: the number of values that are NaN or infinite.
-        signal: the sum of squares of the operand.
-        noise: the sum of squares of the errors of the cast.
     """
 
-    amax: float
-    scale: float
-    minus_scale: float
-    minus_rank: float
-    values: float
-    underflow: float
-    saturated: float
-    nonfinite: float
-    signal: float
-    noise: float
+    amax: float  # of the operand
+    scale: float  # the largest
+    minus_scale: float  # the smallest scale, negated
+    minus_rank: float  # the first rank with a value that is not finite, negated; -inf without one
+    values: float  # the number of values that are not zero in high precision
+    underflow: float  # the number of those values that are zero in float8
+    saturated: float  # the number of values that saturate
+    nonfinite: float  # the number of values that are NaN or infinite
+    signal: float  # the sum of squares of the operand
+    noise: float  # the sum of squares of the errors of the cast
 
 
 MAXIMA = 4  # the number of fields that are combined by their maximum
@@ -75,12 +63,9 @@ def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
     """Return the :class:`Measures` of several casts of one operand.
 
-    The measures of the operand alone are taken only once. On a GPU there is no host
-    synchronization. On a CPU, where reading a value costs little, a part without non-finite or
-    saturated values takes less time.
-
-    A value saturates if it lies beyond the values that round to the largest float8 number, in
-    either direction. No value saturates under a dynamic scale, except by the block rule *floor*.
+    On a GPU there is no host synchronization. On a CPU, where reading a value costs little, a part
+    without non-finite or saturated values takes less time. A value saturates if it lies beyond the
+    values that round to the largest float8 number.
 
     Args:
         high: the local operand in high precision, ``[..., K]``.
@@ -95,7 +80,8 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         return totals
     columns = high.shape[-1] if high.ndim else 1
     matrix = high.detach().reshape(-1, columns)
-    casts = [_Cast.of(low, matrix) for low in lows]
+    qdatas = [low.qdata.detach().reshape(matrix.shape) for low in lows]
+    scales = [_element_scales(low, matrix.shape) for low in lows]
     size = max(1, (_CPU_PART if high.is_cpu else _PART) // columns)
     for start in range(0, len(matrix), size):
         part = matrix[start : start + size]
@@ -104,61 +90,35 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         nonfinite = torch.zeros_like(values)
         if not (part.is_cpu and amax.isfinite()):
             nonfinite = torch.count_nonzero(part - part)  # inf - inf and NaN - NaN are NaN
-        for total, each in zip(totals, casts, strict=True):
-            underflow, saturated, *squares = _losses(x, values, each.rows(start, size))
+        for total, qdata, scale in zip(totals, qdatas, scales, strict=True):
+            if scale.ndim and len(scale) == len(matrix):
+                scale = scale[start : start + size]
+            losses = _losses(x, values, qdata[start : start + size], scale)
+            underflow, saturated, *squares = losses
             total[0] = torch.maximum(total[0], amax)
             sums = values, underflow, saturated, nonfinite, *squares
             total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
-    for total, each in zip(totals, casts, strict=True):
-        total[1], total[2] = each.scale.max(), -each.scale.min()
+    for total, scale in zip(totals, scales, strict=True):
+        total[1], total[2] = scale.max(), -scale.min()
         total[3] = torch.where(total[7] > 0, -float(rank), -math.inf)
     return totals
 
 
-class _Cast(NamedTuple):
-    """A cast of a matrix ``[M, K]``.
-
-    Attributes:
-        qdata: the float8 data, ``[M, K]``.
-        scale: the scales, 0-dim, ``[M, 1]``, ``[1, K]`` or ``[M, K]``.
-        of_rows: whether each row has scales of its own.
-    """
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
-    of_rows: bool
-
-    @classmethod
-    def of(cls, low: Quantized, matrix: torch.Tensor) -> "_Cast":
-        whole = as_matrix(low)
-        scales = tuple([scale.detach() for scale in whole.scales])
-        scale = low.scheme.element_scales(scales, matrix.shape, low.start)
-        qdata = low.qdata.detach().reshape(matrix.shape)
-        return cls(qdata, scale, scale.ndim > 0 and len(scale) == len(matrix))
-
-    def rows(self, start: int, size: int) -> "_Cast":
-        """Return the cast of ``size`` rows from ``start`` on."""
-        here = slice(start, start + size)
-        scale = self.scale[here] if self.of_rows else self.scale
-        return _Cast(self.qdata[here], scale, self.of_rows)
-
-    @property
-    def covered(self) -> tuple[int, ...]:
-        """The dims that each scale covers completely."""
-        if not self.scale.ndim:
-            return 0, 1
-        return tuple(
-            d for d in (0, 1) if self.scale.shape[d] == 1 and not (d == 0 and self.of_rows)
-        )
+def _element_scales(low: Quantized, shape: torch.Size) -> torch.Tensor:
+    """Return the scales of a cast of a matrix ``[M, K]``: 0-dim, or of 1 or M rows and columns."""
+    scales = tuple([scale.detach() for scale in as_matrix(low).scales])
+    return low.scheme.element_scales(scales, shape, low.start)
 
 
-def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.Tensor, ...]:
+def _losses(
+    x: torch.Tensor, values: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
 
     For each scale, the squares of the values that it covers are summed in units of the scale, so
     that they neither overflow nor vanish in fp32.
     """
-    units, qdata = x * cast.scale.reciprocal(), cast.qdata
+    units = x * scale.reciprocal()
     limit = saturation_limit(qdata.dtype)
     largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
     saturated = torch.zeros_like(values)
@@ -167,9 +127,11 @@ def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.T
     left = torch.count_nonzero(_magnitude_bits(qdata))
     is_finite = largest < math.inf
     low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
-    unit = cast.scale.to(torch.float64).square()
+    # Each scale covers all of a dim, or one index of it.
+    dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
+    unit = scale.to(torch.float64).square()
     signal, noise = (
-        (_squares(each, cast.covered).to(torch.float64) * unit).sum()
+        ((each.square().sum(dims, keepdim=True) if dims else each.square()).double() * unit).sum()
         for each in (units, low - units)
     )
     return values - left, saturated, signal, noise
@@ -178,16 +140,6 @@ def _losses(x: torch.Tensor, values: torch.Tensor, cast: _Cast) -> tuple[torch.T
 def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
     """Return the bits of ``x.abs()`` as integers, in the same order, with NaN above infinity."""
     return x.view(_INTEGERS[x.itemsize]) & (2 ** (8 * x.itemsize - 1) - 1)
-
-
-def _squares(x: torch.Tensor, covered: tuple[int, ...]) -> torch.Tensor:
-    """Sum the squares of ``x`` over the dims that a scale covers."""
-    if len(covered) == 2:
-        return torch.dot(x.reshape(-1), x.reshape(-1))
-    if not covered:
-        return x.square()
-    (dim,) = covered
-    return torch.linalg.vecdot(x, x, dim=dim).unsqueeze(dim)
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
@@ -215,10 +167,8 @@ def gemm_results(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return a GEMM's result for operands in high precision, and its float8 result.
 
-    Both are plain fp32 matrices, on all ranks of the operands' meshes. The result is None if there
-    are no tokens, or if the shapes don't match because ``left`` is not the input that the layer was
-    given.
-
+    Both are plain fp32 matrices, on all ranks of the operands' meshes. The result is None without
+    tokens, or if ``left`` is not the input that the layer was given, so that shapes don't match.
     The arguments are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
 
     Collectives: those of :func:`whole_matrix` for each tensor.
@@ -263,13 +213,14 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 def _gathered(part: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
     """Concatenate the parts of all ranks of a group along ``dim``; their sizes may differ."""
     rows = part.movedim(dim, 0)
-    sizes = _all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
+    sizes = all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
     padding = [0, 0] * (rows.ndim - 1) + [0, max(sizes) - len(rows)]
     padded = F.pad(rows, padding).contiguous()
-    parts = _all_gather(padded, ranks, group).view(ranks, *padded.shape)
+    parts = all_gather(padded, ranks, group).view(ranks, *padded.shape)
     filled = [each[:size] for each, size in zip(parts, sizes, strict=True)]
     return torch.cat(filled).movedim(0, dim)
 
 
-def _all_gather(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+def all_gather(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Gather equal parts along dim 0."""
     return funcol.wait_tensor(funcol.all_gather_into_tensor(part, ranks, group))

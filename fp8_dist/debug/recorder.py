@@ -1,7 +1,7 @@
 """The base of recorders of casts, and the casts and GEMMs that a model's layers make."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -19,54 +19,38 @@ from fp8_dist.scaling import Scheme
 # One fnmatch pattern or several; None matches everything.
 Patterns = str | Iterable[str] | None
 
-_NEAR = 5  # the number of near names in an error message
 
-
-class CastSlot(NamedTuple):
-    """A cast that a layer makes in each step: the cast of ``operand`` for ``gemms``."""
+class Slot(NamedTuple):
+    """A cast that a layer makes in each step, or a float8 GEMM, whose ``operand`` is None."""
 
     fqn: str
     owner: Owner
-    operand: Operand
+    operand: Operand | None
     gemms: tuple[Gemm, ...]
-    scheme: Scheme
-    delayed: bool
+    scheme: Scheme | None = None  # of a cast
+    delayed: bool = False
+
+    @property
+    def key(self) -> tuple[Owner, Operand | None, tuple[Gemm, ...]]:
+        """The fields that identify the cast or GEMM to observers."""
+        return self.owner, self.operand, self.gemms
 
 
-def cast_slots(model: nn.Module) -> list[CastSlot]:
-    """Return the casts of all converted layers, in the order of the model's layers."""
-    slots = []
+def slots_of(model: nn.Module, gemms: bool = False) -> Iterator[Slot]:
+    """Yield the casts, and with ``gemms`` the float8 GEMMs, of each converted layer in order."""
     for name, layer in float8_layers(model).items():
-        fqn, owner = without_wrappers(name) or layer.fqn, layer.float8_weight
+        of, config = (without_wrappers(name) or layer.fqn, layer.float8_weight), layer.config
         for operand in get_args(Operand):
-            delayed = operand in layer.config.recipe.delayed
-            for gemms, scheme in casts_of(layer.config, operand).items():
-                slots.append(CastSlot(fqn, owner, operand, gemms, scheme, delayed))
-    return slots
-
-
-class GemmSlot(NamedTuple):
-    """A float8 GEMM that a layer runs in each step, with the field names of :class:`CastSlot`."""
-
-    fqn: str
-    owner: Owner
-    operand: None
-    gemms: tuple[Gemm, ...]
-
-
-def gemm_slots(model: nn.Module) -> list[GemmSlot]:
-    """Return the float8 GEMMs of all converted layers, in the order of the model's layers."""
-    return [
-        GemmSlot(without_wrappers(name) or layer.fqn, layer.float8_weight, None, (gemm,))
-        for name, layer in float8_layers(model).items()
-        for gemm in get_args(Gemm)
-        if layer.config.gemm_enabled(gemm)
-    ]
+            for taken_by, scheme in casts_of(config, operand).items():
+                yield Slot(*of, operand, taken_by, scheme, operand in config.recipe.delayed)
+        for gemm in get_args(Gemm):
+            if gemms and config.gemm_enabled(gemm):
+                yield Slot(*of, None, (gemm,))
 
 
 def choose_slots(
     caller: str, model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns
-) -> list[CastSlot]:
+) -> list[Slot]:
     """Return the casts whose layer and operand match, and at least one of whose GEMMs matches.
 
     Raises:
@@ -74,7 +58,7 @@ def choose_slots(
         ValueError: the model has no converted layer, a pattern matches nothing, or no layer has a
             cast that matches all three.
     """
-    slots = cast_slots(model)
+    slots = [*slots_of(model)]
     if not slots:
         raise ValueError(
             f"{caller}: the model has no converted layer; call convert_to_float8_training first"
@@ -84,7 +68,7 @@ def choose_slots(
     operands = _matching(caller, "operand", operand, get_args(Operand), "operand")
     gemms = _matching(caller, "gemm", gemm, get_args(Gemm), "GEMM")
     of_layers = [slot for slot in slots if slot.fqn in chosen_fqns]
-    chosen = [s for s in of_layers if s.operand in operands and gemms & set(s.gemms)]
+    chosen = [s for s in of_layers if s.operand in operands and gemms.intersection(s.gemms)]
     if not chosen:
         there = dict.fromkeys(f"{s.operand} for {', '.join(s.gemms)}" for s in of_layers)
         raise ValueError(
@@ -111,7 +95,7 @@ def _matching(
     for pattern in several:
         found = {name for name in names if fnmatchcase(name, pattern)}
         if not found:
-            near = get_close_matches(pattern, names, n=_NEAR, cutoff=0.5) or names[:_NEAR]
+            near = get_close_matches(pattern, names, n=5, cutoff=0.5) or names[:5]
             raise ValueError(
                 f"{caller}: {argument}={pattern!r} matches no {what}. Near names: "
                 f"{', '.join(near)} (in patterns, * stands for any characters)"

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from fp8_dist.debug.measures import Measures
 from fp8_dist.dtypes import short_name
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
+from fp8_dist.text import aligned
 
 What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]  # the kind of an anomaly
 
@@ -159,24 +160,7 @@ def table(rows: Iterable[Row]) -> str:
         lines.append([str(row.step), row.fqn, *what, *numbers, f"{row.sqnr:.2f} dB"])
     if len(lines) == 1:
         return "no casts"
-    return aligned(lines, [str.rjust] + [str.ljust] * 3 + [str.rjust] * 6)
-
-
-def aligned(lines: Iterable[Sequence[str]], align: Sequence[Callable[[str, int], str]]) -> str:
-    """Format cells as a table. Lines of one cell don't count for the widths of columns.
-
-    Args:
-        lines: the cells of each line.
-        align: ``str.ljust`` or ``str.rjust`` for each column.
-    """
-    lines = list(lines)
-    columns = zip(*(line for line in lines if len(line) > 1), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    padded = (
-        [pad(cell, width) for pad, cell, width in zip(align, line, widths, strict=False)]
-        for line in lines
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+    return aligned(lines, right=(0, 4, 5, 6, 7, 8, 9))
 
 
 @dataclasses.dataclass(frozen=True)

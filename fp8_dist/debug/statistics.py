@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.debug.measures import (
     Measures,
+    all_gather,
     combine_,
     gemm_results,
     measure,
@@ -23,14 +24,7 @@ from fp8_dist.debug.measures import (
     measure_product,
     nothing,
 )
-from fp8_dist.debug.recorder import (
-    CastSlot,
-    GemmSlot,
-    StepRecorder,
-    cast_slots,
-    gemm_slots,
-    own_rank,
-)
+from fp8_dist.debug.recorder import Slot, StepRecorder, own_rank, slots_of
 from fp8_dist.debug.rows import (
     Anomaly,
     AnomalyLimits,
@@ -43,29 +37,18 @@ from fp8_dist.debug.rows import (
     decibels,
     table,
 )
-from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.observing import Owner, casts_of, gemms_observed_by
 from fp8_dist.mesh import GroupNames, first_difference, make_group
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
-from fp8_dist.torch_internals import funcol, resolve_process_group
+from fp8_dist.torch_internals import resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 
 
 # The owner, the operand and the GEMMs of a cast. None as the operand stands for a GEMM's result.
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
-
-
-class _LastInput(NamedTuple):
-    """The last measured cast of an input, which other layers may share, as q, k and v do.
-
-    While this object holds the tensors, no other tensors can get their addresses.
-    """
-
-    high: torch.Tensor
-    qdata: torch.Tensor
-    found: torch.Tensor
 
 
 class Float8Stats(StepRecorder):
@@ -97,8 +80,7 @@ class Float8Stats(StepRecorder):
         # The finite amaxes of each cast in the last recorded steps, by layer, operand and GEMMs.
         self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
         self._measured: dict[_Key, torch.Tensor] = {}
-        self._last_inputs: dict[tuple[Gemm, ...], _LastInput] = {}
-        self._ranks = RanksOfLayers(model, mesh)
+        self._ranks = _RanksOfLayers(model, mesh)
 
     def _is_recorded(self, step: int) -> bool:
         return step % self._every == 0
@@ -110,7 +92,6 @@ class Float8Stats(StepRecorder):
 
     def _end(self, failed: bool) -> None:
         measured, self._measured = self._measured, {}
-        self._last_inputs.clear()
         if not failed and self._is_recorded(self.step):
             rows = self._rows_of(measured)
             self.rows += rows.values()
@@ -129,16 +110,8 @@ class Float8Stats(StepRecorder):
         """Measure the casts of an operand."""
         if owner not in self._ranks.owners:
             return
-        new = dict(lows)
-        for gemms, low in lows.items():
-            last = self._last_inputs.get(gemms)
-            if last and _is_same(high, last.high) and _is_same(low.qdata, last.qdata):
-                self._add((owner, operand, gemms), last.found)
-                del new[gemms]
-        measured = measure_casts(high, [*new.values()], own_rank()) if new else []
-        for (gemms, low), found in zip(new.items(), measured, strict=True):
-            if operand == "input":
-                self._last_inputs[gemms] = _LastInput(high, low.qdata, found)
+        measured = measure_casts(high, [*lows.values()], own_rank())
+        for gemms, found in zip(lows, measured, strict=True):
             self._add((owner, operand, gemms), found)
 
     def on_gemm(
@@ -189,8 +162,12 @@ class Float8Stats(StepRecorder):
         """
         rows, self.rows = self.rows, []
         for row in rows:
-            for name, value in _scalars(row).items():
-                writer.add_scalar(name, value, row.step)
+            if isinstance(row, CastStats):
+                tag = f"float8/{row.operand}_for_{'_'.join(row.gemms)}/{row.fqn}"
+                for name in ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr"):
+                    writer.add_scalar(f"{tag}/{name}", getattr(row, name), row.step)
+            else:
+                writer.add_scalar(f"float8/{row.gemm}/{row.fqn}/sqnr", row.sqnr, row.step)
 
     def table(self) -> str:
         """Return the rows as text."""
@@ -208,17 +185,12 @@ class Float8Stats(StepRecorder):
 
     def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> dict[_Key, Row]:
         """Return the rows of the step that has ended."""
-        slots: list[CastSlot | GemmSlot] = [*cast_slots(self._model)]
-        if self._gemms:
-            slots += gemm_slots(self._model)
-            order = {slot.fqn: i for i, slot in reversed([*enumerate(slots)])}
-            slots.sort(key=lambda slot: order[slot.fqn])
-        keys = [(slot.owner, slot.operand, slot.gemms) for slot in slots]
-        own = [measured.get(key) for key in keys]
+        slots = [*slots_of(self._model, self._gemms)]
+        own = [measured.get(slot.key) for slot in slots]
         found = self._ranks.combined([slot.owner for slot in slots], own)
         return {
-            key: _row(slot, each, self.step)
-            for key, slot, each in zip(keys, slots, found, strict=True)
+            slot.key: _row(slot, each, self.step)
+            for slot, each in zip(slots, found, strict=True)
             if each.scale != -math.inf  # some rank has measured it
         }
 
@@ -246,39 +218,18 @@ class Float8Stats(StepRecorder):
         return usual
 
 
-def _is_same(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors, which both still exist, are the same view of the same memory."""
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
-        other.data_ptr(),
-        other.shape,
-        other.stride(),
-        other.dtype,
-    )
-
-
-def _row(slot: CastSlot | GemmSlot, found: Measures, step: int) -> Row:
-    if isinstance(slot, GemmSlot):
+def _row(slot: Slot, found: Measures, step: int) -> Row:
+    if slot.operand is None or slot.scheme is None:
         return GemmStats(step, slot.fqn, slot.gemms[0], decibels(found.signal, found.noise))
     return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.scheme, slot.delayed)
 
 
-def _scalars(row: Row) -> dict[str, float]:
-    """Return the numbers of a row by their TensorBoard tags."""
-    if not isinstance(row, CastStats):
-        return {f"float8/{row.gemm}/{row.fqn}/sqnr": row.sqnr}
-    names = ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr")
-    cast = f"{row.operand}_for_{'_'.join(row.gemms)}"
-    return {f"float8/{cast}/{row.fqn}/{name}": getattr(row, name) for name in names}
-
-
-class RanksOfLayers:
+class _RanksOfLayers:
     """The ranks whose measures are combined, for each layer.
 
-    Args:
-        model: a model with converted layers.
-        mesh: the mesh whose ranks are combined for all layers. None: for each layer, the ranks of
-            the largest mesh that its operands have been on. For a layer that is on no mesh, the
-            ranks of the largest mesh of any layer, or all ranks if there is no mesh.
+    These are the ranks of ``mesh`` if it is given, otherwise of the largest mesh that the layer's
+    operands have been on. For a layer that is on no mesh, they are the ranks of the largest mesh of
+    any layer, or all ranks if there is no mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -286,13 +237,13 @@ class RanksOfLayers:
         self._meshes: dict[str, DeviceMesh] = {}
         self._agrees = False
         self._groups_of: dict[str, GroupNames] = {}
-        self.owners: set[Owner] = set()
+        self.owners: dict[Owner, str] = {}  # the owners of casts, and their layers
         self.look()
 
     def look(self) -> None:
         """Update the meshes of the layers. FSDP2 may swap in parameters that are on no mesh."""
         layers = float8_layers(self._model)
-        self.owners = {layer.float8_weight for layer in layers.values()}
+        self.owners = {layer.float8_weight: name for name, layer in layers.items()}
         for name, layer in layers.items():
             for mesh in layer.meshes():
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
@@ -311,18 +262,15 @@ class RanksOfLayers:
         ``owners`` whose layer is on it.
         """
         self.look()
-        groups = self._groups_of = self._groups()
         layers = float8_layers(self._model)
-        by_owner: dict[Owner, GroupNames] = {
-            layer.float8_weight: groups[name] for name, layer in layers.items()
-        }
+        groups = self._groups_of = self._groups(layers)
         # Use the device of a mesh if there is one, because FSDP2 may offload weights to the CPU.
         device = next(iter(layers.values())).weight.device
         for mesh in self._meshes.values():
             device = torch.device(mesh.device_type)
         alike: dict[GroupNames, list[int]] = {}
         for i, owner in enumerate(owners):
-            alike.setdefault(by_owner[owner], []).append(i)
+            alike.setdefault(groups[self.owners[owner]], []).append(i)
         found: dict[int, Measures] = {}
         for names, members in alike.items():
             none = nothing(device)
@@ -334,51 +282,47 @@ class RanksOfLayers:
         """Return whether this rank is the first one whose measures of a layer were combined."""
         return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
 
-    def _groups(self) -> dict[str, GroupNames]:
-        """Return the process groups of each layer."""
-        names = list(float8_layers(self._model))
+    def _groups(self, layers: dict[str, Float8Linear]) -> dict[str, GroupNames]:
+        """Return the process groups of each layer.
+
+        Collectives: the first time, if no layer is on a mesh, an all-reduce of 16 bytes.
+        """
         if self._given is not None:
-            return dict.fromkeys(names, make_group([self._given]))
-        meshes = dict.fromkeys(self._meshes.values())
-        made = {mesh: make_group([mesh]) for mesh in meshes}
+            return dict.fromkeys(layers, make_group([self._given]))
+        made = {mesh: make_group([mesh]) for mesh in dict.fromkeys(self._meshes.values())}
         others: GroupNames = ()
-        if meshes:
-            others = made[max(meshes, key=lambda mesh: mesh.size())]
+        if made:
+            others = made[max(made, key=lambda mesh: mesh.size())]
         elif dist.is_initialized() and dist.get_world_size() > 1:
             assert dist.group.WORLD is not None
             others = (str(dist.group.WORLD.group_name),)
-            self._check_world(names, dist.group.WORLD)
+            if not self._agrees:
+                _check_same_layers(layers, dist.group.WORLD)
+            self._agrees = True
         return {
-            name: made[self._meshes[name]] if name in self._meshes else others for name in names
+            name: made[self._meshes[name]] if name in self._meshes else others for name in layers
         }
 
-    def _check_world(self, names: list[str], world: dist.ProcessGroup) -> None:
-        """Raise an error if ranks have different layers.
 
-        Collectives: the first time, an all-reduce of 16 bytes; later none.
-        """
-        if self._agrees:
-            return
-        layers = float8_layers(self._model)
-        facts = {name: f"{layers[name].weight.shape} {layers[name].config}" for name in names}
-        device = layers[names[0]].weight.device.type
-        if (difference := first_difference(facts, [world], device)) is not None:
-            raise ValueError(
-                f"float8_stats: the ranks have different layers ({difference}), and weights on no "
-                "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
-                "ranks that have the same layers"
-            )
-        self._agrees = True
+def _check_same_layers(layers: dict[str, Float8Linear], world: dist.ProcessGroup) -> None:
+    """Raise an error if ranks have different layers."""
+    facts = {name: f"{layer.weight.shape} {layer.config}" for name, layer in layers.items()}
+    device = next(iter(layers.values())).weight.device.type
+    if (difference := first_difference(facts, [world], device)) is not None:
+        raise ValueError(
+            f"float8_stats: the ranks have different layers ({difference}), and weights on no "
+            "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
+            "ranks that have the same layers"
+        )
 
 
 def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
     """Combine measures ``[rows, 10]`` over all ranks of the groups."""
     for name in groups:
         size = resolve_process_group(name).size()
-        parts = funcol.wait_tensor(funcol.all_gather_into_tensor(own, size, name))
-        own, *others = parts.view(size, *own.shape)
-        own = own.clone()
-        for other in others:
+        parts = all_gather(own, size, name).view(size, *own.shape)
+        own = parts[0].clone()
+        for other in parts[1:]:
             combine_(own, other)
     return [Measures(*row) for row in own.tolist()]
 
@@ -408,9 +352,9 @@ def float8_stats(
     activation checkpointing repeats. They describe global tensors: the numbers are what one device
     would measure if it cast the data of all data-parallel ranks as its micro-batches.
 
-    This works with every recipe, with FSDP2, tensor and sequence parallelism, in eager and compiled
-    code. Compiled code is compiled once more when it is first recorded. Outside of recorded blocks,
-    neither eager code nor graphs have additional operators.
+    This works with every recipe and all parallelism, in eager and compiled code. Compiled code is
+    compiled once more when it is first recorded. Outside of recorded blocks, neither eager code nor
+    graphs have additional operators.
 
     Args:
         model: a model that is already converted and parallelized.
@@ -422,16 +366,14 @@ def float8_stats(
         mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
-            layer on one axis of a mesh of several, pipeline stages without FSDP2.
+            layer on one of several axes, pipeline stages without FSDP2.
         on_anomaly: a function that is called on all ranks when a block ends, with the first
             :class:`Anomaly` of each kind in each layer. ``"warn"``: issue a warning instead, on the
             first of the ranks whose measures are combined.
         limits: the limits beyond which statistics are anomalous.
 
     Returns:
-        A context manager with ``rows``, ``anomalies``, ``table()``, ``to_dicts()``,
-        ``append_jsonl(path)`` and ``to_tensorboard(writer)``. ``rows`` grows with each recorded
-        step; the last two methods empty it.
+        A context manager with ``rows``, which grows with each recorded step, and ``anomalies``.
 
     Collectives: when a recorded block ends without an error, one all-gather on all ranks for each
     mesh, of 80 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If

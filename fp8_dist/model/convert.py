@@ -68,8 +68,23 @@ def convert_to_float8_training(
         )
     chosen = _choose(module, module_filter_fn, config)
     config = config or Float8LinearConfig()
-    _check_not_distributed(chosen)
-    _check_shared_weights(module, chosen, config)
+    late = [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]
+    if late:
+        raise ValueError(
+            "convert_to_float8_training: these weights are distributed already: "
+            f"{', '.join(late)}. Convert the model first, then apply tensor parallelism, then "
+            "fully_shard"
+        )
+    own = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
+    # FSDP2 would gather a weight in float8 for an unconverted module, too.
+    shared = config.fsdp_float8_all_gather and other_users(module, own, chosen.values())
+    if shared:
+        raise ValueError(
+            "convert_to_float8_training: enable_fsdp_float8_all_gather="
+            f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "
+            f"users, but {'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), "
+            "or untie them"
+        )
     converted: dict[nn.Module, Float8Linear] = {}
     weights: dict[int, nn.Parameter] = {}
     for fqn, layer in chosen.items():
@@ -99,7 +114,9 @@ def _choose(
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            reasons[fqn] = _why_filtered(module_filter_fn, fqn)
+            reason_of = getattr(module_filter_fn, "reason", None)
+            default = "module_filter_fn returned False"
+            reasons[fqn] = reason_of(fqn) if callable(reason_of) else default
             note_left_out(layer, reasons[fqn])
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
@@ -117,9 +134,17 @@ def _choose(
             chosen[fqn] = layer
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
         raise ValueError(_nothing_converted(module, reasons, not_linear))
-    others = _refused_by_gpus(chosen, config or Float8LinearConfig())
-    if chosen:
-        others += not_linear
+    others = not_linear if chosen else []
+    sizes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
+    bad = [(fqn, shape) for fqn, shape in sizes.items() if why_misaligned(*shape)]
+    if bad and not takes_any_size(config or Float8LinearConfig()):
+        others = [
+            "A GPU will refuse these converted layers, whose out_features or in_features is not a "
+            f"multiple of {ALIGNMENT}: {_listed(bad)}. Leave them in high precision "
+            "(module_filter_fn=skip_head(model) does), or set "
+            "Float8LinearConfig.pad_inner_dim=True",
+            *others,
+        ]
     if left or others:
         start = "convert_to_float8_training: "
         if left:
@@ -129,19 +154,6 @@ def _choose(
             )
         warnings.warn((start + "\n".join(others)).rstrip(), stacklevel=3)
     return chosen
-
-
-def _refused_by_gpus(chosen: dict[str, nn.Linear], config: Float8LinearConfig) -> list[str]:
-    sizes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
-    bad = [(fqn, shape) for fqn, shape in sizes.items() if why_misaligned(*shape)]
-    if not bad or takes_any_size(config):
-        return []
-    return [
-        "A GPU will refuse these converted layers, whose out_features or "
-        f"in_features is not a multiple of {ALIGNMENT}: {_listed(bad)}. Leave them in high "
-        "precision (module_filter_fn=skip_head(model) does), or set "
-        "Float8LinearConfig.pad_inner_dim=True"
-    ]
 
 
 def _not_linear(module: nn.Module) -> list[str]:
@@ -179,12 +191,6 @@ def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> st
     return ", ".join([*(named[:limit] if more else named), *more])
 
 
-def _why_filtered(module_filter_fn: FilterFn, fqn: str) -> str:
-    """Return the reason that a filter with a method ``reason`` gives, else a general reason."""
-    reason = getattr(module_filter_fn, "reason", None)
-    return reason(fqn) if callable(reason) else "module_filter_fn returned False"
-
-
 def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: list[str]) -> str:
     kind = type(module).__name__
     lines = [f"convert_to_float8_training: {kind} contains no nn.Linear, so nothing was converted"]
@@ -192,31 +198,3 @@ def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: l
         lines = [f"convert_to_float8_training: no layer of {kind} was converted:"]
     lines += [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in skipped.items()]
     return "\n".join([*lines, *not_linear])
-
-
-def _check_not_distributed(chosen: dict[str, nn.Linear]) -> None:
-    """Raise ValueError for layers to which tensor parallelism or FSDP2 has been applied."""
-    late = [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]
-    if late:
-        raise ValueError(
-            "convert_to_float8_training: these weights are distributed already: "
-            f"{', '.join(late)}. Convert the model first, then apply tensor parallelism, then "
-            "fully_shard"
-        )
-
-
-def _check_shared_weights(
-    module: nn.Module, chosen: dict[str, nn.Linear], config: Float8LinearConfig
-) -> None:
-    """Raise ValueError if FSDP2 would gather in float8 what an unconverted module shares."""
-    if not config.fsdp_float8_all_gather:
-        return
-    weights = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
-    shared = other_users(module, weights, chosen.values())
-    if shared:
-        raise ValueError(
-            "convert_to_float8_training: enable_fsdp_float8_all_gather="
-            f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "
-            f"users, but {'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), "
-            "or untie them"
-        )

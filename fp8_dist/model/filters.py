@@ -6,9 +6,10 @@ The float8 GEMM of a GPU refuses sizes that are not multiples of 16. In a small 
 cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from textwrap import indent
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.names import is_part
+from fp8_dist.text import aligned
 
 FilterFn = Callable[[nn.Module, str], bool]
 Shape = tuple[int, int]
@@ -31,16 +33,10 @@ Limits = tuple[int | None, int | None]  # the largest (out, in) that is too smal
 # The limits of the auto filter of torchao 0.18, which were measured on H100.
 _TENSORWISE: tuple[Limits, ...] = ((1024, 4096),)
 _ROWWISE: tuple[Limits, ...] = ((2048, None), (None, 1024), (4096, 2048))
-# The limits of other recipes are not measured. They are assumed to be the limits of the recipe with
-# the same or similar GEMMs.
+# The limits of other recipes are not measured. They are assumed to be those of similar GEMMs.
 TOO_SMALL: dict[str, tuple[Limits, ...]] = {
-    "tensorwise": _TENSORWISE,
-    "rowwise": _ROWWISE,
-    "rowwise_with_gw_hp": _ROWWISE,
-    "rowwise_folded": _ROWWISE,
-    "delayed": _TENSORWISE,
-    "blockwise": _ROWWISE,
-    "mxfp8": _ROWWISE,
+    recipe.value: _TENSORWISE if recipe.value in ("tensorwise", "delayed") else _ROWWISE
+    for recipe in Float8LinearRecipeName
 }
 
 # The name of a head at any depth, and the names of heads that are direct children of the model.
@@ -77,18 +73,23 @@ class LayerFilter:
         """Return whether to convert a layer; False for any module that is not an nn.Linear."""
         if not isinstance(module, nn.Linear):
             return False
-        named = [f"modules_to_not_convert: {name}" for name in self._names if is_part(name, fqn)]
-        reason = self._why_head_or_adapter(module, fqn)
-        reason = reason or why_misaligned(module.out_features, module.in_features)
-        self._reasons[fqn] = named[0] if named else f"skip_head: {reason}"
-        return not named and not reason
+        self._reasons[fqn] = self._why_not(module, fqn)
+        return not self._reasons[fqn]
 
     def reason(self, fqn: str) -> str:
         """Return the reason why a layer was left out, for messages."""
         return self._reasons[fqn]
 
+    def _why_not(self, module: nn.Linear, fqn: str) -> str:
+        """Return the reason to leave a layer out, or an empty string."""
+        for name in self._names:
+            if is_part(name, fqn):
+                return f"modules_to_not_convert: {name}"
+        reason = self._why_head_or_adapter(module, fqn)
+        reason = reason or why_misaligned(module.out_features, module.in_features)
+        return reason and f"skip_head: {reason}"
+
     def _why_head_or_adapter(self, module: nn.Module, fqn: str) -> str:
-        """Return why a layer is left out, apart from its size; an empty string if it is not."""
         if _has_name_of_head(fqn):
             return _IS_HEAD
         in_adapter = any(part.startswith("lora_") for part in fqn.split("."))
@@ -118,10 +119,9 @@ class AutoFilterReport:
     unmatched_exclude: tuple[str, ...] = ()  # entries of exclude that are not a layer's name
 
     def __str__(self) -> str:
-        converted = sum(row.convert for row in self.rows)
-        layers = "linear layer" if len(self.rows) == 1 else "linear layers"
+        converted, n = sum(row.convert for row in self.rows), len(self.rows)
         lines = [
-            f"auto_filter: {converted} of {len(self.rows)} {layers} to float8, recipe "
+            f"auto_filter: {converted} of {n} linear layer{'s' * (n != 1)} to float8, recipe "
             f"{self.recipe} (thresholds: H100)"
         ]
         if self.planned or self.tp_size > 1:
@@ -135,7 +135,7 @@ class AutoFilterReport:
                 local = "not divided"
             verdict = "float8" if row.convert else "skip"
             table.append((row.fqn or "(the module itself)", shape, local, verdict, row.reason))
-        lines += aligned(table) if self.rows else ["  no layer was asked for yet"]
+        lines.append(indent(aligned(table) if self.rows else "no layer was asked for yet", "  "))
         lines += [f"filter_fqns: {entry!r} matched no layer" for entry in self.unmatched_fqns]
         lines += [f"exclude: {entry!r} is no layer" for entry in self.unmatched_exclude]
         return "\n".join(lines)
@@ -158,10 +158,7 @@ class AutoFilter(LayerFilter):
         self._filter_fqns, self._exclude = filter_fqns, exclude
         self._rows: dict[str, FilterDecision] = {}
 
-    def __call__(self, module: nn.Module, fqn: str) -> bool:
-        """Return whether to convert a layer; False for any module that is not an nn.Linear."""
-        if not isinstance(module, nn.Linear):
-            return False
+    def _why_not(self, module: nn.Linear, fqn: str) -> str:
         reason = ""
         if named := [entry for entry in self._filter_fqns if entry in fqn]:
             reason = f"filter_fqns: {', '.join(map(repr, named))}"
@@ -178,9 +175,8 @@ class AutoFilter(LayerFilter):
         # If one division skips the layer, that one decides. If both agree, take the smaller side.
         local, small = min(judged, key=lambda each: (not each[1], min(each[0])))
         reason = reason or self._why_head_or_adapter(module, fqn) or small
-        self._reasons[fqn] = f"auto_filter: {reason}"
         self._rows[fqn] = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
-        return not reason
+        return reason and f"auto_filter: {reason}"
 
     @property
     def report(self) -> AutoFilterReport:
@@ -211,18 +207,16 @@ class AutoFilter(LayerFilter):
 def skip_head(model: nn.Module | None = None) -> LayerFilter:
     """Make a filter that skips heads, low-rank adapters and layers of misaligned sizes.
 
-    It is a filter for ``convert_to_float8_training``, and leaves out the same layers as
-    ``Float8Callback`` and ``Fp8DistConfig``:
+    ``Float8Callback`` and ``Fp8DistConfig`` leave out the same layers:
 
-    * the head, which is any of these: the result of ``get_output_embeddings()`` of the model, or
-      of a model within it; layers of a transformers model outside of its base model, except for
-      stacks of layers (a decoder in an nn.ModuleList); layers with the name ``lm_head``, or within
-      a module of this name; the layer ``output`` of the model itself; and ``score``,
-      ``classifier``, ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the
-      model itself, with all layers within them. A layer ``output`` or ``score`` of a module within
-      the model, such as ``attention.output``, is not the head. Names that wrappers add are ignored:
-      ``module``, ``model``, ``base_model``, ``_orig_mod``, ``_fsdp_wrapped_module`` and
-      ``_checkpoint_wrapped_module``.
+    * the head: the result of ``get_output_embeddings()`` of the model, or of a model within it;
+      layers of a transformers model outside of its base model, except for stacks of layers (a
+      decoder in an nn.ModuleList); layers with the name ``lm_head``, or within a module of this
+      name; the layer ``output`` of the model itself; and ``score``, ``classifier``,
+      ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the model itself, with
+      all layers within them. A layer ``output`` or ``score`` of a module within the model, such as
+      ``attention.output``, is not the head. Names that wrappers add are ignored (``module``,
+      ``model``, ``base_model``, ``_orig_mod``, ...).
     * low-rank adapters: layers within a module whose name begins with ``lora_``.
     * layers whose in_features or out_features is not a multiple of 16, because a GPU's float8 GEMM
       refuses them. With ``pad_inner_dim=True`` such a layer would run, but without a gain.
@@ -236,9 +230,8 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
             alone.
 
     Returns:
-        The filter, a function of a module and its name. It returns False for any module that is
-        not an nn.Linear. Combine it with another filter by ``lambda m, fqn: not_head(m, fqn) and
-        other(m, fqn)``.
+        The filter. Combine it with another one by ``lambda m, fqn: not_head(m, fqn) and other(m,
+        fqn)``.
 
     Raises:
         TypeError: ``model`` is not an nn.Module.
@@ -342,9 +335,9 @@ def why_too_small(recipe: str, shape: Shape, dim: int | None, ranks: int) -> tup
     if 0 in smallest:
         return smallest, "a rank holds nothing of it"
     for limits in () if reason else TOO_SMALL[recipe]:
-        bounds = list(zip(("out", "in"), smallest, limits, strict=True))
-        if all(limit is None or size <= limit for _, size, limit in bounds):
-            reason = " and ".join(f"{name} <= {limit}" for name, _, limit in bounds if limit)
+        bounds = [each for each in zip(("out", "in"), smallest, limits, strict=True) if each[2]]
+        if all(size <= limit for _, size, limit in bounds if limit):
+            reason = " and ".join(f"{name} <= {limit}" for name, _, limit in bounds)
             break
     return smallest, reason
 
@@ -377,17 +370,6 @@ def why_unconvertible(layer: nn.Linear) -> str:
             f"its weight is a {type(layer.weight).__name__}, which multiplies in a way of its own"
         )
     return ""
-
-
-def aligned(table: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Return the lines of a table. The columns whose numbers are in ``right`` are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    align = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    lines = []
-    for row in table:
-        cells = [pad(cell, n) for pad, cell, n in zip(align, row, widths, strict=True)]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return lines
 
 
 def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from textwrap import indent
 from typing import Literal
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.model.filters import aligned, why_left_out
+from fp8_dist.model.filters import why_left_out
+from fp8_dist.text import aligned
 
 # Names of the number of experts per token in transformers' configs, where ``top_k`` is an option of
 # sampling.
@@ -34,12 +36,10 @@ class WeightSummary:
         converted: whether the layer computes in float8.
         reason: the reason why the layer does not compute in float8; empty if it does.
         parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
-        flops: the FLOPs of the product with the weight in the forward, per token, 2 per
-            multiplication. For experts, the FLOPs of those that a token visits, or of all if their
-            number is not known; 0 for a 2-D parameter that may be a table. ``reason`` states these
-            cases.
-        kind: the kind of module that has the weight: an nn.Linear, transformers' Conv1D, experts,
-            or another module.
+        flops: the FLOPs of the product in the forward, per token, 2 per multiplication. For
+            experts, of those that a token visits, or of all if their number is not known; 0 for a
+            2-D parameter that may be a table.
+        kind: the kind of module that has the weight.
         visited: the number of experts that a token visits; None if it is not known.
     """
 
@@ -109,7 +109,7 @@ class ConversionSummary:
         if rest:
             share = f"{rest / self.parameters:.1%}"
             table.append(("(embeddings, norms, biases, ...)", "", "", share, "", ""))
-        return "\n".join([*lines, *aligned(table, right=(3, 4))])
+        return "\n".join([*lines, indent(aligned(table, right=(3, 4)), "  ")])
 
 
 def conversion_summary(model: nn.Module) -> ConversionSummary:
@@ -153,18 +153,10 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
         if isinstance(module, nn.Linear):
             # A parametrized weight consists of several parameters.
             weights = [p for p in module.parameters() if not is_lazy(p) and p.ndim > 1]
-            shape, converted = (
-                (module.out_features, module.in_features),
-                isinstance(module, Float8Linear),
-            )
-            yield WeightSummary(
-                name or "(the module itself)",
-                shape,
-                converted,
-                "" if converted else why_left_out(module),
-                _count(weights, counted),
-                2 * math.prod(shape),
-            )
+            shape = module.out_features, module.in_features
+            reason = "" if isinstance(module, Float8Linear) else why_left_out(module)
+            name, flops = name or "(the module itself)", 2 * math.prod(shape)
+            yield WeightSummary(name, shape, not reason, reason, _count(weights, counted), flops)
         elif module not in inside:
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] > 1):
@@ -176,24 +168,24 @@ def _of_parameter(
 ) -> WeightSummary:
     """Return the row of a parameter whose owner is not an nn.Linear."""
     module, shape = modules[owner], tuple(parameter.shape)
-    name = f"{owner}.{own}" if owner else own
-    flops = 2 * parameter.numel()
     reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
+    row = WeightSummary(
+        f"{owner}.{own}".strip("."), shape, False, reason, size, 2 * parameter.numel(), "other"
+    )
     if _is_conv1d(module):
-        name = owner or "(the module itself)"
-        return WeightSummary(name, shape, False, reason, size, flops, "Conv1D")
+        return replace(row, name=owner or "(the module itself)", kind="Conv1D")
     if isinstance(module, _PRODUCTS):
-        return WeightSummary(name, shape, False, reason, size, flops, "other")
+        return row
     if parameter.ndim == 3:
-        called = re.search("expert|moe", f"{name} {type(module).__name__}", re.IGNORECASE)
+        called = re.search("expert|moe", f"{row.name} {type(module).__name__}", re.IGNORECASE)
         visited = _experts_per_token(owner, modules, shape[0], bool(called))
         if visited or called:
-            flops = flops // shape[0] * (visited or shape[0])
+            flops = row.flops // shape[0] * (visited or shape[0])
             found = f"{visited} per token" if visited else "FLOPs of all"
             reason = f"no nn.Linear, but a 3-D parameter of {shape[0]} experts ({found})"
-            return WeightSummary(name, shape, False, reason, size, flops, "experts", visited)
+            return replace(row, flops=flops, reason=reason, kind="experts", visited=visited)
     reason += " (may be a table or a matrix; not counted in FLOPs)"
-    return WeightSummary(name, shape, False, reason, size, 0, "other")
+    return replace(row, flops=0, reason=reason)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -216,12 +208,8 @@ def _experts_per_token(
     ]
     if called:
         places.append((getattr(modules[""], "config", None), _EXPERTS_IN_CONFIG))
-    for place, attributes in places:
-        for attribute in attributes:
-            found = getattr(place, attribute, None)
-            if isinstance(found, int) and 0 < found <= experts:
-                return found
-    return None
+    found = (getattr(place, name, None) for place, names in places for name in names)
+    return next((n for n in found if isinstance(n, int) and 0 < n <= experts), None)
 
 
 def _count(parameters: Iterable[torch.Tensor], counted: set[int]) -> int:

@@ -31,14 +31,13 @@ class Float8State:
 
     The state is small (one entry per operand of a layer), and empty for recipes without histories.
     With the error feedback of ``set_gradient_transport``, it also contains each rank's errors, with
-    1 byte per element of the unsharded gradients. Their keys contain the rank, its position among
-    the ranks that shard, and the shape, so a checkpoint from another mesh has none of them. Load
-    the state after the call of ``set_gradient_transport``.
+    1 byte per element of the unsharded gradients. A checkpoint from another mesh has none of them.
+    Load the state after the call of ``set_gradient_transport``.
 
-    DCP requires that a checkpoint contains every key that is requested. If a checkpoint may lack
-    keys (a bf16 checkpoint, or one of another recipe or mesh), load this object in a call of its
-    own, with ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Entries that the checkpoint
-    lacks stay as they are; in a new model they are empty.
+    DCP requires that a checkpoint contains every key that is requested. If it may lack keys (a bf16
+    checkpoint, or one of another recipe or mesh), load this object in a call of its own, with
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Entries that the checkpoint lacks stay
+    as they are; in a new model they are empty.
 
     Histories are the same on all ranks of a layer's mesh, and DCP saves them once. If weights are
     plain tensors, as in DDP, each data-parallel rank has its own histories; after loading, all
@@ -62,23 +61,14 @@ class Float8State:
         The errors are the tensors in use, not copies, and the next step changes them. Clone them to
         keep them in memory.
         """
-        layers = self._layers()
-        histories = [h for layer in layers.values() for h in layer.histories.values()]
-        filled = [h.history for h in histories if h.history is not None]
-        lengths = [len(amaxes) for amaxes in filled]
-        if filled:  # one copy for all, because each copy from a GPU waits for the GPU
-            filled = (
-                torch.cat([amaxes.to(filled[0].device) for amaxes in filled]).cpu().split(lengths)
-            )
-        on_host = iter(filled)
         errors = gradient_errors(self.model)
         kept: dict[str, Any] = {_ERRORS: errors} if errors else {}
         return kept | {
             name: {
-                operand: [] if history.history is None else [a for a in next(on_host).tolist() if a]
-                for operand, history in layer.histories.items()
+                operand: [] if each.history is None else [a for a in each.history.tolist() if a]
+                for operand, each in layer.histories.items()
             }
-            for name, layer in layers.items()
+            for name, layer in self._layers().items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

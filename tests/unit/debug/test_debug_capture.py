@@ -18,7 +18,7 @@ from two_level import E4M3, TwoLevel
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import Capture, CapturedCast, CastStats, capture, float8_stats, load_capture
-from fp8_dist.debug import captured_cast as files
+from fp8_dist.debug import capturing as files
 
 
 def net(recipe: str = "tensorwise") -> nn.Module:

@@ -2,16 +2,14 @@
 
 The batch runs once in high precision and once in each recipe. The layers stay in the model, and
 only their forwards are replaced. Hooks, wrappers and FSDP2, which swaps a layer's parameters, work
-as before. During the run in high precision, each layer has a *twin* for each recipe: a
-``Float8Linear`` that computes on the same operands. An observer of the twins' GEMMs measures the
-errors of each layer alone.
+as before. In a recipe's run, an observer of the GEMMs measures the errors of each layer alone.
 """
 
 import copy
 import dataclasses
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
@@ -27,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
-from fp8_dist.debug.comparison import HIGH_PRECISION, LayerSqnr, ParameterSqnr, RecipeComparison
 from fp8_dist.debug.measures import gemm_results
 from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.module import Float8Linear
@@ -36,6 +33,7 @@ from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.names import without_wrappers
 from fp8_dist.recipe import Gemm
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.text import aligned
 from fp8_dist.torch_internals import (
     has_hooks_after_accumulation,
     in_backward,
@@ -50,8 +48,159 @@ LayerFilter = Callable[[nn.Module, str], bool]
 # The recipe, the layer or parameter, and the kind of result.
 _Key = tuple[str, str, str]
 
-_GEMMS: tuple[Gemm, ...] = get_args(Gemm)
+HIGH_PRECISION = "high precision"
 _PART = 2**22  # elements that are compared at once, in fp64
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSqnr:
+    """SQNR in dB of a layer's results in one recipe, relative to the results in high precision.
+
+    SQNR is ``10 log10(sum x^2 / sum (found - x)^2)``. It is infinite where nothing differs, NaN
+    where values are not finite, and None if the model does not compute the result, such as the
+    gradient of a frozen weight or of an input that requires none.
+
+    Attributes:
+        recipe: the name of the recipe.
+        fqn: the layer.
+        output, grad_input, grad_weight: the SQNR of the layer's own GEMMs, relative to the products
+            of the same operands in high precision. The operands are those of the recipe's run.
+        model_output, model_grad_input, model_grad_weight: the SQNR of the layer's results, relative
+            to the run in high precision. It includes the errors of other layers. It is also NaN
+            where the shape differs, for instance because tokens are routed to other experts.
+    """
+
+    recipe: str
+    fqn: str
+    output: float | None
+    grad_input: float | None
+    grad_weight: float | None
+    model_output: float | None
+    model_grad_input: float | None
+    model_grad_weight: float | None
+
+    @property
+    def worst(self) -> tuple[float, Gemm]:
+        """The lowest SQNR of ``output``, ``grad_input`` and ``grad_weight``, and its GEMM.
+
+        NaN counts as the lowest.
+        """
+        results = ((getattr(self, gemm), gemm) for gemm in get_args(Gemm))
+        found = [(value, gemm) for value, gemm in results if value is not None]
+        return min(found, key=lambda each: _rank(each[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSqnr:
+    """SQNR of the gradient of a parameter, relative to the gradient in high precision.
+
+    Attributes:
+        recipe: the name of the recipe, which all compared layers use.
+        name: the name of the parameter, which may be in any module of the model.
+        sqnr: the SQNR in dB, as in :class:`LayerSqnr`.
+    """
+
+    recipe: str
+    name: str
+    sqnr: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class RecipeComparison:
+    """The result of :func:`compare_recipes`.
+
+    Attributes:
+        layers: a :class:`LayerSqnr` for each recipe and each layer that ran, in the model's order.
+        parameters: a :class:`ParameterSqnr` for each recipe and each parameter with a gradient.
+        gradients: the SQNR in dB of the gradients of all parameters together, by recipe.
+        losses: the loss of this rank's batch, by recipe and for ``"high precision"``.
+        not_called: the layers that the batch did not reach, such as experts without tokens.
+    """
+
+    layers: Sequence[LayerSqnr]
+    parameters: Sequence[ParameterSqnr]
+    gradients: Mapping[str, float]
+    losses: Mapping[str, float]
+    not_called: Sequence[str]
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """The names of the recipes, in order."""
+        return tuple(self.gradients)
+
+    def worst(self, n: int, recipe: str | None = None) -> list[str]:
+        """Return the names of the ``n`` layers with the lowest own SQNR, the lowest first.
+
+        Args:
+            n: the number of layers.
+            recipe: the recipe whose SQNR counts. It may be omitted if only one was compared.
+        """
+        return [row.fqn for row in self._from_worst(recipe)[:n]]
+
+    def layers_below(self, decibels: float, recipe: str | None = None) -> list[str]:
+        """Return the names of the layers whose own SQNR is below a limit, the lowest first.
+
+        Layers whose SQNR is NaN are included. Pass the names to :func:`fp8_dist.auto_filter` as
+        ``exclude``.
+
+        Args:
+            decibels: the limit in dB.
+            recipe: as in :meth:`worst`.
+        """
+        rows = self._from_worst(recipe)
+        return [row.fqn for row in rows if not row.worst[0] >= decibels]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return all rows as plain Python values, with ``kind`` ``"layer"`` or ``"parameter"``."""
+        return [
+            *({"kind": "layer"} | dataclasses.asdict(row) for row in self.layers),
+            *({"kind": "parameter"} | dataclasses.asdict(row) for row in self.parameters),
+        ]
+
+    def table(self, n: int | None = None) -> str:
+        """Return a table of layers by recipes as text, with the worst layer first.
+
+        A cell has the lowest SQNR of the layer's own GEMMs in dB, and that GEMM. The last lines
+        describe the whole model, with all compared layers in float8.
+
+        Args:
+            n: the largest number of layers in the table; None: all layers.
+        """
+        by_layer: dict[str, dict[str, LayerSqnr]] = {}
+        for row in sorted(self.layers, key=lambda row: _rank(row.worst[0])):
+            by_layer.setdefault(row.fqn, {})[row.recipe] = row
+        lines = [["layer", *self.recipes]]
+        for fqn, rows in [*by_layer.items()][:n]:
+            cells = (rows[recipe].worst for recipe in self.recipes)
+            lines.append([fqn, *(f"{value:.2f} {gemm}" for value, gemm in cells)])
+        if more := len(by_layer) + 1 - len(lines):
+            lines.append([f"({more} more)", *("" for _ in self.recipes)])
+        whole = [f"{self.gradients[recipe]:.2f}" for recipe in self.recipes]
+        lines.append(["the model's gradient", *whole])
+        losses = [f"{self.losses[recipe]:.6g}" for recipe in self.recipes]
+        lines.append([f"loss ({self.losses[HIGH_PRECISION]:.6g} in high precision)", *losses])
+        if self.not_called:
+            lines.append([f"not called: {', '.join(self.not_called)}"])
+        return aligned(lines)
+
+    def __repr__(self) -> str:
+        layers = len({row.fqn for row in self.layers})
+        return f"RecipeComparison({layers} layers, recipes {', '.join(self.recipes)})"
+
+    def _from_worst(self, recipe: str | None) -> list[LayerSqnr]:
+        if recipe is None and len(self.recipes) == 1:
+            (recipe,) = self.recipes
+        if recipe not in self.recipes:
+            found = "several were compared" if recipe is None else f"{recipe!r} is not among them"
+            raise ValueError(
+                f"RecipeComparison: name the recipe, {found}: {', '.join(self.recipes)}"
+            )
+        rows = [row for row in self.layers if row.recipe == recipe]
+        return sorted(rows, key=lambda row: _rank(row.worst[0]))
+
+
+def _rank(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
 
 
 def compare_recipes(
@@ -71,22 +220,18 @@ def compare_recipes(
         low = comparison.layers_below(20, "tensorwise")
         convert_to_float8_training(model, module_filter_fn=lambda layer, fqn: fqn not in low)
 
-    Choose the layers to leave out by their own SQNR. It is measured with that layer alone in
-    float8, on the tensors of the run in high precision. With all layers in float8, the SQNR of a
-    layer's output also contains the errors of the layers before it. It falls with depth, and
-    leaving that layer out would not raise it. The rows have these numbers too (``model_output``,
-    ...).
+    Choose the layers to leave out by the SQNR of their own GEMMs (``output``, ...). The SQNR of a
+    layer's results (``model_output``, ...) also contains the errors of the layers before it. It
+    falls with depth, and leaving that layer out would not raise it.
 
     Parameters, gradients, buffers, amax histories and torch's generators are left unchanged, even
-    if the function raises an error. All runs use the same random numbers. The model runs without
-    ``torch.compile``. Activation checkpointing works. A model in training mode runs in training
-    mode. To use autocast, call the function inside an autocast block. Call it between two steps,
-    not while gradients are being accumulated without a reduction
-    (``set_requires_gradient_sync(False)``).
+    if the function raises an error. All runs use the same random numbers, and run without
+    ``torch.compile``, in the model's training or evaluation mode, under the caller's autocast.
+    Activation checkpointing works. Call the function between two steps, not while gradients are
+    being accumulated without a reduction (``set_requires_gradient_sync(False)``).
 
-    For each recipe, the model runs one forward and backward, and each compared layer computes once
-    more in float8. A GPU holds the tensors of one run at a time. The references are kept on the
-    CPU: the inputs, outputs and input gradients of the layers, and the gradients of all parameters.
+    A GPU holds the tensors of one run at a time. The references are kept on the CPU: the outputs
+    and input gradients of the layers, and the gradients of all parameters.
 
     Args:
         model: a model, converted or not. It is on one device, or under ``fully_shard`` without
@@ -94,10 +239,9 @@ def compare_recipes(
             on all ranks, each with its batch. A DDP model is compared without its wrapper.
         batch: a tensor, a tuple or list of arguments, or a dictionary of keyword arguments.
         loss: a function that maps the model's output to a scalar tensor. Default: the output's
-            ``loss`` if it has one (transformers' models have one if they are given labels);
-            otherwise the output itself if it is a scalar; otherwise the mean of the squares of the
-            first tensor in the output. The latter is only a stand-in: pass the training loss if
-            gradients matter.
+            ``loss`` if it has one, as transformers' models do for labels; otherwise the output if
+            it is a scalar; otherwise the mean of the squares of its first tensor, which is only a
+            stand-in: pass the training loss if gradients matter.
         recipes: names of recipes, or a dictionary of configs by name. Default: all recipes, with
             ``delayed`` only for a model with amax histories. Without histories, the scales of
             ``delayed`` are those of ``tensorwise``.
@@ -129,7 +273,10 @@ def compare_recipes(
             "(register_post_accumulate_grad_hook), which may update it: compare before such hooks "
             "are registered, or on a copy of the model"
         )
-    return _Runs(model, batch, loss or _default_loss, configs, layers).run()
+    runs = _Runs(model, layers)
+    for recipe, config in {HIGH_PRECISION: None, **configs}.items():
+        runs.step(recipe, config, batch, loss or _default_loss)
+    return runs.result(configs)
 
 
 def _layers_of(model: nn.Module, module_filter_fn: LayerFilter | None) -> dict[str, nn.Linear]:
@@ -190,12 +337,11 @@ def _configs_of(recipes: Recipes, layers: dict[str, nn.Linear]) -> dict[str, Flo
 
 def _default_loss(output: Any) -> Any:
     """Return the loss in an output, such as a transformers model's, or a stand-in."""
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, Mapping):
-        loss = output.get("loss")
+    is_dict = isinstance(output, Mapping)
+    loss = output.get("loss") if is_dict else getattr(output, "loss", None)
     if loss is not None:
         return loss
-    values = output.values() if isinstance(output, Mapping) else tree_leaves(output)
+    values = output.values() if is_dict else tree_leaves(output)
     tensors = [t for t in values if isinstance(t, torch.Tensor) and t.requires_grad]
     first = tensors[0] if tensors else output
     is_scalar = not isinstance(first, torch.Tensor) or first.numel() == 1
@@ -203,80 +349,74 @@ def _default_loss(output: Any) -> Any:
 
 
 class _Runs(Observer):
-    """The runs of a comparison, one after the other, so that one run's tensors exist at a time.
+    """The runs of a comparison, one after the other, so that one run's tensors exist at a time."""
 
-    This object observes the GEMMs of the twins during the run in high precision.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Callable[[Any], torch.Tensor],
-        configs: dict[str, Float8LinearConfig],
-        layers: dict[str, nn.Linear],
-    ) -> None:
-        self._model, self._batch, self._loss = model, batch, loss
-        self._configs, self._layers = configs, layers
-        # The results in high precision, by layer or parameter and by kind; and the number of them
-        # that each recipe's results have been compared with so far.
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Linear]) -> None:
+        self._model, self._layers = model, layers
+        self._fqns = {
+            name: without_wrappers(name) or getattr(layer, "fqn", type(layer).__name__)
+            for name, layer in layers.items()
+        }
+        self._recipe = HIGH_PRECISION  # the one that runs
+        # The names of layers, by the owners of their GEMMs in the run.
+        self._names: dict[Owner, str] = {}
+        # The results in high precision, by layer or parameter and by kind, and those of them that
+        # results of the run have not been compared with.
         self._references: defaultdict[tuple[str, str], list[torch.Tensor]] = defaultdict(list)
-        self._turns: Counter[_Key] = Counter()
+        self._expected: dict[tuple[str, str], Iterator[torch.Tensor]] = {}
         # The sums of squares of the references and of the errors, and the number of results.
         self._sums: defaultdict[_Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        self._losses: dict[str, float] = {}
-        # The twins of each layer in the run in high precision; and the recipe and layer of each.
-        self._twins: dict[str, list[Float8Linear]] = {}
-        self._twin_of: dict[Owner, tuple[str, str]] = {}
+        self.losses: dict[str, float] = {}
 
-    def run(self) -> RecipeComparison:
-        """Run in high precision first, then in each recipe, and return the comparison."""
-        for recipe, config in self._configs.items():
-            for name, layer in self._layers.items():
-                twin = _twin(name, layer, config)
-                self._twins.setdefault(name, []).append(twin)
-                self._twin_of[twin.float8_weight] = recipe, name
-        with gemms_observed_by(self):
-            self._step(HIGH_PRECISION, None)
-        self._twins.clear()  # they refer to weights of the model
-        self._twin_of.clear()
-        for recipe, config in self._configs.items():
-            self._step(recipe, config)
-        return self._result()
-
-    def _step(self, recipe: str, config: Float8LinearConfig | None) -> None:
+    def step(
+        self,
+        recipe: str,
+        config: Float8LinearConfig | None,
+        batch: Any,
+        loss_of: Callable[[Any], torch.Tensor],
+    ) -> None:
         """Run a forward and a backward, in high precision if ``config`` is None."""
-        batch = tree_map_only(torch.Tensor, _as_leaf, self._batch)
+        self._recipe = recipe
+        self._expected = {key: iter(results) for key, results in self._references.items()}
+        # Leaves, so that the caller's tensors get no gradients.
+        batch = tree_map_only(
+            torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), batch
+        )
         with (
-            _untouched(self._model),
-            torch.compiler.set_stance("force_eager"),
+            _untouched(self._model, self._layers.values()),
+            gemms_observed_by(self),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
+            self._names.clear()
             for name, layer in self._layers.items():
                 twin = None if config is None else _twin(name, layer, config)
-                layer.__dict__["forward"] = partial(self._forward, recipe, name, layer, twin)
-            loss = self._loss(_called(self._model, batch))
+                if twin is not None:
+                    self._names[twin.float8_weight] = name
+                layer.__dict__["forward"] = partial(self._forward, name, layer, twin)
+            if isinstance(batch, Mapping):
+                output = self._model(**batch)
+            else:
+                output = self._model(*batch if isinstance(batch, tuple | list) else (batch,))
+            loss = loss_of(output)
             if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+                found = f"a {type(loss).__name__}"
+                if isinstance(loss, torch.Tensor):
+                    needs = "" if loss.requires_grad else " without a gradient"
+                    found = f"a tensor of shape {list(loss.shape)}{needs}"
                 raise ValueError(
                     "compare_recipes: the loss must be a tensor with one element that depends on "
-                    f"the parameters, got {_shown(loss)}; give loss=, a function of the model's "
-                    "output"
+                    f"the parameters, got {found}; give loss=, a function of the model's output"
                 )
             loss.backward()
-            self._losses[recipe] = loss.item()
+            self.losses[recipe] = loss.item()
             _reshard(self._model)
             for name, parameter in self._model.named_parameters():
                 if parameter.grad is not None:
-                    self._see(recipe, name, "gradient", local_tensor(parameter.grad))
+                    self._see(name, "gradient", local_tensor(parameter.grad))
 
     def _forward(
-        self,
-        recipe: str,
-        name: str,
-        layer: nn.Linear,
-        twin: Float8Linear | None,
-        input: torch.Tensor,
+        self, name: str, layer: nn.Linear, twin: Float8Linear | None, input: torch.Tensor
     ) -> torch.Tensor:
         """Compute the forward of a layer in a run, and keep or compare its results."""
         weight: Any = layer.weight
@@ -287,45 +427,20 @@ class _Runs(Observer):
                 "supported: compare before the model is parallelized, or under fully_shard alone "
                 "with enable_fsdp_float8_all_gather=False"
             )
-        # The views add autograd nodes that no other code has hooks on. So the hooks below run
+        # The views add autograd nodes that no other code has hooks on. So the hook below runs
         # between other hooks, such as FSDP2's.
         x = input.view_as(input)
         if twin is None:
             output = F.linear(x, weight, layer.bias)
         else:
-            output = _run_twin(twin, x, weight, layer.bias)
-        repeats = in_backward()  # a recomputation by activation checkpointing
-        if not repeats:
-            self._see(recipe, name, "output", output)
+            twin.float8_weight.cache.drop()
+            twin.weight, twin.bias = weight, layer.bias  # FSDP2 swaps them
+            output = twin(x)
+        if not in_backward():  # else a recomputation by activation checkpointing
+            self._see(name, "output", output)
         if x.requires_grad:
-            x.register_hook(partial(self._see, recipe, name, "grad_input"))
-        if twin is None:
-            autocast = _autocast(x.device.type)
-            kept = x.detach().to("cpu", copy=True).requires_grad_(x.requires_grad)
-            if not repeats:
-                self._run_twins(name, layer, kept, autocast, None)
-            if output.requires_grad:
-                output.register_hook(partial(self._run_twins, name, layer, kept, autocast))
+            x.register_hook(partial(self._see, name, "grad_input"))
         return output.view_as(output)
-
-    def _run_twins(
-        self,
-        name: str,
-        layer: nn.Linear,
-        input: torch.Tensor,
-        autocast: Any,
-        grad: torch.Tensor | None,
-    ) -> None:
-        """Repeat a layer's forward in each recipe, or its backward if ``grad`` is given."""
-        for twin in self._twins[name]:
-            # No grad mode in the forward, because activation checkpointing counts saved tensors.
-            with torch.set_grad_enabled(grad is not None), autocast:
-                weight = nn.Parameter(layer.weight.detach(), layer.weight.requires_grad)
-                x = input.detach().to(weight.device).requires_grad_(input.requires_grad)
-                output = _run_twin(twin, x, weight, None)
-            inputs = [tensor for tensor in (x, weight) if tensor.requires_grad]
-            if grad is not None and inputs:
-                torch.autograd.grad(output, inputs, grad)
 
     def on_gemm(
         self,
@@ -335,25 +450,21 @@ class _Runs(Observer):
         right: torch.Tensor,
         result: torch.Tensor,
     ) -> None:
-        """Compare a twin's GEMM with the product in high precision."""
-        if owner not in self._twin_of:
+        """Compare a layer's GEMM with the product in high precision."""
+        if owner not in self._names:
             return  # a layer of the model that is not compared
-        recipe, name = self._twin_of[owner]
         exact, found = gemm_results(gemm, left, right, result) or (result, result)
         if not owner.config.gemm_enabled(gemm):
             exact = found  # the recipe computes this GEMM in high precision
-        self._add((recipe, name, gemm), exact.to(result.dtype), found)
+        self._add((self._recipe, self._names[owner], gemm), exact.to(result.dtype), found)
 
-    def _see(self, recipe: str, name: str, what: str, tensor: torch.Tensor) -> None:
+    def _see(self, name: str, what: str, tensor: torch.Tensor) -> None:
         """Keep a high-precision result, or compare a recipe's result of the same call with it."""
-        references = self._references[name, what]
-        if recipe == HIGH_PRECISION:
-            references.append(tensor.detach().to("cpu", copy=True))
-            return
-        turn = self._turns[recipe, name, what]
-        self._turns[recipe, name, what] += 1
-        expected = references[turn] if turn < len(references) else None
-        self._add((recipe, name, f"model_{what}"), expected, tensor.detach())
+        if self._recipe == HIGH_PRECISION:
+            self._references[name, what].append(tensor.detach().to("cpu", copy=True))
+        else:
+            expected = next(self._expected.get((name, what), iter(())), None)
+            self._add((self._recipe, name, f"model_{what}"), expected, tensor.detach())
 
     def _add(self, key: _Key, expected: torch.Tensor | None, found: torch.Tensor) -> None:
         """Add a result to the sums. Without a reference of the same shape, its SQNR will be NaN."""
@@ -369,11 +480,8 @@ class _Runs(Observer):
             sums[0] += signal
             sums[1] += noise
 
-    def _sums_over_ranks(self, keys: list[_Key]) -> dict[_Key, tuple[float, float, float]]:
-        """Sum (signal, noise, number of results) by key over the ranks that share parameters.
-
-        Collectives: an all-reduce of 24 bytes per key over the mesh of DTensor parameters.
-        """
+    def _sums_over_ranks(self, keys: list[_Key]) -> dict[_Key, list[float]]:
+        """Sum (signal, noise, number of results) by key over the ranks that share parameters."""
         sums = torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
         meshes = {p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)}
         if meshes:
@@ -381,40 +489,42 @@ class _Runs(Observer):
             sums = sums.to(mesh.device_type)
             for name in make_group([mesh]):
                 dist.all_reduce(sums, group=resolve_process_group(name))
-        return {key: (s, n, count) for key, (s, n, count) in zip(keys, sums.tolist(), strict=True)}
+        return dict(zip(keys, sums.tolist(), strict=True))
 
-    def _result(self) -> RecipeComparison:
+    def result(self, recipes: Iterable[str]) -> RecipeComparison:
+        """Return the comparison of the runs."""
         names = {id(p): name for name, p in self._model.named_parameters()}
-        results = (*_GEMMS, "model_output", "model_grad_input")
-        keys = [(r, f, what) for r in self._configs for f in self._layers for what in results]
-        keys += [(r, n, "model_gradient") for r in self._configs for n in names.values()]
+        results = (*get_args(Gemm), "model_output", "model_grad_input")
+        keys = [(r, f, what) for r in recipes for f in self._layers for what in results]
+        keys += [(r, n, "model_gradient") for r in recipes for n in names.values()]
         sums = self._sums_over_ranks(keys)
         found = {key: decibels(signal, noise) for key, (signal, noise, n) in sums.items() if n}
-        called = [f for f in self._layers if any((r, f, "output") in found for r in self._configs)]
+        called = {name for _, name, what in found if what == "output"}
         layers, parameters, whole = [], [], {}
-        for recipe in self._configs:
-            for name in called:
-                values = {what: found.get((recipe, name, what)) for what in results}
-                of_weight = recipe, names[id(self._layers[name].weight)], "model_gradient"
-                values["model_grad_weight"] = found.get(of_weight)
-                layers.append(LayerSqnr(recipe, _fqn(name, self._layers[name]), **values))
+        for recipe in recipes:
+            for name, layer in self._layers.items():
+                if name in called:
+                    values = {what: found.get((recipe, name, what)) for what in results}
+                    of_weight = recipe, names[id(layer.weight)], "model_gradient"
+                    values["model_grad_weight"] = found.get(of_weight)
+                    layers.append(LayerSqnr(recipe, self._fqns[name], **values))
             gradients = {name: (recipe, name, "model_gradient") for name in names.values()}
             for name, key in gradients.items():
                 if key in found:
                     parameters.append(ParameterSqnr(recipe, without_wrappers(name), found[key]))
             signals, noises, _ = zip(*(sums[key] for key in gradients.values()), strict=True)
             whole[recipe] = decibels(sum(signals), sum(noises))
-        not_called = [_fqn(f, layer) for f, layer in self._layers.items() if f not in called]
-        return RecipeComparison(layers, parameters, whole, self._losses, not_called)
+        not_called = [fqn for name, fqn in self._fqns.items() if name not in called]
+        return RecipeComparison(layers, parameters, whole, self.losses, not_called)
 
 
 def _twin(name: str, layer: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
     """Return a float8 layer of the same shape, with copies of the layer's amax histories."""
     # Pad, because a GPU's GEMM may refuse the sizes of a rank's parts. The twin gathers nothing in
     # float8.
-    changes: dict[str, Any] = {"enable_fsdp_float8_all_gather": "auto"}
-    changes |= {"pad_inner_dim": True, "cache_float8_shards": False}
-    config = dataclasses.replace(config, **changes)
+    config = dataclasses.replace(
+        config, enable_fsdp_float8_all_gather="auto", pad_inner_dim=True, cache_float8_shards=False
+    )
     twin = Float8Linear(layer.in_features, layer.out_features, device="meta", config=config)
     twin.fqn = name
     if isinstance(layer, Float8Linear):
@@ -423,50 +533,13 @@ def _twin(name: str, layer: nn.Linear, config: Float8LinearConfig) -> Float8Line
     return twin.train(layer.training)
 
 
-def _run_twin(
-    twin: Float8Linear, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Compute the output of a twin with the given parameters."""
-    twin.float8_weight.cache.drop()
-    twin.weight, twin.bias = weight, bias  # type: ignore[assignment]
-    return twin(x)
-
-
-def _autocast(device: str) -> Any:
-    """Return a context manager that applies the current autocast settings."""
-    enabled = torch.is_autocast_enabled(device)
-    return torch.autocast(device, dtype=torch.get_autocast_dtype(device), enabled=enabled)
-
-
-def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an argument of the model as a leaf, so that the caller's tensor gets no gradient."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _called(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def _shown(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
-    needs = "" if value.requires_grad else " without a gradient"
-    return f"a tensor of shape {list(value.shape)}{needs}"
-
-
-def _fqn(name: str, layer: nn.Linear) -> str:
-    return without_wrappers(name) or getattr(layer, "fqn", type(layer).__name__)
-
-
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _untouched(model: nn.Module, layers: Iterable[nn.Linear]) -> Iterator[None]:
     """Restore a model at the end of the block, also after an error.
 
     At the start of the block, no parameter has a gradient. After the block, gradients, buffers,
-    ``forward`` attributes of modules, and torch's generators are as before, and parameters that
-    FSDP2 has gathered are freed. The block must not write to parameters.
+    forwards of layers and torch's generators are as before, and parameters that FSDP2 has gathered
+    are freed. The block must not write to parameters.
     """
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     buffers = [
@@ -475,7 +548,6 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    forwards = {module: module.__dict__.get("forward") for module in model.modules()}
     devices = [d for d in {p.device for p in gradients} if d.type not in ("cpu", "meta")]
     with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
         try:
@@ -484,16 +556,14 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             _reshard(model)
+            for layer in layers:
+                layer.__dict__.pop("forward", None)
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
             with torch.no_grad():
                 for module, name, buffer, values in buffers:
                     buffer.copy_(values)
                     module._buffers[name] = buffer
-            for module, forward in forwards.items():
-                module.__dict__.pop("forward", None)
-                if forward is not None:
-                    module.__dict__["forward"] = forward
 
 
 def _reshard(model: nn.Module) -> None:
