@@ -39,15 +39,14 @@ from fp8_dist.kernels.quantization import (
     quantize,
     quantize_copies,
     quantize_each,
+    transposed_copy,
 )
 from fp8_dist.kernels.scale import Scaling, amax, amax_of_each, amaxes, scaling_from_amax
-from fp8_dist.kernels.transposing import TransposedTogether, transposed_copy
 
 __all__ = [
     "ALIGNMENT",
     "CustomOp",
     "Scaling",
-    "TransposedTogether",
     "amax",
     "amax_of_each",
     "amaxes",

@@ -25,9 +25,8 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies
+from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies, transposed_copy
 from fp8_dist.kernels.scale import scaling_from_amax
-from fp8_dist.kernels.transposing import transposed_copy
 
 NAN_EXPONENT = 255
 _BIAS = 127

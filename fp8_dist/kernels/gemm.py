@@ -17,7 +17,7 @@ from fp8_dist.device import device_has_float8_gemm
 from fp8_dist.dtypes import e4m3
 from fp8_dist.env import strict_alignment
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.transposing import transposed_copy
+from fp8_dist.kernels.quantization import transposed_copy
 from fp8_dist.torch_internals import native_scaled_mm
 from fp8_dist.warn import warn_once
 
@@ -63,13 +63,11 @@ def scaled_mm_with(
     use_fast_accum: bool,
     pad_inner_dim: bool,
     emulate: bool,
-    transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor:
-    """Implement :func:`scaled_mm` with the given emulation and transposition.
+    """Implement :func:`scaled_mm` with the given emulation.
 
     Args:
         emulated: computes the product in a wider type from the arguments ``a`` to ``out_dtype``.
-        transpose: makes the transposed copies that the device's GEMM needs.
     """
     per_element = _check_scales(a, b, scale_a, scale_b)
     (rows, inner), columns = a.shape, b.shape[1]
@@ -85,7 +83,7 @@ def scaled_mm_with(
         if scale_b.ndim and b.shape[1] > columns:
             scale_b = pad(scale_b, (0, b.shape[1] - columns))
     if not emulate and device_has_float8_gemm(a.device):
-        out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum, transpose)
+        out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
         # Autocast would narrow the wider type. If it is off, disabling it again would cost time.
         autocast = torch.is_autocast_enabled(a.device.type)
@@ -170,7 +168,6 @@ def _native(
     scale_b: Tensor,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
-    transpose: Callable[[Tensor], Tensor],
 ) -> Tensor:
     if a.dtype is b.dtype is torch.float8_e5m2 and torch.version.hip is None:
         raise ValueError(
@@ -178,9 +175,9 @@ def _native(
             f"multiplies none but {e4m3()} by any; set another target_dtype, or emulate=True"
         )
     # cuBLASLt multiplies a row-major by a column-major matrix.
-    a = row_major(a, transpose)
+    a = row_major(a)
     if b.stride() != (1, b.shape[0]):
-        b = row_major(b.t(), transpose).t()
+        b = row_major(b.t()).t()
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)
@@ -202,11 +199,11 @@ def _native(
     return apply_scales(run(one, one, out_dtype=torch.float32), scale_a, scale_b).to(out_dtype)
 
 
-def row_major(x: Tensor, transpose: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``x`` with contiguous rows, copied by ``transpose`` if its columns are contiguous."""
+def row_major(x: Tensor) -> Tensor:
+    """Return ``x`` with contiguous rows."""
     if x.is_contiguous():
         return x
-    return transpose(x.t()) if x.t().is_contiguous() else x.contiguous()
+    return transposed_copy(x.t()) if x.t().is_contiguous() else x.contiguous()
 
 
 def _has_slow_rowwise_gemm() -> bool:

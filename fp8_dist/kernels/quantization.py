@@ -16,7 +16,6 @@ import torch
 
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.scale import amax, count_of_each, scaling_from_amax
-from fp8_dist.kernels.transposing import transposed_copy
 
 Tensors = list[torch.Tensor]
 
@@ -112,6 +111,12 @@ def quantize_copies(
     made = {i: quantize(x, multipliers[i], dtype, fits=fits) for i in dict.fromkeys(of)}
     copies = zip(of, transposed, strict=True)
     return [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies]
+
+
+@custom_op("transposed_copy(Tensor x) -> Tensor", fake=lambda x: x.new_empty(x.shape[::-1]))
+def transposed_copy(x: torch.Tensor) -> torch.Tensor:
+    """Copy a contiguous matrix ``[M, K]`` to its contiguous transpose ``[K, M]``."""
+    return x.t().contiguous()
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from fp8_dist import kernels
 from fp8_dist.kernels import CustomOp, block_gemm, cuda, encoding
 from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.folding import fold_gradient
-from fp8_dist.kernels.transposing import transposed_copies
 
 assert cuda.HAS_TRITON
 
@@ -98,7 +97,7 @@ def call_all() -> None:
     codes, each = codes.view(2, 128, 512), each.view(2, 128, 4)
     run(encoding.sum_of_float8, codes, each, x[:128], 1)
     run(encoding.sum_of_rows, x.view(2, 128, 512), x[:128].float(), 1)
-    run(transposed_copies, data, [data] * 6)
+    run(kernels.transposed_copy, data)
 
 
 def main(architecture: str) -> None:

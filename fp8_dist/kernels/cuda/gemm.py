@@ -3,12 +3,11 @@
 * Hopper multiplies blocks of 1 x 128 by blocks of 128 x 128 or of 1 x 128, with fp32 scales.
 * Blackwell multiplies blocks of 1 x 32 (MX), with e8m0 scales in tiles of 128 x 4.
 
-The layouts follow the checks of torch's ``scaled_mm``. In eager code, the transposed copies that
-several GEMMs need may be made together (:func:`fp8_dist.kernels.transposing.transposed`).
+The layouts follow the checks of torch's ``scaled_mm``.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
 from fp8_dist.kernels.block_gemm import block_scaled_mm, gemm_scales, tiled_exponents
-from fp8_dist.kernels.gemm import emulated_mm, row_major, scaled_mm, scaled_mm_with
-from fp8_dist.kernels.transposing import transposed, transposed_copy
+from fp8_dist.kernels.gemm import row_major
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
 _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
@@ -44,21 +42,17 @@ def block_mm(
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
-    transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor | None:
     """Run the device's GEMM with block scales, or return None if it has none for the operands.
 
-    Args:
-        a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype: as in
-            :func:`fp8_dist.kernels.block_scaled_mm`.
-        transpose: makes the transposed copies that the GEMM needs.
+    The arguments are those of :func:`fp8_dist.kernels.block_scaled_mm`.
     """
     kind = device_kind(a.device)
     if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
         return None
     rows, columns = a.shape[0], b.shape[1]
-    a = row_major(_in_whole_blocks(a, blocks_a), transpose)
-    b = row_major(_in_whole_blocks(b, blocks_b).t(), transpose).t()
+    a = row_major(_in_whole_blocks(a, blocks_a))
+    b = row_major(_in_whole_blocks(b, blocks_b).t()).t()
     scales = _hopper_scales if kind == "hopper" else _blackwell_scales
     options = scales(exponents_a, exponents_b, blocks_b)
     product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **options)
@@ -159,19 +153,10 @@ def _block_scaled_mm(
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
     emulate: bool,
-    *,
-    transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor:
     operands = (a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype)
-    product = None if emulate else block_mm(*operands, transpose)
+    product = None if emulate else block_mm(*operands)
     return block_scaled_mm.portable(*operands, emulate) if product is None else product
 
 
-scaled_mm.register(
-    "cuda",
-    scaled_mm.portable,
-    direct=partial(scaled_mm_with, emulated_mm, transpose=transposed),
-)
-block_scaled_mm.register(
-    "cuda", _block_scaled_mm, direct=partial(_block_scaled_mm, transpose=transposed)
-)
+block_scaled_mm.register("cuda", _block_scaled_mm)

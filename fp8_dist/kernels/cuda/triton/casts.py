@@ -45,6 +45,7 @@ from fp8_dist.kernels.quantization import (
     quantize,
     quantize_copies,
     quantize_each,
+    transposed_copy,
 )
 from fp8_dist.kernels.scale import Scaling, scaling_from_amax
 
@@ -284,6 +285,24 @@ def _cast_many(
             store_tile(out + start, to_float8(v, BIAS, SOFT), i, j, M, K)
 
 
+@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
+@triton.jit
+def _transpose(
+    x: tl.tensor,
+    out: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of [BM, BN]. Moves 2 bytes per element.
+    i = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    mask = (i[:, None] < M) & (j[None, :] < K)
+    data = tl.load(x + i[:, None] * K + j[None, :], mask=mask, other=0)
+    store_tile(out, tl.trans(data), j, i, K, M)
+
+
 @fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
@@ -498,4 +517,12 @@ def _quantize_each(
         SPLITS=splits,
         **float8_constants(dtype, device),
     )
+    return out
+
+
+@fused(transposed_copy, lambda x: x.is_contiguous())
+def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
+    """Transpose a matrix in one launch; 2 bytes per element."""
+    (M, K), out = x.shape, x.new_empty(x.shape[::-1])
+    _transpose(tiles(M, K), (size_class(M, K),), x.device, as_bytes(x), as_bytes(out), M, K)
     return out
