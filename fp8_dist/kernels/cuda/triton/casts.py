@@ -22,7 +22,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     size_class,
     tiles,
     tuned,
-    zero,
 )
 from fp8_dist.kernels.cuda.triton.rounding import (
     indices,
@@ -473,7 +472,7 @@ def _cast_by_rows(
     return [*numbers, *layouts.copies(transposed)]
 
 
-@fused(cast_and_record, lambda x, *_, **__: _takes(x), zeros=True)
+@fused(cast_and_record, lambda x, *_, **__: _takes(x))
 def _cast_and_record(
     x: torch.Tensor,
     multiplier: torch.Tensor,
@@ -482,8 +481,8 @@ def _cast_and_record(
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Cast and record in two launches; 3 bytes per bf16 element, 4 for both layouts."""
-    amax = zero(x.device)
+    """Cast and record in three launches; 3 bytes per bf16 element, 4 for both layouts."""
+    amax = torch.zeros((), dtype=torch.float32, device=x.device)
     layouts = _cast_by(x, multiplier, dtype, transposed, saturate=True, amax=amax)
     poisoned, largest = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
     arguments = amax, scale, recorded, poisoned, largest.view(torch.int32)

@@ -1,6 +1,5 @@
-"""Registration and launch of Triton kernels: block sizes, float8 formats, arguments, zeros."""
+"""Registration and launch of Triton kernels: block sizes, float8 formats, arguments."""
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -36,14 +35,13 @@ Blocks = dict[str, int]
 
 
 def fused(
-    op: CustomOp[P, R], takes: Callable[..., bool] | None = None, *, zeros: bool = False
+    op: CustomOp[P, R], takes: Callable[..., bool] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function as the implementation of an operator on CUDA devices.
 
     Args:
         takes: returns whether the kernels support the operator's arguments. If they don't, the
             portable implementation runs.
-        zeros: the implementation calls :func:`zero`.
     """
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
@@ -53,7 +51,7 @@ def fused(
                 return run(*args, **kwargs)
             return op.portable(*args, **kwargs)
 
-        op.register("cuda", implementation, direct=pooled(implementation) if zeros else None)
+        op.register("cuda", implementation)
         return implementation
 
     return register
@@ -181,49 +179,3 @@ class Layouts:
     def copies(self, transposed: Sequence[bool]) -> list[torch.Tensor]:
         """Return the copies in the given layouts."""
         return [t for turned in transposed if (t := self._copies[turned]) is not None]
-
-
-class _Zeros(threading.local):
-    """Unused zeros of a thread, by device and stream."""
-
-    def __init__(self) -> None:
-        self.left: dict[Hashable, list[torch.Tensor]] = {}
-        self.pooled = False
-
-
-_zeros = _Zeros()
-
-
-def zero(device: torch.device) -> torch.Tensor:
-    """Return a new 0-dim fp32 zero to reduce into, aligned to 16 bytes, for the current stream.
-
-    On the default stream, and on any stream within :func:`pooled` functions, one launch fills 256
-    zeros. Elsewhere, and while a CUDA graph is captured, each zero is allocated separately. This is
-    because Inductor warms up and captures its CUDA graphs on another stream, in memory that must
-    hold nothing else.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros((), dtype=torch.float32, device=device)
-    stream = torch.cuda.current_stream(device)
-    if not _zeros.pooled and stream != torch.cuda.default_stream(device):
-        return torch.zeros((), dtype=torch.float32, device=device)
-    left = _zeros.left.setdefault((device, stream.stream_id), [])
-    if not left:
-        with torch.inference_mode(False):
-            # 16 bytes apart, because graphs assume that their inputs are aligned.
-            left += torch.zeros(256, 4, dtype=torch.float32, device=device)[:, 0].unbind()
-    return left.pop()
-
-
-def pooled(run: Callable[P, R]) -> Callable[P, R]:
-    """Let a function for eager code, outside of CUDA graphs, use the pool on every stream."""
-
-    @wraps(run)
-    def with_pool(*args: P.args, **kwargs: P.kwargs) -> R:
-        before, _zeros.pooled = _zeros.pooled, True
-        try:
-            return run(*args, **kwargs)
-        finally:
-            _zeros.pooled = before
-
-    return with_pool
