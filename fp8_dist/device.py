@@ -18,7 +18,7 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     """Whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
 
     These are NVIDIA GPUs from compute capability 8.9 (Ada, Hopper), and AMD's gfx94x, gfx95x and
-    gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu.gemm`.
+    gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu`.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False

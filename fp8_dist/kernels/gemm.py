@@ -2,7 +2,7 @@
 
 Devices with float8 matrix cores run ``torch._scaled_mm``. Elsewhere, and with ``emulate=True``,
 the product is computed in a wider type: in fp32 here, and on CPUs by
-:mod:`fp8_dist.kernels.cpu.gemm`.
+:mod:`fp8_dist.kernels.cpu`.
 """
 
 from collections.abc import Callable
@@ -115,10 +115,6 @@ def scaled_mm(
     emulate: bool,
 ) -> Tensor:
     """Compute ``(a * scale_a) @ (b * scale_b)`` for local float8 data.
-
-    An implementation may cache data derived from ``a`` for the next GEMM that reads it. So ``a``
-    must not be overwritten in ways that autograd does not notice, such as ``out=`` of a collective.
-    :func:`fp8_dist.tensor.scaled_mm` does not cache.
 
     Args:
         a: ``[M, K]``, any strides, a float8 dtype.

@@ -13,7 +13,7 @@ covers then dequantizes to NaN (``0 * inf``), so a NaN on one rank becomes visib
 The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. All
 portable code takes multipliers from :func:`scaling_from_amax`. Two fast paths repeat the formula:
 Triton kernels compute it in registers (``cuda/triton/rounding.py``), and on CPUs a single scale is
-computed as a Python number (``cpu/casts.py``).
+computed as a Python number (``cpu.py``).
 """
 
 import math
