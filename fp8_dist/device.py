@@ -27,6 +27,11 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def fuses_casts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a device that casts several copies, or many tensors, in one pass."""
+    return tensor.is_cuda
+
+
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which this thread queues work for a device; None on devices without streams."""
     if device.type in ("cpu", "meta"):

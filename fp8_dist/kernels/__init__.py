@@ -9,7 +9,6 @@ import torch
 
 # Importing cpu registers its implementations.
 from fp8_dist.kernels import cpu
-from fp8_dist.kernels.block_gemm import block_scaled_mm
 from fp8_dist.kernels.blocks import (
     block_exponents,
     block_exponents_of_each,
@@ -18,7 +17,6 @@ from fp8_dist.kernels.blocks import (
     expanded,
     exponents_of_groups,
     exponents_shape,
-    fuses_blocks,
     powers_of_2,
     quantize_block_copies,
     quantize_blocks,
@@ -28,14 +26,18 @@ from fp8_dist.kernels.blocks import (
     scaled_by,
 )
 from fp8_dist.kernels.custom_op import CustomOp, custom_op
-from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm, takes_transposed
+from fp8_dist.kernels.gemm import (
+    ALIGNMENT,
+    block_scaled_mm,
+    needs_alignment,
+    scaled_mm,
+    takes_transposed,
+)
 from fp8_dist.kernels.quantization import (
     cast_and_record,
     cast_copies,
     cast_rows,
     empty_copies,
-    fuses_many,
-    fuses_rows,
     quantize,
     quantize_copies,
     quantize_each,
@@ -64,9 +66,6 @@ __all__ = [
     "expanded",
     "exponents_of_groups",
     "exponents_shape",
-    "fuses_blocks",
-    "fuses_many",
-    "fuses_rows",
     "needs_alignment",
     "powers_of_2",
     "quantize",

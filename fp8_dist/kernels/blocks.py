@@ -294,11 +294,6 @@ def shapes_of_each(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> li
     return [exponents_shape(x.shape, of) for x, of in each]
 
 
-def fuses_blocks(x: torch.Tensor) -> bool:
-    """Return whether :func:`cast_blocks` reads the tensor only once on its device."""
-    return x.is_cuda
-
-
 def empty_reblocked(
     qdata: torch.Tensor,
     exponents: torch.Tensor,

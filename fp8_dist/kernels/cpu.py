@@ -38,14 +38,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_dist.kernels.block_gemm import block_scaled_mm, dequantize_blocks, dequantized_with
 from fp8_dist.kernels.blocks import (
     NAN_EXPONENT,
     cast_columns_of_blocks,
     quantize_blocks,
     reblock,
 )
-from fp8_dist.kernels.gemm import apply_scales, scaled_mm, scaled_mm_with
+from fp8_dist.kernels.gemm import (
+    apply_scales,
+    block_scaled_mm,
+    dequantize_blocks,
+    dequantized_with,
+    scaled_mm,
+    scaled_mm_with,
+)
 from fp8_dist.kernels.quantization import multiplied, quantize
 from fp8_dist.kernels.scale import EPS, Scaling, amax, scaling_from_amax
 

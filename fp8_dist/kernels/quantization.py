@@ -223,13 +223,3 @@ def cast_and_record(
     copies = quantize_copies(x, [multiplier + poison], dtype, of, transposed)
     largest = torch.maximum(value if recorded is None else recorded, value)
     return [value, scale + poison, largest, *copies]
-
-
-def fuses_rows(x: torch.Tensor) -> bool:
-    """Return whether :func:`cast_rows` is one pass over the tensor on its device."""
-    return x.is_cuda
-
-
-def fuses_many(x: torch.Tensor) -> bool:
-    """Return whether :func:`quantize_each` casts many tensors at once on this device."""
-    return x.is_cuda

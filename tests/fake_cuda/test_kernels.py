@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from fp8_dist.kernels import CustomOp, block_gemm, blocks, folding, quantization, scale
+from fp8_dist.kernels import CustomOp, blocks, folding, gemm, quantization, scale
 from fp8_dist.kernels.cuda import triton
 from fp8_dist.kernels.cuda.triton import launch
 from scripts.common.candidates import BF16, OURS, TORCHAO
@@ -111,7 +111,7 @@ def test_updates_of_many_weights(
 def count_portable_layer(name: str) -> Counts:
     """A step with a new weight where there is no Triton."""
     with ExitStack() as stack:
-        for room in (scale, quantization, blocks, block_gemm, folding):
+        for room in (scale, quantization, blocks, folding, gemm):
             for op in vars(room).values():
                 if isinstance(op, CustomOp) and is_fused(op):
                     stack.enter_context(patch.dict(op.implementations, clear=True))

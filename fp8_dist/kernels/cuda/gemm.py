@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
-from fp8_dist.kernels.block_gemm import block_scaled_mm, gemm_scales, tiled_exponents
-from fp8_dist.kernels.gemm import row_major
+from fp8_dist.kernels.gemm import block_scaled_mm, gemm_scales, row_major, tiled_exponents
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
 _ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors

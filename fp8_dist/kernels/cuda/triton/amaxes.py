@@ -12,16 +12,18 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
+    Table,
+    are_alike,
     blocks,
     fused,
     matrix,
     programs,
     size_class,
+    starts_of,
     tiles,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
-from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, covered_dims
 from fp8_dist.torch_internals import foreach_zero_

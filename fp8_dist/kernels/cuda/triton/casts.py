@@ -13,6 +13,8 @@ import triton.language as tl
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
     Layouts,
+    Table,
+    are_alike,
     as_bytes,
     blocks,
     float8_constants,
@@ -20,6 +22,7 @@ from fp8_dist.kernels.cuda.triton.launch import (
     matrix,
     programs,
     size_class,
+    starts_of,
     tiles,
     tuned,
 )
@@ -34,7 +37,6 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     store_tile,
     to_float8,
 )
-from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
 from fp8_dist.kernels.quantization import (
     Tensors,
     cast_and_record,
