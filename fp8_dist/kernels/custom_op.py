@@ -72,7 +72,8 @@ def custom_op(
 
     Args:
         schema: the operator's name and types, such as ``"NAME(Tensor x, ...) -> Tensor"``.
-        fake: see :meth:`CustomOp.register_fake`; it may be registered later.
+        fake: see :meth:`CustomOp.register_fake`; it may be registered later. Without it, tensors
+            without data go through ``portable``, which must then work for symbolic sizes.
     """
 
     def define(portable: Callable[P, R]) -> CustomOp[P, R]:

@@ -131,11 +131,7 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 @custom_op(
     "cast_copies(Tensor x, Tensor[] amaxes, ScalarType dtype, bool round_scales_to_power_of_2, "
-    "int[] of, bool[] transposed, *, bool saturate=False) -> Tensor[]",
-    fake=lambda x, amaxes, dtype, round_scales_to_power_of_2, of, transposed, saturate=False: [
-        *(torch.empty_like(each) for each in amaxes for _ in range(2)),
-        *empty_copies(x, dtype, transposed),
-    ],
+    "int[] of, bool[] transposed, *, bool saturate=False) -> Tensor[]"
 )
 def cast_copies(
     x: torch.Tensor,
@@ -161,18 +157,9 @@ def cast_copies(
     return [*(each for scaling in scalings for each in scaling), *copies]
 
 
-def empty_row_numbers(x: torch.Tensor) -> Tensors:
-    """Allocate the amaxes and the scales of a local tensor's rows, uninitialized."""
-    return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
-
-
 @custom_op(
     "cast_rows(Tensor x, ScalarType dtype, bool round_scales_to_power_of_2, bool[] transposed) "
-    "-> Tensor[]",
-    fake=lambda x, dtype, round_scales_to_power_of_2, transposed: [
-        *empty_row_numbers(x),
-        *empty_copies(x, dtype, transposed),
-    ],
+    "-> Tensor[]"
 )
 def cast_rows(
     x: torch.Tensor,
@@ -193,11 +180,7 @@ def cast_rows(
 
 @custom_op(
     "cast_and_record(Tensor x, Tensor multiplier, Tensor scale, ScalarType dtype, "
-    "bool[] transposed, Tensor? recorded) -> Tensor[]",
-    fake=lambda x, multiplier, scale, dtype, transposed, recorded: [
-        *(x.new_empty((), dtype=torch.float32) for _ in range(3)),
-        *empty_copies(x, dtype, transposed),
-    ],
+    "bool[] transposed, Tensor? recorded) -> Tensor[]"
 )
 def cast_and_record(
     x: torch.Tensor,

@@ -42,7 +42,6 @@ from fp8_dist.kernels.quantization import (
     cast_and_record,
     cast_copies,
     cast_rows,
-    empty_row_numbers,
     quantize,
     quantize_copies,
     quantize_each,
@@ -461,7 +460,8 @@ def _cast_by_rows(
     transposed: Sequence[bool],
 ) -> Tensors:
     """Cast by rows in one launch; 3 to 5 bytes per bf16 element, 1 more for both layouts."""
-    layouts, numbers, argument = Layouts(x, dtype, transposed), empty_row_numbers(x), matrix(x)
+    numbers = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
+    layouts, argument = Layouts(x, dtype, transposed), matrix(x)
     _, M, K, _, stride_k = argument
     _cast_rows(
         lambda chosen: (programs(M, chosen["BM"]),),
