@@ -15,10 +15,15 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
-from fp8_dist.kernels.gemm import block_scaled_mm, gemm_scales, row_major, tiled_exponents
+from fp8_dist.kernels.gemm import (
+    ALIGNMENT,
+    block_scaled_mm,
+    gemm_scales,
+    row_major,
+    tiled_exponents,
+)
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
-_ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
 
 
 @cache
@@ -52,9 +57,9 @@ def block_mm(
     rows, columns = a.shape[0], b.shape[1]
     a = row_major(_in_whole_blocks(a, blocks_a))
     b = row_major(_in_whole_blocks(b, blocks_b).t()).t()
-    scales = _hopper_scales if kind == "hopper" else _blackwell_scales
-    options = scales(exponents_a, exponents_b, blocks_b)
-    product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **options)
+    options = _hopper_options if kind == "hopper" else _blackwell_options
+    scaling = options(exponents_a, exponents_b, blocks_b)
+    product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **scaling)
     first = blocks_b[3]
     return product[:rows, first : first + columns].contiguous()
 
@@ -77,7 +82,7 @@ def _fits(
         and others_columns in (1, block)
         and first == others_first  # blocks of both begin at the same indices of the contracted dim
         and min(*a.shape, *b.shape) > 0
-        and not (a.shape[0] % _ALIGNED or b.shape[1] % _ALIGNED)
+        and not (a.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT)
     )
 
 
@@ -95,7 +100,7 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
     return pad(x.view(torch.uint8), missing).view(x.dtype)  # torch does not pad float8 data
 
 
-def _hopper_scales(
+def _hopper_options(
     exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> dict[str, Any]:
     """Return the options of Hopper's GEMM.
@@ -104,18 +109,15 @@ def _hopper_scales(
     column, and ``[L, N / 128]`` for square blocks, where L is ``K / 128`` rounded up to a multiple
     of 4. The first dim of all of them is contiguous in memory.
     """
+    rows = ScalingType.BlockWise1x128
     if blocks_b[1] == 1:
-        scales = gemm_scales(exponents_a, exponents_b.t())
-        return _options(
-            scales, ScalingType.BlockWise1x128, ScalingType.BlockWise1x128, SwizzleType.NO_SWIZZLE
-        )
-    scales = gemm_scales(exponents_a, exponents_b, 4)
-    return _options(
-        scales, ScalingType.BlockWise1x128, ScalingType.BlockWise128x128, SwizzleType.NO_SWIZZLE
-    )
+        scales, recipe_b = gemm_scales(exponents_a, exponents_b.t()), rows
+    else:
+        scales, recipe_b = gemm_scales(exponents_a, exponents_b, 4), ScalingType.BlockWise128x128
+    return _options(scales, rows, recipe_b, SwizzleType.NO_SWIZZLE)
 
 
-def _blackwell_scales(
+def _blackwell_options(
     exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> dict[str, Any]:
     """Return the options of Blackwell's GEMM.
@@ -125,19 +127,18 @@ def _blackwell_scales(
     """
     of_a, of_b = tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
     scales = of_a.view(torch.float8_e8m0fnu), of_b.view(torch.float8_e8m0fnu)
-    return _options(
-        scales, ScalingType.BlockWise1x32, ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    )
+    rows = ScalingType.BlockWise1x32
+    return _options(scales, rows, rows, SwizzleType.SWIZZLE_32_4_4)
 
 
 def _options(
-    scales: tuple[Tensor, Tensor], kind_a: Any, kind_b: Any, swizzle: Any
+    scales: tuple[Tensor, Tensor], recipe_a: Any, recipe_b: Any, swizzle: Any
 ) -> dict[str, Any]:
     return {
         "scale_a": scales[0],
-        "scale_recipe_a": kind_a,
+        "scale_recipe_a": recipe_a,
         "scale_b": scales[1],
-        "scale_recipe_b": kind_b,
+        "scale_recipe_b": recipe_b,
         "swizzle_a": swizzle,
         "swizzle_b": swizzle,
     }
