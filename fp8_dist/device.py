@@ -18,13 +18,18 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     """Whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
 
     These are NVIDIA GPUs from compute capability 8.9 (Ada, Hopper), and AMD's gfx94x, gfx95x and
-    gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu.gemm`.
+    gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu`.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     if torch.version.hip is not None:
         return rocm_arch().startswith(("gfx94", "gfx95", "gfx12"))
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fuses_casts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a device that casts several copies, or many tensors, in one pass."""
+    return tensor.is_cuda
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from fp8_dist.cast import placed
-from fp8_dist.device import is_captured
+from fp8_dist.device import fuses_casts, is_captured
 from fp8_dist.fsdp.checks import group_of
-from fp8_dist.kernels import fuses_many
 from fp8_dist.linear.streams import keep_for_current_stream, note_made
 from fp8_dist.linear.weight import Float8Weight, weights_of
 from fp8_dist.linear.weight_cache import ScaleState
@@ -80,7 +79,7 @@ def _lacks_cast(weight: Float8Weight) -> bool:
     ):
         return False
     shard = weight.shard()
-    return fuses_many(shard) and not is_captured(shard) and cache.is_fresh(weight.parameter())
+    return fuses_casts(shard) and not is_captured(shard) and cache.is_fresh(weight.parameter())
 
 
 def _parts(weights: list[Float8Weight]) -> Iterator[list[Float8Weight]]:

@@ -21,7 +21,6 @@ from copy import deepcopy
 from functools import lru_cache, partial
 from inspect import signature
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,9 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.fsdp.checks import check_layer, group_of
+from fp8_dist.fsdp.checks import check_layer
 from fp8_dist.fsdp.shard_casts import cast_together
-from fp8_dist.kernels import TransposedTogether, takes_transposed
 from fp8_dist.linear.weight import Float8Weight, weights_of
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
@@ -77,20 +75,13 @@ class _Metadata(NamedTuple):
     is_cut: bool
     size: torch.Size
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
-    refilled: Callable[[torch.Tensor], None]  # called with the gathered data
+    refilled: Callable[[], None]  # called when the data has been gathered
 
 
-# By parameter group, on devices whose GEMM takes transposed weights in the backward.
-_together: "WeakKeyDictionary[Any, TransposedTogether]" = WeakKeyDictionary()
-
-
-def _refilled(weight: Float8Weight, qdata: torch.Tensor) -> None:
+def _refilled(weight: Float8Weight) -> None:
     """Update the caches of a weight after FSDP2 has gathered it."""
     if not (in_backward() or torch.is_grad_enabled()):
         weight.cache.end_of_evaluation()
-    group = group_of(weight.module)
-    if group is not None and qdata.ndim == 2 and takes_transposed(qdata.device):
-        _together.setdefault(group, TransposedTogether()).refilled(id(weight), qdata)
 
 
 class _Writes:
@@ -315,13 +306,13 @@ class Float8AllGatherWeight(torch.Tensor):
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
-            refilled(unsharded.qdata)
+            refilled()
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
         # padded weight. It has another shape if a dim other than the first is sharded.
         qdata = data.view(scheme.dtype)
         qdata = qdata.as_strided(size, torch.empty(size, device="meta").stride())
-        refilled(qdata)
+        refilled()
         weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
         return Float8Tensor.of(weight, param_dtype), ()
 

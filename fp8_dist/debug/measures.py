@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8_dist.kernels.cpu.upcast import upcast
+from fp8_dist.kernels.cpu import upcast
 from fp8_dist.mesh import local_tensor
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, as_matrix

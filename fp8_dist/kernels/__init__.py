@@ -8,84 +8,48 @@ kernels in :mod:`fp8_dist.kernels.cuda`, and emulation in :mod:`fp8_dist.kernels
 import torch
 
 # Importing cpu registers its implementations.
-from fp8_dist.kernels import cpu
-from fp8_dist.kernels.block_gemm import block_scaled_mm
+from fp8_dist.kernels import cpu as cpu
 from fp8_dist.kernels.blocks import (
-    block_exponents,
-    block_exponents_of_each,
-    blocks_along,
-    cast_blocks,
-    expanded,
-    exponents_of_groups,
-    exponents_shape,
-    fuses_blocks,
-    powers_of_2,
-    quantize_block_copies,
-    quantize_blocks,
-    quantize_blocks_of_each,
-    reblock,
-    reblock_groups,
-    scaled_by,
+    block_exponents as block_exponents,
+    block_exponents_of_each as block_exponents_of_each,
+    blocks_along as blocks_along,
+    cast_blocks as cast_blocks,
+    expanded as expanded,
+    exponents_of_groups as exponents_of_groups,
+    exponents_shape as exponents_shape,
+    powers_of_2 as powers_of_2,
+    quantize_block_copies as quantize_block_copies,
+    quantize_blocks as quantize_blocks,
+    quantize_blocks_of_each as quantize_blocks_of_each,
+    reblock as reblock,
+    reblock_groups as reblock_groups,
+    scaled_by as scaled_by,
 )
-from fp8_dist.kernels.custom_op import CustomOp, custom_op
-from fp8_dist.kernels.gemm import ALIGNMENT, needs_alignment, scaled_mm, takes_transposed
+from fp8_dist.kernels.custom_op import CustomOp as CustomOp, custom_op as custom_op
+from fp8_dist.kernels.gemm import (
+    ALIGNMENT as ALIGNMENT,
+    block_scaled_mm as block_scaled_mm,
+    needs_alignment as needs_alignment,
+    scaled_mm as scaled_mm,
+    takes_transposed as takes_transposed,
+)
 from fp8_dist.kernels.quantization import (
-    cast_and_record,
-    cast_copies,
-    cast_rows,
-    empty_copies,
-    fuses_many,
-    fuses_rows,
-    quantize,
-    quantize_copies,
-    quantize_each,
+    cast_and_record as cast_and_record,
+    cast_copies as cast_copies,
+    cast_rows as cast_rows,
+    empty_copies as empty_copies,
+    quantize as quantize,
+    quantize_copies as quantize_copies,
+    quantize_each as quantize_each,
+    transposed_copy as transposed_copy,
 )
-from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, scaling_from_amax
-from fp8_dist.kernels.transposing import TransposedTogether, transposed_copy
-
-__all__ = [
-    "ALIGNMENT",
-    "CustomOp",
-    "TransposedTogether",
-    "amax",
-    "amax_of_each",
-    "amaxes",
-    "block_exponents",
-    "block_exponents_of_each",
-    "block_scaled_mm",
-    "blocks_along",
-    "cast_and_record",
-    "cast_blocks",
-    "cast_copies",
-    "cast_rows",
-    "cpu",
-    "custom_op",
-    "empty_copies",
-    "expanded",
-    "exponents_of_groups",
-    "exponents_shape",
-    "fuses_blocks",
-    "fuses_many",
-    "fuses_rows",
-    "needs_alignment",
-    "powers_of_2",
-    "quantize",
-    "quantize_block_copies",
-    "quantize_blocks",
-    "quantize_blocks_of_each",
-    "quantize_copies",
-    "quantize_each",
-    "reblock",
-    "reblock_groups",
-    "scaled_by",
-    "scaled_mm",
-    "scaling_from_amax",
-    "takes_transposed",
-    "transposed_copy",
-]
+from fp8_dist.kernels.scale import (
+    amax as amax,
+    amax_of_each as amax_of_each,
+    amaxes as amaxes,
+    scaling_from_amax as scaling_from_amax,
+)
 
 if torch.version.cuda is not None or torch.version.hip is not None:
     # Importing cuda registers its implementations too.
-    from fp8_dist.kernels import cuda
-
-    __all__ += ["cuda"]
+    from fp8_dist.kernels import cuda as cuda

@@ -25,9 +25,8 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies
+from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies, transposed_copy
 from fp8_dist.kernels.scale import scaling_from_amax
-from fp8_dist.kernels.transposing import transposed_copy
 
 NAN_EXPONENT = 255
 _BIAS = 127
@@ -182,11 +181,7 @@ def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> t
 
 @custom_op(
     "cast_blocks(Tensor x, ScalarType dtype, int[] blocks, str? rule, bool[] transposed) "
-    "-> Tensor[]",
-    fake=lambda x, dtype, blocks, rule, transposed: [
-        empty_exponents(x, blocks),
-        *empty_copies(x, dtype, transposed),
-    ],
+    "-> Tensor[]"
 )
 def cast_blocks(
     x: torch.Tensor,
@@ -293,11 +288,6 @@ def shapes_of_each(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> li
     """Return the shape of the exponents of each matrix."""
     each = zip(tensors, of_each(blocks), strict=True)
     return [exponents_shape(x.shape, of) for x, of in each]
-
-
-def fuses_blocks(x: torch.Tensor) -> bool:
-    """Return whether :func:`cast_blocks` reads the tensor only once on its device."""
-    return x.is_cuda
 
 
 def empty_reblocked(

@@ -28,8 +28,7 @@ class CustomOp(Generic[P, R]):
 
     Attributes:
         portable: the implementation for all devices.
-        implementations: the implementation for each device type, as run by calls that skip the
-            dispatcher.
+        implementations: the implementation for each device type.
         overload: the operator itself, as graphs and dispatch modes see it.
     """
 
@@ -53,18 +52,10 @@ class CustomOp(Generic[P, R]):
             return run(x.detach(), *args[1:], **kwargs)  # type: ignore[arg-type]
         return run(*args, **kwargs)
 
-    def register(
-        self, device_type: str, run: Callable[P, R], *, direct: Callable[P, R] | None = None
-    ) -> None:
-        """Register an implementation for one device type ("cpu", "cuda").
-
-        Args:
-            direct: the implementation for calls that skip the dispatcher, if it differs. It may
-                keep state between calls. ``run`` may not, because graphs call it: a graph reuses
-                the memory of its tensors without a new version or a new object.
-        """
+    def register(self, device_type: str, run: Callable[P, R]) -> None:
+        """Register an implementation for one device type ("cpu", "cuda")."""
         _LIB.impl(self._name, run, device_type.upper())
-        self.implementations[device_type] = direct or run
+        self.implementations[device_type] = run
 
     def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function as the implementation for tensors without data.
@@ -81,7 +72,8 @@ def custom_op(
 
     Args:
         schema: the operator's name and types, such as ``"NAME(Tensor x, ...) -> Tensor"``.
-        fake: see :meth:`CustomOp.register_fake`; it may be registered later.
+        fake: see :meth:`CustomOp.register_fake`; it may be registered later. Without it, tensors
+            without data go through ``portable``, which must then work for symbolic sizes.
     """
 
     def define(portable: Callable[P, R]) -> CustomOp[P, R]:

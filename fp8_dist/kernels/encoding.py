@@ -130,12 +130,7 @@ def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tenso
     return total
 
 
-@custom_op(
-    "join_bytes(Tensor first, Tensor[] others) -> Tensor",
-    fake=lambda first, others: first.new_empty(
-        *first.shape[:-1], sum(piece.shape[-1] for piece in (first, *others))
-    ),
-)
+@custom_op("join_bytes(Tensor first, Tensor[] others) -> Tensor")
 def join_bytes(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate uint8 tensors along the last dim.
 

@@ -6,9 +6,8 @@
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.quantization import empty_copies, quantize
+from fp8_dist.kernels.quantization import empty_copies, quantize, transposed_copy
 from fp8_dist.kernels.scale import amax, scaling_from_amax
-from fp8_dist.kernels.transposing import transposed_copy
 
 # The factor that is folded in is ``scale * UNIT``. It is about as large as the largest value of a
 # row, while the scale is 1/448 of that value. This keeps products of small gradients away from the

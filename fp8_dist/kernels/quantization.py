@@ -16,7 +16,6 @@ import torch
 
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.scale import amax, count_of_each, scaling_from_amax
-from fp8_dist.kernels.transposing import transposed_copy
 
 Tensors = list[torch.Tensor]
 
@@ -114,6 +113,12 @@ def quantize_copies(
     return [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies]
 
 
+@custom_op("transposed_copy(Tensor x) -> Tensor", fake=lambda x: x.new_empty(x.shape[::-1]))
+def transposed_copy(x: torch.Tensor) -> torch.Tensor:
+    """Copy a contiguous matrix ``[M, K]`` to its contiguous transpose ``[K, M]``."""
+    return x.t().contiguous()
+
+
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """Flatten ``[..., K]`` to ``[M, K]``, as a view if strides allow it.
 
@@ -126,11 +131,7 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 @custom_op(
     "cast_copies(Tensor x, Tensor[] amaxes, ScalarType dtype, bool round_scales_to_power_of_2, "
-    "int[] of, bool[] transposed, *, bool saturate=False) -> Tensor[]",
-    fake=lambda x, amaxes, dtype, round_scales_to_power_of_2, of, transposed, saturate=False: [
-        *(torch.empty_like(each) for each in amaxes for _ in range(2)),
-        *empty_copies(x, dtype, transposed),
-    ],
+    "int[] of, bool[] transposed, *, bool saturate=False) -> Tensor[]"
 )
 def cast_copies(
     x: torch.Tensor,
@@ -156,18 +157,9 @@ def cast_copies(
     return [*(each for scaling in scalings for each in scaling), *copies]
 
 
-def empty_row_numbers(x: torch.Tensor) -> Tensors:
-    """Allocate the amaxes and the scales of a local tensor's rows, uninitialized."""
-    return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
-
-
 @custom_op(
     "cast_rows(Tensor x, ScalarType dtype, bool round_scales_to_power_of_2, bool[] transposed) "
-    "-> Tensor[]",
-    fake=lambda x, dtype, round_scales_to_power_of_2, transposed: [
-        *empty_row_numbers(x),
-        *empty_copies(x, dtype, transposed),
-    ],
+    "-> Tensor[]"
 )
 def cast_rows(
     x: torch.Tensor,
@@ -188,11 +180,7 @@ def cast_rows(
 
 @custom_op(
     "cast_and_record(Tensor x, Tensor known, ScalarType dtype, bool round_scales_to_power_of_2, "
-    "bool[] transposed, Tensor? recorded) -> Tensor[]",
-    fake=lambda x, known, dtype, round_scales_to_power_of_2, transposed, recorded: [
-        *(x.new_empty((), dtype=torch.float32) for _ in range(4)),
-        *empty_copies(x, dtype, transposed),
-    ],
+    "bool[] transposed, Tensor? recorded) -> Tensor[]"
 )
 def cast_and_record(
     x: torch.Tensor,
@@ -219,13 +207,3 @@ def cast_and_record(
     _, scale, *copies = cast_copies(x, [known], dtype, power_of_2, of, transposed, saturate=True)
     largest = torch.maximum(value if recorded is None else recorded, value)
     return [value, known, scale, largest, *copies]
-
-
-def fuses_rows(x: torch.Tensor) -> bool:
-    """Return whether :func:`cast_rows` is one pass over the tensor on its device."""
-    return x.is_cuda
-
-
-def fuses_many(x: torch.Tensor) -> bool:
-    """Return whether :func:`quantize_each` casts many tensors at once on this device."""
-    return x.is_cuda

@@ -13,7 +13,7 @@ covers then dequantizes to NaN (``0 * inf``), so a NaN on one rank becomes visib
 The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. All
 portable code takes multipliers from :func:`scaling_from_amax`. Two fast paths repeat the formula:
 Triton kernels compute it in registers (``cuda/triton/rounding.py``), and on CPUs a single scale is
-computed as a Python number (``cpu/casts.py``).
+computed as a Python number (``cpu.py``).
 """
 
 import math
@@ -64,10 +64,7 @@ def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:
     return (ndim - 1,) if covers == "row" else tuple(range(ndim - 1))
 
 
-@custom_op(
-    "amaxes(Tensor x, str[] covers) -> Tensor[]",
-    fake=lambda x, covers: [_empty_amax(x, covered_dims(name, x.ndim)) for name in covers],
-)
+@custom_op("amaxes(Tensor x, str[] covers) -> Tensor[]")
 def amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     """Compute :func:`amax` over the :func:`covered_dims` of each name in ``covers``."""
     return [amax(x, covered_dims(name, x.ndim)) for name in covers]

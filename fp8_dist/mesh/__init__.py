@@ -4,57 +4,33 @@ Other packages import from here. All amaxes are reduced in this package. Of the 
 only ``torch_internals``.
 """
 
-from fp8_dist.mesh.agreement import first_difference
-from fp8_dist.mesh.amax import AmaxReduction, all_reduce_max, reduce_amax
+from fp8_dist.mesh.agreement import first_difference as first_difference
+from fp8_dist.mesh.amax import (
+    AmaxReduction as AmaxReduction,
+    all_reduce_max as all_reduce_max,
+    reduce_amax as reduce_amax,
+)
 from fp8_dist.mesh.groups import (
-    GroupNames,
-    common_groups,
-    groups_over,
-    make_amax_group,
-    make_group,
+    GroupNames as GroupNames,
+    common_groups as common_groups,
+    groups_over as groups_over,
+    make_amax_group as make_amax_group,
+    make_group as make_group,
 )
 from fp8_dist.mesh.layout import (
-    Layout,
-    Placements,
-    global_offset,
-    has_pieces,
-    is_packed,
-    layout_over,
-    local_sizes,
-    local_tensor,
-    narrowed,
-    normalized,
-    reduced,
-    shard_starts,
-    sharded_dim,
-    with_local,
+    Layout as Layout,
+    Placements as Placements,
+    global_offset as global_offset,
+    has_pieces as has_pieces,
+    is_packed as is_packed,
+    layout_over as layout_over,
+    local_sizes as local_sizes,
+    local_tensor as local_tensor,
+    narrowed as narrowed,
+    normalized as normalized,
+    reduced as reduced,
+    shard_starts as shard_starts,
+    sharded_dim as sharded_dim,
+    with_local as with_local,
 )
-from fp8_dist.mesh.rules import LinearLayouts, linear_layouts
-
-__all__ = [
-    "AmaxReduction",
-    "GroupNames",
-    "Layout",
-    "LinearLayouts",
-    "Placements",
-    "all_reduce_max",
-    "common_groups",
-    "first_difference",
-    "global_offset",
-    "groups_over",
-    "has_pieces",
-    "is_packed",
-    "layout_over",
-    "linear_layouts",
-    "local_sizes",
-    "local_tensor",
-    "make_amax_group",
-    "make_group",
-    "narrowed",
-    "normalized",
-    "reduce_amax",
-    "reduced",
-    "shard_starts",
-    "sharded_dim",
-    "with_local",
-]
+from fp8_dist.mesh.rules import LinearLayouts as LinearLayouts, linear_layouts as linear_layouts

@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
     block_exponents,
     block_exponents_of_each,
     block_scaled_mm,
     cast_blocks,
     exponents_of_groups,
-    fuses_blocks,
     powers_of_2,
     quantize_block_copies,
     quantize_blocks_of_each,
@@ -125,7 +125,7 @@ class Blocks(Scheme):
         return statistics, statistics, data
 
     def fuses(self, x: Tensor) -> bool:
-        return fuses_blocks(x)
+        return fuses_casts(x)
 
     def cast_each(
         self, xs: Sequence[Tensor], statistics: Sequence[Statistics], starts: Sequence[Start]

@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
     amax,
     amax_of_each,
     amaxes,
     cast_copies,
     cast_rows,
-    fuses_rows,
     quantize_each,
     scaled_mm,
     scaling_from_amax,
@@ -139,7 +139,7 @@ class Dense(Scheme):
         ]
 
     def fuses(self, x: Tensor) -> bool:
-        return self.per == "row" and fuses_rows(x)
+        return self.per == "row" and fuses_casts(x)
 
     def measure_with(self, x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
         kinds = _in_one_pass(schemes)

@@ -543,9 +543,6 @@ def scaled_mm(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: one scale per "
             f"{left.scheme.covers} and per {right.scheme.covers}: {why}; cast both of them alike"
         )
-    # Pass a new tensor object: an implementation may cache data derived from the object it gets,
-    # and a collective may write into the data of a Float8Tensor unnoticed by autograd.
-    left = left._replace(qdata=left.qdata.detach())
     options = (use_fast_accum, pad_inner_dim, emulate)
     return left.scheme.multiply(left, right, out_dtype, options)
 

@@ -22,7 +22,6 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.fsdp import shard_casts
-from fp8_dist.kernels.cuda.triton import amaxes, casts
 from fp8_dist.linear import weight
 from scripts.common.candidates import OURS
 from scripts.common.fake_cuda import streams
@@ -126,10 +125,7 @@ def _unshard_aside(model: nn.Sequential) -> None:
 
 def hazards_without(name: str, training: Training) -> Counter[str]:
     """The hazards where a method, given by its full name, does nothing."""
-    # (Amaxes that share memory would hide what becomes of each.)
-    one_by_one = patch(f"{amaxes.__name__}.zero", lambda device: torch.zeros((), device=device))
-    alone = patch(f"{casts.__name__}.zero", lambda device: torch.zeros((), device=device))
-    with patch(name, lambda *args, **kwargs: None), one_by_one, alone:
+    with patch(name, lambda *args, **kwargs: None):
         return hazards_of(training)
 
 

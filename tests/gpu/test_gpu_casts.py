@@ -16,7 +16,7 @@ from fp8_dist.kernels import (
     quantize_blocks_of_each,
     reblock,
 )
-from fp8_dist.kernels.block_gemm import dequantize_blocks, gemm_scales, tiled_exponents
+from fp8_dist.kernels.gemm import dequantize_blocks, gemm_scales, tiled_exponents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 

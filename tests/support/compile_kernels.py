@@ -15,10 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fp8_dist import kernels
-from fp8_dist.kernels import CustomOp, block_gemm, cuda, encoding
+from fp8_dist.kernels import CustomOp, cuda, encoding, gemm
 from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.folding import fold_gradient
-from fp8_dist.kernels.transposing import transposed_copies
 
 assert cuda.HAS_TRITON
 
@@ -87,18 +86,18 @@ def call_all() -> None:
     run(kernels.quantize_blocks, x, numbers, e4m3, (1, 128, 0, 0))
     run(kernels.block_exponents, x, e4m3, (32, 32, 0, 0), "floor")
     run(kernels.reblock, data, numbers, (1, 128, 0, 0), 128, "ceil", True)
-    run(block_gemm.dequantize_blocks, data, numbers, (1, 128, 0, 0), torch.bfloat16)
+    run(gemm.dequantize_blocks, data, numbers, (1, 128, 0, 0), torch.bfloat16)
     parts = [128, 128, 0, 0] * 2
     every = run(kernels.block_exponents_of_each, x, [x], e4m3, parts, "ceil")
     run(kernels.quantize_blocks_of_each, x, [x], every, e4m3, parts)
-    run(block_gemm.gemm_scales, numbers, numbers, 4)
-    run(block_gemm.tiled_exponents, numbers, numbers, 1)
+    run(gemm.gemm_scales, numbers, numbers, 4)
+    run(gemm.tiled_exponents, numbers, numbers, 1)
     codes, each = run(encoding.encode_float8, x, 1)
     run(encoding.encode_float8, x, -1)
     codes, each = codes.view(2, 128, 512), each.view(2, 128, 4)
     run(encoding.sum_of_float8, codes, each, x[:128], 1)
     run(encoding.sum_of_rows, x.view(2, 128, 512), x[:128].float(), 1)
-    run(transposed_copies, data, [data] * 6)
+    run(kernels.transposed_copy, data)
 
 
 def main(architecture: str) -> None:

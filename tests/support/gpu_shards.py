@@ -13,5 +13,5 @@ def as_on_a_gpu() -> Iterator[None]:
     """The scales are there when precompute returns, and shards are cast together."""
     no_block = patch.object(AmaxReduction, "blocks_host", False)
     several = patch.object(shard_casts, "LARGEST_BUFFER", 7000)  # two or three shards
-    with no_block, several, patch.object(shard_casts, "fuses_many", lambda x: True):
+    with no_block, several, patch.object(shard_casts, "fuses_casts", lambda x: True):
         yield

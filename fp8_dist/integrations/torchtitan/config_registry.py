@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.models.llama3 import config_registry
 
 from fp8_dist import Float8LinearRecipeName
-from fp8_dist.integrations.torchtitan.config import with_float8
+from fp8_dist.integrations.torchtitan.parallelize import with_float8
 
 
 def _config(name: str, recipe_name: str) -> Any:

@@ -1,12 +1,13 @@
-"""Tensor parallelism in float8: gathers move from torchtitan's modules into the float8 layers.
+"""Float8 in a torchtitan trainer config: conversion, parallelism, and updates of scales.
 
-torchtitan declares for each module how inputs and outputs are redistributed. An attention module
-gathers its input in high precision. The output of ``wo`` is reduce-scattered outside of the layer,
-so the gradient of the output is gathered outside of the layer, too. Here the input is cast before
-it is gathered (``share_input``), and the layer redistributes its own output and output gradient.
+In tensor parallelism, gathers move from torchtitan's modules into the float8 layers. torchtitan
+declares for each module how inputs and outputs are redistributed. An attention module gathers its
+input in high precision. The output of ``wo`` is reduce-scattered outside of the layer, so the
+gradient of the output is gathered outside of the layer, too. Here the input is cast before it is
+gathered (``share_input``), and the layer redistributes its own output and output gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -18,40 +19,70 @@ from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.sharding import resolve_placements
 
+from fp8_dist import attach_update, float8_layers
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
-from fp8_dist.integrations.torchtitan.converter import TitanFloat8Linear
+from fp8_dist.integrations.torchtitan.converter import Float8Converter, TitanFloat8Linear
 from fp8_dist.tensor_parallel import declare_placements, share_input
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding
 
 
-def float8_parallelize(
-    parallelize: Callable[..., nn.Module],
+def with_float8(
+    config: Any,
+    recipe_name: str = "tensorwise",
+    filter_fqns: Sequence[str] = ("lm_head",),
     *,
     gradient_transport: Transport | None = None,
     reduce_transport: Encoding = None,
-) -> Callable[..., nn.Module]:
-    """Return a model's ``parallelize_fn`` with float8 tensor parallelism.
-
-    The returned function raises NotImplementedError for tensor parallelism with the back end
-    ``full_dtensor``, and if a module gathers several inputs, or none, for its converted layers.
-    With ``spmd_types``, it also raises NotImplementedError for converted layers that are not
-    sharded, and for row-parallel layers with a bias. It raises ValueError if some of the layers
-    that share one input are converted and some are not, or if a given transport applies to nothing.
+) -> Any:
+    """Let the model of a torchtitan ``Trainer.Config`` train in float8.
 
     Args:
-        parallelize: torchtitan's ``parallelize_fn``.
-        gradient_transport: the transport of FSDP2's gradients, for ``set_gradient_transport``,
-            which is called after ``parallelize``.
+        config: a config from a function in a ``config_registry``. Its ``model_spec`` is replaced.
+        recipe_name: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``.
+        filter_fqns: layers whose name contains one of these strings stay unconverted.
+        gradient_transport: the transport of FSDP2's gradients, as in ``set_gradient_transport``.
         reduce_transport: the transport of sums over tensor-parallel ranks, as in ``llama_tp_plan``.
             With either transport, the result depends on the number of ranks.
 
+    Returns:
+        ``config``. FSDP2 gathers weights in float8 where the recipe allows it, and tensor
+        parallelism gathers inputs and output gradients in float8. Scales are updated after each
+        optimizer step.
+
     Raises:
-        ValueError: ``reduce_transport`` is unknown.
+        ValueError: the recipe or ``reduce_transport`` is unknown, or there is no layer to convert.
+            When the model is parallelized: some of the layers that share one input are converted
+            and some are not, or a given transport applies to nothing.
+        NotImplementedError: when the model is parallelized: tensor parallelism has the back end
+            ``full_dtensor``, or a module gathers several inputs, or none, for its converted layers;
+            with ``spmd_types``, a converted layer is not sharded, or is row-parallel with a bias.
     """
     check_transport(reduce_transport, "with_float8")
-    return partial(_parallelize, parallelize, gradient_transport, reduce_transport)
+    spec = config.model_spec
+    converter = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=list(filter_fqns))
+    parallelize = partial(_parallelize, spec.parallelize_fn, gradient_transport, reduce_transport)
+    config.model_spec = replace(
+        spec,
+        model=converter.build().convert(spec.model),
+        parallelize_fn=parallelize,
+        post_optimizer_build_fn=partial(_attach, spec.post_optimizer_build_fn),
+    )
+    return config
+
+
+def _attach(
+    before: Callable[..., None] | None,
+    optimizers: Any,
+    model_parts: list[nn.Module],
+    parallel_dims: Any,
+) -> None:
+    if before is not None:
+        before(optimizers, model_parts, parallel_dims)
+    for part in model_parts:
+        if float8_layers(part):
+            attach_update(optimizers, part)
 
 
 def _parallelize(

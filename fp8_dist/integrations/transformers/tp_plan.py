@@ -1,6 +1,14 @@
-"""Tensor-parallel plans for transformers models, based on the plans that the models declare."""
+"""Tensor-parallel plans for transformers models, based on the plans that the models declare.
 
+Terms: the *stream* is the activation that passes from layer to layer. A *block* is a module of a
+layer, such as its attention. The *readers* of a block are the column-parallel linear layers that
+read its input. Its *writers* are the row-parallel linear layers whose output is added to the
+stream.
+"""
+
+import re
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -9,13 +17,6 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.integrations.transformers import tp_styles
-from fp8_dist.integrations.transformers.tp_structure import (
-    Block,
-    Structure,
-    StructureReader,
-    merges_embeddings,
-    without_numbers,
-)
 from fp8_dist.tensor_parallel.plan_styles import (
     EmbeddingRowwiseParallel,
     check_plan_transport,
@@ -25,6 +26,310 @@ from fp8_dist.tensor_parallel.plan_styles import (
     residual_style,
 )
 from fp8_dist.transport import Encoding
+
+# The names of declared styles in transformers 5 and in transformers 4.
+_READER = {"colwise"}
+_GATHERING_READER = {"colwise_gather_output", "colwise_rep"}
+_WRITER = {"rowwise"}
+_SPLITTING_WRITER = {"rowwise_split_input", "rowwise_rep"}
+_HEAD_NORM = {"replicated_with_grad_allreduce"}
+_EMBEDDING = {"embedding_rowwise"}
+_READERS, _WRITERS = _READER | _GATHERING_READER, _WRITER | _SPLITTING_WRITER
+_EXPERTS = "experts"
+
+
+@dataclass
+class Block:
+    """A block of a layer.
+
+    Attributes:
+        name: the full name of the block.
+        readers: the names of its readers, relative to the block.
+        writers: the names of its writers, relative to the block.
+        head_norms: the names of the norms of its heads, relative to the block.
+        gathers_outputs: whether the outputs of its readers are gathered, and each writer takes its
+            part of its input.
+        in_replicated: whether its input is replicated, because it is inside a replicated block.
+    """
+
+    name: str
+    readers: list[str] = field(default_factory=list)
+    writers: list[str] = field(default_factory=list)
+    head_norms: list[str] = field(default_factory=list)
+    gathers_outputs: bool = False
+    in_replicated: bool = False
+
+
+@dataclass
+class Structure:
+    """The modules of a model, by their full names.
+
+    Attributes:
+        embedding: the embedding before the layers.
+        layers: the layers, in order.
+        blocks: the sharded blocks in the layers.
+        norms: the norms in the layers, outside of blocks.
+        replicated: the blocks that have routed experts, which every rank computes in full.
+        last_norm: the norm after the layers; ``""`` if it is not known.
+        head: the sharded head; None if there is none.
+    """
+
+    embedding: str
+    layers: list[str]
+    blocks: list[Block]
+    norms: list[str]
+    replicated: list[str]
+    last_norm: str
+    head: str | None
+
+
+def declared_plan(model: nn.Module) -> dict[str, str]:
+    """Return the plan that a model, its class or its config declares: style names by pattern."""
+    prefix = getattr(model, "base_model_prefix", "")
+    config = getattr(model, "config", None)
+    of_base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if prefix in model._modules:
+        of_base = {f"{prefix}.{name}": style for name, style in of_base.items()}
+    of_model: dict[str, str] = getattr(model, "_tp_plan", None) or of_base
+    # In transformers 4, the model's plan lacks the entries of the class, such as the head.
+    return (getattr(type(model), "_tp_plan", None) or {}) | of_model
+
+
+def merges_embeddings(model: nn.Module) -> bool:
+    """Return whether a model merges embeddings of text and of other inputs, such as images.
+
+    The config of such a model contains the config of its decoder and the configs of other encoders.
+    """
+    config: Any = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", lambda: config)
+    return get_text_config() is not config
+
+
+def without_numbers(names: str) -> str:
+    """Replace the layer numbers in names of modules with ``*``."""
+    return re.sub(r"\.\d+\b", ".*", names)
+
+
+class StructureReader:
+    """A reader of a model's structure.
+
+    Attributes:
+        problems: descriptions of unknown parts of the model, without layer numbers. The value is
+            True if a problem affects only sequence parallelism.
+        routed: the names of blocks that have routed experts.
+    """
+
+    def __init__(self, model: nn.Module, sequence_parallel: bool) -> None:
+        self.model = model
+        self.sequence_parallel = sequence_parallel
+        self.modules = dict(model.named_modules())
+        self.problems: dict[str, bool] = {}
+        self.routed = [
+            name.rpartition(".")[0] for name in self.modules if name.endswith(f".{_EXPERTS}")
+        ]
+
+    def read(self) -> Structure:
+        """Return the structure.
+
+        Raises:
+            NotImplementedError: the model declares no plan, or parts of the model are unknown. The
+                message names all of them.
+        """
+        styles = self.matched_styles()
+        self.raise_problems()
+        stacks = [*dict.fromkeys(stack for name in styles if (stack := self.stack_of(name)))]
+        if not stacks:
+            self.refuse("it declares no plan for its layers")
+        elif len(stacks) > 1:
+            self.refuse(f"its plan divides layers of {len(stacks)} lists: {', '.join(stacks)}")
+        self.raise_problems()
+        (stack,) = stacks
+        layers = [f"{stack}.{i}" for i in self.modules[stack]._modules]
+        blocks = self.read_blocks(styles, stack)
+        norms = self.check_layers(layers, {block.name for block in blocks})
+        embedding, last_norm = self.check_ends(stack, styles)
+        head = self.find_head(styles, stack, embedding)
+        self.raise_problems()
+        replicated = [name for name in self.routed if name.startswith(f"{stack}.")]
+        return Structure(embedding, layers, blocks, norms, replicated, last_norm, head)
+
+    def raise_problems(self) -> None:
+        if self.problems:
+            listing = "\n".join(f"  - {problem}" for problem in self.problems)
+            only_sequences = all(self.problems.values())
+            raise NotImplementedError(
+                f"hf_tp_plan does not know all of this {type(self.model).__name__}:\n{listing}\n"
+                + ("Try sequence_parallel=False, or write" if only_sequences else "Write")
+                + " a plan of your own (a dict of module names to styles) for apply_tp_plan"
+            )
+
+    def refuse(self, problem: str, *, of_sequences: bool = False) -> None:
+        if self.sequence_parallel or not of_sequences:
+            self.problems[without_numbers(problem)] = of_sequences
+
+    def matched_styles(self) -> dict[str, str]:
+        """Return the styles by module name, without routed experts and their routers."""
+        declared = declared_plan(self.model)
+        if not declared:
+            self.refuse(
+                "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
+            )
+        by_pattern: dict[str, list[str]] = {}
+        for name in sorted({*self.modules, *dict(self.model.named_parameters())}):
+            by_pattern.setdefault(without_numbers(name), []).append(name)
+        found = {
+            name: style
+            for pattern, style in declared.items()
+            for name in by_pattern.get(pattern, [])
+        }
+        if declared and not found:
+            self.refuse(f"no module has a name of its plan: {', '.join(declared)}")
+        found = {name: style for name, style in found.items() if not self.is_routed(name)}
+        for name, style in found.items():
+            self.check_style(name, style)
+        return found
+
+    def check_style(self, name: str, style: str) -> None:
+        module = self.modules.get(name)
+        expected: Any = nn.Module
+        if style in _READERS | _WRITERS:
+            expected = nn.Linear
+        elif style in _EMBEDDING:
+            expected = nn.Embedding
+        elif style not in _HEAD_NORM:
+            self.refuse(f"{name}: the style {style!r}")
+            return
+        if not isinstance(module, expected):
+            kind = type(module).__name__ if module is not None else "parameter"
+            self.refuse(f"{name}: the style {style!r} of a {kind}")
+
+    def is_routed(self, name: str) -> bool:
+        """Return whether a module belongs to routed experts, or is the router beside them."""
+        parent, _, last = name.rpartition(".")
+        router = parent in self.routed and not self.modules.get(name, nn.Module())._modules
+        return last == _EXPERTS or f".{_EXPERTS}." in name or router
+
+    def stack_of(self, name: str) -> str:
+        """Return the name of the outermost nn.ModuleList around a module; "" if there is none."""
+        parts = name.split(".")
+        prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
+        return next((p for p in prefixes if isinstance(self.modules[p], nn.ModuleList)), "")
+
+    def read_blocks(self, styles: dict[str, str], stack: str) -> list[Block]:
+        blocks: dict[str, Block] = {}
+        of_block: dict[str, set[str]] = {}
+        for name, style in styles.items():
+            if not name.startswith(f"{stack}."):
+                continue
+            parent, _, child = name.rpartition(".")
+            block = blocks.setdefault(parent, Block(parent))
+            block.in_replicated = parent.rpartition(".")[0] in self.routed
+            of_block.setdefault(parent, set()).add(style)
+            if style in _READERS:
+                block.readers.append(child)
+            elif style in _WRITERS:
+                block.writers.append(child)
+            elif style in _HEAD_NORM:
+                block.head_norms.append(child)
+        for name, block in blocks.items():
+            self.check_block(block, of_block[name])
+        return list(blocks.values())
+
+    def check_block(self, block: Block, styles: set[str]) -> None:
+        block.gathers_outputs = bool(styles & _GATHERING_READER)
+        allowed = (
+            _GATHERING_READER | _SPLITTING_WRITER
+            if block.gathers_outputs
+            else _READER | _WRITER | _HEAD_NORM
+        )
+        if not styles <= allowed or not block.readers or not block.writers:
+            self.refuse(
+                f"{block.name}: the styles {', '.join(sorted(styles))} do not make a block, of "
+                "layers that read its input and layers that write its output"
+            )
+        module = self.modules[block.name]
+        for name, child in module.named_modules():
+            if not child._parameters or name in (*block.readers, *block.writers, *block.head_norms):
+                continue
+            if _is_norm(child) and block.gathers_outputs:
+                continue  # its input is gathered
+            if _is_norm(child, getattr(module, "head_dim", 0)):
+                block.head_norms.append(name)
+            else:
+                where = f"{block.name}.{name}" if name else block.name
+                self.refuse(
+                    f"{where}: a {type(child).__name__} in a divided block, without a style"
+                )
+
+    def check_layers(self, layers: list[str], blocks: set[str]) -> list[str]:
+        """Return the norms in the layers. Any other module in a layer is a block, or unknown."""
+        norms = []
+        for layer in layers:
+            if layer in blocks:
+                self.refuse(f"{layer}: linear layers of its plan are not in a block")
+            if own := [*self.modules[layer]._parameters]:
+                self.refuse(f"{layer}: parameters of its own: {own}", of_sequences=True)
+            for child, module in self.modules[layer].named_children():
+                name = f"{layer}.{child}"
+                if name in blocks or name in self.routed or not [*module.parameters()]:
+                    continue
+                if _is_norm(module):
+                    norms.append(name)
+                else:
+                    kind = type(module).__name__
+                    self.refuse(f"{name}: a {kind} without a style", of_sequences=True)
+        return norms
+
+    def check_ends(self, stack: str, styles: dict[str, str]) -> tuple[str, str]:
+        """Return the names of the embedding before the layers and of the norm after them."""
+        base = stack.rpartition(".")[0]
+        siblings = {
+            f"{base}.{child}" if base else child: module
+            for child, module in self.modules[base].named_children()
+        }
+        get: Any = getattr(self.model, "get_input_embeddings", lambda: None)
+        found = get()
+        embeddings = [
+            name
+            for name, module in siblings.items()
+            if isinstance(module, nn.Embedding)
+            and (module is found or styles.get(name) in _EMBEDDING)
+        ]
+        norms = [name for name, module in siblings.items() if _is_norm(module)]
+        if len(embeddings) != 1:
+            self.refuse(f"{base}: {len(embeddings)} embeddings before the layers: {embeddings}")
+        if len(norms) != 1:
+            self.refuse(f"{base}: {len(norms)} norms beside the layers: {norms}", of_sequences=True)
+        for name, module in siblings.items():
+            if name not in (stack, *embeddings, *norms) and [*module.parameters()]:
+                kind = type(module).__name__
+                self.refuse(f"{name}: a {kind} beside the layers", of_sequences=True)
+        return next(iter(embeddings), ""), next(iter(norms), "")
+
+    def find_head(self, styles: dict[str, str], stack: str, embedding: str) -> str | None:
+        """Return the sharded head, if any. A tied head is sharded like the embedding."""
+        table = self.modules[embedding]._parameters.get("weight") if embedding else None
+        heads = [
+            name
+            for name, module in self.modules.items()
+            if isinstance(module, nn.Linear) and module.weight is table
+        ]
+        for name, style in styles.items():
+            if name.startswith(f"{stack}.") or name in (embedding, *heads):
+                continue
+            if style in _READERS and not heads:
+                heads.append(name)
+            else:
+                self.refuse(f"{name}: the style {style!r} outside of the layers")
+        return heads[0] if heads else None
+
+
+def _is_norm(module: nn.Module, size: int | None = None) -> bool:
+    """Return whether all parameters of a module are vectors, of the given size if any."""
+    sizes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
+    if module._modules or not sizes:
+        return False
+    return all(len(shape) == 1 for shape in sizes) and (size is None or sizes == {(size,)})
 
 
 def hf_tp_plan(

@@ -3,12 +3,11 @@
 * Hopper multiplies blocks of 1 x 128 by blocks of 128 x 128 or of 1 x 128, with fp32 scales.
 * Blackwell multiplies blocks of 1 x 32 (MX), with e8m0 scales in tiles of 128 x 4.
 
-The layouts follow the checks of torch's ``scaled_mm``. In eager code, the transposed copies that
-several GEMMs need may be made together (:func:`fp8_dist.kernels.transposing.transposed`).
+The layouts follow the checks of torch's ``scaled_mm``.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,12 +15,15 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
-from fp8_dist.kernels.block_gemm import block_scaled_mm, gemm_scales, tiled_exponents
-from fp8_dist.kernels.gemm import emulated_mm, row_major, scaled_mm, scaled_mm_with
-from fp8_dist.kernels.transposing import transposed, transposed_copy
+from fp8_dist.kernels.gemm import (
+    ALIGNMENT,
+    block_scaled_mm,
+    gemm_scales,
+    row_major,
+    tiled_exponents,
+)
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
-_ALIGNED = 16  # elements; float8 matrix cores load 16-byte vectors
 
 
 @cache
@@ -44,24 +46,20 @@ def block_mm(
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
-    transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor | None:
     """Run the device's GEMM with block scales, or return None if it has none for the operands.
 
-    Args:
-        a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype: as in
-            :func:`fp8_dist.kernels.block_scaled_mm`.
-        transpose: makes the transposed copies that the GEMM needs.
+    The arguments are those of :func:`fp8_dist.kernels.block_scaled_mm`.
     """
     kind = device_kind(a.device)
     if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
         return None
     rows, columns = a.shape[0], b.shape[1]
-    a = row_major(_in_whole_blocks(a, blocks_a), transpose)
-    b = row_major(_in_whole_blocks(b, blocks_b).t(), transpose).t()
-    scales = _hopper_scales if kind == "hopper" else _blackwell_scales
-    options = scales(exponents_a, exponents_b, blocks_b)
-    product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **options)
+    a = row_major(_in_whole_blocks(a, blocks_a))
+    b = row_major(_in_whole_blocks(b, blocks_b).t()).t()
+    options = _hopper_options if kind == "hopper" else _blackwell_options
+    scaling = options(exponents_a, exponents_b, blocks_b)
+    product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **scaling)
     first = blocks_b[3]
     return product[:rows, first : first + columns].contiguous()
 
@@ -84,7 +82,7 @@ def _fits(
         and others_columns in (1, block)
         and first == others_first  # blocks of both begin at the same indices of the contracted dim
         and min(*a.shape, *b.shape) > 0
-        and not (a.shape[0] % _ALIGNED or b.shape[1] % _ALIGNED)
+        and not (a.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT)
     )
 
 
@@ -102,7 +100,7 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
     return pad(x.view(torch.uint8), missing).view(x.dtype)  # torch does not pad float8 data
 
 
-def _hopper_scales(
+def _hopper_options(
     exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> dict[str, Any]:
     """Return the options of Hopper's GEMM.
@@ -111,18 +109,15 @@ def _hopper_scales(
     column, and ``[L, N / 128]`` for square blocks, where L is ``K / 128`` rounded up to a multiple
     of 4. The first dim of all of them is contiguous in memory.
     """
+    rows = ScalingType.BlockWise1x128
     if blocks_b[1] == 1:
-        scales = gemm_scales(exponents_a, exponents_b.t())
-        return _options(
-            scales, ScalingType.BlockWise1x128, ScalingType.BlockWise1x128, SwizzleType.NO_SWIZZLE
-        )
-    scales = gemm_scales(exponents_a, exponents_b, 4)
-    return _options(
-        scales, ScalingType.BlockWise1x128, ScalingType.BlockWise128x128, SwizzleType.NO_SWIZZLE
-    )
+        scales, recipe_b = gemm_scales(exponents_a, exponents_b.t()), rows
+    else:
+        scales, recipe_b = gemm_scales(exponents_a, exponents_b, 4), ScalingType.BlockWise128x128
+    return _options(scales, rows, recipe_b, SwizzleType.NO_SWIZZLE)
 
 
-def _blackwell_scales(
+def _blackwell_options(
     exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
 ) -> dict[str, Any]:
     """Return the options of Blackwell's GEMM.
@@ -132,19 +127,18 @@ def _blackwell_scales(
     """
     of_a, of_b = tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
     scales = of_a.view(torch.float8_e8m0fnu), of_b.view(torch.float8_e8m0fnu)
-    return _options(
-        scales, ScalingType.BlockWise1x32, ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    )
+    rows = ScalingType.BlockWise1x32
+    return _options(scales, rows, rows, SwizzleType.SWIZZLE_32_4_4)
 
 
 def _options(
-    scales: tuple[Tensor, Tensor], kind_a: Any, kind_b: Any, swizzle: Any
+    scales: tuple[Tensor, Tensor], recipe_a: Any, recipe_b: Any, swizzle: Any
 ) -> dict[str, Any]:
     return {
         "scale_a": scales[0],
-        "scale_recipe_a": kind_a,
+        "scale_recipe_a": recipe_a,
         "scale_b": scales[1],
-        "scale_recipe_b": kind_b,
+        "scale_recipe_b": recipe_b,
         "swizzle_a": swizzle,
         "swizzle_b": swizzle,
     }
@@ -159,19 +153,10 @@ def _block_scaled_mm(
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
     emulate: bool,
-    *,
-    transpose: Callable[[Tensor], Tensor] = transposed_copy,
 ) -> Tensor:
     operands = (a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype)
-    product = None if emulate else block_mm(*operands, transpose)
+    product = None if emulate else block_mm(*operands)
     return block_scaled_mm.portable(*operands, emulate) if product is None else product
 
 
-scaled_mm.register(
-    "cuda",
-    scaled_mm.portable,
-    direct=partial(scaled_mm_with, emulated_mm, transpose=transposed),
-)
-block_scaled_mm.register(
-    "cuda", _block_scaled_mm, direct=partial(_block_scaled_mm, transpose=transposed)
-)
+block_scaled_mm.register("cuda", _block_scaled_mm)

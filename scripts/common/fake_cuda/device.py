@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fp8_dist import torch_internals
 from fp8_dist.kernels.cuda import gemm
-from fp8_dist.kernels.cuda.triton import launch
 from scripts.common.fake_cuda import streams
 from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
@@ -100,7 +99,6 @@ class FakeCudaMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.zeros = launch._Zeros()  # the library's, which are tensors of this mode
 
 
 @contextmanager
@@ -117,7 +115,6 @@ def fake_tensors(mode: FakeCudaMode | None = None) -> Iterator[None]:
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
-        patch.object(launch, "_zeros", mode.zeros),
         mode,
         _ValuesOnHost(),
     ):

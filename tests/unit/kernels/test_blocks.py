@@ -21,8 +21,8 @@ from fp8_dist.kernels import (
     reblock,
     reblock_groups,
 )
-from fp8_dist.kernels.block_gemm import dequantize_blocks
 from fp8_dist.kernels.blocks import exponents_shape
+from fp8_dist.kernels.gemm import dequantize_blocks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

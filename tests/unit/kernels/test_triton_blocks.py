@@ -26,8 +26,8 @@ from fp8_dist.kernels import (
     quantize_blocks_of_each,
     reblock,
 )
-from fp8_dist.kernels.block_gemm import dequantize_blocks, gemm_scales, tiled_exponents
 from fp8_dist.kernels.cuda.triton.launch import DTYPES
+from fp8_dist.kernels.gemm import dequantize_blocks, gemm_scales, tiled_exponents
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import same_bits
 
-from fp8_dist.kernels.cpu.upcast import upcast
+from fp8_dist.kernels.cpu import upcast
 
 DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
 FNUZ = dict(zip(DTYPES, (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), strict=True))

@@ -56,7 +56,7 @@ def test_blocks_that_are_cast_in_one_pass(
     plain, expected = step(recipe, ndim, True)
     for module in (recipes, blocks):
         monkeypatch.setattr(module, "takes_transposed", lambda device: True)
-    monkeypatch.setattr(blocks, "fuses_blocks", lambda x: True)
+    monkeypatch.setattr(blocks, "fuses_casts", lambda x: True)
     calls: list[list[bool]] = []
 
     def counted(*args: Any) -> list[torch.Tensor]:

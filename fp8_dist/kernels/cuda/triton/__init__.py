@@ -16,7 +16,6 @@ from fp8_dist.kernels.cuda.triton import (
     casts,
     encoding,
     folded,
-    transposing,
 )
 
-__all__ = ["amaxes", "block_gemm", "blocks", "casts", "encoding", "folded", "transposing"]
+__all__ = ["amaxes", "block_gemm", "blocks", "casts", "encoding", "folded"]

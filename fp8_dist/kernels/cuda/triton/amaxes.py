@@ -12,17 +12,18 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
+    Table,
+    are_alike,
     blocks,
     fused,
     matrix,
     programs,
     size_class,
+    starts_of,
     tiles,
     tuned,
-    zero,
 )
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
-from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, covered_dims
 from fp8_dist.torch_internals import foreach_zero_
@@ -157,9 +158,9 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
     return x.dtype in DTYPES and (dims is None or tuple(dims) in along)
 
 
-@fused(amax, _takes, zeros=True)
+@fused(amax, _takes)
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """Compute an amax in one launch, two for columns; 2 bytes per bf16 element."""
+    """Compute an amax in two launches, one for rows; 2 bytes per bf16 element."""
     if dims is None:
         return _amax_of_tensor(as_matrix(x))
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
@@ -175,7 +176,7 @@ def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
     if not contiguous and x.stride(0) < x.stride(1):
         x = x.t()
         contiguous = x.is_contiguous()
-    size, out = x.numel(), zero(x.device)
+    size, out = x.numel(), torch.zeros((), dtype=torch.float32, device=x.device)
     _whole(
         lambda chosen: (programs(size, chosen["BLOCK"] * _STEPS),),
         (x.dtype, size_class(size), contiguous),
@@ -206,7 +207,7 @@ def _amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
     return out
 
 
-@fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1, zeros=True)
+@fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1)
 def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     """Compute amaxes in two launches for rows and columns; 2 bytes per bf16 element."""
     if set(covers) == {"row", "column"}:

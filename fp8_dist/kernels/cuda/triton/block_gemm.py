@@ -6,13 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.block_gemm import (
-    dequantize_blocks,
-    gemm_scales,
-    is_transposed,
-    tiled_exponents,
-    transposed_blocks,
-)
 from fp8_dist.kernels.blocks import empty_reblocked, reblock
 from fp8_dist.kernels.cuda.triton.blocks import (
     exponents_of,
@@ -39,6 +32,13 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     saturated,
     to_float8,
+)
+from fp8_dist.kernels.gemm import (
+    dequantize_blocks,
+    gemm_scales,
+    is_transposed,
+    tiled_exponents,
+    transposed_blocks,
 )
 
 

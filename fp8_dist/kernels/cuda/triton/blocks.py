@@ -25,6 +25,8 @@ from fp8_dist.kernels.blocks import (
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
     Layouts,
+    Table,
+    are_alike,
     as_bytes,
     blocks,
     float8_constants,
@@ -32,6 +34,7 @@ from fp8_dist.kernels.cuda.triton.launch import (
     matrix,
     programs,
     size_class,
+    starts_of,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.launch import Blocks as Sizes
@@ -44,7 +47,6 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     saturated,
     to_float8,
 )
-from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
 from fp8_dist.kernels.quantization import Tensors
 
 # Limits of a block's sides and area: a tile of whole blocks must fit into registers.

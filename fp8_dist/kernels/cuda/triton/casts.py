@@ -13,6 +13,8 @@ import triton.language as tl
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
     Layouts,
+    Table,
+    are_alike,
     as_bytes,
     blocks,
     float8_constants,
@@ -20,9 +22,9 @@ from fp8_dist.kernels.cuda.triton.launch import (
     matrix,
     programs,
     size_class,
+    starts_of,
     tiles,
     tuned,
-    zero,
 )
 from fp8_dist.kernels.cuda.triton.rounding import (
     indices,
@@ -35,16 +37,15 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     store_tile,
     to_float8,
 )
-from fp8_dist.kernels.cuda.triton.tables import Table, are_alike, starts_of
 from fp8_dist.kernels.quantization import (
     Tensors,
     cast_and_record,
     cast_copies,
     cast_rows,
-    empty_row_numbers,
     quantize,
     quantize_copies,
     quantize_each,
+    transposed_copy,
 )
 from fp8_dist.kernels.scale import Scaling, scaling_from_amax
 
@@ -286,6 +287,24 @@ def _cast_many(
             store_tile(out + start, to_float8(v, BIAS, SOFT), i, j, M, K)
 
 
+@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
+@triton.jit
+def _transpose(
+    x: tl.tensor,
+    out: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of [BM, BN]. Moves 2 bytes per element.
+    i = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    mask = (i[:, None] < M) & (j[None, :] < K)
+    data = tl.load(x + i[:, None] * K + j[None, :], mask=mask, other=0)
+    store_tile(out, tl.trans(data), j, i, K, M)
+
+
 @fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
@@ -443,7 +462,8 @@ def _cast_by_rows(
     transposed: Sequence[bool],
 ) -> Tensors:
     """Cast by rows in one launch; 3 to 5 bytes per bf16 element, 1 more for both layouts."""
-    layouts, numbers, argument = Layouts(x, dtype, transposed), empty_row_numbers(x), matrix(x)
+    numbers = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
+    layouts, argument = Layouts(x, dtype, transposed), matrix(x)
     _, M, K, _, stride_k = argument
     _cast_rows(
         lambda chosen: (programs(M, chosen["BM"]),),
@@ -456,7 +476,7 @@ def _cast_by_rows(
     return [*numbers, *layouts.copies(transposed)]
 
 
-@fused(cast_and_record, lambda x, *_, **__: _takes(x), zeros=True)
+@fused(cast_and_record, lambda x, *_, **__: _takes(x))
 def _cast_and_record(
     x: torch.Tensor,
     known: torch.Tensor,
@@ -465,8 +485,8 @@ def _cast_and_record(
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Cast and record in two launches; 3 bytes per bf16 element, 4 for both layouts."""
-    amax = zero(x.device)
+    """Cast and record in three launches; 3 bytes per bf16 element, 4 for both layouts."""
+    amax = torch.zeros((), dtype=torch.float32, device=x.device)
     m, scale, *poisoned, largest = (torch.empty_like(known) for _ in range(5))
     layouts = _cast_by(
         *(x, known, dtype, transposed),
@@ -506,4 +526,12 @@ def _quantize_each(
         SPLITS=splits,
         **float8_constants(dtype, device),
     )
+    return out
+
+
+@fused(transposed_copy, lambda x: x.is_contiguous())
+def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
+    """Transpose a matrix in one launch; 2 bytes per element."""
+    (M, K), out = x.shape, x.new_empty(x.shape[::-1])
+    _transpose(tiles(M, K), (size_class(M, K),), x.device, as_bytes(x), as_bytes(out), M, K)
     return out

@@ -1,14 +1,20 @@
-"""Registration and launch of Triton kernels: block sizes, float8 formats, arguments, zeros."""
+"""Registration and launch of Triton kernels: block sizes, float8 formats, arguments.
 
-import threading
+Kernels that process many tensors in one launch take a table on the device, with a row of int64
+numbers for each tensor. It is copied there once for the same tensors, since shards of weights keep
+their addresses. The host waits for the copy.
+"""
+
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
+from itertools import accumulate
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 
+from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.quantization import as_matrix, empty_copies
 
@@ -36,14 +42,13 @@ Blocks = dict[str, int]
 
 
 def fused(
-    op: CustomOp[P, R], takes: Callable[..., bool] | None = None, *, zeros: bool = False
+    op: CustomOp[P, R], takes: Callable[..., bool] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function as the implementation of an operator on CUDA devices.
 
     Args:
         takes: returns whether the kernels support the operator's arguments. If they don't, the
             portable implementation runs.
-        zeros: the implementation calls :func:`zero`.
     """
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
@@ -53,7 +58,7 @@ def fused(
                 return run(*args, **kwargs)
             return op.portable(*args, **kwargs)
 
-        op.register("cuda", implementation, direct=pooled(implementation) if zeros else None)
+        op.register("cuda", implementation)
         return implementation
 
     return register
@@ -183,47 +188,54 @@ class Layouts:
         return [t for turned in transposed if (t := self._copies[turned]) is not None]
 
 
-class _Zeros(threading.local):
-    """Unused zeros of a thread, by device and stream."""
+def are_alike(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether one launch can process all of the tensors.
 
-    def __init__(self) -> None:
-        self.left: dict[Hashable, list[torch.Tensor]] = {}
-        self.pooled = False
-
-
-_zeros = _Zeros()
-
-
-def zero(device: torch.device) -> torch.Tensor:
-    """Return a new 0-dim fp32 zero to reduce into, aligned to 16 bytes, for the current stream.
-
-    On the default stream, and on any stream within :func:`pooled` functions, one launch fills 256
-    zeros. Elsewhere, and while a CUDA graph is captured, each zero is allocated separately. This is
-    because Inductor warms up and captures its CUDA graphs on another stream, in memory that must
-    hold nothing else.
+    This is not the case while a CUDA graph is captured, because the graph would outlive the
+    addresses.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros((), dtype=torch.float32, device=device)
-    stream = torch.cuda.current_stream(device)
-    if not _zeros.pooled and stream != torch.cuda.default_stream(device):
-        return torch.zeros((), dtype=torch.float32, device=device)
-    left = _zeros.left.setdefault((device, stream.stream_id), [])
-    if not left:
-        with torch.inference_mode(False):
-            # 16 bytes apart, because graphs assume that their inputs are aligned.
-            left += torch.zeros(256, 4, dtype=torch.float32, device=device)[:, 0].unbind()
-    return left.pop()
+    dtype = tensors[0].dtype
+    alike = all(x.dtype is dtype and x.is_contiguous() for x in tensors)
+    return dtype in DTYPES and alike and not is_captured(tensors[0])
 
 
-def pooled(run: Callable[P, R]) -> Callable[P, R]:
-    """Let a function for eager code, outside of CUDA graphs, use the pool on every stream."""
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """Return the start of each of several consecutive pieces of the given sizes."""
+    return list(accumulate(sizes, initial=0))[:-1]
 
-    @wraps(run)
-    def with_pool(*args: P.args, **kwargs: P.kwargs) -> R:
-        before, _zeros.pooled = _zeros.pooled, True
-        try:
-            return run(*args, **kwargs)
-        finally:
-            _zeros.pooled = before
 
-    return with_pool
+class Table:
+    """Matrices of several tensors for which :func:`are_alike` is true.
+
+    Attributes:
+        sizes: the number of elements of each matrix.
+        rows, columns: the sizes of each matrix.
+        starts: the index of the first element of each matrix, if one follows the other.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        matrices = [as_matrix(x) for x in tensors]
+        self._device = matrices[0].device
+        self._addresses = [x.data_ptr() for x in matrices]
+        self.sizes = [x.numel() for x in matrices]
+        self.rows = [x.shape[0] for x in matrices]
+        self.columns = [x.shape[1] for x in matrices]
+        self.starts = starts_of(self.sizes)
+
+    def of(self, *columns: Sequence[int]) -> torch.Tensor:
+        """Return the table with the address of each tensor, followed by the given numbers."""
+        device = self._device
+        rows = tuple(zip(self._addresses, *columns, strict=True))
+        return _table_of(rows, device, current_stream(device))
+
+    def is_aligned(self, *columns: Sequence[int]) -> bool:
+        """Return whether all addresses and the given numbers are multiples of 16."""
+        return all(n % 16 == 0 for each in (self._addresses, *columns) for n in each)
+
+
+@lru_cache(maxsize=16)
+def _table_of(
+    rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.Stream | None
+) -> torch.Tensor:
+    # One table per stream, because the memory of a dropped table is reused on its stream only.
+    return torch.tensor(rows, dtype=torch.int64).to(device)

@@ -1,0 +1,303 @@
+"""Kernels for CPUs, which have no float8 arithmetic: exact and fast emulation.
+
+Importing this module registers implementations of the operators of :mod:`fp8_dist.kernels`.
+Amaxes, scales and casts have the same bits as in the portable implementations. The GEMMs are more
+exact.
+
+*Conversions.* torch converts float8 to bf16 one element at a time. It is faster to move the sign
+and the 7 other bits of a float8 number to their places in a bf16 number. The mantissa is then
+right, and the exponent is off by a constant, which one multiplication corrects, also for subnormal
+numbers. torch converts data with NaN or inf, and all data if this thread flushes subnormal numbers
+(``torch.set_flush_denormal``).
+
+*Casts.* A single amax and a single scale are computed as Python numbers, which are fp64 as in the
+formula. Operators on one-element tensors cost more, and would take most of the time of a small
+layer. Large tensors are cast part by part, so that the fp32 values of a part stay in the CPU's
+cache and their memory is reused.
+
+*GEMMs.* Float8 data is exact in bf16, and so are its products in fp32.
+
+* bf16 output, one scale for each operand: a bf16 GEMM of the upcast data, which accumulates in
+  fp32, with the product of the scales as its alpha. It rounds once, at the end.
+* bf16 output, power-of-two scales of rows and columns: a bf16 GEMM, whose result is scaled. This is
+  as exact, because scaling by a power of two does not round.
+* fp32 and fp16 output, and other scales: an fp64 GEMM. Sums of e4m3 products are exact in fp64, so
+  the result depends neither on the order of accumulation nor on how a weight is sharded.
+
+With block scales, the operands are dequantized to bf16 for a bf16 result, and to fp64 for others.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import repeat
+from struct import Struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8_dist.kernels.blocks import (
+    NAN_EXPONENT,
+    cast_columns_of_blocks,
+    quantize_blocks,
+    reblock,
+)
+from fp8_dist.kernels.gemm import (
+    apply_scales,
+    block_scaled_mm,
+    dequantize_blocks,
+    dequantized_with,
+    scaled_mm,
+    scaled_mm_with,
+)
+from fp8_dist.kernels.quantization import multiplied, quantize
+from fp8_dist.kernels.scale import EPS, Scaling, amax, scaling_from_amax
+
+_PART = 65536  # elements
+_FP32 = Struct("f")
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_FP32_MAX = torch.finfo(torch.float32).max
+_UNUSED = torch.zeros((), dtype=torch.bfloat16, device="cpu")
+
+# Below this size torch's own conversion is faster than several passes.
+FEW = 4096  # elements
+
+
+class _Format(NamedTuple):
+    shift: int  # from the 7 bits of a float8 number to their place in a bf16 number
+    exponent: int  # log2 of the correcting factor: 127 minus the exponent bias of the format
+    last_finite: int  # the 7 bits of the largest finite number
+
+
+_FORMATS = {
+    torch.float8_e4m3fn: _Format(shift=4, exponent=120, last_finite=0x7E),
+    torch.float8_e5m2: _Format(shift=5, exponent=112, last_finite=0x7B),
+}
+
+
+def upcast(qdata: Tensor, dtype: torch.dtype, is_finite: bool = False) -> Tensor:
+    """Convert float8 data of any shape to bf16, fp32 or fp64, as ``qdata.to(dtype)`` does.
+
+    Args:
+        is_finite: all values are known to be finite.
+    """
+    if qdata.dtype is dtype:
+        return qdata
+    if qdata.numel() < FEW:
+        # bfloat16() costs less than to(), and bf16 is the most frequent dtype.
+        return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
+    known = _FORMATS.get(qdata.dtype)
+    if known is None or _flushes() or not (is_finite or _is_finite(qdata, known.last_finite)):
+        # Through bf16, as below, so that both paths give a NaN the same bits.
+        return qdata.bfloat16().to(dtype)
+    # The conversion from int8 to int16 repeats the sign in all upper bits, so it is already in
+    # bit 15. A multiplication is faster than a shift.
+    bits = qdata.view(torch.int8).to(torch.int16).mul_(1 << known.shift)
+    bits.bitwise_and_((0x7F << known.shift) - 0x8000)
+    return bits.view(torch.bfloat16).mul_(2.0**known.exponent).to(dtype)
+
+
+def _is_finite(qdata: Tensor, last: int) -> bool:
+    """Return whether all values are finite, given the byte of the largest finite number."""
+    if qdata.ndim == 2 and not qdata.is_contiguous():
+        qdata = qdata.t()  # max would make a copy
+    # Among signed bytes the positive values are the largest, among unsigned ones the negative ones.
+    largest = qdata.view(torch.int8).max().item(), qdata.view(torch.uint8).max().item()
+    return largest[0] <= last and largest[1] <= 0x80 + last
+
+
+def _flushes(tiny: float = 5e-324) -> bool:
+    """Return whether this thread flushes subnormal numbers to zero, in Python as in torch."""
+    return tiny * 1.0 == 0.0
+
+
+def _amax(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+    integer = _INTEGERS.get(x.dtype)
+    if x.numel() == 0 or integer is None:
+        return amax.portable(x, dims)
+    if dims is None:
+        low, high = torch.aminmax(x)  # both are NaN if a value is NaN
+        return _scalar(abs(max(-low.item(), high.item())))
+    if not dims:
+        return amax.portable(x, dims)
+    # Without the sign, the bits of floats are ordered like their values, with NaN above all others.
+    # torch finds the maximum along a dim faster for integers than for floats.
+    bits = x.view(integer).bitwise_and(torch.iinfo(integer).max)
+    return torch.amax(bits, tuple(dims), keepdim=True).view(x.dtype).to(torch.float32)
+
+
+def _scaling_from_amax(
+    amax: Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
+) -> Scaling:
+    if amax.ndim or round_scales_to_power_of_2:
+        return scaling_from_amax.portable(amax, dtype, round_scales_to_power_of_2)
+    # torch, too, divides a number by a tensor by multiplying by the tensor's reciprocal. Python's
+    # max keeps a NaN that comes first. The scale is rounded twice, to fp64 and to fp32, which
+    # equals rounding once, because fp64 has more than twice the bits.
+    (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * torch.finfo(dtype).max))
+    return _scalar(m), _scalar(1 / m if m else math.inf)
+
+
+def _scalar(number: float) -> Tensor:
+    return torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
+
+
+def _quantize(x: Tensor, multiplier: Tensor, dtype: torch.dtype, *, fits: bool = False) -> Tensor:
+    if x.numel() <= _PART:
+        return quantize.portable(x, multiplier, dtype, fits=fits)
+    x = x.contiguous()
+    qdata = torch.empty_like(x, dtype=dtype)
+    for part, m, result in _parts(x, multiplier, qdata):
+        result.copy_(multiplied(part, m, dtype, fits))
+    return qdata
+
+
+def _parts(x: Tensor, multiplier: Tensor, qdata: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
+    """Split a contiguous tensor into parts, each with its multiplier and its part of ``qdata``."""
+    if multiplier.numel() == 1:
+        parts, results = (t.view(-1).split(_PART) for t in (x, qdata))
+        return zip(parts, repeat(multiplier.view(())), results, strict=False)
+    columns = x.shape[-1]
+    rows = max(1, _PART // columns)
+    multipliers: Iterable[Tensor]
+    if multiplier.shape == (*x.shape[:-1], 1):
+        multipliers = multiplier.reshape(-1, 1).split(rows)
+    elif multiplier.shape == (*[1] * (x.ndim - 1), columns):
+        multipliers = repeat(multiplier.reshape(1, -1))
+    else:  # neither one scale per row nor one per column
+        return [(x, multiplier, qdata)]
+    parts, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
+    return zip(parts, multipliers, results, strict=False)
+
+
+def _quantize_blocks(
+    x: Tensor,
+    exponents: Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+) -> Tensor:
+    rows, _, first_row, _ = blocks
+    if x.numel() <= _PART or first_row or (rows > 1 and x.ndim > 2):
+        return quantize_blocks.portable(x, exponents, dtype, blocks)
+    x = x.contiguous()
+    matrix, qdata = x.view(-1, x.shape[-1]), torch.empty_like(x, dtype=dtype)
+    results, numbers = qdata.view(matrix.shape), exponents.view(-1, exponents.shape[-1])
+    for part, of_rows in _slices(matrix, rows):
+        quantized = quantize_blocks.portable(matrix[part], numbers[of_rows], dtype, blocks)
+        results[part] = quantized
+    return qdata
+
+
+def _reblock(
+    qdata: Tensor,
+    exponents: Tensor,
+    blocks: Sequence[int],
+    rows: int,
+    rule: str | None,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    if qdata.numel() <= _PART or blocks[0] > 1 or transposed:
+        return reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
+    result, found = torch.empty_like(qdata), []
+    for part, _ in _slices(qdata, rows):  # old blocks have one row, and so have their exponents
+        values = dequantize_blocks(qdata[part], exponents[part], blocks, torch.float32)
+        result[part], numbers = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
+        found.append(numbers)
+    return result, torch.cat(found)
+
+
+def _slices(matrix: Tensor, rows: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of rows that consist of whole blocks, with the slices of their exponents."""
+    count = max(1, _PART // (rows * matrix.shape[1]))  # rows of blocks
+    for first in range(0, -(-len(matrix) // rows), count):
+        yield slice(first * rows, (first + count) * rows), slice(first, first + count)
+
+
+def _emulated(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    if out_dtype is torch.bfloat16:
+        wide = torch.bfloat16
+        if scale_a.ndim == scale_b.ndim == 0:
+            alpha = scale_a.item() * scale_b.item()
+            # addmm keeps alpha in fp32, which the product of large scales may exceed.
+            if not _FP32_MAX < alpha < math.inf:
+                # With beta=0 the first argument is ignored. Alpha scales the fp32 accumulator.
+                left, right = upcast(a, wide), upcast(b, wide)
+                return torch.addmm(_UNUSED, left, right, beta=0, alpha=alpha)
+        elif _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
+            left = _without_nan(upcast(a, wide), scale_a)
+            right = _without_nan(upcast(b, wide), scale_b)
+            product = torch.mm(left, right).to(torch.float32)
+            return apply_scales(product, scale_a, scale_b).to(torch.bfloat16)
+    product = torch.mm(upcast(a, torch.float64), upcast(b, torch.float64))
+    return apply_scales(product, scale_a, scale_b).to(out_dtype)
+
+
+def _without_nan(x: Tensor, scale: Tensor) -> Tensor:
+    """Replace values by zeros if a non-finite scale makes their product NaN anyway.
+
+    In torch's bf16 GEMM a NaN also reaches the previous row, unless the number of values in a row
+    is a multiple of 32.
+    """
+    finite = scale.isfinite()
+    return x if finite.all() else x.masked_fill(~finite, 0)
+
+
+def _are_powers_of_2(scale: Tensor) -> bool:
+    """Return whether all finite scales are normal powers of two."""
+    bits = torch.nan_to_num(scale, 1.0, 1.0).view(torch.int32)
+    return not bits.bitwise_and(0x7FFFFF).any()  # mantissa bits
+
+
+def _block_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    exponents_a: Tensor,
+    exponents_b: Tensor,
+    blocks_a: Sequence[int],
+    blocks_b: Sequence[int],
+    out_dtype: torch.dtype,
+    emulate: bool,
+) -> Tensor:
+    wide = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float64
+    nan_rows = _lines_of_nan(exponents_a, blocks_a, a.shape, 0)
+    nan_columns = _lines_of_nan(exponents_b, blocks_b, b.shape, 1)
+    left = dequantize_blocks(a, exponents_a, blocks_a, wide)
+    right = dequantize_blocks(b, exponents_b, blocks_b, wide)
+    # Zeros in place of NaN, as in _without_nan.
+    if nan_rows is not None:
+        left = left.masked_fill(nan_rows.unsqueeze(1), 0)
+    if nan_columns is not None:
+        right = right.masked_fill(nan_columns, 0)
+    autocast = torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", enabled=False) if autocast else nullcontext():
+        product = torch.mm(left, right)
+    if nan_rows is not None:
+        product.masked_fill_(nan_rows.unsqueeze(1), math.nan)
+    if nan_columns is not None:
+        product.masked_fill_(nan_columns, math.nan)
+    return product.to(out_dtype)
+
+
+def _lines_of_nan(
+    exponents: Tensor, blocks: Sequence[int], shape: Sequence[int], dim: int
+) -> Tensor | None:
+    """Return a mask of the rows (dim 0) or columns (dim 1) with a NaN block; None without any."""
+    is_nan = exponents == NAN_EXPONENT
+    if not is_nan.any():
+        return None
+    lines = is_nan.any(1 - dim).repeat_interleave(blocks[dim])
+    return lines.narrow(0, blocks[2 + dim], shape[dim])
+
+
+amax.register("cpu", _amax)
+scaling_from_amax.register("cpu", _scaling_from_amax)
+quantize.register("cpu", _quantize)
+quantize_blocks.register("cpu", _quantize_blocks)
+reblock.register("cpu", _reblock)
+dequantize_blocks.register("cpu", partial(dequantized_with, upcast))
+scaled_mm.register("cpu", partial(scaled_mm_with, _emulated))
+block_scaled_mm.register("cpu", _block_scaled_mm)

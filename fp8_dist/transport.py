@@ -1,0 +1,411 @@
+"""Sums over ranks whose summands are sent in fewer bytes.
+
+Nothing is summed in the narrow type. Ranks exchange encoded pieces in an all-to-all. The rank that
+owns a sum decodes the pieces it receives, and adds them in fp32, in the order of ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn.functional import pad
+
+from fp8_dist.kernels.encoding import (
+    BLOCK,
+    NEAREST,
+    blocks_of,
+    decode_float8,
+    encode_float8,
+    join_bytes,
+    stochastic_bfloat16,
+    sum_of_float8,
+    sum_of_rows,
+)
+from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
+from fp8_dist.torch_internals import funcol
+
+# Encoding of numbers on the wire; None for their own dtype.
+Encoding = Literal["float8", "bf16"] | None
+
+_LARGEST_SEED = 0x7FFFFFFF
+
+
+class Part(NamedTuple):
+    """A piece of a parameter, as part of a row."""
+
+    number: int  # of the parameter
+    size: int
+    encoding: Encoding
+
+
+class Run(NamedTuple):
+    """Adjacent numbers of a row that are encoded together."""
+
+    number: int  # of the first parameter
+    start: int
+    size: int
+    encoding: Encoding
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Number of bytes on the wire, for a row of ``dtype``."""
+        if self.encoding == "float8":
+            return self.size + blocks_of(self.size)
+        return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
+
+
+def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Run, ...]:
+    """Divide a row of parts into as few runs as possible, with no block across two parts.
+
+    Args:
+        seed: the seed of :func:`encode`. With stochastic rounding each encoded part is a run of its
+            own, so that its rounding does not depend on other parts. Tensor-parallel ranks may have
+            different sizes of a sharded parameter, but must round a replicated one alike.
+    """
+    runs: list[Run] = []
+    start = 0
+    for number, size, encoding in parts:
+        last = runs[-1] if runs else None
+        if not size:
+            continue
+        may_join = encoding is None or (
+            seed < 0 and not (encoding == "float8" and last and last.size % BLOCK)
+        )
+        if last and last.encoding == encoding and may_join:
+            runs[-1] = last._replace(size=last.size + size)
+        else:
+            runs.append(Run(number, start, size, encoding))
+        start += size
+    return tuple(runs)
+
+
+def seed_of(seed: int, *numbers: int) -> int:
+    """Derive a seed from the given numbers. ``NEAREST`` is returned unchanged."""
+    if seed < 0:
+        return seed
+    for number in numbers:
+        seed = (seed * 2654435761 + number * 65599 + 1) & _LARGEST_SEED
+    return seed
+
+
+def encode(
+    x: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, seed: int = NEAREST
+) -> torch.Tensor:
+    """Encode rows ``[..., S]`` of any floating dtype as bytes ``[..., B]``, exponents included.
+
+    Args:
+        dtype: the dtype in which numbers without an encoding are sent.
+        seed: the seed of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
+    """
+    pieces: list[torch.Tensor] = []
+    for number, start, size, encoding in runs:
+        part = x.narrow(-1, start, size)
+        own_seed = seed_of(seed, number)
+        if encoding == "float8":
+            pieces += encode_float8(part, own_seed)
+            continue
+        if encoding == "bf16":
+            part = part.to(torch.bfloat16) if seed < 0 else stochastic_bfloat16(part, own_seed)
+        else:
+            part = part.to(dtype)
+        pieces.append(part.contiguous().view(torch.uint8))
+    return join_bytes(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
+
+
+def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
+    """Decode the bytes of :func:`encode` to fp32."""
+    found = [
+        decode_float8(numbers, exponents) if encoding == "float8" else numbers.to(torch.float32)
+        for encoding, numbers, exponents in _parts(wire, runs, dtype)
+    ]
+    return torch.cat(found, -1) if len(found) > 1 else found[0]
+
+
+def sum_of(
+    wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, own: torch.Tensor, rank: int
+) -> torch.Tensor:
+    """Sum the rows of bytes ``[W, ..., B]`` from W ranks, in fp32 and in the order of ranks.
+
+    Args:
+        dtype: as in :func:`encode`.
+        own: ``[..., S]``, the summand of this rank, which is added instead of its encoded bytes.
+        rank: index of this rank along the first dim.
+    """
+    sums = []
+    for run, part in zip(runs, _parts(wire, runs, dtype), strict=True):
+        mine = own.narrow(-1, run.start, run.size)
+        encoding, numbers, exponents = part
+        if encoding == "float8":
+            sums.append(sum_of_float8(numbers, exponents, mine, rank))
+        else:
+            sums.append(sum_of_rows(numbers, mine, rank))
+    return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
+
+
+def _parts(
+    wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype
+) -> Iterable[tuple[Encoding, torch.Tensor, torch.Tensor]]:
+    """Yield each run's encoding with its codes and exponents, or its numbers and nothing."""
+    start = 0
+    for run in runs:
+        length = run.bytes(dtype)
+        part = wire.narrow(-1, start, length)
+        start += length
+        if run.encoding == "float8":
+            yield run.encoding, part[..., : run.size], part[..., run.size :]
+        else:
+            number = torch.bfloat16 if run.encoding == "bf16" else dtype
+            if len(runs) > 1:  # a view might not be aligned for the dtype
+                part = part.clone(memory_format=torch.contiguous_format)
+            yield run.encoding, part.view(number), part[..., :0]
+
+
+class GradientErrors:
+    """Error feedback: the encoding errors of a stage are added to the values that it encodes next.
+
+    An object holds the errors of each stage of the exchange of some parameters' gradients. They are
+    kept in float8 with block exponents: 1.008 bytes for each value of the unsharded gradient, all
+    of which this rank encodes.
+
+    Args:
+        rows: the leading dims of the rows of each stage. A stage of one rank encodes nothing.
+        device: the device on which gradients are reduced.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        self.parts: Sequence[Part] = ()  # the parts of the next rows to be encoded
+        self.rows = {stage: shape for stage, shape in enumerate(rows) if shape[0] > 1}
+        self.device = device
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep_for(self, parts: Sequence[Part]) -> None:
+        """Keep the errors of these parts only. New ones start at zero.
+
+        Parameters may be frozen, or trained again, from one step to the next.
+        """
+        sizes = {part.number: part.size for part in parts if part.encoding is not None}
+        self._kept = {
+            (number, stage): self._kept.get((number, stage)) or self._none_yet(stage, size)
+            for number, size in sizes.items()
+            for stage in self.rows
+        }
+
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Yield the number of a parameter, the name of one of its tensors, and the uint8 tensor."""
+        for (number, stage), (codes, exponents) in self._kept.items():
+            yield number, f"{stage}.codes", codes
+            yield number, f"{stage}.exponents", exponents
+
+    def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``rows`` ``[..., S]`` plus the kept errors, in fp32."""
+        rows = rows.to(torch.float32, copy=True)
+        for part, start in self._encoded():
+            errors = self._kept[part.number, stage]
+            rows.narrow(-1, start, part.size).add_(decode_float8(*errors))
+        return rows
+
+    def keep(self, stage: int, errors: torch.Tensor) -> None:
+        """Replace the kept errors with ``errors`` ``[..., S]``, fp32 and finite."""
+        for part, start in self._encoded():
+            found = encode_float8(errors.narrow(-1, start, part.size), NEAREST)
+            for old, new in zip(self._kept[part.number, stage], found, strict=True):
+                old.copy_(new)
+
+    def _encoded(self) -> Iterator[tuple[Part, int]]:
+        """Yield the encoded parts, and their offsets in a row."""
+        start = 0
+        for part in self.parts:
+            if part.encoding is not None:
+                yield part, start
+            start += part.size
+
+    def _none_yet(self, stage: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = *self.rows[stage], size
+        codes = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        return codes, codes.new_ones(*self.rows[stage], blocks_of(size))
+
+
+def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send ``rows[i]`` to rank i of a group. Row i of the result comes from rank i.
+
+    The result is in flight until ``funcol.wait_tensor``.
+    """
+    sizes = [1] * len(rows)
+    return funcol.all_to_all_single(rows.contiguous(), sizes, sizes, str(group.group_name))
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    runs: Sequence[Run],
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    seed: int = NEAREST,
+    errors: GradientErrors | None = None,
+) -> torch.Tensor:
+    """Sum the rows that all ranks hold for this rank.
+
+    There is one stage for each group. If there are two, ranks first sum within the first group, and
+    then exchange these sums within the second one. Rank i of all ranks is rank ``i % size`` in its
+    first group and rank ``i // size`` in its second one, where ``size`` is that of the first.
+
+    Args:
+        x: ``[W, ..., S]``, floating point; row i is for rank i.
+        runs: the runs of each row.
+        seed: the seed of stochastic rounding, which must differ between these ranks. Each stage
+            derives its own from it.
+        errors: error feedback.
+
+    Returns:
+        The sum, fp32 ``[..., S]``. A rank's own summand is not rounded.
+
+    Collectives: an all-to-all for each stage of more than one rank. The first sends W encoded rows.
+    A later one sends W divided by the product of the sizes of the stages before.
+    """
+    if len(x) == 1:
+        return x[0].to(torch.float32, copy=True)
+    for stage, group in enumerate(groups):
+        if group.size() == 1:
+            continue
+        rows = x.view(len(x) // group.size(), group.size(), *x.shape[1:]).transpose(0, 1)
+        x = _exchange(rows, runs, group, stage, seed_of(seed, stage), errors)
+    return x.view(x.shape[1:])
+
+
+def all_reduce(
+    x: torch.Tensor,
+    parts: Sequence[Part],
+    group: dist.ProcessGroup,
+    *,
+    divisor: float = 1,
+    seed: int = NEAREST,
+    errors: GradientErrors | None = None,
+) -> torch.Tensor:
+    """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
+
+    Each rank sums a piece of ``x``. The sums are gathered in the dtype of ``x``, but in bf16 if the
+    summands were float8, whose error is larger than that of bf16.
+
+    Args:
+        x: ``[S]``, floating point.
+        parts: the parts of ``x``.
+
+    Collectives: an all-to-all of the encoded ``x``, and an all-gather of the sums.
+    """
+    ranks = group.size()
+    own_parts = split(parts, ranks)
+    pieces = [
+        pad(piece, (0, ranks * own.size - len(piece))).view(ranks, own.size)
+        for piece, own in zip(x.split([part.size for part in parts]), own_parts, strict=True)
+    ]
+    runs = runs_of(own_parts, seed)
+    own = reduce_scatter(torch.cat(pieces, -1), runs, [group], seed=seed, errors=errors)
+    sums = runs_of(
+        part._replace(encoding="bf16" if part.encoding == "float8" else None) for part in own_parts
+    )
+    wire = encode(own.div_(divisor).to(x.dtype), sums, x.dtype)
+    gathered = funcol.all_gather_into_tensor(wire, ranks, str(group.group_name))
+    rows = decode(funcol.wait_tensor(gathered).view(ranks, -1), sums, x.dtype)
+    columns = rows.split([part.size for part in own_parts], -1)
+    return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
+
+
+def split(parts: Sequence[Part], ranks: int) -> list[Part]:
+    """The piece of each part that one rank sums in :func:`all_reduce`, including padding."""
+    return [part._replace(size=-(-part.size // ranks)) for part in parts]
+
+
+def _exchange(
+    rows: torch.Tensor,
+    runs: Sequence[Run],
+    group: dist.ProcessGroup,
+    stage: int,
+    seed: int,
+    errors: GradientErrors | None,
+) -> torch.Tensor:
+    """Exchange rows ``[L, A, ..., S]`` between L ranks; sum this rank's rows, ``[A, ..., S]``."""
+    dtype = rows.dtype
+    if errors is not None:
+        rows = errors.added(stage, rows)
+    wire = encode(rows, runs, dtype, seed)
+    if errors is not None:
+        left = rows - decode(wire, runs, dtype)
+        # Infinity and NaN are encoded exactly, and leave no error.
+        left.masked_fill_(left.isfinite().logical_not_(), 0.0)
+        left[group.rank()] = 0.0
+        errors.keep(stage, left)
+    received = funcol.wait_tensor(start_all_to_all(wire, group))
+    return sum_of(received, runs, dtype, rows[group.rank()], group.rank())
+
+
+class Scattering(NamedTuple):
+    """A reduce-scatter in flight, which :func:`finish_reduction` completes."""
+
+    received: torch.Tensor  # [W, ..., bytes], in flight: the pieces of all ranks for this one
+    own: torch.Tensor  # this rank's own summand, padded to the size of the first shard
+    runs: tuple[Run, ...]
+    rank: int
+    layout: Layout  # of the result
+
+
+def start_reduction(
+    tensor: DTensor, placements: Placements, transport: Encoding
+) -> DTensor | Scattering:
+    """Start to redistribute a DTensor to other placements.
+
+    A reduce-scatter, from Partial to Shard, becomes an all-to-all of encoded pieces, one for each
+    rank, with blocks along the last dim. The rank that owns a shard sums in fp32, in the order of
+    ranks, and rounds once to the dtype of the tensor. Its own piece is not encoded. All other
+    redistributions are left to torch.
+
+    Args:
+        tensor: a DTensor, on a 1-D mesh if ``transport`` is not None.
+        transport: the encoding of the pieces; None for torch's reduce-scatter.
+
+    Collectives: an all-to-all of W pieces of the size of the first shard (smaller shards are
+    padded, as in torch's reduce-scatter), or those of ``DTensor.redistribute``.
+    """
+    dim = _scattered_dim(tensor, placements, transport)
+    if dim is None:
+        if tuple(tensor.placements) == placements:
+            return tensor
+        return tensor.redistribute(placements=placements, async_op=True)
+    mesh, local = tensor.device_mesh, local_tensor(tensor)
+    ranks, coordinate = mesh.size(), mesh.get_coordinate()
+    assert coordinate is not None
+    size = local.shape[dim]
+    chunk = -(-size // ranks)
+    if chunk * ranks != size:
+        local = pad(local, (0, 0) * (local.ndim - 1 - dim) + (0, chunk * ranks - size))
+    pieces = local.unflatten(dim, (ranks, chunk)).movedim(dim, 0).contiguous()
+    runs = runs_of([Part(0, pieces.shape[-1], transport)])
+    received = start_all_to_all(encode(pieces, runs, pieces.dtype), mesh.get_group())
+    layout = Layout(mesh, placements, tensor.shape)
+    return Scattering(received, pieces[coordinate[0]], runs, coordinate[0], layout)
+
+
+def finish_reduction(started: DTensor | Scattering) -> DTensor:
+    """Return the result of :func:`start_reduction`, in flight if torch redistributes it."""
+    if isinstance(started, DTensor):
+        return started
+    received, own, runs, rank, layout = started
+    total = sum_of(funcol.wait_tensor(received), runs, own.dtype, own, rank)
+    dim = sharded_dim(layout.placements[0], len(layout.shape))
+    assert dim is not None
+    chunk = total.shape[dim]
+    kept = max(0, min(chunk, layout.shape[dim] - rank * chunk))
+    return layout.wrap(total.narrow(dim, 0, kept).to(own.dtype).contiguous())
+
+
+def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> DTensor:
+    """Run :func:`start_reduction`, then :func:`finish_reduction`."""
+    return finish_reduction(start_reduction(tensor, placements, transport))
+
+
+def _scattered_dim(tensor: DTensor, placements: Placements, transport: Encoding) -> int | None:
+    """The dim of a reduce-scatter with encoded pieces; None if torch redistributes."""
+    if transport is None or tensor.device_mesh.size() == 1 or tensor.numel() == 0:
+        return None
+    assert tensor.device_mesh.ndim == 1, tensor.device_mesh
+    is_sum = tensor.placements[0] == Partial() and not has_pieces(placements)
+    return sharded_dim(placements[0], tensor.ndim) if is_sum else None
