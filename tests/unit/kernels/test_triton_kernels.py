@@ -82,9 +82,9 @@ def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2:
 def test_casts_of_any_shape_dtype_and_strides(used: set[str]) -> None:
     for shape, format_ in zip(SHAPES, cycle([(E4M3, True), (E5M2, False)])):
         check_casts(used, matrix(shape, torch.bfloat16), *format_)
-    for of, dtype in product(DTYPES, (E4M3, E5M2)):
+    for of, dtype in zip(DTYPES, cycle((E5M2, E4M3))):
         check_casts(used, matrix((70, 65), of), dtype, False)
-    for shape in ((77, 130), (3, 1)):
+    for shape in ((70, 65), (3, 1)):
         for view in views(matrix(shape, torch.bfloat16)):
             check_casts(used, view, E4M3, True)
 
