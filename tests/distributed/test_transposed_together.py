@@ -81,7 +81,6 @@ def both_ways(recipe: str, tp: int, reshard: bool) -> tuple[bool, list[int]]:
     [
         ("tensorwise", 1, True),
         ("rowwise_folded", 1, False),
-        ("rowwise_folded", 2, True),
         ("delayed", 2, True),
     ],
 )
