@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from autocast_steps import DTYPES, RECIPES, forward_and_backward, layer_of
+from autocast_steps import DTYPES, forward_and_backward, layer_of
 from graphs import Compilations
 from nets import Distributed, blocks
 from ranks import RankPools
@@ -10,17 +10,15 @@ from reference import same_bits, sqnr
 
 from fp8_dist import Float8LinearConfig
 
-SHORT = "tensorwise", "rowwise_folded", "rowwise_with_gw_hp"
-
 
 @pytest.mark.parametrize(
     ("recipe", "backend"),
     [
-        *((recipe, "aot_eager") for recipe in SHORT),
+        ("tensorwise", "aot_eager"),
+        ("rowwise_folded", "aot_eager"),
         *(
             pytest.param(recipe, "aot_eager", marks=pytest.mark.full)
-            for recipe in RECIPES
-            if recipe not in SHORT
+            for recipe in ("rowwise_with_gw_hp", "blockwise", "delayed")
         ),
         pytest.param("rowwise_folded", "inductor", marks=pytest.mark.full),
     ],
@@ -31,7 +29,7 @@ def test_compiled(recipe: str, backend: str) -> None:
     layer = layer_of(recipe, bias=False)
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     x, grad = torch.randn(32, 64), torch.randn(32, 48)
-    dtypes = [None, *DTYPES]
+    dtypes = [None, *DTYPES] if backend == "aot_eager" else DTYPES[:1]
     for dtype in dtypes * 2:
         expected, found = (forward_and_backward(f, x, grad, dtype) for f in (layer, compiled))
         assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
@@ -40,7 +38,8 @@ def test_compiled(recipe: str, backend: str) -> None:
 
 def on_a_mesh(recipe: str, compiled: bool) -> tuple[list[torch.dtype], float]:
     """dtypes of layers' outputs and of gradients, and the SQNR to one device, under autocast."""
-    world = Distributed(1, 2, config=Float8LinearConfig.from_recipe_name(recipe))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world = Distributed(1, 2, config=config, net_arguments={"layers": 1})
     model = blocks(world)
     outputs: list[torch.dtype] = []
     if compiled:
@@ -63,7 +62,6 @@ def on_a_mesh(recipe: str, compiled: bool) -> tuple[list[torch.dtype], float]:
     "recipe",
     [
         "tensorwise",
-        pytest.param("rowwise", marks=pytest.mark.full),
         pytest.param("rowwise_folded", marks=pytest.mark.full),
     ],
 )
@@ -73,6 +71,6 @@ def test_inputs_that_a_style_casts(ranks: RankPools, recipe: str) -> None:
     compiled = ranks(2).run(on_a_mesh, recipe, True, timeout=180)
     for dtypes, distance in eager:
         # The residual sum is fp32 again.
-        assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
+        assert dtypes == [torch.bfloat16] + [torch.float32] * 2
         assert distance > 45  # parts of w2's output are rounded to bf16 before they are summed
-    assert compiled == [(dtypes[2:], distance) for dtypes, distance in eager]
+    assert compiled == [(dtypes[1:], distance) for dtypes, distance in eager]

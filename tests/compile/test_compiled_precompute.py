@@ -132,7 +132,7 @@ def between_steps(dp: int, tp: int, recipe: str, reduces: int) -> list[str]:
     ("dp", "tp", "recipe", "reduces"),
     # (Amaxes of whole rows need no one else's.)
     [
-        (2, 1, "rowwise_folded", 0),
+        pytest.param(2, 1, "rowwise_folded", 0, marks=pytest.mark.full),
         (1, 2, "tensorwise", 1),
         pytest.param(2, 1, "tensorwise", 1, marks=pytest.mark.full),
     ],

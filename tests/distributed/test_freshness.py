@@ -104,7 +104,9 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("dp", "tp"), [(1, 1), (2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.full)]
+)
 @on_ranks("dp", "tp", returns={})
 def test_no_scale_is_stale_after_a_change(dp: int, tp: int) -> dict[str, list[str]]:
     """Layers whose forward after a change uses another cast than that of their values."""

@@ -19,8 +19,8 @@ IN_CI = hypothesis.settings(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 LONG = [
-    pytest.param(kind, 100, 4, marks=pytest.mark.full, id=f"{kind}, long")
-    for kind in ("cast", "layer", "train")
+    pytest.param(kind, count, 4, marks=pytest.mark.full, id=f"{kind}, long")
+    for kind, count in (("cast", 100), ("layer", 100), ("train", 50))
 ]
 
 

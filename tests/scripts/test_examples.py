@@ -45,9 +45,7 @@ def output_of(name: str, folder: Path) -> str:
     text = (EXAMPLES / f"{name}.py").read_text()
     found = re.search(r"^torchrun (--nproc-per-node \d) (scripts/examples/\w+\.py)$", text, re.M)
     assert found, "the docstring names no command"
-    program = (
-        f"-m torch.distributed.run --standalone {found[1]} -m one_gloo_thread {ROOT / found[2]}"
-    )
+    program = f"-m forking_torchrun {found[1]} {ROOT / found[2]}"
     command = [sys.executable, *program.split()]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

@@ -54,7 +54,7 @@ def result(code: str, ranks: int, folder: Path) -> str:
     """What rank 0 prints about a program, which torchrun runs."""
     program = folder / "program.py"
     program.write_text(f"import torch\n{YOURS}\n{code}\n{COUNTED}")
-    run = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -m one_gloo_thread"
+    run = f"-m forking_torchrun --nproc-per-node {ranks}"
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(

@@ -5,7 +5,7 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 
 import math
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ CASES: list[tuple[tuple[int, int], Blocks]] = [
     ((9, 10), (1, 1, 0, 0)),
     ((2, 300), (1, 256, 0, 0)),
 ]
-RULES = pytest.mark.parametrize("rule", [None, "ceil", "floor"])
+RULES: list[str | None] = [None, "ceil", "floor"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
 
@@ -79,13 +79,12 @@ def check_casts(
         check_operator(reblock, *turned, blocks, rows, rule, True)
 
 
-@RULES
-def test_casts_of_any_shape_and_strides(used: set[str], rule: str | None) -> None:
+def test_casts_of_any_shape_and_strides(used: set[str]) -> None:
     x = matrix((40, 72), torch.bfloat16)
     cases = [(matrix(shape, torch.bfloat16), blocks) for shape, blocks in CASES]
     for view in (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72)):
         cases += [(view, (1, 32, 0, 0)), (view, (32, 32, 3, 5))]
-    for each, blocks in cases:
+    for (each, blocks), rule in zip(cases, cycle(RULES)):
         used.clear()
         check_casts(each, E4M3, blocks, rule)
         assert used == {"_cast_blocks", "_reblock"}
@@ -101,12 +100,15 @@ def test_casts_of_any_shape_and_strides(used: set[str], rule: str | None) -> Non
         ((6, 0), (1, 16, 0, 3)),
         ((0,), (1, 16, 0, 0)),
     ]
-    for (shape, blocks), dtype in product(others, (torch.bfloat16, torch.float64)):
+    each = product(others, (torch.bfloat16, torch.float64))
+    for ((shape, blocks), dtype), rule in zip(each, cycle(RULES)):
         check_casts(matrix(shape, dtype), E4M3, blocks, rule, 12 if shape == (6, 32) else 16)
 
 
-@RULES
-@pytest.mark.parametrize("of", DTYPES)
+@pytest.mark.parametrize(
+    ("of", "rule"),
+    [(torch.bfloat16, None), (torch.float16, "ceil"), *((torch.float32, rule) for rule in RULES)],
+)
 def test_casts_of_special_values(used: set[str], of: torch.dtype, rule: str | None) -> None:
     info = torch.finfo(of)
     # A row of each alone, and squares of all of them.
@@ -144,7 +146,9 @@ def test_amaxes_around_each_power_of_2(used: set[str], rule: str | None) -> None
         bits = (torch.finfo(dtype).max * powers).to(torch.float32).view(torch.int32)[:, None]
         x = (bits + torch.arange(-50, 50, device=DEVICE)).clamp(min=0).to(torch.int32)
         x = x.view(torch.float32)
-        check_casts(x[x.isfinite().all(1)], dtype, (1, 1, 0, 0), rule)
+        x = x[x.isfinite().all(1)]
+        check_operator(block_exponents, x, dtype, (1, 1, 0, 0), rule)
+        check_operator(cast_blocks, x, dtype, (1, 1, 0, 0), rule, [False, True])
 
 
 @settings(max_examples=25, deadline=None)
@@ -214,8 +218,9 @@ MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
 IMPLEMENTATIONS = pytest.mark.parametrize("name", ["cuda", "portable"])
 
 
-@RULES
-@pytest.mark.parametrize("size", [(32, 32), (1, 32)])
+@pytest.mark.parametrize(
+    ("size", "rule"), [((32, 32), None), ((32, 32), "floor"), ((1, 32), "ceil")]
+)
 def test_many_matrices(used: set[str], size: tuple[int, int], rule: str | None) -> None:
     blocks = [(*size, start[0] % size[0], start[1]) for _, start in MANY]
     chosen = [(of, slice(None)) for of in DTYPES]

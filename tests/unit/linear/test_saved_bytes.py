@@ -11,7 +11,7 @@ from reference import same_bits, saved_in
 
 from fp8_dist import Float8Linear, sync_float8_amax_and_scale_history
 
-ROWS, FEATURES = 1024, 512
+ROWS, FEATURES = 256, 256
 IN_FLOAT8 = [recipe for recipe in RECIPES if recipe != "rowwise_with_gw_hp"]
 LIMIT = 0.52  # of the bf16 input: half of it, and room for scales
 
@@ -67,14 +67,14 @@ def test_bytes_of_a_forward() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-nn.Linear in bf16: 1048576 B and 524288 B of the weight
-tensorwise: 524292 B (0.5000) and 262148 B of the weight
-rowwise: 526336 B (0.5020) and 264192 B of the weight
-rowwise_with_gw_hp: 1048576 B (1.0000) and 262148 B of the weight
-rowwise_folded: 528384 B (0.5039) and 264192 B of the weight
-blockwise: 528384 B (0.5039) and 262160 B of the weight
-mxfp8: 540672 B (0.5156) and 262400 B of the weight
-delayed: 524292 B (0.5000) and 262148 B of the weight""",
+nn.Linear in bf16: 131072 B and 131072 B of the weight
+tensorwise: 65540 B (0.5000) and 65540 B of the weight
+rowwise: 66560 B (0.5078) and 66560 B of the weight
+rowwise_with_gw_hp: 131072 B (1.0000) and 65540 B of the weight
+rowwise_folded: 66560 B (0.5078) and 66560 B of the weight
+blockwise: 66048 B (0.5039) and 65540 B of the weight
+mxfp8: 67584 B (0.5156) and 65600 B of the weight
+delayed: 65540 B (0.5000) and 65540 B of the weight""",
     )
 
 
@@ -85,7 +85,7 @@ def test_bytes_stay_the_same(recipe: str) -> None:
     leaf = x.clone().requires_grad_()
     config = config_of(recipe)
     expected = saved_by(layer_of(config, w), leaf).activations
-    assert saved_by(layer_of(config, w), leaf.view(4, 256, FEATURES)).activations == expected
+    assert saved_by(layer_of(config, w), leaf.view(4, 64, FEATURES)).activations == expected
     assert saved_by(layer_of(config, w, torch.zeros(FEATURES)), leaf).activations == expected
     layer = layer_of(config, w.float())
     with torch.autocast("cpu", torch.bfloat16):
