@@ -18,7 +18,6 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.kernels.gemm import _native
-from fp8_dist.kernels.transposing import transposed_copy
 from fp8_dist.mesh.rules import linear_layouts
 from scripts.measure.errors import errors, expected_by
 
@@ -50,7 +49,7 @@ VALUES: Refused = {
         ONE, CastConfig(ScalingType.DELAYED)
     ),
     "this device multiplies none but torch.float8_e4m3fn by any; set": lambda: _native(
-        E5M2, E5M2, ONE, ONE, torch.float32, False, transposed_copy
+        E5M2, E5M2, ONE, ONE, torch.float32, False
     ),
     "layer: a weight placed as P(sum) can't be multiplied; distribute it": lambda: linear_layouts(
         [Replicate()], [Partial()], 2, "layer"
