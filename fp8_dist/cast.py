@@ -82,13 +82,13 @@ def cast_to_float8(
     if not cast_config.enabled:
         return tensor
     check_transforms("cast_to_float8", tensor)
-    _check_dim(tensor, cast_config, dim)
+    scheme = cast_config.scheme("input", round_scales_to_power_of_2)
+    _check_dim(tensor, cast_config, scheme, dim)
     if cast_config.scaling_type is ScalingType.DELAYED:
         raise ValueError(
             "cast_to_float8: a DELAYED scale comes from the history that a Float8Linear keeps; use "
             "ScalingType.DYNAMIC"
         )
-    scheme = cast_config.scheme("input", round_scales_to_power_of_2)
     if dim is not None:
         scheme = covering((dim % tensor.ndim,), scheme, tensor.ndim)
     return _CastToFloat8.apply(reduced(tensor), scheme)
@@ -109,18 +109,21 @@ def check_transforms(name: str, *tensors: torch.Tensor | None) -> None:
         )
 
 
-def _check_dim(tensor: torch.Tensor, cast_config: CastConfig, dim: int | None) -> None:
+def _check_dim(
+    tensor: torch.Tensor, cast_config: CastConfig, scheme: Scheme, dim: int | None
+) -> None:
     if cast_config.scaling_granularity is not ScalingGranularity.AXISWISE:
         if dim is not None:
             raise ValueError(
                 f"cast_to_float8: dim={dim} is the reduced dim of an axiswise cast, but the "
                 f"granularity is {cast_config.scaling_granularity}; drop dim"
             )
-        needed = 0 if cast_config.block_size is None else 1 + (cast_config.block_size[0] > 1)
+        levels = [level for level in scheme.levels if not level.is_scalar]
+        needed = max([1 + ((level.rows or 1) > 1) for level in levels], default=0)
         if tensor.ndim < needed:
             raise ValueError(
-                f"cast_to_float8: blocks of {cast_config.block_size} need a tensor of {needed} "
-                f"dims or more, got {tensor.ndim}"
+                f"cast_to_float8: one scale per {scheme.covers} needs a tensor of {needed} dims or "
+                f"more, got {tensor.ndim}"
             )
     elif dim is None:
         raise ValueError(

@@ -103,8 +103,8 @@ class Recipe:
                     f"Float8LinearConfig: {operand} has one scale per {covers} in its two GEMMs; "
                     "one copy with scales of blocks must serve both, or leave one of them DISABLED"
                 )
-            for scheme in schemes:
-                if why := scheme.unfit_for(operand):
+            for gemm, scheme in self.uses[operand].items():
+                if scheme and (why := scheme.unfit_for(operand, is_second(operand, gemm))):
                     raise ValueError(f"Float8LinearConfig: {why}")
 
     def _history_scheme(self, operand: Operand) -> Dense:

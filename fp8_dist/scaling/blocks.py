@@ -87,7 +87,7 @@ class Blocks(Scheme):
     def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
         return scaled_by(qdata.to(torch.float32), powers_of_2(scales[0]), self._blocks(start))
 
-    def unfit_for(self, operand: str) -> str | None:
+    def unfit_for(self, operand: str, second: bool) -> str | None:
         wanted = "a square" if operand == "weight" else "one row"
         if self.rows == (self.columns if operand == "weight" else 1):
             return None

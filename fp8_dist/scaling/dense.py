@@ -61,6 +61,8 @@ class Dense(Scheme):
     def make_levels(self) -> tuple[Level, ...]:
         if self.per == "slice":
             return (DimsLevel(1, 1, covered=self.dims),)
+        if self.per not in _LEVELS:
+            raise ValueError(f"Dense.per={self.per!r}: use one of {[*_LEVELS, 'slice']}")
         return (_LEVELS[self.per],)
 
     @property
@@ -79,6 +81,13 @@ class Dense(Scheme):
         if self.per == "slice":
             return None
         return replace(self, per=_TURNED.get(self.per, self.per))
+
+    def unfit_for(self, operand: str, second: bool) -> str | None:
+        if self.per == "column" and not second:
+            return (
+                f"{operand} has one scale per column, and its first GEMM sums over these; use 'row'"
+            )
+        return super().unfit_for(operand, second)
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         return (amax(x, self.levels[0].covered_dims(x.ndim)),)

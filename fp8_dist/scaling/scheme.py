@@ -283,12 +283,19 @@ class Scheme:
         """The scheme of the transposed matrix, or ``None`` if there is none."""
         return None
 
-    def unfit_for(self, operand: str) -> str | None:
-        """The reason why a layer's operand can't have this scheme, or ``None``.
+    def unfit_for(self, operand: str, second: bool) -> str | None:
+        """The reason why a layer's operand can't have this scheme in a GEMM, or ``None``.
 
         The rows of inputs and gradients are tokens. Which tokens share a scale must not depend on
         how many of them a rank has, or on where a sequence ends.
+
+        ``second``: whether the GEMM contracts the operand's rows.
         """
+        if self.turned() is None:
+            return (
+                f"{operand} has one scale per {self.covers}, a scheme that layers can't transpose; "
+                f"define {type(self).__name__}.turned, or use another scaling_granularity"
+            )
         if operand == "weight" or all((level.rows or 1) == 1 for level in self.levels):
             return None
         return f"{operand} has one scale per {self.covers}, but blocks of tokens must be one row"

@@ -70,7 +70,7 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _PARTS and any(level.has_blocks for level in scheme.levels):
         return _parts_in_blocks(func, x, moved, rest, kwargs)
     if func in (aten.t.default, aten.transpose.int, aten.permute.default) and x.ndim == 2:
-        return _turn(x, moved, scheme)
+        return _turn(func, x, moved, scheme)
     if isinstance(moved, torch.Tensor):
         return _with_moved_scales(func, x, moved, [func(e, *rest, **kwargs) for e in _expanded(x)])
     scales = [func(e, *rest, **kwargs) for e in _expanded(x)]
@@ -87,12 +87,14 @@ _PARTS = (
 )
 
 
-def _turn(x: Float8Tensor, moved: torch.Tensor, scheme: Scheme) -> Float8Tensor:
+def _turn(func: Any, x: Float8Tensor, moved: torch.Tensor, scheme: Scheme) -> Float8Tensor:
     """Rewrap a matrix whose data was transposed, or permuted without effect."""
     if moved.shape == x.shape and moved.stride() == x.qdata.stride():
         return x.rewrap(qdata=moved)
     turned = scheme.turned()
     if turned is None:
+        if len(scheme.levels) > 1 or scheme.levels[0].has_blocks:
+            raise _no_scale_for(func, x)
         covered = scheme.levels[0].covered_dims(2) or ()
         turned = covering(tuple(sorted(1 - dim for dim in covered)), scheme, 2)
     scales = tuple([scale.t() if scale.ndim else scale for scale in x.scales])

@@ -24,14 +24,28 @@ from schemes import (
     config_of,
 )
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from two_level import TwoLevel
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, cast_to_float8
 from fp8_dist.linear.observing import record_gemms
-from fp8_dist.linear.operands import plan_operand
+from fp8_dist.linear.operands import plan_operand, reason_to_move_high
+from fp8_dist.linear.weight_queries import weight_copies
 from fp8_dist.mesh import Layout, global_offset
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
-from fp8_dist.scaling import Blocks, Dense, Placed, Scheme, covering, message_dtype, scheme_named
+from fp8_dist.scaling import (
+    Blocks,
+    Dense,
+    Placed,
+    Scales,
+    Scheme,
+    Statistics,
+    covering,
+    message_dtype,
+    scheme_named,
+)
+from fp8_dist.scaling.operators import cast_operator
 from fp8_dist.scaling.reduction import as_integers, from_integers
+from fp8_dist.torch_internals import storage_address
 
 E4M3 = torch.float8_e4m3fn
 TENSOR, ROW, COLUMN = (Dense(E4M3, per) for per in ("tensor", "row", "column"))
@@ -211,6 +225,60 @@ def test_keys() -> None:
     for unknown in ("thirds()", "thirds", "dense", "quads.of()"):
         text = raised(ValueError, partial(scheme_named, unknown))
         assert text.startswith(f"the scaling scheme {unknown} is not defined here; import")
+
+
+def test_schemes_that_do_not_fit() -> None:
+    @dataclass(frozen=True, eq=False)
+    class Unturned(TwoLevel):
+        family = "unturned"
+
+        def turned(self) -> Any:
+            return None
+
+    levels = CastConfig(scaling_granularity=Unturned())
+    x = torch.randn(32, 16)
+    for wanted, call in {
+        "input has one scale per unturned": partial(config_of, Unturned()),
+        "define Unturned.turned": partial(config_of, Unturned()),
+        "input has one scale per column, and its first GEMM sums": partial(config_of, COLUMN),
+        "weight has one scale per slice of dims 1, a scheme": partial(config_of, SLICE, TENSOR),
+        "Dense.per='rows': use one of ['tensor', 'matrix',": partial(Dense, per="rows"),
+        "needs a tensor of 2 dims or more, got 1": partial(
+            cast_to_float8, x[0], CastConfig(scaling_granularity=TwoLevel(rows=16))
+        ),
+    }.items():
+        assert wanted in raised(ValueError, call)
+    rows, column = (CastConfig(scaling_granularity=each) for each in (ROW, COLUMN))
+    Float8LinearConfig(cast_config_input=rows, cast_config_input_for_grad_weight=column)
+    assert "no such scales" in raised(NotImplementedError, cast_to_float8(x, levels).t)
+    text = reason_to_move_high(COLUMN_PAIRS, (Shard(0),), 2)
+    assert text.endswith(
+        "can't be moved from [Shard(dim=0)]; use a recipe with one scale per tensor"
+    )
+    assert "shard the sequence" in reason_to_move_high(ROW_QUADS, (Shard(-1),), 2)
+
+
+def test_results_of_operators_are_not_statistics() -> None:
+    @dataclass(frozen=True, eq=False)
+    class Viewed(Quads):
+        """Scales are views of the statistics."""
+
+        family = "viewed"
+
+        def scales_from(self, statistics: Statistics) -> Scales:
+            return (statistics[0].view(torch.int32).view(torch.float32),)
+
+    scheme = Viewed()
+    layer = Float8Linear(16, 8, bias=False, config=config_of(scheme))
+    layer(torch.randn(4, 16)).sum().backward()
+    weight, shard = layer.float8_weight, layer.weight.detach()
+    kept, how = weight.cache.known[scheme], ([scheme.key], (0, 0), [0], [False])
+    for found, *_ in (
+        cast_operator.overload(shard, list(kept), *how, False, None),
+        weight_copies.overload(shard, weight.handle, *how, True),
+    ):
+        assert same_bits(found, kept[0])
+        assert storage_address(found) != storage_address(kept[0])
 
 
 def test_a_class_that_is_defined_again() -> None:

@@ -269,7 +269,7 @@ def test_errors() -> None:
         (TypeError, lambda: Float8Tensor(data, exponents, torch.float32), "scales must be torch.float32 for one scale per slice, and orig_dtype floating point, got torch.uint8"),
         (ValueError, lambda: Float8Tensor(data, exponents[:1], torch.float32, blocks), cover),
         (ValueError, lambda: cast_to_float8(torch.randn(4, 4), config, dim=-1), "dim=-1 is the reduced dim of an axiswise cast, but the granularity is ScalingGranularity.BLOCKWISE"),
-        (ValueError, lambda: cast_to_float8(torch.randn(4), config), "blocks of (4, 4) need a tensor of 2 dims or more, got 1"),
+        (ValueError, lambda: cast_to_float8(torch.randn(4), config), "one scale per block of 4 x 4 needs a tensor of 2 dims or more, got 1"),
     ]  # fmt: skip
     for kind, call, message in refused:
         assert message in raised(kind, call)
