@@ -85,7 +85,7 @@ class Dense(Scheme):
     def unfit_for(self, operand: str, second: bool) -> str | None:
         if self.per == "column" and not second:
             return (
-                f"{operand} has one scale per column, but its first GEMM sums along rows; use row"
+                f"{operand} has one scale per column, but its first GEMM sums over these; use 'row'"
             )
         return super().unfit_for(operand, second)
 

@@ -208,6 +208,8 @@ def test_blocks(
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
     # Its fusions round the operands of the casts of activations otherwise; weights are as they are.
+    # New ranks: torch 2.13 can't lower the mesh of a graph that equals the mesh of an earlier one.
+    ranks(dp * tp).close()
     for steps in ranks(dp * tp).run(compiled_steps, dp, tp, recipe, True, "inductor", timeout=240):
         assert steps.same_weights
         assert steps.worst > 30
