@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fp8_dist.debug.capturing import CapturedCast
-from fp8_dist.debug.show import facts, histogram, of_values
+from fp8_dist.debug.histogram import facts, histogram, of_values
 
 _COLORS = {
     "kept": "#3b75af",

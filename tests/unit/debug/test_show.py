@@ -14,7 +14,7 @@ from torch import nn
 from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
 from fp8_dist.debug import CapturedCast, show
 from fp8_dist.debug.capturing import save_capture
-from fp8_dist.debug.show import Float8Range, histogram
+from fp8_dist.debug.histogram import Float8Range, histogram
 from fp8_dist.scaling import Dense
 
 ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
