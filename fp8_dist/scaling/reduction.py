@@ -52,7 +52,8 @@ class Placed(NamedTuple):
 
     def flat(self, dtype: torch.dtype) -> Tensor:
         """The statistics to reduce, as 1-D integers, with zeros in the places of other ranks."""
-        integers, added = as_integers(self.local, dtype), list[int]()
+        integers = as_integers(self.local, dtype)
+        added: list[int] = []
         for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
             added = [start, size - start - n, *added]  # pad takes the last dim first
         return (pad(integers, added) if any(added) else integers).reshape(-1)
