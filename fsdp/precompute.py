@@ -169,8 +169,11 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
             "parametrized). Use fully_shard (FSDP2), or leave precompute out: the layers scale "
             "what they get"
         )
-    local = {fqn: local_tensor(weight.parameter()) for fqn, weight in weights.items()}
-    unsharded = [fqn for fqn, tensor in local.items() if isinstance(tensor, Float8Tensor)]
+    unsharded = [
+        weight.fqn or fqn  # the full name, also if the caller passed the layer itself
+        for fqn, weight in weights.items()
+        if isinstance(local_tensor(weight.parameter()), Float8Tensor)
+    ]
     if unsharded:
         raise ValueError(
             "precompute_float8_dynamic_scale: these weights are unsharded float8 copies: "
