@@ -128,6 +128,7 @@ class Float8Weight:
         self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
         self.is_compared = False
+        self._is_saved_plain = False
 
     def __reduce__(self) -> Any:
         return Float8Weight, (self.module, self.config, self.fqn, self._histories, self.name)
@@ -342,8 +343,9 @@ class Float8Weight:
 
         From then on, a ``state_dict`` of the module contains plain tensors instead.
         """
-        if _save_plain not in self.module._state_dict_hooks.values():
+        if not self._is_saved_plain:
             self.module.register_state_dict_post_hook(_save_plain)
+            self._is_saved_plain = True
         local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
