@@ -128,6 +128,10 @@ class Float8Weight:
         self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
         self.is_compared = False
+        self._is_saved_plain = False
+
+    def __reduce__(self) -> Any:
+        return Float8Weight, (self.module, self.config, self.fqn, self._histories, self.name)
 
     def compare(self, caller: str) -> None:
         """Compare the layer between the ranks of its mesh, unless that was done before.
@@ -335,7 +339,13 @@ class Float8Weight:
         return self.plain(weight if self._sharded is None else self._sharded)
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
-        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
+        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8.
+
+        From then on, a ``state_dict`` of the module contains plain tensors instead.
+        """
+        if not self._is_saved_plain:
+            self.module.register_state_dict_post_hook(_save_plain)
+            self._is_saved_plain = True
         local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
@@ -684,6 +694,13 @@ def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
     """The float8 parameters that a module itself has, by name."""
     weights: Mapping[str, Float8Weight] = getattr(module, "float8_weights", {})
     return weights
+
+
+def _save_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Replace the float8 parameters in a module's ``state_dict``, unless it keeps variables."""
+    for name, weight in weights_of(module).items():
+        if state.get(prefix + name, own := weight.parameter()) is not own:
+            state[prefix + name] = weight.plain(own)
 
 
 def checked_module(module: nn.Module) -> nn.Module:

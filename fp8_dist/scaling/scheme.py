@@ -261,9 +261,10 @@ class Scheme:
     def scales_from(self, statistics: Statistics) -> Scales:
         """Compute the scales from the statistics of a tensor or of a part of it, elementwise.
 
-        The statistic 0 must give a normal number, whose reciprocal is finite. Infinity and NaN must
-        give infinity or NaN. The bits must not depend on shape or strides: use operations that are
-        rounded exactly, not ``exp2``, ``log2`` or ``pow``.
+        For statistics of 0 the product of all levels' scales must be a normal number whose
+        reciprocal is finite. Infinity and NaN must give infinity or NaN. The bits must not depend
+        on shape or strides: use operations that are rounded exactly, not ``exp2``, ``log2`` or
+        ``pow``.
         """
         raise NotImplementedError
 
@@ -296,9 +297,13 @@ class Scheme:
                 f"{operand} has one scale per {self.covers}, a scheme that layers can't transpose; "
                 f"define {type(self).__name__}.turned, or use another scaling_granularity"
             )
-        if operand == "weight" or all((level.rows or 1) == 1 for level in self.levels):
+        of_tokens = [(level.leading, level.rows) for level in self.levels]
+        if operand == "weight" or all(block in ((1, 1), (None, None)) for block in of_tokens):
             return None
-        return f"{operand} has one scale per {self.covers}, but blocks of tokens must be one row"
+        return (
+            f"{operand} has one scale per {self.covers}, but blocks of tokens must be one row, or "
+            "all of them (leading=None, rows=None)"
+        )
 
     def unfit_beside(self, other: "Scheme") -> str | None:
         """The reason why ``self`` can't be multiplied by ``other`` in one GEMM, or ``None``."""

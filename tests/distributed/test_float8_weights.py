@@ -1,5 +1,9 @@
 """Float8 parameters by name: experts' weights [E, N, K], which FSDP2 gathers in float8."""
 
+import copy
+import io
+from typing import Any
+
 import pytest
 import torch
 from experts import Experts, experts_config
@@ -86,3 +90,19 @@ def test_they_are_found_by_name(ranks: RankPools) -> None:
     names, first, second, text = ranks(1).run(rewrapped)[0]
     assert (names, first, second) == (["0.up", "0.down"], ["0"], [])
     assert "0.up is also other.weight" in text
+
+
+def loaded(saved: object, **how: bool) -> Any:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, **how)
+
+
+def test_they_are_saved_plain_and_copied() -> None:
+    model = nn.Sequential(Experts(2, 24, 36, experts_config(enable_fsdp_float8_all_gather=True)))
+    saved = loaded(model.state_dict(), weights_only=True)
+    assert [type(tensor) for tensor in saved.values()] == [torch.Tensor] * 2
+    assert model.state_dict(keep_vars=True)["0.up"] is model[0].up
+    for copied in (copy.deepcopy(model), loaded(model, weights_only=False)):
+        assert [w.module for w in float8_weights(copied).values()] == [copied[0]] * 2

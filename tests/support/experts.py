@@ -14,8 +14,7 @@ PER_EXPERT = CastConfig(scaling_granularity=Dense(per="matrix"))
 
 
 def experts_config(**fields: Any) -> Float8LinearConfig:
-    casts = {f"cast_config_{o}": PER_EXPERT for o in ("input", "weight", "grad_output")}
-    return Float8LinearConfig(**(casts | fields))
+    return Float8LinearConfig(cast_config_weight=PER_EXPERT, **fields)
 
 
 class Experts(nn.Module):

@@ -241,6 +241,7 @@ def test_schemes_that_do_not_fit() -> None:
         "input has one scale per unturned": partial(config_of, Unturned()),
         "define Unturned.turned": partial(config_of, Unturned()),
         "input has one scale per column, but its first GEMM sums": partial(config_of, COLUMN),
+        "input has one scale per matrix, but blocks of tokens": partial(config_of, MATRIX),
         "weight has one scale per slice of dims 1, a scheme": partial(config_of, SLICE, TENSOR),
         "Dense.per='rows': use one of ['tensor', 'matrix',": partial(Dense, per="rows"),
         "needs a tensor of 2 dims or more, got 1": partial(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from nets import Net
 from reference import same_bits
+from torch.nn.utils.parametrizations import weight_norm
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale
 from fp8_dist.fsdp import Float8AllGatherWeight
@@ -43,6 +44,12 @@ def test_loading_a_checkpoint_does_not_need_the_library(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
     )
     assert loaded.stdout.strip() == "10", loaded.stderr
+
+
+def test_a_parametrized_layer_has_the_state_of_nn_linear() -> None:
+    float8 = convert_to_float8_training(Net())
+    normed, plain = (weight_norm(net.layers[0].w1) for net in (float8, Net()))
+    assert normed.state_dict().keys() == plain.state_dict().keys()
 
 
 def test_pickled_and_copied_modules_work() -> None:
