@@ -27,8 +27,12 @@ from fp8_dist.fsdp.checks import check_outside_of_backward, check_sharded_module
 from fp8_dist.fsdp.local_amaxes import Key, WeightStatistics, local_statistics
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.streams import note_made
-from fp8_dist.linear.weight import Float8Weight, float8_modules, float8_weights
+from fp8_dist.linear.weight import (
+    Float8Weight,
+    float8_modules,
+    float8_weights,
+    note_made,
+)
 from fp8_dist.linear.weight_cache import PendingScales, WeightCache
 from fp8_dist.mesh import AmaxReduction, common_groups, local_tensor
 from fp8_dist.scaling import Placed, Scales, message_dtype

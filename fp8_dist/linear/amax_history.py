@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
-from fp8_dist.device import is_captured
+from fp8_dist.device import is_captured, keep_for_current_stream
 from fp8_dist.kernels import amax, cast_and_record, empty_copies
-from fp8_dist.linear.scale_query import must_query, owner_of, query, register_handle
-from fp8_dist.linear.streams import keep_for_current_stream
+from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.scaling import Copy, Dense, Statistics, reduction_groups
 from fp8_dist.torch_internals import is_selectively_checkpointed

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8_dist.cast import Copies
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.linear.scale_query import owner_of, query
+from fp8_dist.linear.queries import owner_of, query
 from fp8_dist.mesh import local_tensor, with_local
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import (
@@ -43,7 +43,7 @@ class Owner(Protocol):
     Attributes:
         fqn: the layer's name.
         config: the layer's config.
-        handle: identifies the owner in operators (``scale_query``).
+        handle: identifies the owner in operators (``queries``).
     """
 
     fqn: str
