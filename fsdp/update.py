@@ -18,10 +18,9 @@ from fp8_dist.fsdp.precompute import (
     precompute_weights,
     reshard,
 )
-from fp8_dist.linear.amax_history import advance
+from fp8_dist.linear.amax_history import advance, warn_if_not_restored
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
-from fp8_dist.linear.saved_histories import warn_if_not_restored
 from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters

@@ -1,7 +1,9 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any, get_args
 
 import torch
 import torch.nn as nn
@@ -9,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import check_transforms
-from fp8_dist.config import Float8LinearConfig
+from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.dtypes import autocast
 from fp8_dist.env import strict_alignment
-from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.amax_history import AmaxHistory, load_from_metadata, save_to_metadata
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import (
     check_alignment,
@@ -21,15 +23,14 @@ from fp8_dist.linear.checks import (
     check_reduces_input_gradient,
     check_summed_in_fp32,
 )
-from fp8_dist.linear.layer_repr import config_text, scale_text
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
-from fp8_dist.linear.saved_histories import load_from_metadata, save_to_metadata
 from fp8_dist.linear.weight import Float8Weight, checked_module, float8_weights
-from fp8_dist.linear.weight_cache import Change
+from fp8_dist.linear.weight_cache import Change, ScaleState, WeightCache
 from fp8_dist.mesh import Placements, local_tensor, reduced
+from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import innermost, storage_address
+from fp8_dist.torch_internals import dtensor_local, innermost, storage_address
 from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
 
@@ -44,6 +45,16 @@ _OWN_ATTRIBUTES = (
     "float8_weight",
     "prepared_by",
 )
+
+
+_SHOWN_STATES = {
+    ScaleState.UNKNOWN: "unknown",
+    ScaleState.PENDING: "pending",
+    ScaleState.STALE: "stale",
+    ScaleState.PRECOMPUTED: "fresh",
+    ScaleState.FROM_GATHER: "fresh",
+    ScaleState.FROM_FORWARD: "fresh",
+}
 
 
 class Float8Linear(nn.Linear):
@@ -331,6 +342,76 @@ class Float8Linear(nn.Linear):
             self.float8_weight.compare("load_state_dict")
         device = self.weight.device
         load_from_metadata(self.histories, local_metadata, self.meshes(), device, self.fqn, is_own)
+
+
+@lru_cache
+def config_text(config: Float8LinearConfig) -> str:
+    """The recipe or the casts, the options that differ from it, and the float8 gathers."""
+    by_recipe = [
+        (recipe.value, _options_beside(config, Float8LinearConfig.from_recipe_name(recipe)))
+        for recipe in Float8LinearRecipeName
+        if _casts(config) == _casts(Float8LinearConfig.from_recipe_name(recipe))
+    ]
+    if by_recipe:
+        name, options = min(by_recipe, key=lambda found: len(found[1]))
+        shown = [f"recipe={name}", *options]
+    else:
+        shown = [f"casts={_casts_text(config)}", *_options_beside(config, Float8LinearConfig())]
+    travels = {
+        operand: config.recipe.gather_scheme[operand] is not None for operand in get_args(Operand)
+    }
+    travels["weight"] = config.fsdp_float8_all_gather
+    gathers = [operand for operand in ("weight", "input", "grad_output") if travels[operand]]
+    return ", ".join([*shown, f"float8_gathers={'|'.join(gathers) or 'none'}"])
+
+
+def scale_text(
+    parameter: torch.Tensor | None, cache: WeightCache, history: AmaxHistory | None
+) -> str:
+    """Return the state of a weight's scale, as the next use would find it.
+
+    Collectives: none. Nothing is waited for, and no state is changed.
+    """
+    if history is not None:
+        known = 0 if history.history is None else len(history.history)
+        return f"delayed ({known} of {history.length} amaxes)"
+    local = dtensor_local(parameter) if isinstance(parameter, DTensor) else parameter
+    if isinstance(local, Float8Tensor):  # FSDP2 gathered it together with its scale
+        return _SHOWN_STATES[ScaleState.FROM_GATHER]
+    return _SHOWN_STATES[ScaleState.UNKNOWN if parameter is None else cache.state_of(parameter)]
+
+
+def _casts(config: Float8LinearConfig) -> list[object]:
+    uses = [(operand, gemm) for gemm, operands in GEMM_OPERANDS.items() for operand in operands]
+    return [config.cast_config(operand, gemm) for operand, gemm in uses]
+
+
+def _casts_text(config: Float8LinearConfig) -> str:
+    names: list[tuple[str, Operand, Gemm]] = [
+        ("i", "input", "output"),
+        ("w", "weight", "output"),
+        ("go", "grad_output", "grad_input"),
+        ("i_gw", "input", "grad_weight"),
+        ("w_gi", "weight", "grad_input"),
+        ("go_gw", "grad_output", "grad_weight"),
+    ]
+    casts: dict[str, str] = {}
+    for name, operand, gemm in names:
+        cast = config.cast_config(operand, gemm).short_str(operand)
+        if cast != casts.get(name.partition("_")[0]):
+            casts[name] = cast
+    return ",".join(f"{name}:{cast}" for name, cast in casts.items())
+
+
+def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> list[str]:
+    """The fields that differ from the recipe, except for casts and fields shown elsewhere."""
+    return [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in fields(config)
+        if not field.name.startswith("cast_config")
+        and field.name != "enable_fsdp_float8_all_gather"
+        and getattr(config, field.name) != getattr(recipe, field.name)
+    ]
 
 
 def invalidate_float8_scales(module: nn.Module) -> None:
