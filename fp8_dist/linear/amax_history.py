@@ -200,18 +200,6 @@ def history_copies(
     return flat_copies(history._copies_of_local(x, copies, record, groups)[1])
 
 
-@history_copies.register_fake
-def _history_copies_fake(
-    x: torch.Tensor,
-    handle: torch.Tensor,
-    dtype: torch.dtype,
-    transposed: Sequence[bool],
-    record: bool,
-    groups: list[str],
-) -> list[torch.Tensor]:
-    return [x.new_empty((), dtype=torch.float32), *empty_copies(x, dtype, transposed)]
-
-
 @query("history_statistic(Tensor x, Tensor handle, bool record, str[] groups) -> Tensor")
 def history_statistic(
     x: torch.Tensor, handle: torch.Tensor, record: bool, groups: list[str]
@@ -228,6 +216,12 @@ def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return scale.clone()
 
 
+history_copies.register_fake(
+    lambda x, handle, dtype, transposed, *_: [
+        x.new_empty((), dtype=torch.float32),
+        *empty_copies(x, dtype, transposed),
+    ]
+)
 history_statistic.register_fake(lambda x, *_: x.new_empty((), dtype=torch.float32))
 record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
 
@@ -275,12 +269,10 @@ def load_histories(
     Histories that are ``restored`` stay as they are, and other ranks take over their values.
 
     Args:
-        histories: the layer's histories, by name of the operand.
         saved: the saved amaxes by name, the newest first; ``None`` if this rank was given none.
         meshes: the meshes that the layer's operands are distributed over. Ranks that were given no
             histories take those of other ranks. (A checkpoint that rank 0 broadcasts has none.)
         device: the device of the histories if there are no meshes.
-        fqn: the layer's name, for messages.
 
     Returns:
         Whether any rank was given histories. If none was, the histories stay as they are.
@@ -291,12 +283,12 @@ def load_histories(
     Raises:
         ValueError: ``saved`` is damaged on any rank of these meshes. All of them raise.
     """
-    error, none = None, torch.zeros(0, device="cpu")
-    rows, answer = [none] * len(histories), float(saved is not None)
+    error, answer = None, float(saved is not None)
     try:
         rows = list(saved_rows({} if saved is None else saved, histories, fqn).values())
     except ValueError as damage:
         error, answer = damage, _DAMAGED
+        rows = [torch.zeros(0, device="cpu")] * len(histories)
     restored = all(history.restored for history in histories.values())
     if restored and not error:
         rows = [h.amaxes() for h in histories.values()]
@@ -342,13 +334,8 @@ def load_from_metadata(
     histories as they are. Warns once per process if the layer's histories are not those of the
     state_dict.
 
-    Args:
-        histories: the layer's histories, by name of the operand.
-        metadata: the metadata that nn.Module passes to ``_load_from_state_dict``.
-        meshes, device: see :func:`load_histories`.
-        fqn: the layer's name, for messages.
-        is_own: whether the loaded weight shares memory with the layer's weight. The metadata then
-            has the histories of the time when ``state_dict()`` was called.
+    ``is_own``: whether the loaded weight shares memory with the layer's weight. The metadata then
+    has the histories of the time when ``state_dict()`` was called.
 
     Collectives, raises: as :func:`load_histories`.
     """

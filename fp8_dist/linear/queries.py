@@ -212,27 +212,21 @@ def _copied(
     return [each.to(x.device, copy=True) for scheme in schemes for each in known[scheme]]
 
 
-def _fake_statistics(
-    x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int], keep: bool = False
+def _empty(
+    made: Callable[..., Sequence[torch.Tensor]], x: torch.Tensor, keys: list[str], start: list[int]
 ) -> list[torch.Tensor]:
-    at = (start[0], start[1])
-    return [s for key in schemes for s in empty_statistics(scheme_named(key), x, at)]
+    return [each for key in keys for each in made(scheme_named(key), x, (start[0], start[1]))]
 
 
-@weight_copies.register_fake
-def _fake_copies(
-    x: torch.Tensor,
-    handle: torch.Tensor,
-    schemes: list[str],
-    start: list[int],
-    of: list[int],
-    transposed: list[bool],
-    keep: bool,
-) -> list[torch.Tensor]:
-    each, at = [scheme_named(key) for key in schemes], (start[0], start[1])
-    scales = [scale for scheme in each for scale in empty_scales(scheme, x, at)]
-    return [*scales, *empty_copies(x, each[0].dtype, transposed)]
-
-
-weight_statistics.register_fake(_fake_statistics)
-shard_statistics.register_fake(_fake_statistics)
+weight_statistics.register_fake(
+    lambda x, handle, schemes, start, keep: _empty(empty_statistics, x, schemes, start)
+)
+shard_statistics.register_fake(
+    lambda x, handle, schemes, start: _empty(empty_statistics, x, schemes, start)
+)
+weight_copies.register_fake(
+    lambda x, handle, schemes, start, of, transposed, keep: [
+        *_empty(empty_scales, x, schemes, start),
+        *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
+    ]
+)
