@@ -33,7 +33,7 @@ from fp8_dist.linear.weight import (
     float8_weights,
     note_made,
 )
-from fp8_dist.linear.weight_cache import PendingScales, WeightCache
+from fp8_dist.linear.weight_cache import PendingScales, ScaleState, WeightCache
 from fp8_dist.mesh import AmaxReduction, common_groups, local_tensor
 from fp8_dist.scaling import Placed, Scales, message_dtype
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -120,7 +120,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
 
     pending = PendingScales(find)
     for weight in weights:
-        weight.cache.store_pending(weight.parameter(), pending)
+        weight.cache.store(weight.parameter(), pending, ScaleState.PENDING)
     if reduction is None or not reduction.vector.blocks_host:
         # On a GPU this only queues the wait on the current stream. Later it would be queued on the
         # first stream that needs a scale, such as FSDP2's for gathers, and other streams would not

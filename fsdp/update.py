@@ -111,7 +111,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     for layer in layers:
         if "weight" in layer.histories:
             layer.float8_weight.cache.drop()
-        layer.float8_weight.cache.synced()
+        layer.float8_weight.cache.steps_since_sync = 0
 
 
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:

@@ -19,7 +19,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.linear.observing import (
-    HighPrecision,
     are_gemms_observed,
     high_precision,
     is_observed,
@@ -291,18 +290,15 @@ class _LinearFunction(torch.autograd.Function):
         ctx.unused = (None,) * (2 + len(flat))
         ctx.save_for_backward(*saved)
         ctx.bias_layout = Layout.of(bias)
+        if w_layout is not None and layouts is not None:
+            shape = torch.Size((*input.shape[:-1], weight.shape[0]))
+            output = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
         if are_gemms_observed():
-            ctx.high = high_precision(spec.owner, input, weight)
-        if w_layout is None or layouts is None:
-            if are_gemms_observed():
-                observe_gemm(spec.owner, "output", ctx.high.input, ctx.high.weight, output)
+            ctx.high = high = high_precision(spec.owner, input, weight)
+            observe_gemm(spec.owner, "output", high[0], high[1], output)
+        if not isinstance(output, DTensor):
             return output if bias is None else output + bias.to(output.dtype)
-        shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        wrapped = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
-        compiling = torch.compiler.is_compiling()
-        if are_gemms_observed():
-            observe_gemm(spec.owner, "output", ctx.high.input, ctx.high.weight, wrapped)
-        return _finished(wrapped, bias, spec) if compiling else wrapped
+        return _finished(output, bias, spec) if torch.compiler.is_compiling() else output
 
     @staticmethod
     @differentiable_once
@@ -355,10 +351,10 @@ class _LinearFunction(torch.autograd.Function):
         if are_gemms_observed():
             # The forward may not have been observed. Remove the operands from ctx, which lives as
             # long as the graph.
-            high = getattr(ctx, "high", HighPrecision())
-            ctx.high = HighPrecision()
-            observe_gemm(spec.owner, "grad_input", grad, high.weight, observed)
-            observe_gemm(spec.owner, "grad_weight", grad, high.input, grad_weight)
+            high_input, high_weight = getattr(ctx, "high", (None, None))
+            ctx.high = None, None
+            observe_gemm(spec.owner, "grad_input", grad, high_weight, observed)
+            observe_gemm(spec.owner, "grad_weight", grad, high_input, grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 
 

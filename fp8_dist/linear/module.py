@@ -26,7 +26,7 @@ from fp8_dist.linear.checks import (
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.weight import Float8Weight, checked_module, float8_weights
-from fp8_dist.linear.weight_cache import Change, ScaleState, WeightCache
+from fp8_dist.linear.weight_cache import Change, ScaleState
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -45,16 +45,6 @@ _OWN_ATTRIBUTES = (
     "float8_weight",
     "prepared_by",
 )
-
-
-_SHOWN_STATES = {
-    ScaleState.UNKNOWN: "unknown",
-    ScaleState.PENDING: "pending",
-    ScaleState.STALE: "stale",
-    ScaleState.PRECOMPUTED: "fresh",
-    ScaleState.FROM_GATHER: "fresh",
-    ScaleState.FROM_FORWARD: "fresh",
-}
 
 
 class Float8Linear(nn.Linear):
@@ -261,12 +251,24 @@ class Float8Linear(nn.Linear):
             return shown
         shown += f", {config_text(self.config)}"
         if self.config.recipe.schemes["weight"]:
-            history = self.histories.get("weight")
-            scale = scale_text(self._parameters.get("weight"), self.float8_weight.cache, history)
-            shown += f", scale={scale}"
+            shown += f", scale={self._scale_text()}"
         if self.reduce_transport is not None:
             shown += f", reduce_transport={self.reduce_transport}"
         return shown
+
+    def _scale_text(self) -> str:
+        if "weight" in self.histories:
+            history = self.histories["weight"]
+            known = 0 if history.history is None else len(history.history)
+            return f"delayed ({known} of {history.length} amaxes)"
+        weight, state = self._parameters.get("weight"), ScaleState.UNKNOWN
+        local = dtensor_local(weight) if isinstance(weight, DTensor) else weight
+        if isinstance(local, Float8Tensor):  # FSDP2 gathered it together with its scale
+            state = ScaleState.FROM_GATHER
+        elif weight is not None:
+            state = self.float8_weight.cache.state_of(weight)
+        differ = (ScaleState.UNKNOWN, ScaleState.PENDING, ScaleState.STALE)
+        return state.name.lower() if state in differ else "fresh"
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the layer's operands are distributed over."""
@@ -365,25 +367,9 @@ def config_text(config: Float8LinearConfig) -> str:
     return ", ".join([*shown, f"float8_gathers={'|'.join(gathers) or 'none'}"])
 
 
-def scale_text(
-    parameter: torch.Tensor | None, cache: WeightCache, history: AmaxHistory | None
-) -> str:
-    """Return the state of a weight's scale, as the next use would find it.
-
-    Collectives: none. Nothing is waited for, and no state is changed.
-    """
-    if history is not None:
-        known = 0 if history.history is None else len(history.history)
-        return f"delayed ({known} of {history.length} amaxes)"
-    local = dtensor_local(parameter) if isinstance(parameter, DTensor) else parameter
-    if isinstance(local, Float8Tensor):  # FSDP2 gathered it together with its scale
-        return _SHOWN_STATES[ScaleState.FROM_GATHER]
-    return _SHOWN_STATES[ScaleState.UNKNOWN if parameter is None else cache.state_of(parameter)]
-
-
 def _casts(config: Float8LinearConfig) -> list[object]:
-    uses = [(operand, gemm) for gemm, operands in GEMM_OPERANDS.items() for operand in operands]
-    return [config.cast_config(operand, gemm) for operand, gemm in uses]
+    uses = GEMM_OPERANDS.items()
+    return [config.cast_config(operand, gemm) for gemm, operands in uses for operand in operands]
 
 
 def _casts_text(config: Float8LinearConfig) -> str:

@@ -370,11 +370,8 @@ def observe_use(scale: torch.Tensor, handle: torch.Tensor, number: torch.Tensor)
 observe_use.register_fake(lambda scale, *_: torch.empty_like(scale))
 
 
-class HighPrecision(NamedTuple):
-    """The operands of a forward before casts and moves; None where they are not known."""
-
-    input: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
+# The input and the weight of a forward before casts and moves; None where they are not known.
+HighPrecision = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> HighPrecision:
@@ -384,7 +381,7 @@ def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> H
         high = input.detach()
     elif local.cast_number is not None:
         high = _prepared.get(local.cast_number)
-    return HighPrecision(high, owner.high_precision(weight))
+    return high, owner.high_precision(weight)
 
 
 def observe_gemm(

@@ -122,18 +122,17 @@ def plan_operand(
         if dim is not None and p != needed:
             axes += (axis,)
             dims.append(dim)
-    moves, everywhere = now != then, amax_scope == "global"
+    moves = now != then
     # Shards that consist of several pieces are not redistributed as float8.
     first = None if has_pieces(now) else schemes[0]
-    serves_all = first is not None and all(scheme == first for scheme in schemes)
-    if (
-        first is not None
-        and serves_all
+    if first is not None and not (
+        all(scheme == first for scheme in schemes)
         and first.can_move(dims, ndim)
         and (first.can_gather or not moves)
     ):
-        return OperandPlan(first, moves, None if everywhere else axes)
-    return OperandPlan(None, moves, None if everywhere else ())
+        first = None
+    within = None if amax_scope == "global" else axes if first is not None else ()
+    return OperandPlan(first, moves, within)
 
 
 def _plan_of(
@@ -191,33 +190,21 @@ def prepare_operand(
         if is_observed():
             tensor = with_local(tensor, observe_prepared_use(spec.owner, prepared))
         return dict.fromkeys(gemms, _moved(tensor, placements))
-    if not isinstance(tensor, DTensor):
-        return _cast_here(tensor, operand, gemms, spec, None, tensor)
-    uses = spec.config.recipe.uses[operand]
-    plan = _plan_of(tensor, operand, tuple([uses[gemm] for gemm in gemms]), placements, spec)
-    if plan.first is not None and plan.moves:
-        copy = Copy(plan.first)
-        quantized = _copies(tensor, operand, (copy,), spec, plan.within)[copy]
-        return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
-    high = local_tensor(tensor)
-    if plan.moves:
-        high, tensor = _moved_in_high_precision(tensor, placements)
-    return _cast_here(tensor, operand, gemms, spec, plan.within, high)
-
-
-def _cast_here(
-    tensor: torch.Tensor,
-    operand: Operand,
-    gemms: tuple[Gemm, ...],
-    spec: LinearSpec,
-    within: tuple[int, ...] | None,
-    high: torch.Tensor,
-) -> Operands:
-    """Cast an operand for the given GEMMs where it is; ``high`` is its local tensor."""
+    uses, within = spec.config.recipe.uses[operand], None
+    if isinstance(tensor, DTensor):
+        plan = _plan_of(tensor, operand, tuple([uses[gemm] for gemm in gemms]), placements, spec)
+        if plan.first is not None and plan.moves:
+            copy = Copy(plan.first)
+            quantized = _copies(tensor, operand, (copy,), spec, plan.within)[copy]
+            return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
+        within = plan.within
+        if plan.moves:
+            tensor = _moved_in_high_precision(tensor, placements)
     by_gemm = spec.config.copies(operand, tensor.device)
     taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
     wanted = tuple(dict.fromkeys(filter(None, taken.values())))
     made = _copies(tensor, operand, wanted, spec, within) if wanted else {}
+    high = local_tensor(tensor)
     return {gemm: made[copy] if copy else high for gemm, copy in taken.items()}
 
 
@@ -236,11 +223,8 @@ def prepare_gradients(
         input: the right operand of grad_weight; None if that GEMM is left out.
         weight: the right operand of grad_input; None if that GEMM is left out.
     """
-    right: Operands = {}
-    if weight is not None:
-        right["grad_input"] = weight
-    if input is not None:
-        right["grad_weight"] = input
+    both: dict[Gemm, Local | None] = {"grad_input": weight, "grad_weight": input}
+    right = {gemm: x for gemm, x in both.items() if x is not None}
     gemms, folds = tuple(right), {}
     if spec.config.recipe.folds:
         folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
@@ -253,8 +237,8 @@ def prepare_gradients(
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
-        high, grad = _moved_in_high_precision(grad, placements)
-        operands = {gemm: (high, right[gemm]) for gemm in gemms}
+        grad = _moved_in_high_precision(grad, placements)
+        operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
     within = () if spec.config.amax_scope == "rank" else None
     w, x = folds.get("grad_input"), folds.get("grad_weight")
     second = spec.config.copies("grad_output", grad.device).get("grad_weight")
@@ -353,15 +337,12 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     return dtensor_local(redistributed(tensor, placements))
 
 
-def _moved_in_high_precision(
-    tensor: torch.Tensor, placements: Placements | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Redistribute to ``placements``; return the local tensor, and the tensor or DTensor of it."""
-    high, layout = local_tensor(_moved(tensor, placements)), Layout.of(tensor)
-    if layout is None:
-        return high, high
-    assert placements is not None
-    return high, layout._replace(placements=placements).wrap(high)
+def _moved_in_high_precision(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
+    """Redistribute to ``placements``, and wait."""
+    layout = Layout.of(tensor)
+    if layout is None or placements is None:
+        return tensor
+    return layout._replace(placements=placements).wrap(local_tensor(_moved(tensor, placements)))
 
 
 def wait_local(operand: Local, scheme: Scheme | None) -> Local:

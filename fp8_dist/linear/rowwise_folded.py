@@ -83,11 +83,27 @@ def folded_gradients(
     per column.
     """
     grad = _with_whole_rows(grad, placements)
+    s = None if weight is None else weight.scales[0].reshape(-1)
+    t = None if input is None else input.scales[0]
     if isinstance(grad, DTensor):
         assert placements is not None
-        operands = _folded(grad, scheme, placements, weight, input, within)
+        made, transposed = iter(_folded(grad, scheme, placements, s, t, within)), False
     else:
-        operands = _folded_locally(grad, scheme, weight, input, transposed)
+        matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
+        rows = None if t is None else t.reshape(-1)
+        made = iter(fold_gradient(matrix, scheme.dtype, s, rows, transposed))
+    operand = input if weight is None else weight
+    assert operand is not None
+    # Their shape is one that a GPU's GEMM accepts together with scales of rows.
+    ones = unit_scales(operand.qdata)
+    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
+    if weight is not None:
+        left = Quantized(next(made), (next(made),), scheme)
+        operands["grad_input"] = left, _unscaled(weight, ones)
+    if input is not None:
+        g2 = next(made)
+        left = Quantized(g2.t() if transposed else g2, (next(made),), scheme.second)
+        operands["grad_weight"] = left, _unscaled(input, ones)
     if is_observed():
         operands = _observed(operands, grad, placements, weight, input, owner)
     return operands
@@ -97,40 +113,34 @@ def _folded(
     grad: DTensor,
     scheme: Scheme,
     placements: Placements,
-    weight: Quantized | None,
-    input: Quantized | None,
+    s: torch.Tensor | None,
+    t: torch.Tensor | None,
     within: tuple[int, ...] | None,
-) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """:func:`folded_gradients` for a DTensor whose rows are whole on each rank."""
+) -> list[torch.Tensor]:
+    """:func:`fold_gradient` for a DTensor whose rows are whole on each rank."""
     local, layout = local_tensor(grad), Layout.of(grad)
     assert layout is not None
     dtype, column = scheme.dtype, scheme.second
-    weight_fold = None if weight is None else weight.scales[0].reshape(-1) * UNIT
+    weight_fold = None if s is None else s * UNIT
     rows = (row_amaxes(local, weight_fold),)
     (value,) = reduced_statistics(scheme, rows, layout, within)
     multipliers, scales = scaling_from_amax(value, dtype, True)
     qdata = quantize(local, multipliers[..., :1], dtype, fits=True)
     # For each row, its scale in g0 and its multiplier in g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
-
     if layout.placements != placements:
         qdata, numbers = _moved(qdata, numbers, layout, placements)
     layout = layout._replace(placements=placements)
-
-    g0 = qdata.to(torch.float32) * numbers[..., :1]
-    ones = _unit_scales(weight, input)
-    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
-    if weight is not None and weight_fold is not None:
-        g1, scale = first_fold(g0, weight_fold, numbers[..., 1:], dtype)
-        operands["grad_input"] = Quantized(g1, (scale,), scheme), _unscaled(weight, ones)
-    if input is not None:
-        folded = g0 * (input.scales[0] * UNIT)
+    g0, made = qdata.to(torch.float32) * numbers[..., :1], []
+    if weight_fold is not None:
+        made += first_fold(g0, weight_fold, numbers[..., 1:], dtype)
+    if t is not None:
+        folded = g0 * (t * UNIT)
         columns = (amax(folded, column.levels[0].covered_dims(folded.ndim)),)
         (value,) = reduced_statistics(column, columns, layout, within)
         multiplier, scale = scaling_from_amax(value, dtype, True)
-        g2 = quantize(folded, multiplier, dtype, fits=True)
-        operands["grad_weight"] = Quantized(g2, (scale / UNIT,), column), _unscaled(input, ones)
-    return operands
+        made += [quantize(folded, multiplier, dtype, fits=True), scale / UNIT]
+    return made
 
 
 def _observed(
@@ -157,50 +167,15 @@ def _observed(
     shown = {}
     for gemm, (left, right) in operands.items():
         qdata, (scale,) = left.qdata, left.scales
-        if gemm == "grad_input":
-            assert weight is not None
+        if gemm == "grad_input" and weight is not None:
             folds, scale = weight.scales[0].reshape(-1), own(scale)
-        else:
-            assert input is not None
+        elif input is not None:
             folds = own(input.scales[0].reshape(*qdata.shape[:-1], 1))
         part = own(as_bytes(qdata)).view(qdata.dtype)
         folded, low = high.reshape(part.shape) * folds, Quantized(part, (scale,), left.scheme)
         carrier = observe(owner, "grad_output", (gemm,), folded, low, False, left.scales[0])
         shown[gemm] = (left._replace(scales=(carrier,)), right)
     return shown
-
-
-def _folded_locally(
-    grad: torch.Tensor,
-    scheme: Scheme,
-    weight: Quantized | None,
-    input: Quantized | None,
-    transposed: bool,
-) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    s = None if weight is None else weight.scales[0].reshape(-1)
-    t = None if input is None else input.scales[0].reshape(-1)
-    matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
-    made = iter(fold_gradient(matrix, scheme.dtype, s, t, transposed))
-    ones = _unit_scales(weight, input)
-    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
-    if weight is not None:
-        left = Quantized(next(made), (next(made),), scheme)
-        operands["grad_input"] = left, _unscaled(weight, ones)
-    if input is not None:
-        g2 = next(made)
-        left = Quantized(g2.t() if transposed else g2, (next(made),), scheme.second)
-        operands["grad_weight"] = left, _unscaled(input, ones)
-    return operands
-
-
-def _unit_scales(weight: Quantized | None, input: Quantized | None) -> torch.Tensor:
-    """Scales of 1 for both right operands.
-
-    Their shape is one that a GPU's GEMM accepts together with scales of rows.
-    """
-    operand = input if weight is None else weight
-    assert operand is not None
-    return unit_scales(operand.qdata)
 
 
 def _unscaled(operand: Quantized, ones: torch.Tensor) -> Quantized:
