@@ -67,7 +67,7 @@ class AmaxHistory:
         self.__dict__.update(state)
         self._handle = register_handle(self)  # a copy needs a handle of its own
 
-    def statistics_of(self, tensor: torch.Tensor, record: bool = True) -> Statistics:
+    def statistics_of(self, tensor: torch.Tensor, record: bool) -> Statistics:
         """Return the statistics to cast a tensor with, NaN if it holds a non-finite value.
 
         With ``record`` the amax of the tensor is recorded. Otherwise :meth:`recorded` may record it

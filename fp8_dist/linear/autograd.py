@@ -23,7 +23,7 @@ from fp8_dist.linear.observing import (
     high_precision,
     is_observed,
     note_gemm,
-    observe,
+    observe_copies,
     observe_gemm,
 )
 from fp8_dist.linear.operands import (
@@ -39,7 +39,6 @@ from fp8_dist.linear.operands import (
 )
 from fp8_dist.mesh import (
     Layout,
-    LinearLayouts,
     linear_layouts,
     local_tensor,
     normalized,
@@ -47,8 +46,8 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Quantized, Scheme, Start, cast, multiply
-from fp8_dist.transport import Encoding, Scattering, finish_reduction, reduced_to, start_reduction
+from fp8_dist.scaling import Copy, Quantized, Scheme, Start, cast, multiply
+from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
 
 Gradients = tuple[torch.Tensor | None, ...]
 Backward = Callable[[Any, torch.Tensor | None], Gradients]
@@ -329,7 +328,12 @@ class _LinearFunction(torch.autograd.Function):
             if layouts is not None:
                 layout = ctx.x_layout._replace(placements=layouts.grad_input)
                 grad_input = layout.wrap(grad_input)
-                moving = _start_to_input(grad_input, layouts, ctx.x_layout, spec.reduce_transport)
+                # If this layer gathered the input, it also reduce-scatters the gradient. An input
+                # that arrived gathered gets a Partial gradient, so that all layers that take it
+                # share one reduction.
+                each = zip(ctx.x_layout.placements, layouts.input, layouts.grad_input, strict=True)
+                target = tuple([grad if now == need else now for now, need, grad in each])
+                moving = start_reduction(grad_input, target, spec.reduce_transport)
         if needs_weight:
             left, right = operands["grad_weight"]
             where = None
@@ -389,8 +393,8 @@ def _recast(
     _, (scales,), (qdata,) = cast(local, (scheme,), known, start, [0], [False], after=after)
     w = Quantized(qdata, scales, scheme, start, is_cut)
     if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
-        first = observe(spec.owner, "weight", ("grad_input",), local, w, repeats=False)
-        w = w._replace(scales=(first, *scales[1:]))
+        copy = Copy(scheme)
+        return observe_copies(spec.owner, "weight", local, {copy: w}, repeats=False)[copy]
     return w
 
 
@@ -444,19 +448,6 @@ def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> t
         output = reduced_to(output, placements or summed, transport)
     biased: DTensor = output + bias.to(output.dtype)  # type: ignore[assignment]
     return biased if placements is None else redistributed(biased, placements)
-
-
-def _start_to_input(
-    grad_input: DTensor, layouts: LinearLayouts, input_layout: Layout, transport: Encoding
-) -> DTensor | Scattering:
-    """Start to redistribute grad_input to the placements of the input.
-
-    If this layer gathered the input, it also reduce-scatters the gradient. An input that arrived
-    gathered gets a Partial gradient, so that all layers that take this input share one reduction.
-    """
-    each_axis = zip(input_layout.placements, layouts.input, layouts.grad_input, strict=True)
-    target = tuple(grad if now == needed else now for now, needed, grad in each_axis)
-    return start_reduction(grad_input, target, transport)
 
 
 def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -23,8 +23,8 @@ from fp8_dist.linear.checks import (
     check_reduces_input_gradient,
     check_summed_in_fp32,
 )
-from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
+from fp8_dist.linear.parameter import LocalPlacements
 from fp8_dist.linear.weight import Float8Weight, checked_module, float8_weights
 from fp8_dist.linear.weight_cache import Change, ScaleState
 from fp8_dist.mesh import Placements, local_tensor, reduced
@@ -349,21 +349,17 @@ class Float8Linear(nn.Linear):
 @lru_cache
 def config_text(config: Float8LinearConfig) -> str:
     """The recipe or the casts, the options that differ from it, and the float8 gathers."""
+    recipes = {name: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
     by_recipe = [
-        (recipe.value, _options_beside(config, Float8LinearConfig.from_recipe_name(recipe)))
-        for recipe in Float8LinearRecipeName
-        if _casts(config) == _casts(Float8LinearConfig.from_recipe_name(recipe))
+        [f"recipe={name.value}", *_options_beside(config, recipe)]
+        for name, recipe in recipes.items()
+        if _casts(config) == _casts(recipe)
     ]
-    if by_recipe:
-        name, options = min(by_recipe, key=lambda found: len(found[1]))
-        shown = [f"recipe={name}", *options]
-    else:
-        shown = [f"casts={_casts_text(config)}", *_options_beside(config, Float8LinearConfig())]
-    travels = {
-        operand: config.recipe.gather_scheme[operand] is not None for operand in get_args(Operand)
-    }
-    travels["weight"] = config.fsdp_float8_all_gather
-    gathers = [operand for operand in ("weight", "input", "grad_output") if travels[operand]]
+    by_casts = [f"casts={_casts_text(config)}", *_options_beside(config, Float8LinearConfig())]
+    shown = min(by_recipe, key=len, default=by_casts)
+    gathers = ["weight"] if config.fsdp_float8_all_gather else []
+    of_inputs: tuple[Operand, ...] = ("input", "grad_output")
+    gathers += [operand for operand in of_inputs if config.recipe.gather_scheme[operand]]
     return ", ".join([*shown, f"float8_gathers={'|'.join(gathers) or 'none'}"])
 
 

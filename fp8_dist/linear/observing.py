@@ -172,12 +172,8 @@ def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, .
     if recipe.folds and operand == "grad_output":
         # Each cast has the scales of another operand folded in. The cast for grad_weight has one
         # scale per column.
-        uses = recipe.uses[operand].items()
-        return {
-            (gemm,): scheme if gemm == "grad_input" else scheme.second
-            for gemm, scheme in uses
-            if scheme is not None
-        }
+        uses = [(gemm, scheme) for gemm, scheme in recipe.uses[operand].items() if scheme]
+        return {(gemm,): s if gemm == "grad_input" else s.second for gemm, s in uses}
     return {_gemms_of(config, operand, each): each for each in recipe.schemes[operand]}
 
 
@@ -198,7 +194,6 @@ def observe(
     """Show observers a cast.
 
     Args:
-        operand, gemms, high, low: as for :meth:`Observer.on_casts`.
         repeats: whether a backward may repeat the cast (activation checkpointing, FSDP2's second
             gather). Such a cast is shown once.
         used: a tensor that the layer uses afterwards; None for the first scale of ``low``.
@@ -306,12 +301,7 @@ observe_cast.register_fake(
 
 
 def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> torch.Tensor:
-    """Show observers the cast of a prepared input.
-
-    Args:
-        owner: the ``float8_weight`` of the layer whose config the cast follows.
-        input: ``[..., K]``, a tensor or DTensor in high precision.
-        low: its local part in float8.
+    """Show observers the cast of an input that is prepared by the config of ``owner``.
 
     Returns:
         The Float8Tensor of ``low``, or a DTensor of it, with the number of this cast.
@@ -391,10 +381,7 @@ def observe_gemm(
     right: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> None:
-    """Show observers a GEMM, unless an operand is unknown or the GEMM is of a repeated forward.
-
-    The arguments are those of :meth:`Observer.on_gemm`.
-    """
+    """Show observers a GEMM, unless an operand is unknown or the GEMM is of a repeated forward."""
     if left is None or right is None or result is None or (gemm == "output" and in_backward()):
         return
     for observer in list(_gemm_observers):
@@ -406,10 +393,7 @@ class GemmRecord(NamedTuple):
 
     Attributes:
         fqn: the layer's name; empty in a compiled graph.
-        gemm: one of the layer's three GEMMs.
-        a: a copy of the left operand, ``[M, K]``, local.
-        b: a copy of the right operand, ``[K, N]``, local.
-        options: (use_fast_accum, pad_inner_dim, emulate).
+        a, b: local copies of the operands, ``[M, K]`` and ``[K, N]``.
     """
 
     fqn: str

@@ -66,13 +66,12 @@ def folded_gradients(
     Args:
         grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
         scheme: the scheme of grad_output, with one scale per row.
-        placements: the placements that the GEMMs need, if ``grad`` is a DTensor.
+        placements: as in :func:`fp8_dist.linear.operands.prepare_gradients`.
         weight: the local weight ``[N, K]`` with scales s; ``None`` if g1 is not needed.
         input: the local input ``[..., K]`` with scales t, as the GEMM of grad_weight takes it;
             ``None`` if g2 is not needed.
         within: as in :func:`fp8_dist.cast.cast_copies`.
         transposed: write g2 transposed, if the gradient is local.
-        owner: the layer's ``float8_weight``.
 
     Returns:
         Local operands. The scales of each right operand are 1, because they were folded into the
@@ -129,7 +128,16 @@ def _folded(
     # For each row, its scale in g0 and its multiplier in g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
     if layout.placements != placements:
-        qdata, numbers = _moved(qdata, numbers, layout, placements)
+        packed = pack_rows(qdata, [numbers])
+        # Most of the bytes are float8. Wrap them as a Float8Tensor, so that comm_audit counts them
+        # so.
+        carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)
+        shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
+        wrapped = layout._replace(shape=shape).wrap(carrier)
+        moved = local_tensor(wrapped.redistribute(placements=placements))
+        assert isinstance(moved, Float8Tensor)
+        message, like = as_bytes(moved.qdata.contiguous()), [(numbers.shape[-1], numbers.dtype)]
+        qdata, (numbers,) = unpack_rows(message, dtype, qdata.shape[-1], like)
     layout = layout._replace(placements=placements)
     g0, made = qdata.to(torch.float32) * numbers[..., :1], []
     if weight_fold is not None:
@@ -184,33 +192,10 @@ def _unscaled(operand: Quantized, ones: torch.Tensor) -> Quantized:
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """Redistribute grad to ``placements`` in high precision if it can't be moved as float8 rows.
-
-    This is the case if it is sharded along its last dim, before or after the move, or if ranks have
-    several pieces of it.
-    """
-    if not isinstance(grad, DTensor):
+    """Redistribute grad in high precision if its rows are cut or consist of several pieces."""
+    if not isinstance(grad, DTensor) or placements is None:
         return grad
-    assert placements is not None
     now = tuple(grad.placements)
-    in_parts = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
-    in_parts = in_parts or has_pieces(now)
-    return grad.redistribute(placements=placements) if in_parts and now != placements else grad
-
-
-def _moved(
-    qdata: torch.Tensor, numbers: torch.Tensor, layout: Layout, placements: Placements
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Redistribute rows of float8 data together with their numbers, in one message."""
-    # Most of the bytes are float8. Wrap them as a Float8Tensor, so that comm_audit counts them so.
-    packed = pack_rows(qdata, [numbers])
-    shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
-    carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)
-    wrapped = layout._replace(shape=shape).wrap(carrier)
-    moved = local_tensor(wrapped.redistribute(placements=placements))
-    assert isinstance(moved, Float8Tensor)
-    like = [(numbers.shape[-1], numbers.dtype)]
-    data, (arrived,) = unpack_rows(
-        as_bytes(moved.qdata.contiguous()), qdata.dtype, qdata.shape[-1], like
-    )
-    return data, arrived
+    cut = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
+    moves = now != placements and (cut or has_pieces(now))
+    return grad.redistribute(placements=placements) if moves else grad

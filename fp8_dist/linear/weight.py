@@ -23,13 +23,10 @@ the current values of the parameter, they are computed and stored there. Compile
 selective activation checkpointing query them by operators (``queries``).
 """
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import (
     Copies,
@@ -40,12 +37,11 @@ from fp8_dist.cast import (
 )
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import is_captured, keep_for_current_stream
-from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
-from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.observing import is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
+from fp8_dist.linear.parameter import LayerParameter
 from fp8_dist.linear.queries import (
     must_query,
     queried_copies,
@@ -53,7 +49,7 @@ from fp8_dist.linear.queries import (
     register_handle,
 )
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
-from fp8_dist.mesh import Layout, local_tensor, with_local
+from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.scaling import (
     Copy,
     Quantized,
@@ -65,44 +61,25 @@ from fp8_dist.scaling import (
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import (
-    AsyncCollectiveTensor,
-    dtensor_local,
     in_backward,
-    is_plain,
     is_selectively_checkpointed,
-    set_dtensor_local,
 )
 from fp8_dist.warn import warn_once
 
 
-class GatherType(Protocol):
-    """A tensor type whose all-gather FSDP2 runs in float8; ``fp8_dist.fsdp`` defines it."""
+class Float8Weight(LayerParameter):
+    """A parameter of two dims or more that is cast to float8.
 
-    def wrap(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Wrap a local tensor, of the parameter ``name``, as one of this type on its storage."""
-
-    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain local tensor inside; a tensor of another type is returned unchanged."""
-
-
-class Float8Weight:
-    """A parameter that is cast to float8, of two dims or more: a module, and the name there.
-
-    A copy of the layer gets a new object with an empty cache. The reference to the layer is weak.
+    A copy of the layer gets a new object with an empty cache.
 
     Attributes:
-        config, fqn: the config and the name of the layer.
+        config: the config of the layer.
         handle: identifies this object in operators (``queries``).
         cache: statistics and float8 casts, while they are known to be fresh.
         is_exchanged: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
         made: on a GPU, an event of the stream that ran precompute or sync. After it, the scales and
             batched casts of the weight are ready for other streams.
-        is_compared: whether the ranks were found to agree about the layer (``agreement``).
-        gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
-            it.
     """
-
-    gather_type: ClassVar[GatherType]
 
     def __init__(
         self,
@@ -112,27 +89,13 @@ class Float8Weight:
         histories: dict[str, AmaxHistory] | None = None,
         name: str = "weight",
     ) -> None:
-        self.cache = WeightCache()
-        self._module = weakref.ref(module)
-        self.name = name
-        self.config = config
-        self.fqn = fqn
+        super().__init__(module, name, fqn)
+        self.cache, self.config = WeightCache(), config
         self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
         # If set, no cast of the unsharded parameter may outlive it.
         self.is_exchanged = False
-        self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
-        self.is_compared = False
-
-    def compare(self, caller: str) -> None:
-        """Compare the layer between the ranks of its mesh, unless that was done before.
-
-        This serves layers that were placed by code outside this library.
-        """
-        layout = None if self.is_compared else self.layout()
-        if layout is not None:
-            check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -148,35 +111,6 @@ class Float8Weight:
     def history(self) -> AmaxHistory | None:
         """The amax history, if the scale is DELAYED."""
         return self._histories.get("weight")
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that has the parameter."""
-        module = self._module()
-        assert module is not None, f"{self.fqn} was freed"
-        return module
-
-    def parameter(self) -> torch.Tensor:
-        """The parameter that is currently registered."""
-        parameter: torch.Tensor = getattr(self.module, self.name)
-        return parameter
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether it is a parameter of the module, neither parametrized nor flattened."""
-        return self.name in self.module._parameters and self.parameter().ndim >= 2
-
-    def shard(self) -> torch.Tensor:
-        """The current shard, without a copy or collectives."""
-        return self.gather_type.unwrap(local_tensor(self.parameter()))
-
-    def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
-        """The layout of a parameter, by default the layer's, as a DTensor or as declared."""
-        parameter = self.parameter() if parameter is None else parameter
-        declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
-        if declared is None:
-            return Layout.of(parameter)
-        return declared.weight_layout(parameter, self.fqn)
 
     def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
         """Return the casts of the parameter that a forward and its backward take.
@@ -254,14 +188,6 @@ class Float8Weight:
             keep_for_current_stream([found.qdata, *found.scales, *kept])
         return found, whole
 
-    def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
-        """Whether a write to ``parameter`` may never be noticed.
-
-        This is the case for a frozen parameter whose version counter misses some writes, as when
-        PEFT merges adapters through ``.data``. No optimizer step invalidates its cache either.
-        """
-        return not parameter.requires_grad and is_plain(local_tensor(parameter))
-
     def leaves_something(self, parameter: torch.Tensor, training: bool) -> bool:
         """Whether later forwards may reuse the scales and casts of a forward; not in evaluation."""
         return training and (self.is_exchanged or not self.may_change_unnoticed(parameter))
@@ -287,14 +213,6 @@ class Float8Weight:
         if not isinstance(local_tensor(parameter), Float8Tensor):
             self.cache.end_of_evaluation()
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which the scales are used, even with CPU offload."""
-        shard, layout = self.shard(), self.layout()
-        if layout is None or layout.mesh.device_type == shard.device.type:
-            return shard.device
-        return torch.device(layout.mesh.device_type)
-
     def wait_until_made(self) -> None:
         """Let the current stream wait for scales and casts made on another stream.
 
@@ -308,45 +226,10 @@ class Float8Weight:
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self.is_exchanged |= gathered
-        self._sharded = old if gathered else None
+        self.sharded = old if gathered else None
         if gathered and self.config.fsdp_float8_all_gather:
             self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
-
-    @classmethod
-    def can_be(cls, tensor: torch.Tensor | None) -> bool:
-        """Whether a tensor can be a layer's weight.
-
-        A subclass with its own GEMM, such as the quantized weights of torchao, can't.
-        """
-        local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
-        return (
-            isinstance(local, Float8Tensor | AsyncCollectiveTensor)
-            or not hasattr(local, "__tensor_flatten__")
-            or cls.gather_type.unwrap(local) is not local
-        )
-
-    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter as a plain tensor or DTensor on the same storage, detached.
-
-        It shares the version counters, including that of the local tensor, so writes to it are
-        noticed.
-        """
-        local = self.gather_type.unwrap(local_tensor(parameter)).detach()
-        if not isinstance(parameter, DTensor):
-            return local
-        plain: Any = parameter.detach()
-        set_dtensor_local(plain, local)
-        return plain
-
-    def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """:meth:`plain` of a forward's weight, or of the sharded parameter that was gathered."""
-        return self.plain(weight if self._sharded is None else self._sharded)
-
-    def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
-        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
-        local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
-        return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
     def _casts(
         self,
