@@ -188,8 +188,8 @@ class _CastInput(torch.autograd.Function):
         owner: Owner,
     ) -> torch.Tensor:
         if history is not None:
-            copy = Copy(scheme)
-            quantized = history.copies_of(input, (copy,), record)[copy]
+            _, copies = history.copies_of(input, (Copy(scheme),), record)
+            quantized = copies[Copy(scheme)]
         else:
             quantized = quantize(input, scheme)
         if is_observed():

@@ -80,25 +80,23 @@ class AmaxHistory:
             return (history_statistic.overload(local, self._handle, record, groups),)
         return self._statistics_of_local(local, record, groups)
 
-    def copies_of(self, tensor: torch.Tensor, copies: Sequence[Copy], record: bool) -> Copies:
-        """Cast a tensor's local part to float8 copies; ``record`` as in :meth:`statistics_of`."""
-        if torch.compiler.is_compiling():
-            x, transposed = local_tensor(tensor), [copy.transposed for copy in copies]
-            scale, *data = history_copies.overload(
-                x, self._handle, self.scheme.dtype, transposed, record, self._groups(tensor)
-            )
-            return as_copies(x, copies, data, [(scale,)])
-        return self.known_copies_of(tensor, copies, record)[1]
-
-    def known_copies_of(
+    def copies_of(
         self, tensor: torch.Tensor, copies: Sequence[Copy], record: bool
     ) -> tuple[Statistics, Copies]:
-        """The statistics, and the copies of :meth:`copies_of`. Not for compiled graphs."""
-        x = local_tensor(tensor)
+        """Cast a tensor's local part to float8 copies; ``record`` as in :meth:`statistics_of`.
+
+        Returns the statistics, which are missing in a graph, and the copies.
+        """
+        x, groups = local_tensor(tensor), self._groups(tensor)
+        if torch.compiler.is_compiling():
+            transposed, dtype = [copy.transposed for copy in copies], self.scheme.dtype
+            args = (x, self._handle, dtype, transposed, record, groups)
+            scale, *data = history_copies.overload(*args)
+            return (), as_copies(x, copies, data, [(scale,)])
         if is_selectively_checkpointed():
             statistics = self.statistics_of(tensor, record)
             return statistics, cast_by(x, copies, {self.scheme: statistics})
-        return self._copies_of_local(x, copies, record, self._groups(tensor))
+        return self._copies_of_local(x, copies, record, groups)
 
     def _groups(self, tensor: torch.Tensor) -> list[str]:
         return list(reduction_groups(self.scheme, Layout.of(tensor)))

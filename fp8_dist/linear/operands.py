@@ -258,7 +258,7 @@ def _copies(
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
     history, is_input = spec.histories.get(operand), operand == "input"
     if history is not None:
-        made = history.copies_of(matrix, copies, spec.record or not is_input)
+        _, made = history.copies_of(matrix, copies, spec.record or not is_input)
     elif is_input and not isinstance(tensor, DTensor) and can_skip_dispatch(tensor):
         key = _cast_key(tensor, copies)
         known = last_cast(tensor, key)

@@ -291,7 +291,7 @@ class Float8Weight(LayerParameter):
         tensor = self._distributed(parameter, shard)
         if self.history is not None:
             history = self._history_of(parameter)
-            statistics, float8 = history.known_copies_of(tensor, copies, record)
+            statistics, float8 = history.copies_of(tensor, copies, record)
             known = {scheme: statistics}
         elif source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
             statistics, whole = self._statistics_of(parameter, shard, scheme, source)

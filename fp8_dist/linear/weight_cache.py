@@ -95,14 +95,16 @@ class PendingScales:
         self._find: Callable[[], Any] | None = find
 
     def wait(self) -> None:
-        """Wait for the scales, and pass them to the caches that are still PENDING on them."""
+        """Wait for the scales, and store them in the caches that are PENDING on them."""
         if self._find is not None:
             find, self._find = self._find, None
             # Autograd can't save inference tensors, and an evaluation may be the first use.
             with torch.inference_mode(False), torch.no_grad():
                 found = find()
             for cache, known, whole_scales in found:
-                cache.resolve(self, known, whole_scales)
+                if cache._known is self:  # not dropped in the meantime
+                    cache.state, cache._known = ScaleState.PRECOMPUTED, known
+                    cache.whole_scales = whole_scales
 
 
 class WeightCache:
@@ -113,7 +115,7 @@ class WeightCache:
                                               PRECOMPUTED
     =========================  =============  =============  ===========  =========================
     ``store`` PENDING          PENDING        PENDING        PENDING      PENDING
-    ``resolve``                               PRECOMPUTED
+    ``PendingScales.wait``                    PRECOMPUTED
     ``store`` FROM_...         FROM_...       FROM_... (a)   FROM_...     FROM_...
     ``drop``; a step of its                   STALE                       UNKNOWN
     optimizer; a new version
@@ -168,12 +170,6 @@ class WeightCache:
             known.wait()
             known = self._known
         return None if isinstance(known, PendingScales) else known
-
-    def resolve(self, pending: PendingScales, known: Known, whole_scales: Scales | None) -> None:
-        """Store the statistics of ``pending``, unless they were dropped in the meantime."""
-        if self._known is pending:
-            self.state = ScaleState.PRECOMPUTED
-            self._known, self.whole_scales = known, whole_scales
 
     def store(
         self,
