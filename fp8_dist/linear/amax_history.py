@@ -111,13 +111,13 @@ class AmaxHistory:
             return statistics, cast_by(x, copies, {self.scheme: statistics})
         known, transposed = self.statistic.to(x.device), [copy.transposed for copy in copies]
         recorded = self.current.to(x.device) if record and self.current is not None else None
-        scheme, record = self.scheme, record and not x.is_meta
         value, known, scale, largest, *data = cast_and_record(
-            x, known, scheme.dtype, scheme.power_of_2, transposed, recorded
+            x, known, self.scheme.dtype, self.scheme.power_of_2, transposed, recorded
         )
-        self._last = None if record else value
-        if record:
-            self.current = largest
+        if record and not x.is_meta:
+            self._last, self.current = None, largest
+        else:
+            self._last = value
         return (known,), as_copies(x, copies, data, [(scale,)])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
@@ -239,19 +239,17 @@ def saved_rows(saved: Any, histories: Iterable[str], fqn: str) -> dict[str, torc
     for name in histories:
         amaxes = saved.get(name, ())
         try:
-            row = torch.as_tensor(amaxes, dtype=torch.float32).detach()
+            rows[name] = row = torch.as_tensor(amaxes, dtype=torch.float32).detach()
             wrong = [value for value in row.flatten().tolist() if not 0 < value < math.inf]
-            is_damaged = row.ndim != 1 or bool(wrong)
-            found = wrong[0] if wrong else f"the shape {list(row.shape)}"
+            wrong += [f"the shape {list(row.shape)}"] if row.ndim != 1 else []
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            is_damaged, found = True, f"{type(amaxes).__name__} {reprlib.repr(amaxes)}"
-        if is_damaged:
+            wrong = [f"{type(amaxes).__name__} {reprlib.repr(amaxes)}"]
+        if wrong:
             raise ValueError(
                 f"{fqn}: the saved amax history of {name!r} is damaged: expected amaxes in one "
-                f"dimension, positive and finite, found {found}; load an undamaged checkpoint, or "
-                "leave it out"
+                f"dimension, positive and finite, found {wrong[0]}; load an undamaged checkpoint, "
+                "or leave it out"
             )
-        rows[name] = row
     return rows
 
 

@@ -332,10 +332,9 @@ class Float8Linear(nn.Linear):
         key = prefix + "weight"
         given, own = state_dict.get(key), storage_address(innermost(self.weight))
         is_own = isinstance(given, torch.Tensor) and storage_address(innermost(given)) == own
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        assign &= key in state_dict and Float8Weight.can_be(state_dict[key])
-        if assign and self.config.fsdp_float8_all_gather:
-            state_dict[key] = self.float8_weight.wrapped(state_dict[key])
+        assign = local_metadata.get("assign_to_params_buffers", False) and key in state_dict
+        if assign and self.config.fsdp_float8_all_gather and Float8Weight.can_be(given):
+            state_dict[key] = self.float8_weight.wrapped(given)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if "float8_weight" not in self.__dict__:
             return  # the layer has turned into an nn.Linear
