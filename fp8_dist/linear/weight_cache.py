@@ -308,7 +308,7 @@ class WeightCache:
         """Forget everything, because the parameter is about to be replaced."""
         self.drop()
         self.state = ScaleState.UNKNOWN
-        self._param = self._gathered = None
+        self._param = self._values = self._gathered = None
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
         """Warn once if the precomputed scale of ``param`` is STALE."""
