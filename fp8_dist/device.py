@@ -1,5 +1,6 @@
 """Devices: whether they multiply float8 data, their streams, and captures of CUDA graphs."""
 
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -42,3 +43,13 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 def is_captured(tensor: torch.Tensor) -> bool:
     """Whether the current computation on a tensor is captured in a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Keep the memory of tensors, once freed, until the current stream has read them.
+
+    The caching allocator would otherwise reuse it at once on the stream that allocated it.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

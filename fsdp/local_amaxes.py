@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.linear.streams import device_of
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.scaling import Placed, Scheme, Statistics, sharded_axes
@@ -49,7 +48,7 @@ def local_statistics(weights: Iterable[Float8Weight]) -> dict[Key, WeightStatist
     shards = {key: weight.shard() for key, weight in wanted.items()}
     alike: dict[tuple[Any, ...], list[Key]] = {}
     for key, weight in wanted.items():
-        kind = (key[1], shards[key].dtype, shards[key].device, device_of(weight))
+        kind = (key[1], shards[key].dtype, shards[key].device, weight.device)
         alike.setdefault(kind, []).append(key)
     found = {}
     for (scheme, _, _, device), same in alike.items():

@@ -27,9 +27,13 @@ from fp8_dist.fsdp.checks import check_outside_of_backward, check_sharded_module
 from fp8_dist.fsdp.local_amaxes import Key, WeightStatistics, local_statistics
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.streams import note_made
-from fp8_dist.linear.weight import Float8Weight, float8_modules, float8_weights
-from fp8_dist.linear.weight_cache import PendingScales, WeightCache
+from fp8_dist.linear.weight import (
+    Float8Weight,
+    float8_modules,
+    float8_weights,
+    note_made,
+)
+from fp8_dist.linear.weight_cache import PendingScales, ScaleState, WeightCache
 from fp8_dist.mesh import AmaxReduction, common_groups, local_tensor
 from fp8_dist.scaling import Placed, Scales, message_dtype
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -116,7 +120,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
 
     pending = PendingScales(find)
     for weight in weights:
-        weight.cache.store_pending(weight.parameter(), pending)
+        weight.cache.store(weight.parameter(), pending, ScaleState.PENDING)
     if reduction is None or not reduction.vector.blocks_host:
         # On a GPU this only queues the wait on the current stream. Later it would be queued on the
         # first stream that needs a scale, such as FSDP2's for gathers, and other streams would not

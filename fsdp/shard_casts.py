@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from fp8_dist.cast import placed
-from fp8_dist.device import fuses_casts, is_captured
+from fp8_dist.device import fuses_casts, is_captured, keep_for_current_stream
 from fp8_dist.fsdp.checks import group_of
-from fp8_dist.linear.streams import keep_for_current_stream, note_made
-from fp8_dist.linear.weight import Float8Weight, weights_of
+from fp8_dist.linear.weight import Float8Weight, note_made, weights_of
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.scaling import Copy
 from fp8_dist.torch_internals import (

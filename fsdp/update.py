@@ -18,12 +18,10 @@ from fp8_dist.fsdp.precompute import (
     precompute_weights,
     reshard,
 )
-from fp8_dist.linear.amax_history import advance
+from fp8_dist.linear.amax_history import advance, warn_if_not_restored
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
-from fp8_dist.linear.saved_histories import warn_if_not_restored
-from fp8_dist.linear.streams import note_made
-from fp8_dist.linear.weight import Float8Weight, float8_weights
+from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 from fp8_dist.warn import warn_once
@@ -113,7 +111,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     for layer in layers:
         if "weight" in layer.histories:
             layer.float8_weight.cache.drop()
-        layer.float8_weight.cache.synced()
+        layer.float8_weight.cache.steps_since_sync = 0
 
 
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:

@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 from fp8_dist.cast import as_float8_of, quantize
 from fp8_dist.dtypes import autocast
 from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.autograd import Gradients, differentiable_once
 from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
-from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.linear.operands import reason_to_move_high
 from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
 from fp8_dist.scaling import Copy, Scheme
@@ -188,8 +188,8 @@ class _CastInput(torch.autograd.Function):
         owner: Owner,
     ) -> torch.Tensor:
         if history is not None:
-            copy = Copy(scheme)
-            quantized = history.copies_of(input, (copy,), record)[copy]
+            _, copies = history.copies_of(input, (Copy(scheme),), record)
+            quantized = copies[Copy(scheme)]
         else:
             quantized = quantize(input, scheme)
         if is_observed():

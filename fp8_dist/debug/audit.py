@@ -23,7 +23,7 @@ from fp8_dist.debug.collectives import Collective, CollectiveTimer, read_collect
 from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.dtypes import is_float8
 from fp8_dist.kernels.encoding import encode_float8, join_bytes
-from fp8_dist.linear.scale_query import QUERIES
+from fp8_dist.linear.queries import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.ops import pack_rows
 from fp8_dist.text import aligned

@@ -114,19 +114,19 @@ def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
     """
     parts = dict.fromkeys(part for part in module.modules() if part not in _compared)
     parameters = [p for part in parts for p in part._parameters.values() if p is not None]
-    new = {name: layer for name, layer in _by_fqn(layers).items() if layer in parts}
+    new = [(name, weight) for name, weight in _weights(layers) if weight.module in parts]
     if not has_stand_ins(parameters):
         facts = Facts()
         for parameter in parameters:
             if isinstance(parameter, DTensor):
                 facts.of(parameter.device_mesh)
-        for name, layer in new.items():
-            for weight in layer.float8_weights.values():
-                layout = weight.layout()
-                if layout is not None:
-                    facts.of(layout.mesh).update(_facts_of(weight, name))
+        for name, weight in new:
+            layout = weight.layout()
+            if layout is not None:
+                facts.of(layout.mesh).update(_facts_of(weight, name))
         facts.check(caller)
-    _mark(new.values())
+    for _, weight in new:
+        weight.is_compared = True
     mark_compared(module)
 
 
@@ -142,30 +142,22 @@ def check_placed(
 
     Collectives, raises: as :func:`check_layers`.
     """
-    weights = [
-        (name, weight)
-        for name, layer in _by_fqn(layers).items()
-        for weight in layer.float8_weights.values()
-    ]
+    weights = _weights(layers)
     if not has_stand_ins(weight.parameter() for _, weight in weights):
         facts = Facts()
         for name, weight in weights:
             facts.of(mesh).update(_facts_of(weight, name))
         facts.of(mesh).update(others or {})
         facts.check(caller)
-    _mark(layers.values())
+    for _, weight in weights:
+        weight.is_compared = True
 
 
-def _mark(layers: Iterable[Any]) -> None:
-    for layer in layers:
-        for weight in layer.float8_weights.values():
-            weight.is_compared = True
-
-
-def _by_fqn(layers: Layers) -> Layers:
-    """Layers by their FQN in the converted model, if these are unique; else ``layers``."""
+def _weights(layers: Layers) -> list[tuple[str, Any]]:
+    """The weights of layers, by the FQN in the converted model if unique; else as in ``layers``."""
     by_fqn = {w.fqn: layer for layer in layers.values() for w in layer.float8_weights.values()}
-    return by_fqn if len(by_fqn) == len(layers) else layers
+    named = by_fqn if len(by_fqn) == len(layers) else layers
+    return [(name, w) for name, layer in named.items() for w in layer.float8_weights.values()]
 
 
 def _facts_of(weight: Any, module: str) -> dict[str, str]:

@@ -20,14 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
-from fp8_dist.device import is_captured
+from fp8_dist.device import is_captured, keep_for_current_stream
 from fp8_dist.kernels import amax, cast_and_record, empty_copies
-from fp8_dist.linear.scale_query import must_query, owner_of, query, register_handle
-from fp8_dist.linear.streams import keep_for_current_stream
+from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.scaling import Copy, Dense, Statistics, reduction_groups
 from fp8_dist.torch_internals import is_selectively_checkpointed
+from fp8_dist.warn import warn_once
 
+_KEY = "float8_amax_histories"  # in the metadata of a state_dict
 # A rank's status of saved histories is 0 if it was given none, 1 if it was given some, and 2 if
 # these are damaged. Ranks reduce it by MAX.
 _DAMAGED = 2.0
@@ -66,7 +67,7 @@ class AmaxHistory:
         self.__dict__.update(state)
         self._handle = register_handle(self)  # a copy needs a handle of its own
 
-    def statistics_of(self, tensor: torch.Tensor, record: bool = True) -> Statistics:
+    def statistics_of(self, tensor: torch.Tensor, record: bool) -> Statistics:
         """Return the statistics to cast a tensor with, NaN if it holds a non-finite value.
 
         With ``record`` the amax of the tensor is recorded. Otherwise :meth:`recorded` may record it
@@ -79,25 +80,23 @@ class AmaxHistory:
             return (history_statistic.overload(local, self._handle, record, groups),)
         return self._statistics_of_local(local, record, groups)
 
-    def copies_of(self, tensor: torch.Tensor, copies: Sequence[Copy], record: bool) -> Copies:
-        """Cast a tensor's local part to float8 copies; ``record`` as in :meth:`statistics_of`."""
-        if torch.compiler.is_compiling():
-            x, transposed = local_tensor(tensor), [copy.transposed for copy in copies]
-            scale, *data = history_copies.overload(
-                x, self._handle, self.scheme.dtype, transposed, record, self._groups(tensor)
-            )
-            return as_copies(x, copies, data, [(scale,)])
-        return self.known_copies_of(tensor, copies, record)[1]
-
-    def known_copies_of(
+    def copies_of(
         self, tensor: torch.Tensor, copies: Sequence[Copy], record: bool
     ) -> tuple[Statistics, Copies]:
-        """The statistics, and the copies of :meth:`copies_of`. Not for compiled graphs."""
-        x = local_tensor(tensor)
+        """Cast a tensor's local part to float8 copies; ``record`` as in :meth:`statistics_of`.
+
+        Returns the statistics, which are missing in a graph, and the copies.
+        """
+        x, groups = local_tensor(tensor), self._groups(tensor)
+        if torch.compiler.is_compiling():
+            transposed, dtype = [copy.transposed for copy in copies], self.scheme.dtype
+            args = (x, self._handle, dtype, transposed, record, groups)
+            scale, *data = history_copies.overload(*args)
+            return (), as_copies(x, copies, data, [(scale,)])
         if is_selectively_checkpointed():
             statistics = self.statistics_of(tensor, record)
             return statistics, cast_by(x, copies, {self.scheme: statistics})
-        return self._copies_of_local(x, copies, record, self._groups(tensor))
+        return self._copies_of_local(x, copies, record, groups)
 
     def _groups(self, tensor: torch.Tensor) -> list[str]:
         return list(reduction_groups(self.scheme, Layout.of(tensor)))
@@ -112,13 +111,13 @@ class AmaxHistory:
             return statistics, cast_by(x, copies, {self.scheme: statistics})
         known, transposed = self.statistic.to(x.device), [copy.transposed for copy in copies]
         recorded = self.current.to(x.device) if record and self.current is not None else None
-        scheme, record = self.scheme, record and not x.is_meta
         value, known, scale, largest, *data = cast_and_record(
-            x, known, scheme.dtype, scheme.power_of_2, transposed, recorded
+            x, known, self.scheme.dtype, self.scheme.power_of_2, transposed, recorded
         )
-        self._last = None if record else value
-        if record:
-            self.current = largest
+        if record and not x.is_meta:
+            self._last, self.current = None, largest
+        else:
+            self._last = value
         return (known,), as_copies(x, copies, data, [(scale,)])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
@@ -199,18 +198,6 @@ def history_copies(
     return flat_copies(history._copies_of_local(x, copies, record, groups)[1])
 
 
-@history_copies.register_fake
-def _history_copies_fake(
-    x: torch.Tensor,
-    handle: torch.Tensor,
-    dtype: torch.dtype,
-    transposed: Sequence[bool],
-    record: bool,
-    groups: list[str],
-) -> list[torch.Tensor]:
-    return [x.new_empty((), dtype=torch.float32), *empty_copies(x, dtype, transposed)]
-
-
 @query("history_statistic(Tensor x, Tensor handle, bool record, str[] groups) -> Tensor")
 def history_statistic(
     x: torch.Tensor, handle: torch.Tensor, record: bool, groups: list[str]
@@ -227,6 +214,12 @@ def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return scale.clone()
 
 
+history_copies.register_fake(
+    lambda x, handle, dtype, transposed, *_: [
+        x.new_empty((), dtype=torch.float32),
+        *empty_copies(x, dtype, transposed),
+    ]
+)
 history_statistic.register_fake(lambda x, *_: x.new_empty((), dtype=torch.float32))
 record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
 
@@ -246,19 +239,17 @@ def saved_rows(saved: Any, histories: Iterable[str], fqn: str) -> dict[str, torc
     for name in histories:
         amaxes = saved.get(name, ())
         try:
-            row = torch.as_tensor(amaxes, dtype=torch.float32).detach()
+            rows[name] = row = torch.as_tensor(amaxes, dtype=torch.float32).detach()
             wrong = [value for value in row.flatten().tolist() if not 0 < value < math.inf]
-            is_damaged = row.ndim != 1 or bool(wrong)
-            found = wrong[0] if wrong else f"the shape {list(row.shape)}"
+            wrong += [f"the shape {list(row.shape)}"] if row.ndim != 1 else []
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            is_damaged, found = True, f"{type(amaxes).__name__} {reprlib.repr(amaxes)}"
-        if is_damaged:
+            wrong = [f"{type(amaxes).__name__} {reprlib.repr(amaxes)}"]
+        if wrong:
             raise ValueError(
                 f"{fqn}: the saved amax history of {name!r} is damaged: expected amaxes in one "
-                f"dimension, positive and finite, found {found}; load an undamaged checkpoint, or "
-                "leave it out"
+                f"dimension, positive and finite, found {wrong[0]}; load an undamaged checkpoint, "
+                "or leave it out"
             )
-        rows[name] = row
     return rows
 
 
@@ -274,12 +265,10 @@ def load_histories(
     Histories that are ``restored`` stay as they are, and other ranks take over their values.
 
     Args:
-        histories: the layer's histories, by name of the operand.
         saved: the saved amaxes by name, the newest first; ``None`` if this rank was given none.
         meshes: the meshes that the layer's operands are distributed over. Ranks that were given no
             histories take those of other ranks. (A checkpoint that rank 0 broadcasts has none.)
         device: the device of the histories if there are no meshes.
-        fqn: the layer's name, for messages.
 
     Returns:
         Whether any rank was given histories. If none was, the histories stay as they are.
@@ -290,12 +279,12 @@ def load_histories(
     Raises:
         ValueError: ``saved`` is damaged on any rank of these meshes. All of them raise.
     """
-    error, none = None, torch.zeros(0, device="cpu")
-    rows, answer = [none] * len(histories), float(saved is not None)
+    error, answer = None, float(saved is not None)
     try:
         rows = list(saved_rows({} if saved is None else saved, histories, fqn).values())
     except ValueError as damage:
         error, answer = damage, _DAMAGED
+        rows = [torch.zeros(0, device="cpu")] * len(histories)
     restored = all(history.restored for history in histories.values())
     if restored and not error:
         rows = [h.amaxes() for h in histories.values()]
@@ -319,6 +308,95 @@ def load_histories(
             history.load(row if meshes else row.to(device))
             history.restored = restored or None
     return bool(answer)
+
+
+def save_to_metadata(histories: Mapping[str, AmaxHistory], metadata: dict[str, Any]) -> None:
+    """Save copies of a layer's histories in the metadata of its ``state_dict``."""
+    metadata[_KEY] = {name: history.amaxes() for name, history in histories.items()}
+
+
+def load_from_metadata(
+    histories: Mapping[str, AmaxHistory],
+    metadata: Mapping[str, Any],
+    meshes: Iterable[DeviceMesh],
+    device: torch.device,
+    fqn: str,
+    is_own: bool,
+) -> None:
+    """Continue a layer's histories from the metadata of a ``state_dict``.
+
+    Histories that ``Float8State`` has loaded are kept until they are used, because metadata may be
+    older, as in the ``state_dict()`` that DCP reads into. A plain dict has no metadata, and leaves
+    histories as they are. Warns once per process if the layer's histories are not those of the
+    state_dict.
+
+    ``is_own``: whether the loaded weight shares memory with the layer's weight. The metadata then
+    has the histories of the time when ``state_dict()`` was called.
+
+    Collectives, raises: as :func:`load_histories`.
+    """
+    saved = metadata.get(_KEY, {})
+    if not histories:
+        if _KEY in metadata:
+            warn_once(
+                "histories dropped",
+                f"{fqn}: the state_dict has amax histories, and this layer's recipe keeps none: "
+                "they are dropped, and the parameters loaded",
+            )
+        return
+    has_metadata = "version" in metadata  # nn.Module writes it for every module
+    before, restored = _amaxes(histories), all(h.restored for h in histories.values())
+    told = load_histories(histories, saved if has_metadata else None, meshes, device, fqn)
+    if restored:
+        rows = saved_rows(saved, histories, fqn)
+        others = {name: row[: histories[name].length].tolist() for name, row in rows.items()}
+        if not is_own and any(row and row != before[name] for name, row in others.items()):
+            warn_once(
+                "histories of Float8State",
+                f"{fqn}: the state_dict has other amax histories than those that Float8State has "
+                "loaded, which are kept until a forward has used them. Load one of the two",
+            )
+    elif not told or (is_own and _amaxes(histories) == before):
+        for history in histories.values():
+            history.restored = False
+    elif has_metadata and (message := difference(histories, saved)):
+        warn_once("histories differ", f"{fqn}: {message}")
+
+
+def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None:
+    """Warn once, at the end of a step, if parameters had been loaded without histories."""
+    used = [history for history in histories.values() if history.current is not None]
+    if any(history.restored is False for history in used):
+        known = any(history.history is not None for history in used)
+        state = "go on from before the load" if known else "start anew"
+        warn_once(
+            "histories not loaded",
+            f"{fqn}: the parameters were loaded without amax histories, from a plain dict, a "
+            f"distributed checkpoint, or the tensors of state_dict() themselves: they {state}. To "
+            "continue a run with its histories, save fp8_dist.Float8State(model) with it, and load "
+            "that too",
+        )
+        for history in histories.values():
+            history.restored = None
+
+
+def _amaxes(histories: Mapping[str, AmaxHistory]) -> dict[str, list[float]]:
+    return {name: history.amaxes().tolist() for name, history in histories.items()}
+
+
+def difference(own: Iterable[str], saved: Iterable[str]) -> str:
+    """Message about a checkpoint with histories of other operands, or an empty string."""
+    own, saved = set(own), set(saved)
+    if own == saved:
+        return ""
+    if not saved:
+        return (
+            "the checkpoint has no amax histories (it is one of bf16 or of another recipe): they "
+            "start anew, and the next step scales each operand by its own amax"
+        )
+    parts = {"kept": own & saved, "dropped": saved - own, "new": own - saved}
+    named = [f"{what}: {', '.join(sorted(names))}" for what, names in parts.items() if names]
+    return f"the checkpoint has amax histories of other operands ({'; '.join(named)})"
 
 
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:

@@ -11,25 +11,25 @@ Autograd never sees a float8 gradient: the cast and the gather of grad_output ha
 function, so no float8 subclass is ever a backward tangent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.linear.observing import (
-    HighPrecision,
     are_gemms_observed,
     high_precision,
     is_observed,
     note_gemm,
-    observe,
+    observe_copies,
     observe_gemm,
 )
-from fp8_dist.linear.once import Gradients, differentiable_once
 from fp8_dist.linear.operands import (
     LinearSpec,
     Local,
+    Recast,
     WeightCasts,
     as_matrix,
     prepare_gradients,
@@ -39,7 +39,6 @@ from fp8_dist.linear.operands import (
 )
 from fp8_dist.mesh import (
     Layout,
-    LinearLayouts,
     linear_layouts,
     local_tensor,
     normalized,
@@ -47,8 +46,11 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Quantized, Scheme, Start, cast, multiply
-from fp8_dist.transport import Encoding, Scattering, finish_reduction, reduced_to, start_reduction
+from fp8_dist.scaling import Copy, Quantized, Scheme, Start, cast, multiply
+from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
+
+Gradients = tuple[torch.Tensor | None, ...]
+Backward = Callable[[Any, torch.Tensor | None], Gradients]
 
 
 def float8_linear(
@@ -71,76 +73,76 @@ def float8_linear(
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    flat, kept = _flat_weight(weight_casts)
+    flat, forms = _flattened(*weight_casts)
+    # Dynamo (2.13) decides by the number of arguments whether a forward takes a ctx. If there were
+    # two in flat, it would count *flat as one parameter, and decide wrongly.
+    arguments = [*flat, None] if len(flat) == 2 else flat
     # Compiled code uses one function. Dynamo assumes that the gradient of an output has the
     # output's placements, but the gradient that _FinishOutput passes on has the placements of the
     # final output.
     if not isinstance(input, DTensor) or torch.compiler.is_compiling():
-        return _LinearFunction.apply(input, weight, bias, spec, kept, *flat)
+        return _LinearFunction.apply(input, weight, bias, spec, forms, *arguments)
     if spec.output_placements is not None:
         placements = normalized(spec.output_placements, input.ndim)
         spec = spec._replace(output_placements=placements)
-    output = _LinearFunction.apply(input, weight, None, spec, kept, *flat)
+    output = _LinearFunction.apply(input, weight, None, spec, forms, *arguments)
     if bias is None and spec.output_placements in (None, output.placements):
         return output
     return _FinishOutput.apply(output, bias, spec)
 
 
 class _Form(NamedTuple):
-    """A float8 operand without its tensors.
+    """An operand without its tensors.
 
     Attributes:
-        scheme, start, is_cut: see :class:`fp8_dist.scaling.Quantized`.
-        places: the indices of the data and of the scales in a flat list of tensors.
+        places: the indices of its tensors in a flat list.
+        scheme, start, is_cut: see :class:`fp8_dist.scaling.Quantized`; ``scheme`` is None for an
+            operand in high precision.
     """
 
-    scheme: Scheme
-    start: Start
-    is_cut: bool
     places: tuple[int, ...]
+    scheme: Scheme | None = None
+    start: Start = (0, 0)
+    is_cut: bool = False
 
-    def operand(self, flat: Sequence[torch.Tensor]) -> Quantized:
-        qdata, *scales = [flat[i] for i in self.places]
-        return Quantized(qdata, tuple(scales), self.scheme, self.start, self.is_cut)
+    def tensors(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [flat[i] for i in self.places]
+
+    def operand(self, flat: Sequence[torch.Tensor]) -> Local:
+        first, *scales = self.tensors(flat)
+        if self.scheme is None:
+            return first
+        return Quantized(first, tuple(scales), self.scheme, self.start, self.is_cut)
 
 
-class _Kept(NamedTuple):
-    """The casts of a weight, whose tensors are in a flat list; see :class:`WeightCasts`."""
-
-    output: _Form | None
-    grad_input: _Form | None
-    recast: _Form | None  # its places are those of the statistics
+_Forms = tuple[_Form | None, ...]
 
 
-def _flat_weight(casts: WeightCasts) -> tuple[list[torch.Tensor | None], _Kept]:
-    """List the tensors of a weight's casts, each once: dynamo refuses to pass a tensor twice."""
+def _flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Forms]:
+    """List the tensors of operands, each once: dynamo refuses to pass a tensor twice."""
     flat: list[torch.Tensor] = []
-
-    def indices(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        found = []
+    forms: list[_Form | None] = []
+    for operand in operands:
+        rest: Any = ()
+        if operand is None:
+            forms.append(None)
+            continue
+        if isinstance(operand, Quantized):
+            qdata, scales, *rest = operand
+            tensors = (qdata, *scales)
+        elif isinstance(operand, Recast):
+            tensors, *rest = operand
+        else:
+            tensors = (operand,)
+        places = []
         for tensor in tensors:
             same = [i for i, known in enumerate(flat) if known is tensor]
             if not same:
                 same = [len(flat)]
                 flat.append(tensor)
-            found.append(same[0])
-        return tuple(found)
-
-    def form(operand: Quantized | None) -> _Form | None:
-        if operand is None:
-            return None
-        qdata, scales, scheme, start, is_cut = operand
-        return _Form(scheme, start, is_cut, indices((qdata, *scales)))
-
-    output, grad_input, recast = casts
-    again = None
-    if recast is not None:
-        statistics, scheme, start, is_cut = recast
-        again = _Form(scheme, start, is_cut, indices(statistics))
-    kept = _Kept(form(output), form(grad_input), again)
-    # Dynamo (2.13) decides by the number of arguments whether a forward takes a ctx. If there were
-    # two in flat, it would count *flat as one parameter, and decide wrongly.
-    return [*flat, None] if len(flat) == 2 else list(flat), kept
+            places.append(same[0])
+        forms.append(_Form(tuple(places), *rest))
+    return flat, tuple(forms)
 
 
 def _gemm(
@@ -183,6 +185,58 @@ def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
     return torch.ops.aten._unsafe_view.default(matrix, (*operand.shape[:-1], matrix.shape[-1]))
 
 
+class _NoSecondDerivative(torch.autograd.Function):
+    """Identity of a layer's gradient, which raises if it is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, fqn: str, *origins: torch.Tensor) -> torch.Tensor:
+        ctx.fqn = fqn
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:  # type: ignore[override]
+        raise NotImplementedError(
+            f"{ctx.fqn}: a float8 layer can't be differentiated twice, as "
+            "torch.autograd.functional.jvp and hessian do; leave it unconverted"
+        )
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Make a layer's ``backward`` raise under a second differentiation.
+
+    Otherwise ``create_graph=True`` would treat gradients as constants. ``ctx.spec.fqn`` is the
+    layer's name.
+    """
+
+    @wraps(backward)
+    def once(ctx: Any, grad: torch.Tensor | None) -> Gradients:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return backward(ctx, grad)
+        with torch.no_grad():
+            gradients = backward(ctx, grad)
+        # The gradient is a function of grad_output and of everything that the output depends on.
+        # With these as arguments, differentiating it with respect to any of them raises.
+        origins, fqn = (*_leaves(ctx), grad), ctx.spec.fqn
+        return tuple(
+            g if g is None else _NoSecondDerivative.apply(g, fqn, *origins) for g in gradients
+        )
+
+    return once
+
+
+def _leaves(node: Any) -> list[torch.Tensor]:
+    """The leaves of the autograd graph that ends in a node."""
+    leaves, seen, open_nodes = [], {node}, [node]
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(getattr(node, "variable", None), torch.Tensor):  # an AccumulateGrad
+            leaves.append(node.variable)
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        open_nodes += new
+    return leaves
+
+
 class _LinearFunction(torch.autograd.Function):
     """The GEMMs of :func:`float8_linear`.
 
@@ -197,7 +251,7 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        kept: _Kept,
+        forms: _Forms,
         *flat: Any,
     ) -> torch.Tensor:
         x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
@@ -210,7 +264,8 @@ class _LinearFunction(torch.autograd.Function):
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         whole = _with_features(input, weight.shape[1])
         x = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
-        w = local_tensor(weight) if kept.output is None else kept.output.operand(flat)
+        of_output, of_grad_input, of_recast = forms
+        w = local_tensor(weight) if of_output is None else of_output.operand(flat)
         # Wait for the gather of the input only here, where the weight's cast has been issued.
         uses = spec.config.recipe.uses["input"]
         left = wait_local(x["output"], uses["output"])
@@ -220,34 +275,29 @@ class _LinearFunction(torch.autograd.Function):
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         right: Local | None = None
-        if needs_input and kept.recast is None:
-            right = local_tensor(weight)
-            if kept.grad_input is not None:
-                right = kept.grad_input.operand(flat)
-        recast: list[torch.Tensor] = []
-        if needs_input and kept.recast is not None:
-            recast = [weight, *[flat[i] for i in kept.recast.places]]
+        statistics: list[torch.Tensor] = []
+        if needs_input and of_recast is not None:
+            right, statistics = weight, of_recast.tensors(flat)
+        elif needs_input:
+            right = local_tensor(weight) if of_grad_input is None else of_grad_input.operand(flat)
         # Save plain tensors, so that hooks on saved tensors see the real bytes.
         of_input: Local | None = None
         if needs_weight:
             of_input = wait_local(x["grad_weight"], uses["grad_weight"])
-        saved, ctx.saved_forms = _saved(of_input, right)
-        ctx.recast = kept.recast if recast else None
+        saved, ctx.forms = _flattened(of_input, right, *statistics)
+        ctx.recast = of_recast
         ctx.unused = (None,) * (2 + len(flat))
-        ctx.save_for_backward(*saved, *recast)
+        ctx.save_for_backward(*saved)
         ctx.bias_layout = Layout.of(bias)
+        if w_layout is not None and layouts is not None:
+            shape = torch.Size((*input.shape[:-1], weight.shape[0]))
+            output = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
         if are_gemms_observed():
-            ctx.high = high_precision(spec.owner, input, weight)
-        if w_layout is None or layouts is None:
-            if are_gemms_observed():
-                observe_gemm(spec.owner, "output", ctx.high.input, ctx.high.weight, output)
+            ctx.high = high = high_precision(spec.owner, input, weight)
+            observe_gemm(spec.owner, "output", high[0], high[1], output)
+        if not isinstance(output, DTensor):
             return output if bias is None else output + bias.to(output.dtype)
-        shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        wrapped = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
-        compiling = torch.compiler.is_compiling()
-        if are_gemms_observed():
-            observe_gemm(spec.owner, "output", ctx.high.input, ctx.high.weight, wrapped)
-        return _finished(wrapped, bias, spec) if compiling else wrapped
+        return _finished(output, bias, spec) if torch.compiler.is_compiling() else output
 
     @staticmethod
     @differentiable_once
@@ -261,13 +311,13 @@ class _LinearFunction(torch.autograd.Function):
         if not (needs_input or needs_weight):
             return None, None, grad_bias, *unused
         spec, layouts = ctx.spec, ctx.layouts
-        saved, (x_form, w_form) = ctx.saved_tensors, ctx.saved_forms
+        saved, (of_x, of_w, *of_statistics) = ctx.saved_tensors, ctx.forms
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
-        x = _unsaved(saved, x_form) if needs_weight else None
-        w = _unsaved(saved, w_form) if needs_input else None
-        if needs_input and ctx.recast is not None:
-            n = len(saved) - len(ctx.recast.places)
-            w = _recast(saved[n - 1], saved[n:], ctx.recast, grad, spec)
+        x = of_x.operand(saved) if needs_weight else None
+        w = of_w.operand(saved) if needs_input else None
+        if w is not None and of_statistics:
+            statistics = [form.operand(saved) for form in of_statistics]
+            w = _recast(w, statistics, ctx.recast, grad, spec)
         operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         grad_input = grad_weight = moving = None
         if needs_input:
@@ -278,7 +328,12 @@ class _LinearFunction(torch.autograd.Function):
             if layouts is not None:
                 layout = ctx.x_layout._replace(placements=layouts.grad_input)
                 grad_input = layout.wrap(grad_input)
-                moving = _start_to_input(grad_input, layouts, ctx.x_layout, spec.reduce_transport)
+                # If this layer gathered the input, it also reduce-scatters the gradient. An input
+                # that arrived gathered gets a Partial gradient, so that all layers that take it
+                # share one reduction.
+                each = zip(ctx.x_layout.placements, layouts.input, layouts.grad_input, strict=True)
+                target = tuple([grad if now == need else now for now, need, grad in each])
+                moving = start_reduction(grad_input, target, spec.reduce_transport)
         if needs_weight:
             left, right = operands["grad_weight"]
             where = None
@@ -300,10 +355,10 @@ class _LinearFunction(torch.autograd.Function):
         if are_gemms_observed():
             # The forward may not have been observed. Remove the operands from ctx, which lives as
             # long as the graph.
-            high = getattr(ctx, "high", HighPrecision())
-            ctx.high = HighPrecision()
-            observe_gemm(spec.owner, "grad_input", grad, high.weight, observed)
-            observe_gemm(spec.owner, "grad_weight", grad, high.input, grad_weight)
+            high_input, high_weight = getattr(ctx, "high", (None, None))
+            ctx.high = None, None
+            observe_gemm(spec.owner, "grad_input", grad, high_weight, observed)
+            observe_gemm(spec.owner, "grad_weight", grad, high_input, grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 
 
@@ -320,37 +375,6 @@ def _with_features(input: torch.Tensor, features: int) -> torch.Tensor:
     return layout._replace(shape=shape).wrap(local_tensor(input))
 
 
-# The index of a high-precision operand among the saved tensors, or the form of a float8 operand.
-_SavedForm = int | _Form | None
-
-
-def _saved(
-    x: Local | None, w: Local | None
-) -> tuple[list[torch.Tensor], tuple[_SavedForm, _SavedForm]]:
-    """List the tensors of two operands for ``save_for_backward``, with the form of each."""
-    flat: list[torch.Tensor] = []
-    forms: list[_SavedForm] = []
-    for operand in (x, w):
-        n = len(flat)
-        if isinstance(operand, Quantized):
-            qdata, scales, scheme, start, is_cut = operand
-            flat += [qdata, *scales]
-            forms.append(_Form(scheme, start, is_cut, tuple(range(n, len(flat)))))
-        elif operand is not None:
-            flat.append(operand)
-            forms.append(n)
-        else:
-            forms.append(None)
-    return flat, (forms[0], forms[1])
-
-
-def _unsaved(saved: Sequence[torch.Tensor], form: _SavedForm) -> Local | None:
-    """The inverse of :func:`_saved`, for one operand."""
-    if form is None:
-        return None
-    return saved[form] if isinstance(form, int) else form.operand(saved)
-
-
 def _recast(
     weight: torch.Tensor,
     statistics: Sequence[torch.Tensor],
@@ -363,13 +387,14 @@ def _recast(
     The cast takes the gradient as an argument, because a graph would otherwise compute it in the
     forward and keep the float8 copy.
     """
-    scheme, start, is_cut, _ = form
+    _, scheme, start, is_cut = form
+    assert scheme is not None
     local, known, after = local_tensor(weight), [tuple(statistics)], local_tensor(grad)
     _, (scales,), (qdata,) = cast(local, (scheme,), known, start, [0], [False], after=after)
     w = Quantized(qdata, scales, scheme, start, is_cut)
     if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
-        first = observe(spec.owner, "weight", ("grad_input",), local, w, repeats=False)
-        w = w._replace(scales=(first, *scales[1:]))
+        copy = Copy(scheme)
+        return observe_copies(spec.owner, "weight", local, {copy: w}, repeats=False)[copy]
     return w
 
 
@@ -423,19 +448,6 @@ def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> t
         output = reduced_to(output, placements or summed, transport)
     biased: DTensor = output + bias.to(output.dtype)  # type: ignore[assignment]
     return biased if placements is None else redistributed(biased, placements)
-
-
-def _start_to_input(
-    grad_input: DTensor, layouts: LinearLayouts, input_layout: Layout, transport: Encoding
-) -> DTensor | Scattering:
-    """Start to redistribute grad_input to the placements of the input.
-
-    If this layer gathered the input, it also reduce-scatters the gradient. An input that arrived
-    gathered gets a Partial gradient, so that all layers that take this input share one reduction.
-    """
-    each_axis = zip(input_layout.placements, layouts.input, layouts.grad_input, strict=True)
-    target = tuple(grad if now == needed else now for now, needed, grad in each_axis)
-    return start_reduction(grad_input, target, transport)
 
 
 def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:

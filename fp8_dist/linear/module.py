@@ -1,6 +1,8 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import check_transforms
-from fp8_dist.config import Float8LinearConfig
+from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.dtypes import autocast
 from fp8_dist.env import strict_alignment
-from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.amax_history import AmaxHistory, load_from_metadata, save_to_metadata
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import (
     check_alignment,
@@ -21,15 +23,14 @@ from fp8_dist.linear.checks import (
     check_reduces_input_gradient,
     check_summed_in_fp32,
 )
-from fp8_dist.linear.layer_repr import config_text, scale_text
-from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
-from fp8_dist.linear.saved_histories import load_from_metadata, save_to_metadata
+from fp8_dist.linear.parameter import LocalPlacements
 from fp8_dist.linear.weight import Float8Weight, checked_module, float8_weights
-from fp8_dist.linear.weight_cache import Change
+from fp8_dist.linear.weight_cache import Change, ScaleState
 from fp8_dist.mesh import Placements, local_tensor, reduced
+from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import innermost, storage_address
+from fp8_dist.torch_internals import dtensor_local, innermost, storage_address
 from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
 
@@ -250,12 +251,24 @@ class Float8Linear(nn.Linear):
             return shown
         shown += f", {config_text(self.config)}"
         if self.config.recipe.schemes["weight"]:
-            history = self.histories.get("weight")
-            scale = scale_text(self._parameters.get("weight"), self.float8_weight.cache, history)
-            shown += f", scale={scale}"
+            shown += f", scale={self._scale_text()}"
         if self.reduce_transport is not None:
             shown += f", reduce_transport={self.reduce_transport}"
         return shown
+
+    def _scale_text(self) -> str:
+        if "weight" in self.histories:
+            history = self.histories["weight"]
+            known = 0 if history.history is None else len(history.history)
+            return f"delayed ({known} of {history.length} amaxes)"
+        weight, state = self._parameters.get("weight"), ScaleState.UNKNOWN
+        local = dtensor_local(weight) if isinstance(weight, DTensor) else weight
+        if isinstance(local, Float8Tensor):  # FSDP2 gathered it together with its scale
+            state = ScaleState.FROM_GATHER
+        elif weight is not None:
+            state = self.float8_weight.cache.state_of(weight)
+        differ = (ScaleState.UNKNOWN, ScaleState.PENDING, ScaleState.STALE)
+        return state.name.lower() if state in differ else "fresh"
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the layer's operands are distributed over."""
@@ -319,10 +332,9 @@ class Float8Linear(nn.Linear):
         key = prefix + "weight"
         given, own = state_dict.get(key), storage_address(innermost(self.weight))
         is_own = isinstance(given, torch.Tensor) and storage_address(innermost(given)) == own
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        assign &= key in state_dict and Float8Weight.can_be(state_dict[key])
-        if assign and self.config.fsdp_float8_all_gather:
-            state_dict[key] = self.float8_weight.wrapped(state_dict[key])
+        assign = local_metadata.get("assign_to_params_buffers", False) and key in state_dict
+        if assign and self.config.fsdp_float8_all_gather and Float8Weight.can_be(given):
+            state_dict[key] = self.float8_weight.wrapped(given)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if "float8_weight" not in self.__dict__:
             return  # the layer has turned into an nn.Linear
@@ -331,6 +343,56 @@ class Float8Linear(nn.Linear):
             self.float8_weight.compare("load_state_dict")
         device = self.weight.device
         load_from_metadata(self.histories, local_metadata, self.meshes(), device, self.fqn, is_own)
+
+
+@lru_cache
+def config_text(config: Float8LinearConfig) -> str:
+    """The recipe or the casts, the options that differ from it, and the float8 gathers."""
+    recipes = {name: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
+    by_recipe = [
+        [f"recipe={name.value}", *_options_beside(config, recipe)]
+        for name, recipe in recipes.items()
+        if _casts(config) == _casts(recipe)
+    ]
+    by_casts = [f"casts={_casts_text(config)}", *_options_beside(config, Float8LinearConfig())]
+    shown = min(by_recipe, key=len, default=by_casts)
+    gathers = ["weight"] if config.fsdp_float8_all_gather else []
+    of_inputs: tuple[Operand, ...] = ("input", "grad_output")
+    gathers += [operand for operand in of_inputs if config.recipe.gather_scheme[operand]]
+    return ", ".join([*shown, f"float8_gathers={'|'.join(gathers) or 'none'}"])
+
+
+def _casts(config: Float8LinearConfig) -> list[object]:
+    uses = GEMM_OPERANDS.items()
+    return [config.cast_config(operand, gemm) for gemm, operands in uses for operand in operands]
+
+
+def _casts_text(config: Float8LinearConfig) -> str:
+    names: list[tuple[str, Operand, Gemm]] = [
+        ("i", "input", "output"),
+        ("w", "weight", "output"),
+        ("go", "grad_output", "grad_input"),
+        ("i_gw", "input", "grad_weight"),
+        ("w_gi", "weight", "grad_input"),
+        ("go_gw", "grad_output", "grad_weight"),
+    ]
+    casts: dict[str, str] = {}
+    for name, operand, gemm in names:
+        cast = config.cast_config(operand, gemm).short_str(operand)
+        if cast != casts.get(name.partition("_")[0]):
+            casts[name] = cast
+    return ",".join(f"{name}:{cast}" for name, cast in casts.items())
+
+
+def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> list[str]:
+    """The fields that differ from the recipe, except for casts and fields shown elsewhere."""
+    return [
+        f"{field.name}={getattr(config, field.name)}"
+        for field in fields(config)
+        if not field.name.startswith("cast_config")
+        and field.name != "enable_fsdp_float8_all_gather"
+        and getattr(config, field.name) != getattr(recipe, field.name)
+    ]
 
 
 def invalidate_float8_scales(module: nn.Module) -> None:

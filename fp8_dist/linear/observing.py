@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8_dist.cast import Copies
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.linear.scale_query import owner_of, query
+from fp8_dist.linear.queries import owner_of, query
 from fp8_dist.mesh import local_tensor, with_local
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import (
@@ -43,7 +43,7 @@ class Owner(Protocol):
     Attributes:
         fqn: the layer's name.
         config: the layer's config.
-        handle: identifies the owner in operators (``scale_query``).
+        handle: identifies the owner in operators (``queries``).
     """
 
     fqn: str
@@ -119,7 +119,7 @@ class _Shown(NamedTuple):
 _observers: dict[Observer, _Shown] = {}  # of casts
 _is_observed = False  # what graphs guard on: guards on the dict would include its items
 _gemm_observers: list[Observer] = []
-_recordings: list[list["GemmRecord"]] = []
+_recordings: dict[int, list["GemmRecord"]] = {}  # by id: two recordings of the same are equal
 # Prepared inputs in high precision, by the cast number of the Float8Tensors made from each. Eager
 # code passes the number's tensor on, so an input is kept as long as one of its Float8Tensors lives.
 _prepared: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
@@ -157,7 +157,7 @@ def gemms_observed_by(observer: Observer) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        _gemm_observers[:] = [kept for kept in _gemm_observers if kept is not observer]
+        _gemm_observers.remove(observer)
 
 
 def _tell(method: Callable[..., R], *arguments: Any) -> R:
@@ -172,12 +172,8 @@ def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, .
     if recipe.folds and operand == "grad_output":
         # Each cast has the scales of another operand folded in. The cast for grad_weight has one
         # scale per column.
-        uses = recipe.uses[operand].items()
-        return {
-            (gemm,): scheme if gemm == "grad_input" else scheme.second
-            for gemm, scheme in uses
-            if scheme is not None
-        }
+        uses = [(gemm, scheme) for gemm, scheme in recipe.uses[operand].items() if scheme]
+        return {(gemm,): s if gemm == "grad_input" else s.second for gemm, s in uses}
     return {_gemms_of(config, operand, each): each for each in recipe.schemes[operand]}
 
 
@@ -198,8 +194,6 @@ def observe(
     """Show observers a cast.
 
     Args:
-        owner: the layer's ``float8_weight``.
-        operand, gemms, high, low: as for :meth:`Observer.on_casts`.
         repeats: whether a backward may repeat the cast (activation checkpointing, FSDP2's second
             gather). Such a cast is shown once.
         used: a tensor that the layer uses afterwards; None for the first scale of ``low``.
@@ -214,7 +208,7 @@ def observe(
     of, (qdata, scales, scheme, start, _) = (operand, list(gemms), high.detach()), low
     return observe_cast.overload(
         used, owner.handle, *of, qdata, list(scales), scheme.key, start, repeats
-    )
+    )[0]
 
 
 def observe_copies(
@@ -249,22 +243,22 @@ def _show(
     lows: Mapping[tuple[Gemm, ...], Quantized],
     repeats: bool,
 ) -> None:
-    if isinstance(high, STAND_INS):
-        return
     new: dict[Observer, dict[tuple[Gemm, ...], Quantized]] = {}
     for gemms, low in lows.items():
-        for observer in _observers_of((owner, operand, gemms), repeats):
+        for observer in _observers_of((owner, operand, gemms), high, repeats):
             new.setdefault(observer, {})[gemms] = low
     for observer, casts in new.items():
         _tell(observer.on_casts, owner, operand, high, casts)
 
 
-def _observers_of(what: Hashable, repeats: bool) -> list[Observer]:
-    """The observers to show a cast to.
+def _observers_of(what: Hashable, seen: torch.Tensor, repeats: bool = True) -> list[Observer]:
+    """The observers to show a cast of the tensor ``seen`` to.
 
     If the cast ``repeats``, a backward shows it only to observers that have not seen it: compiled
     code may move a cast of the forward to the backward, where it is used.
     """
+    if isinstance(seen, STAND_INS):
+        return []
     if not repeats:
         return list(_observers)
     if in_backward():
@@ -276,7 +270,7 @@ def _observers_of(what: Hashable, repeats: bool) -> list[Observer]:
 
 @query(
     "observe_cast(Tensor used, Tensor handle, str operand, str[] gemms, Tensor high, "
-    "Tensor qdata, Tensor[] scales, str scheme, int[] start, bool repeats) -> Tensor"
+    "Tensor qdata, Tensor[] scales, str scheme, int[] start, bool repeats) -> (Tensor, Tensor)"
 )
 def observe_cast(
     used: torch.Tensor,
@@ -289,34 +283,37 @@ def observe_cast(
     scheme: str,
     start: Start,
     repeats: bool,
-) -> torch.Tensor:
-    """Operator of :func:`observe`."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operator of :func:`observe` and, without ``gemms``, of :func:`observe_prepared_cast`.
+
+    Returns ``used``, and the number of a prepared cast.
+    """
     low = Quantized(qdata, tuple(scales), scheme_named(scheme), (start[0], start[1]))
+    if not gemms:
+        return used.clone(), _show_preparation(owner_of(handle), high, low)
     _show(owner_of(handle), operand, high, {tuple(gemms): low}, repeats)
-    return used.clone()
+    return used.clone(), torch.zeros((), dtype=torch.int64, device="cpu")
 
 
-observe_cast.register_fake(lambda used, *_: torch.empty_like(used))
+observe_cast.register_fake(
+    lambda used, *_: (torch.empty_like(used), torch.empty((), dtype=torch.int64, device="cpu"))
+)
 
 
 def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> torch.Tensor:
-    """Show observers the cast of a prepared input.
-
-    Args:
-        owner: the ``float8_weight`` of the layer whose config the cast follows.
-        input: ``[..., K]``, a tensor or DTensor in high precision.
-        low: its local part in float8.
+    """Show observers the cast of an input that is prepared by the config of ``owner``.
 
     Returns:
         The Float8Tensor of ``low``, or a DTensor of it, with the number of this cast.
     """
     high = local_tensor(input).detach()
     if torch.compiler.is_compiling():
-        qdata, (first, *others), scheme, start, _ = low
-        first, number = observe_preparation.overload(
-            first, owner.handle, high, qdata, others, scheme.key, start
+        qdata, scales, scheme, start, _ = low
+        by = (list(scales), scheme.key, start, True)
+        first, number = observe_cast.overload(
+            scales[0], owner.handle, "input", [], high, qdata, *by
         )
-        low = low._replace(scales=(first, *others))
+        low = low._replace(scales=(first, *scales[1:]))
     else:
         number = _show_preparation(owner, high, low)
         if _gemm_observers:
@@ -342,40 +339,15 @@ def _show_preparation(owner: Owner, high: torch.Tensor, low: Quantized) -> torch
     value = next(_cast_numbers)
     with without_dispatch_modes(), torch.inference_mode(False):
         number = torch.tensor(value, device="cpu")
-    if not isinstance(high, STAND_INS):
-        for observer in _observers_of((owner, "prepared input"), True):
-            kept = _tell(observer.on_prepared_cast, owner, high, low)
-            _observers[observer].kept[value] = kept
+    for observer in _observers_of((owner, "prepared input"), high):
+        _observers[observer].kept[value] = _tell(observer.on_prepared_cast, owner, high, low)
     return number
 
 
 def _show_use(owner: Owner, number: torch.Tensor) -> None:
-    if not isinstance(number, STAND_INS):
-        for observer in _observers_of((owner, "use"), True):
-            kept = _observers[observer].kept.get(int(number.item()))
-            _tell(observer.on_prepared_use, owner, kept)
-
-
-@query(
-    "observe_preparation(Tensor scale, Tensor handle, Tensor high, Tensor qdata, Tensor[] others, "
-    "str scheme, int[] start) -> (Tensor, Tensor)"
-)
-def observe_preparation(
-    scale: torch.Tensor,
-    handle: torch.Tensor,
-    high: torch.Tensor,
-    qdata: torch.Tensor,
-    others: list[torch.Tensor],
-    scheme: str,
-    start: Start,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operator of :func:`observe_prepared_cast`.
-
-    ``scale`` is the scale of the first level, ``others`` are the scales of the other levels.
-    Returns the scale to use, and the number of the cast.
-    """
-    low = Quantized(qdata, (scale, *others), scheme_named(scheme), (start[0], start[1]))
-    return scale.clone(), _show_preparation(owner_of(handle), high, low)
+    for observer in _observers_of((owner, "use"), number):
+        kept = _observers[observer].kept.get(int(number.item()))
+        _tell(observer.on_prepared_use, owner, kept)
 
 
 @query("observe_use(Tensor scale, Tensor handle, Tensor number) -> Tensor")
@@ -385,17 +357,11 @@ def observe_use(scale: torch.Tensor, handle: torch.Tensor, number: torch.Tensor)
     return scale.clone()
 
 
-observe_preparation.register_fake(
-    lambda scale, *_: (torch.empty_like(scale), torch.empty((), dtype=torch.int64, device="cpu"))
-)
 observe_use.register_fake(lambda scale, *_: torch.empty_like(scale))
 
 
-class HighPrecision(NamedTuple):
-    """The operands of a forward before casts and moves; None where they are not known."""
-
-    input: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
+# The input and the weight of a forward before casts and moves; None where they are not known.
+HighPrecision = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> HighPrecision:
@@ -405,7 +371,7 @@ def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> H
         high = input.detach()
     elif local.cast_number is not None:
         high = _prepared.get(local.cast_number)
-    return HighPrecision(high, owner.high_precision(weight))
+    return high, owner.high_precision(weight)
 
 
 def observe_gemm(
@@ -415,10 +381,7 @@ def observe_gemm(
     right: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> None:
-    """Show observers a GEMM, unless an operand is unknown or the GEMM is of a repeated forward.
-
-    The arguments are those of :meth:`Observer.on_gemm`.
-    """
+    """Show observers a GEMM, unless an operand is unknown or the GEMM is of a repeated forward."""
     if left is None or right is None or result is None or (gemm == "output" and in_backward()):
         return
     for observer in list(_gemm_observers):
@@ -430,10 +393,7 @@ class GemmRecord(NamedTuple):
 
     Attributes:
         fqn: the layer's name; empty in a compiled graph.
-        gemm: one of the layer's three GEMMs.
-        a: a copy of the left operand, ``[M, K]``, local.
-        b: a copy of the right operand, ``[K, N]``, local.
-        options: (use_fast_accum, pad_inner_dim, emulate).
+        a, b: local copies of the operands, ``[M, K]`` and ``[K, N]``.
     """
 
     fqn: str
@@ -454,12 +414,11 @@ def record_gemms() -> Iterator[list[GemmRecord]]:
     Collectives: none.
     """
     records: list[GemmRecord] = []
-    _recordings.append(records)
+    _recordings[id(records)] = records
     try:
         yield records
     finally:
-        # By identity: two recordings of the same GEMMs are equal.
-        _recordings[:] = [kept for kept in _recordings if kept is not records]
+        del _recordings[id(records)]
 
 
 def note_gemm(
@@ -475,5 +434,5 @@ def note_gemm(
     if not _recordings:
         return
     a, b = (Float8Tensor.of(each, out_dtype).clone() for each in matrices(left, right, turn))
-    for records in _recordings:
+    for records in _recordings.values():
         records.append(GemmRecord(fqn, gemm, a, b, options))  # type: ignore[arg-type]

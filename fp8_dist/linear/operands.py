@@ -2,22 +2,28 @@
 
 If one float8 copy serves all GEMMs of an operand, the operand is cast first and moved as float8.
 Otherwise it is moved in high precision and cast where it arrives.
+
+``wq``, ``wk`` and ``wv`` of an attention share one input, as do ``w1`` and ``w3`` of a
+feed-forward. The input is cast once, and one copy is saved for backward, just as nn.Linear layers
+save a shared input once.
 """
 
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from fp8_dist.cast import Copies, as_float8_of, cast_copies
 from fp8_dist.config import Float8LinearConfig
+from fp8_dist.device import current_stream, is_captured
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
-from fp8_dist.linear.shared_input import cast_key, last_cast, note_cast
 from fp8_dist.mesh import (
     Layout,
     Placements,
@@ -29,7 +35,7 @@ from fp8_dist.mesh import (
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Copy, Quantized, Scheme, Start, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as
-from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local
+from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local, version_of
 from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
 
@@ -116,18 +122,17 @@ def plan_operand(
         if dim is not None and p != needed:
             axes += (axis,)
             dims.append(dim)
-    moves, everywhere = now != then, amax_scope == "global"
+    moves = now != then
     # Shards that consist of several pieces are not redistributed as float8.
     first = None if has_pieces(now) else schemes[0]
-    serves_all = first is not None and all(scheme == first for scheme in schemes)
-    if (
-        first is not None
-        and serves_all
+    if first is not None and not (
+        all(scheme == first for scheme in schemes)
         and first.can_move(dims, ndim)
         and (first.can_gather or not moves)
     ):
-        return OperandPlan(first, moves, None if everywhere else axes)
-    return OperandPlan(None, moves, None if everywhere else ())
+        first = None
+    within = None if amax_scope == "global" else axes if first is not None else ()
+    return OperandPlan(first, moves, within)
 
 
 def _plan_of(
@@ -185,33 +190,21 @@ def prepare_operand(
         if is_observed():
             tensor = with_local(tensor, observe_prepared_use(spec.owner, prepared))
         return dict.fromkeys(gemms, _moved(tensor, placements))
-    if not isinstance(tensor, DTensor):
-        return _cast_here(tensor, operand, gemms, spec, None, tensor)
-    uses = spec.config.recipe.uses[operand]
-    plan = _plan_of(tensor, operand, tuple([uses[gemm] for gemm in gemms]), placements, spec)
-    if plan.first is not None and plan.moves:
-        copy = Copy(plan.first)
-        quantized = _copies(tensor, operand, (copy,), spec, plan.within)[copy]
-        return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
-    high = local_tensor(tensor)
-    if plan.moves:
-        high, tensor = _moved_in_high_precision(tensor, placements)
-    return _cast_here(tensor, operand, gemms, spec, plan.within, high)
-
-
-def _cast_here(
-    tensor: torch.Tensor,
-    operand: Operand,
-    gemms: tuple[Gemm, ...],
-    spec: LinearSpec,
-    within: tuple[int, ...] | None,
-    high: torch.Tensor,
-) -> Operands:
-    """Cast an operand for the given GEMMs where it is; ``high`` is its local tensor."""
+    uses, within = spec.config.recipe.uses[operand], None
+    if isinstance(tensor, DTensor):
+        plan = _plan_of(tensor, operand, tuple([uses[gemm] for gemm in gemms]), placements, spec)
+        if plan.first is not None and plan.moves:
+            copy = Copy(plan.first)
+            quantized = _copies(tensor, operand, (copy,), spec, plan.within)[copy]
+            return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
+        within = plan.within
+        if plan.moves:
+            tensor = _moved_in_high_precision(tensor, placements)
     by_gemm = spec.config.copies(operand, tensor.device)
     taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
     wanted = tuple(dict.fromkeys(filter(None, taken.values())))
     made = _copies(tensor, operand, wanted, spec, within) if wanted else {}
+    high = local_tensor(tensor)
     return {gemm: made[copy] if copy else high for gemm, copy in taken.items()}
 
 
@@ -230,11 +223,8 @@ def prepare_gradients(
         input: the right operand of grad_weight; None if that GEMM is left out.
         weight: the right operand of grad_input; None if that GEMM is left out.
     """
-    right: Operands = {}
-    if weight is not None:
-        right["grad_input"] = weight
-    if input is not None:
-        right["grad_weight"] = input
+    both: dict[Gemm, Local | None] = {"grad_input": weight, "grad_weight": input}
+    right = {gemm: x for gemm, x in both.items() if x is not None}
     gemms, folds = tuple(right), {}
     if spec.config.recipe.folds:
         folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
@@ -247,8 +237,8 @@ def prepare_gradients(
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
-        high, grad = _moved_in_high_precision(grad, placements)
-        operands = {gemm: (high, right[gemm]) for gemm in gemms}
+        grad = _moved_in_high_precision(grad, placements)
+        operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
     within = () if spec.config.amax_scope == "rank" else None
     w, x = folds.get("grad_input"), folds.get("grad_weight")
     second = spec.config.copies("grad_output", grad.device).get("grad_weight")
@@ -266,33 +256,72 @@ def _copies(
 ) -> Copies:
     """Cast the local part of an operand to float8 copies. A plain tensor is cast as a matrix."""
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
-    made = _copies_of_matrix(tensor, matrix, operand, copies, spec, within)
+    history, is_input = spec.histories.get(operand), operand == "input"
+    if history is not None:
+        _, made = history.copies_of(matrix, copies, spec.record or not is_input)
+    elif is_input and not isinstance(tensor, DTensor) and can_skip_dispatch(tensor):
+        key = _cast_key(tensor, copies)
+        known = last_cast(tensor, key)
+        made = cast_copies(matrix, copies, within)[1] if known is None else known
+        if known is None:
+            note_cast(tensor, key, made)
+    else:
+        made = cast_copies(matrix, copies, within)[1]
     if not is_observed():
         return made
-    return observe_copies(spec.owner, operand, local_tensor(matrix), made, operand == "input")
+    return observe_copies(spec.owner, operand, local_tensor(matrix), made, is_input)
 
 
-def _copies_of_matrix(
-    tensor: torch.Tensor,
-    matrix: torch.Tensor,
-    operand: Operand,
-    copies: tuple[Copy, ...],
-    spec: LinearSpec,
-    within: tuple[int, ...] | None,
-) -> Copies:
-    """:func:`_copies` without observers; ``matrix`` is ``tensor``, as a matrix if it is plain."""
-    history = spec.histories.get(operand)
-    if history is not None:
-        record = spec.record or operand == "grad_output"
-        return history.copies_of(matrix, copies, record)
-    if operand != "input" or isinstance(tensor, DTensor) or not can_skip_dispatch(tensor):
-        return cast_copies(matrix, copies, within)[1]
-    key = cast_key(tensor, copies)
-    known = last_cast(tensor, key)
-    if known is None:
-        known = cast_copies(matrix, copies, within)[1]
-        note_cast(tensor, key, known)
-    return known
+class _LastCast(NamedTuple):
+    """The copies of the last input that was cast, as long as autograd keeps the one it saves."""
+
+    source: ReferenceType[torch.Tensor]  # only compared by identity
+    key: Any
+    first: Copies  # the copies that only the forward takes
+    saved: Copy
+    data: ReferenceType[torch.Tensor]
+    rest: Quantized  # the saved copy, with a scale in place of its data
+
+
+_last: _LastCast | None = None
+
+
+def _cast_key(x: torch.Tensor, kind: Any) -> Any:
+    """The key under which a cast of this kind may be reused; None if it must not be reused."""
+    version = version_of(x)
+    if version is None or is_captured(x):
+        return None  # a CUDA graph must hold the cast itself
+    return version, kind, current_stream(x.device)
+
+
+def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
+    """The last noted copies, if they still exist and belong to ``x`` and this key."""
+    last = _last  # another thread may replace it
+    if last is None or last.source() is not x or last.key != key:
+        return None
+    data = last.data()
+    if data is None:
+        return None
+    # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
+    saved = last.rest._replace(qdata=TensorWeakRef(data)())
+    return {**last.first, last.saved: saved}
+
+
+def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
+    """Note the copies of ``x``. Autograd saves the last of them."""
+    global _last
+    _last = None
+    if key is not None:
+        *first, (copy, saved) = copies.items()
+        rest = saved._replace(qdata=saved.scales[0])
+        _last = _LastCast(ref(x), key, dict(first), copy, ref(saved.qdata, _forget), rest)
+
+
+def _forget(data: ReferenceType[torch.Tensor]) -> None:
+    """Drop the other copies once autograd has freed the one that it saved."""
+    global _last
+    if _last is not None and _last.data is data:
+        _last = None
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -308,15 +337,12 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     return dtensor_local(redistributed(tensor, placements))
 
 
-def _moved_in_high_precision(
-    tensor: torch.Tensor, placements: Placements | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Redistribute to ``placements``; return the local tensor, and the tensor or DTensor of it."""
-    high, layout = local_tensor(_moved(tensor, placements)), Layout.of(tensor)
-    if layout is None:
-        return high, high
-    assert placements is not None
-    return high, layout._replace(placements=placements).wrap(high)
+def _moved_in_high_precision(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
+    """Redistribute to ``placements``, and wait."""
+    layout = Layout.of(tensor)
+    if layout is None or placements is None:
+        return tensor
+    return layout._replace(placements=placements).wrap(local_tensor(_moved(tensor, placements)))
 
 
 def wait_local(operand: Local, scheme: Scheme | None) -> Local:

@@ -51,30 +51,24 @@ def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> Re
     global one that notifies watchers.
     """
     _install_hook()
-    hook = _AfterSteps(call)
+    queued_in: int | None = None  # the last backward pass that the call was queued for
+
+    def stepped(is_last: bool) -> None:
+        nonlocal queued_in
+        if not in_backward():
+            if is_last:
+                call()
+        elif queued_in != backward_id():
+            queued_in = backward_id()
+            when_backward_ends(call)
+
     calls: list[OrderedDict[int, Callable[[], None]]] = [
         vars(optimizer).setdefault(_CALLS, OrderedDict()) for optimizer in optimizers
     ]
     handle = RemovableHandle(calls[-1], extra_dict=calls[:-1])
     for each in calls:
-        each[handle.id] = partial(hook.stepped, is_last=each is calls[-1])
+        each[handle.id] = partial(stepped, is_last=each is calls[-1])
     return handle
-
-
-class _AfterSteps:
-    """Runs a call once after several optimizers have stepped."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._queued_in: int | None = None  # the last backward pass that the call was queued for
-
-    def stepped(self, is_last: bool) -> None:
-        if not in_backward():
-            if is_last:
-                self._call()
-        elif self._queued_in != backward_id():
-            self._queued_in = backward_id()
-            when_backward_ends(self._call)
 
 
 def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -102,11 +96,8 @@ def updated_by(optimizer: Optimizer) -> set[int]:
 
 def _iterated(optimizer: Any) -> list[Any]:
     """The optimizers that an object iterates over (torchtitan's OptimizersContainer, a list)."""
-    return (
-        [o for o in optimizer if isinstance(o, Optimizer)]
-        if isinstance(optimizer, Iterable)
-        else []
-    )
+    each = optimizer if isinstance(optimizer, Iterable) else ()
+    return [inner for inner in each if isinstance(inner, Optimizer)]
 
 
 @cache

@@ -66,13 +66,12 @@ def folded_gradients(
     Args:
         grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
         scheme: the scheme of grad_output, with one scale per row.
-        placements: the placements that the GEMMs need, if ``grad`` is a DTensor.
+        placements: as in :func:`fp8_dist.linear.operands.prepare_gradients`.
         weight: the local weight ``[N, K]`` with scales s; ``None`` if g1 is not needed.
         input: the local input ``[..., K]`` with scales t, as the GEMM of grad_weight takes it;
             ``None`` if g2 is not needed.
         within: as in :func:`fp8_dist.cast.cast_copies`.
         transposed: write g2 transposed, if the gradient is local.
-        owner: the layer's ``float8_weight``.
 
     Returns:
         Local operands. The scales of each right operand are 1, because they were folded into the
@@ -83,11 +82,27 @@ def folded_gradients(
     per column.
     """
     grad = _with_whole_rows(grad, placements)
+    s = None if weight is None else weight.scales[0].reshape(-1)
+    t = None if input is None else input.scales[0]
     if isinstance(grad, DTensor):
         assert placements is not None
-        operands = _folded(grad, scheme, placements, weight, input, within)
+        made, transposed = iter(_folded(grad, scheme, placements, s, t, within)), False
     else:
-        operands = _folded_locally(grad, scheme, weight, input, transposed)
+        matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
+        rows = None if t is None else t.reshape(-1)
+        made = iter(fold_gradient(matrix, scheme.dtype, s, rows, transposed))
+    operand = input if weight is None else weight
+    assert operand is not None
+    # Their shape is one that a GPU's GEMM accepts together with scales of rows.
+    ones = unit_scales(operand.qdata)
+    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
+    if weight is not None:
+        left = Quantized(next(made), (next(made),), scheme)
+        operands["grad_input"] = left, _unscaled(weight, ones)
+    if input is not None:
+        g2 = next(made)
+        left = Quantized(g2.t() if transposed else g2, (next(made),), scheme.second)
+        operands["grad_weight"] = left, _unscaled(input, ones)
     if is_observed():
         operands = _observed(operands, grad, placements, weight, input, owner)
     return operands
@@ -97,40 +112,43 @@ def _folded(
     grad: DTensor,
     scheme: Scheme,
     placements: Placements,
-    weight: Quantized | None,
-    input: Quantized | None,
+    s: torch.Tensor | None,
+    t: torch.Tensor | None,
     within: tuple[int, ...] | None,
-) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """:func:`folded_gradients` for a DTensor whose rows are whole on each rank."""
+) -> list[torch.Tensor]:
+    """:func:`fold_gradient` for a DTensor whose rows are whole on each rank."""
     local, layout = local_tensor(grad), Layout.of(grad)
     assert layout is not None
     dtype, column = scheme.dtype, scheme.second
-    weight_fold = None if weight is None else weight.scales[0].reshape(-1) * UNIT
+    weight_fold = None if s is None else s * UNIT
     rows = (row_amaxes(local, weight_fold),)
     (value,) = reduced_statistics(scheme, rows, layout, within)
     multipliers, scales = scaling_from_amax(value, dtype, True)
     qdata = quantize(local, multipliers[..., :1], dtype, fits=True)
     # For each row, its scale in g0 and its multiplier in g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
-
     if layout.placements != placements:
-        qdata, numbers = _moved(qdata, numbers, layout, placements)
+        packed = pack_rows(qdata, [numbers])
+        # Most of the bytes are float8. Wrap them as a Float8Tensor, so that comm_audit counts them
+        # so.
+        carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)
+        shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
+        wrapped = layout._replace(shape=shape).wrap(carrier)
+        moved = local_tensor(wrapped.redistribute(placements=placements))
+        assert isinstance(moved, Float8Tensor)
+        message, like = as_bytes(moved.qdata.contiguous()), [(numbers.shape[-1], numbers.dtype)]
+        qdata, (numbers,) = unpack_rows(message, dtype, qdata.shape[-1], like)
     layout = layout._replace(placements=placements)
-
-    g0 = qdata.to(torch.float32) * numbers[..., :1]
-    ones = _unit_scales(weight, input)
-    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
-    if weight is not None and weight_fold is not None:
-        g1, scale = first_fold(g0, weight_fold, numbers[..., 1:], dtype)
-        operands["grad_input"] = Quantized(g1, (scale,), scheme), _unscaled(weight, ones)
-    if input is not None:
-        folded = g0 * (input.scales[0] * UNIT)
+    g0, made = qdata.to(torch.float32) * numbers[..., :1], []
+    if weight_fold is not None:
+        made += first_fold(g0, weight_fold, numbers[..., 1:], dtype)
+    if t is not None:
+        folded = g0 * (t * UNIT)
         columns = (amax(folded, column.levels[0].covered_dims(folded.ndim)),)
         (value,) = reduced_statistics(column, columns, layout, within)
         multiplier, scale = scaling_from_amax(value, dtype, True)
-        g2 = quantize(folded, multiplier, dtype, fits=True)
-        operands["grad_weight"] = Quantized(g2, (scale / UNIT,), column), _unscaled(input, ones)
-    return operands
+        made += [quantize(folded, multiplier, dtype, fits=True), scale / UNIT]
+    return made
 
 
 def _observed(
@@ -157,11 +175,9 @@ def _observed(
     shown = {}
     for gemm, (left, right) in operands.items():
         qdata, (scale,) = left.qdata, left.scales
-        if gemm == "grad_input":
-            assert weight is not None
+        if gemm == "grad_input" and weight is not None:
             folds, scale = weight.scales[0].reshape(-1), own(scale)
-        else:
-            assert input is not None
+        elif input is not None:
             folds = own(input.scales[0].reshape(*qdata.shape[:-1], 1))
         part = own(as_bytes(qdata)).view(qdata.dtype)
         folded, low = high.reshape(part.shape) * folds, Quantized(part, (scale,), left.scheme)
@@ -170,72 +186,16 @@ def _observed(
     return shown
 
 
-def _folded_locally(
-    grad: torch.Tensor,
-    scheme: Scheme,
-    weight: Quantized | None,
-    input: Quantized | None,
-    transposed: bool,
-) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    s = None if weight is None else weight.scales[0].reshape(-1)
-    t = None if input is None else input.scales[0].reshape(-1)
-    matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
-    made = iter(fold_gradient(matrix, scheme.dtype, s, t, transposed))
-    ones = _unit_scales(weight, input)
-    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
-    if weight is not None:
-        left = Quantized(next(made), (next(made),), scheme)
-        operands["grad_input"] = left, _unscaled(weight, ones)
-    if input is not None:
-        g2 = next(made)
-        left = Quantized(g2.t() if transposed else g2, (next(made),), scheme.second)
-        operands["grad_weight"] = left, _unscaled(input, ones)
-    return operands
-
-
-def _unit_scales(weight: Quantized | None, input: Quantized | None) -> torch.Tensor:
-    """Scales of 1 for both right operands.
-
-    Their shape is one that a GPU's GEMM accepts together with scales of rows.
-    """
-    operand = input if weight is None else weight
-    assert operand is not None
-    return unit_scales(operand.qdata)
-
-
 def _unscaled(operand: Quantized, ones: torch.Tensor) -> Quantized:
     """The right operand of a gradient GEMM, whose scales were folded into the left one."""
     return operand._replace(scales=(ones,), scheme=operand.scheme.second)
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """Redistribute grad to ``placements`` in high precision if it can't be moved as float8 rows.
-
-    This is the case if it is sharded along its last dim, before or after the move, or if ranks have
-    several pieces of it.
-    """
-    if not isinstance(grad, DTensor):
+    """Redistribute grad in high precision if its rows are cut or consist of several pieces."""
+    if not isinstance(grad, DTensor) or placements is None:
         return grad
-    assert placements is not None
     now = tuple(grad.placements)
-    in_parts = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
-    in_parts = in_parts or has_pieces(now)
-    return grad.redistribute(placements=placements) if in_parts and now != placements else grad
-
-
-def _moved(
-    qdata: torch.Tensor, numbers: torch.Tensor, layout: Layout, placements: Placements
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Redistribute rows of float8 data together with their numbers, in one message."""
-    # Most of the bytes are float8. Wrap them as a Float8Tensor, so that comm_audit counts them so.
-    packed = pack_rows(qdata, [numbers])
-    shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
-    carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)
-    wrapped = layout._replace(shape=shape).wrap(carrier)
-    moved = local_tensor(wrapped.redistribute(placements=placements))
-    assert isinstance(moved, Float8Tensor)
-    like = [(numbers.shape[-1], numbers.dtype)]
-    data, (arrived,) = unpack_rows(
-        as_bytes(moved.qdata.contiguous()), qdata.dtype, qdata.shape[-1], like
-    )
-    return data, arrived
+    cut = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
+    moves = now != placements and (cut or has_pieces(now))
+    return grad.redistribute(placements=placements) if moves else grad

@@ -20,39 +20,36 @@ The parameter is cast in different places, depending on how it is distributed:
 
 ``cache`` holds the statistics that precompute or an earlier use has computed. If it has none for
 the current values of the parameter, they are computed and stored there. Compiled graphs and
-selective activation checkpointing query them by operators (``scale_query``).
+selective activation checkpointing query them by operators (``queries``).
 """
 
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import (
     Copies,
     Known,
-    as_copies,
     cast_by,
     cast_copies,
-    flat_copies,
-    planned,
     statistics_of,
 )
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.device import is_captured
-from fp8_dist.linear.agreement import check_placed
+from fp8_dist.device import is_captured, keep_for_current_stream
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
-from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.observing import is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
-from fp8_dist.linear.scale_query import must_query, register_handle
-from fp8_dist.linear.streams import keep_for_current_stream
+from fp8_dist.linear.parameter import LayerParameter
+from fp8_dist.linear.queries import (
+    must_query,
+    queried_copies,
+    queried_statistics,
+    register_handle,
+)
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
-from fp8_dist.linear.weight_queries import shard_statistics, weight_copies, weight_statistics
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.scaling import (
     Copy,
@@ -60,53 +57,30 @@ from fp8_dist.scaling import (
     Scales,
     Scheme,
     Statistics,
-    common_start,
     measure,
-    scheme_named,
-    unshared,
     whole_statistics,
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import (
-    AsyncCollectiveTensor,
-    dtensor_local,
     in_backward,
-    is_plain,
     is_selectively_checkpointed,
-    set_dtensor_local,
-    storage_address,
 )
 from fp8_dist.warn import warn_once
 
 
-class GatherType(Protocol):
-    """A tensor type whose all-gather FSDP2 runs in float8; ``fp8_dist.fsdp`` defines it."""
+class Float8Weight(LayerParameter):
+    """A parameter of two dims or more that is cast to float8.
 
-    def wrap(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Wrap a local tensor, of the parameter ``name``, as one of this type on its storage."""
-
-    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain local tensor inside; a tensor of another type is returned unchanged."""
-
-
-class Float8Weight:
-    """A parameter that is cast to float8, of two dims or more: a module, and the name there.
-
-    A copy of the layer gets a new object with an empty cache. The reference to the layer is weak.
+    A copy of the layer gets a new object with an empty cache.
 
     Attributes:
-        config, fqn: the config and the name of the layer.
-        handle: identifies this object in operators (``scale_query``).
+        config: the config of the layer.
+        handle: identifies this object in operators (``queries``).
         cache: statistics and float8 casts, while they are known to be fresh.
         is_exchanged: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
         made: on a GPU, an event of the stream that ran precompute or sync. After it, the scales and
             batched casts of the weight are ready for other streams.
-        is_compared: whether the ranks were found to agree about the layer (``agreement``).
-        gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
-            it.
     """
-
-    gather_type: ClassVar[GatherType]
 
     def __init__(
         self,
@@ -116,31 +90,17 @@ class Float8Weight:
         histories: dict[str, AmaxHistory] | None = None,
         name: str = "weight",
     ) -> None:
-        self.cache = WeightCache()
-        self._module = weakref.ref(module)
-        self.name = name
-        self.config = config
-        self.fqn = fqn
+        super().__init__(module, name, fqn)
+        self.cache, self.config = WeightCache(), config
         self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
         # If set, no cast of the unsharded parameter may outlive it.
         self.is_exchanged = False
-        self._sharded: torch.Tensor | None = None  # the parameter, while another is in its place
         self.made: torch.cuda.Event | None = None
-        self.is_compared = False
         self._is_saved_plain = False
 
     def __reduce__(self) -> Any:
         return Float8Weight, (self.module, self.config, self.fqn, self._histories, self.name)
-
-    def compare(self, caller: str) -> None:
-        """Compare the layer between the ranks of its mesh, unless that was done before.
-
-        This serves layers that were placed by code outside this library.
-        """
-        layout = None if self.is_compared else self.layout()
-        if layout is not None:
-            check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -153,37 +113,9 @@ class Float8Weight:
         return bool(self.schemes) and "weight" not in self.config.recipe.delayed
 
     @property
-    def _history(self) -> AmaxHistory | None:
+    def history(self) -> AmaxHistory | None:
+        """The amax history, if the scale is DELAYED."""
         return self._histories.get("weight")
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that has the parameter."""
-        module = self._module()
-        assert module is not None, f"{self.fqn} was freed"
-        return module
-
-    def parameter(self) -> torch.Tensor:
-        """The parameter that is currently registered."""
-        parameter: torch.Tensor = getattr(self.module, self.name)
-        return parameter
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether it is a parameter of the module, neither parametrized nor flattened."""
-        return self.name in self.module._parameters and self.parameter().ndim >= 2
-
-    def shard(self) -> torch.Tensor:
-        """The current shard, without a copy or collectives."""
-        return self.gather_type.unwrap(local_tensor(self.parameter()))
-
-    def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
-        """The layout of a parameter, by default the layer's, as a DTensor or as declared."""
-        parameter = self.parameter() if parameter is None else parameter
-        declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
-        if declared is None:
-            return Layout.of(parameter)
-        return declared.weight_layout(parameter, self.fqn)
 
     def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
         """Return the casts of the parameter that a forward and its backward take.
@@ -218,11 +150,15 @@ class Float8Weight:
             return WeightCasts()
         if compiling:
             with torch.no_grad():
-                float8 = self._casts_of_graph(shard, copies, keeps)
+                if torch.compiler.is_exporting():  # the graph outlives this object
+                    tensor = self._distributed(parameter, shard)
+                    float8 = cast_copies(tensor, copies, local=shard)[1]
+                else:
+                    float8 = queried_copies(self, shard, copies, keeps)
         else:
             float8, _ = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, training)
             float8 = {copy: float8[copy] for copy in copies}
-            if self._history is not None:
+            if self.history is not None:
                 scales = self._recorded(next(iter(float8.values()))).scales
                 float8 = {copy: q._replace(scales=scales) for copy, q in float8.items()}
         if is_observed() and not torch.compiler.is_exporting():
@@ -256,14 +192,6 @@ class Float8Weight:
             kept = (self.cache.known or {}).get(scheme, ())
             keep_for_current_stream([found.qdata, *found.scales, *kept])
         return found, whole
-
-    def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
-        """Whether a write to ``parameter`` may never be noticed.
-
-        This is the case for a frozen parameter whose version counter misses some writes, as when
-        PEFT merges adapters through ``.data``. No optimizer step invalidates its cache either.
-        """
-        return not parameter.requires_grad and is_plain(local_tensor(parameter))
 
     def leaves_something(self, parameter: torch.Tensor, training: bool) -> bool:
         """Whether later forwards may reuse the scales and casts of a forward; not in evaluation."""
@@ -303,40 +231,10 @@ class Float8Weight:
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self.is_exchanged |= gathered
-        self._sharded = old if gathered else None
+        self.sharded = old if gathered else None
         if gathered and self.config.fsdp_float8_all_gather:
             self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
-
-    @classmethod
-    def can_be(cls, tensor: torch.Tensor | None) -> bool:
-        """Whether a tensor can be a layer's weight.
-
-        A subclass with its own GEMM, such as the quantized weights of torchao, can't.
-        """
-        local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
-        return (
-            isinstance(local, Float8Tensor | AsyncCollectiveTensor)
-            or not hasattr(local, "__tensor_flatten__")
-            or cls.gather_type.unwrap(local) is not local
-        )
-
-    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter as a plain tensor or DTensor on the same storage, detached.
-
-        It shares the version counters, including that of the local tensor, so writes to it are
-        noticed.
-        """
-        local = self.gather_type.unwrap(local_tensor(parameter)).detach()
-        if not isinstance(parameter, DTensor):
-            return local
-        plain: Any = parameter.detach()
-        set_dtensor_local(plain, local)
-        return plain
-
-    def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """:meth:`plain` of a forward's weight, or of the sharded parameter that was gathered."""
-        return self.plain(weight if self._sharded is None else self._sharded)
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """Make a parameter on the same storage, of the type that FSDP2 gathers in float8.
@@ -369,52 +267,56 @@ class Float8Weight:
             with torch.inference_mode(False):  # autograd can't save inference tensors
                 return self._casts(parameter, shard, copies, source, record)
         cache, shard = self.cache, shard.detach()
-        fresh, queried = self._is_fresh(parameter, shard), is_selectively_checkpointed()
+        fresh = self.is_fresh(parameter, shard)
         float8 = cache.float8 if fresh else None
         if float8 is not None and all(
             copy in float8 and float8[copy].qdata.device == shard.device for copy in copies
         ):
-            if queried:
+            if is_selectively_checkpointed():
                 # A recomputation takes saved results in order, so it must query as the forward
                 # does, even if the results are not needed.
-                self._known(shard, source)
+                self._known(shard, source, self.schemes)
             return float8, cache.whole_scales
-        if fresh or queried:
-            # The weight may have changed unnoticed, so its values may exceed known statistics.
-            float8 = cast_by(shard, copies, self._known(shard, source), self.layout(parameter))
-            whole = cache.whole_scales
-        else:
-            known, float8, whole = self._new_casts(parameter, shard, copies, record, source)
-            self._note(parameter, shard, known, source, whole)
+        _, float8, whole = self.cast_shard(parameter, shard, copies, source, record, fresh)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         keeps &= not is_captured(shard)
         cache.float8 = float8 if keeps and shard.device == parameter.device else None
         return float8, whole
 
-    def _new_casts(
+    def cast_shard(
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
         copies: tuple[Copy, ...],
+        source: ScaleState | None,
         record: bool,
-        source: ScaleState | None = None,
+        fresh: bool,
     ) -> tuple[Known, Copies, Scales | None]:
-        """Cast a shard whose statistics are not known yet.
+        """Cast a shard by its statistics, which are stored if they are new.
+
+        ``fresh``: whether cached statistics may be used.
 
         Returns:
             The statistics, the copies, and the scales of the whole weight if a gather needs them.
         """
-        scheme, tensor = copies[0].scheme, self._distributed(parameter, shard)
-        if self._history is not None:
+        layout, scheme, whole = self.layout(parameter), copies[0].scheme, None
+        if fresh or is_selectively_checkpointed():
+            # The weight may have changed unnoticed, so its values may exceed known statistics.
+            known = self._known(shard, source, [copy.scheme for copy in copies])
+            return known, cast_by(shard, copies, known, layout), self.cache.whole_scales
+        tensor = self._distributed(parameter, shard)
+        if self.history is not None:
             history = self._history_of(parameter)
-            statistics, float8 = history.known_copies_of(tensor, copies, record)
-            return {scheme: statistics}, float8, None
-        layout = self.layout(parameter)
-        if source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
+            statistics, float8 = history.copies_of(tensor, copies, record)
+            known = {scheme: statistics}
+        elif source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
             statistics, whole = self._statistics_of(parameter, shard, scheme, source)
             known = {scheme: statistics}
-            return known, cast_by(shard, copies, known, layout), whole
-        return *cast_copies(tensor, copies, local=shard), None
+            float8 = cast_by(shard, copies, known, layout)
+        else:
+            known, float8 = cast_copies(tensor, copies, local=shard)
+        self._note(parameter, shard, known, source, whole)
+        return known, float8, whole
 
     def needs_whole_scales(self, layout: Layout | None) -> bool:
         """Whether FSDP2's gather needs scales that it can't gather with the weight's data."""
@@ -422,65 +324,6 @@ class Float8Weight:
         if layout is None or not scheme.moving_levels(layout):
             return False
         return not scheme.rides_in_gather(layout)
-
-    def _casts_of_graph(self, shard: torch.Tensor, copies: tuple[Copy, ...], keep: bool) -> Copies:
-        """:meth:`_casts` in a compiled graph, by one operator.
-
-        An exported graph outlives this object, so it computes scales itself.
-
-        ``keep``: whether the forward belongs to a training step, so that new statistics are kept.
-        """
-        if torch.compiler.is_exporting():
-            return self._new_casts(self.parameter(), shard, copies, False)[1]
-        (schemes, of, transposed), layout = planned(copies), self.layout()
-        keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
-        flat = weight_copies.overload(shard, self.handle, keys, start, of, transposed, keep)
-        scales: list[Scales] = []
-        for scheme in schemes:
-            scales.append(tuple(flat[: len(scheme.levels)]))
-            flat = flat[len(scheme.levels) :]
-        return as_copies(shard, copies, flat, scales, layout)
-
-    def copies_for_graph(
-        self,
-        shard: torch.Tensor,
-        schemes: Sequence[str],
-        of: Sequence[int],
-        transposed: Sequence[bool],
-        keep: bool,
-    ) -> list[torch.Tensor]:
-        """Compute the results of :func:`weight_copies`.
-
-        A graph may reuse the memory of these tensors, so none of them is cached. Returning a clone
-        of a cached float8 copy would not help: it moves as many bytes as casting the weight again.
-        """
-        self.compare("the first forward")
-        is_own = self._is_own(shard)
-        shard, parameter, layout = shard.detach(), self.parameter(), self.layout()
-        leaves_something = self.leaves_something(parameter, keep)
-        if not leaves_something:
-            self.begin_evaluation()
-        each = zip(of, transposed, strict=True)
-        copies = tuple(Copy(scheme_named(schemes[i]), turned) for i, turned in each)
-        history = self._history
-        known = self.cache.known if is_own and self._is_fresh(parameter, shard) else None
-        if known is not None:
-            if not all(copy.scheme in known for copy in copies):
-                known = self.known_for(shard, ScaleState.FROM_FORWARD if keep else None)
-            on_device = {s: tuple(n.to(shard.device) for n in own) for s, own in known.items()}
-            float8, found = cast_by(shard, copies, on_device, layout), on_device
-        else:
-            # A scale that follows from a history costs nothing to find again, so it is not kept.
-            keeps = keep and is_own and (history is None or history.statistic is None)
-            found, float8, whole = self._new_casts(parameter, shard, copies, keep)
-            self._note(parameter, shard, found, ScaleState.FROM_FORWARD if keeps else None, whole)
-            if keeps and not leaves_something:
-                self.end_of_evaluation(parameter)
-        if history is not None and keep:
-            history.record_later()
-        # Scales may share memory with statistics, which are kept, and a graph may write into its
-        # results.
-        return unshared(flat_copies(float8), [each for own in found.values() for each in own])
 
     def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
         """Return the casts of a parameter that FSDP2 gathered in high precision.
@@ -490,7 +333,7 @@ class Float8Weight:
         uses, layout = self.config.recipe.uses["weight"], self.layout()
         of_output, of_grad_input = uses["output"], uses["grad_input"]
         with torch.inference_mode(False), torch.no_grad():
-            known = self._known(shard, source)
+            known = self._known(shard, source, self.schemes)
             output = None
             if of_output is not None:
                 copy = Copy(of_output)
@@ -506,89 +349,46 @@ class Float8Weight:
         recast = Recast(known[of_grad_input], of_grad_input, start, is_cut)
         return WeightCasts(output, recast=recast)
 
-    def _known(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
-        """Return the statistics of the shard, cached or new, by an operator where required.
+    def _known(
+        self, shard: torch.Tensor, source: ScaleState | None, schemes: Sequence[Scheme]
+    ) -> Known:
+        """:meth:`known_for` on the device of the shard, by an operator where required."""
+        if must_query():
+            return queried_statistics(self, shard, source)
+        found, device = self.known_for(shard, source, schemes), shard.device
+        return {s: tuple([n.to(device) for n in own]) for s, own in found.items()}
 
-        One call finds all of them. In a graph, a separate call for the casts of the backward would
-        move to the backward, where FSDP2 has gathered the weight again and nothing is cached.
+    def known_for(
+        self,
+        shard: torch.Tensor,
+        source: ScaleState | None,
+        schemes: Sequence[Scheme],
+        is_own: bool = True,
+    ) -> Known:
+        """Return the statistics of a shard, cached or new, from its values or from a history.
 
-        ``source``: the state under which new statistics are kept; None if they are not kept.
+        Args:
+            source: the state under which new statistics are stored; None if they are not stored.
+            schemes: those that are needed. A forward without grad_input needs one of two.
+            is_own: whether the shard is the parameter's; otherwise nothing is cached.
         """
-        if not must_query():
-            found, device = self.known_for(shard, source), shard.device
-            return {s: tuple([n.to(device) for n in own]) for s, own in found.items()}
-        keys = [scheme.key for scheme in self.schemes]
-        start = common_start(self.schemes, self.layout())
-        if source is ScaleState.FROM_GATHER:
-            flat = shard_statistics.overload(shard, self.handle, keys, start)
-        else:
-            flat = weight_statistics.overload(shard, self.handle, keys, start, source is not None)
-        known: Known = {}
-        for scheme in self.schemes:
-            known[scheme] = tuple(flat[: len(scheme.levels)])
-            flat = flat[len(scheme.levels) :]
+        parameter, known, whole = self.parameter(), dict[Scheme, Statistics](), None
+        if is_own and self.is_fresh(parameter, shard):
+            known |= self.cache.known or {}
+        missing = [scheme for scheme in schemes if scheme not in known]
+        for scheme in missing:
+            known[scheme], whole = self._statistics_of(parameter, shard, scheme, source)
+        if missing:
+            self._note(parameter, shard, known, source if is_own else None, whole)
         return known
 
-    def known_for_graph(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
-        """Return the statistics of the tensor that a graph reads as the weight."""
-        self.compare("the first forward")
-        if source is None:
-            self.begin_evaluation()
-        if self._is_own(shard):
-            return self.known_for(shard, source)
-        return self._new_statistics(self.parameter(), shard, None, {})
-
-    def _is_own(self, shard: torch.Tensor) -> bool:
-        """Whether a tensor that a graph reads is the layer's parameter.
-
-        It may be another tensor in ``functional_call``, after an update within the graph, or if a
-        parametrization computes it. Nothing is cached for such tensors.
-        """
-        module = self._module()
-        if module is None or self.name not in module._parameters:
-            return False
-        own = self.shard()
-        return storage_address(own) == storage_address(shard) and (
-            own.storage_offset() == shard.storage_offset() and own.shape == shard.shape
-        )
-
-    def known_for(self, shard: torch.Tensor, source: ScaleState | None) -> Known:
-        """Return the statistics of the parameter's ``shard``, cached or new."""
-        parameter = self.parameter()
-        known = (self.cache.known if self._is_fresh(parameter, shard) else None) or {}
-        if all(scheme in known for scheme in self.schemes):
-            return known
-        return self._new_statistics(parameter, shard, source, known)
-
-    def _is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
+    def is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
         """Whether the cached scales and casts of a parameter may be used.
 
         They may not be used while a CUDA graph is captured. The graph must contain the computation
         of scales and casts, because it is replayed with other values.
         """
         return not is_captured(shard) and self.cache.is_fresh(parameter)
-
-    def _new_statistics(
-        self,
-        parameter: torch.Tensor,
-        shard: torch.Tensor,
-        source: ScaleState | None,
-        known: Known,
-    ) -> Known:
-        """Compute the statistics for each scheme, from values or a history, and store them.
-
-        They are not stored for a tensor in the parameter's place, such as FSDP1's view of the
-        gathered tensor, which changes unnoticed.
-
-        ``known``: the statistics that are known already. A forward without grad_input may have
-        found those of one of two schemes.
-        """
-        new, whole = dict(known), None
-        for scheme in self.schemes:
-            if scheme not in new:
-                new[scheme], whole = self._statistics_of(parameter, shard, scheme, source)
-        self._note(parameter, shard, new, source, whole)
-        return new
 
     def _note(
         self,
@@ -600,7 +400,8 @@ class Float8Weight:
     ) -> None:
         """Store the statistics of a parameter's values in the cache.
 
-        ``whole``: the scales of the whole weight, if they are known.
+        They are not stored for a tensor in the parameter's place, such as FSDP1's view of the
+        gathered tensor, which changes unnoticed.
         """
         if is_captured(shard):
             return  # the statistics belong to the graph
@@ -616,7 +417,7 @@ class Float8Weight:
         source: ScaleState | None,
     ) -> tuple[Statistics, Scales | None]:
         """The statistics of a shard, and the scales of the whole weight if a gather needs them."""
-        if self._history is not None:
+        if self.history is not None:
             tensor = self._distributed(parameter, shard)
             return self._history_of(parameter).statistics_of(tensor, record=False), None
         layout = self.layout(parameter)
@@ -641,7 +442,7 @@ class Float8Weight:
         An optimizer step changes a weight only little, so that the scale from its history still
         fits. Merging adapters may change a frozen weight a lot.
         """
-        history = self._history
+        history = self.history
         assert history is not None
         if not parameter.requires_grad:
             history.forget_scale()
@@ -653,9 +454,9 @@ class Float8Weight:
         The cast of the weight can't tell whether to record, because FSDP2 gathers without gradients
         in training too.
         """
-        if self._history is None or not torch.is_grad_enabled():
+        if self.history is None or not torch.is_grad_enabled():
             return weight
-        return weight._replace(scales=(self._history.recorded(weight.scales[0]),))
+        return weight._replace(scales=(self.history.recorded(weight.scales[0]),))
 
     def _warn_if_type_is_lost(self, sharded: torch.Tensor | None) -> None:
         local = None if sharded is None else local_tensor(sharded)
@@ -721,6 +522,15 @@ def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
         for fqn, part in checked_module(module).named_modules()
         for name, weight in weights_of(part).items()
     }
+
+
+def note_made(weights: Iterable[Float8Weight]) -> None:
+    """Let later gathers wait for the scales and casts of weights that this stream computes."""
+    on_gpu = [weight for weight in weights if weight.device.type == "cuda"]
+    if on_gpu:
+        event = torch.cuda.current_stream().record_event()
+        for weight in on_gpu:
+            weight.made = event
 
 
 def float8_modules(module: nn.Module) -> dict[str, nn.Module]:

@@ -47,7 +47,7 @@ from fp8_dist.scaling import Scales
 from fp8_dist.torch_internals import in_backward, innermost, storage_address, version_of
 from fp8_dist.warn import warn_once
 
-# A parameter, its version, and the version of its local tensor. Together they identify its values.
+# A parameter, its version, and the version of its local tensor: they identify its values.
 _Values = tuple[torch.Tensor, int | None, int | None]
 
 
@@ -95,14 +95,16 @@ class PendingScales:
         self._find: Callable[[], Any] | None = find
 
     def wait(self) -> None:
-        """Wait for the scales, and pass them to the caches that are still PENDING on them."""
+        """Wait for the scales, and store them in the caches that are PENDING on them."""
         if self._find is not None:
             find, self._find = self._find, None
             # Autograd can't save inference tensors, and an evaluation may be the first use.
             with torch.inference_mode(False), torch.no_grad():
                 found = find()
             for cache, known, whole_scales in found:
-                cache.resolve(self, known, whole_scales)
+                if cache._known is self:  # not dropped in the meantime
+                    cache.state, cache._known = ScaleState.PRECOMPUTED, known
+                    cache.whole_scales = whole_scales
 
 
 class WeightCache:
@@ -112,9 +114,9 @@ class WeightCache:
     event                      UNKNOWN        PENDING,       STALE        FROM_GATHER, FROM_FORWARD
                                               PRECOMPUTED
     =========================  =============  =============  ===========  =========================
-    ``store_pending``          PENDING        PENDING        PENDING      PENDING
-    ``resolve``                               PRECOMPUTED
-    ``store``                  FROM_...       FROM_... (a)   FROM_...     FROM_...
+    ``store`` PENDING          PENDING        PENDING        PENDING      PENDING
+    ``PendingScales.wait``                    PRECOMPUTED
+    ``store`` FROM_...         FROM_...       FROM_... (a)   FROM_...     FROM_...
     ``drop``; a step of its                   STALE                       UNKNOWN
     optimizer; a new version
     step of another optimizer                                             UNKNOWN (b)
@@ -137,6 +139,7 @@ class WeightCache:
         whole_scales: the scales of the global weight, if FSDP2's gather can't carry scales.
         is_cast_ahead: whether the current evaluation has already begun for this weight, because it
             was cast in a batch with other layers, while FSDP2 has not gathered it yet.
+        steps_since_sync: optimizer steps since the amax histories of the layer were updated.
     """
 
     def __init__(self) -> None:
@@ -145,22 +148,19 @@ class WeightCache:
         self.whole_scales: Scales | None = None
         self.is_cast_ahead = False
         self._known: Known | PendingScales | None = None
-        # The parameter, its version, and the version of its local tensor. The reference is strong,
-        # because swap_tensors, which module.to() may use, refuses tensors with weak references.
+        # The reference is strong, because swap_tensors, which module.to() may use, refuses tensors
+        # with weak references.
         self._param: torch.Tensor | None = None
-        self._version: int | None = None
-        self._local_version: int | None = None
+        self._values: _Values | None = None
         self._storage: StorageWeakRef | None = None
         self._was_frozen = False
-        # Whether versions are compared. Not after a load, when FSDP2 replaces tensors that it pads.
-        self._is_noted = False
         self._of_evaluation = False  # a pass without gradients has ended; see end_of_evaluation
         # The sharded parameter that FSDP2 gathered, and the unsharded one.
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
         self._optimized = False  # an optimizer was seen to update the parameter
         self._change = Change.WRITE  # the change that made the scale STALE
-        self._steps_since_sync = 0
+        self.steps_since_sync = 0
 
     @property
     def known(self) -> Known | None:
@@ -171,16 +171,6 @@ class WeightCache:
             known = self._known
         return None if isinstance(known, PendingScales) else known
 
-    def resolve(self, pending: PendingScales, known: Known, whole_scales: Scales | None) -> None:
-        """Store the statistics of ``pending``, unless they were dropped in the meantime."""
-        if self._known is pending:
-            self.state = ScaleState.PRECOMPUTED
-            self._known, self.whole_scales = known, whole_scales
-
-    def store_pending(self, param: torch.Tensor, pending: PendingScales) -> None:
-        """Store scales that are being precomputed for the current values of ``param``."""
-        self.store(param, pending, ScaleState.PENDING)
-
     def store(
         self,
         param: torch.Tensor,
@@ -190,13 +180,16 @@ class WeightCache:
     ) -> None:
         """Store the statistics for the current values of ``param``.
 
-        ``state`` is FROM_GATHER or FROM_FORWARD, or PENDING for :meth:`store_pending`.
+        ``state`` is FROM_GATHER, FROM_FORWARD, or PENDING.
         """
         origin = self._origin
         self.drop()
         self._origin = origin
         self.state, self._known, self.whole_scales = state, known, whole_scales
-        self._note_values(param)
+        self._was_frozen, self._values = not param.requires_grad, _values(param)
+        if not self._has_same_storage(param):
+            # A weak reference to the storage keeps its address from being reused.
+            self._storage = StorageWeakRef(innermost(param).untyped_storage())
         if self._param is not param:
             self._param = param
             self._optimized = False
@@ -204,11 +197,10 @@ class WeightCache:
 
     def is_fresh(self, param: torch.Tensor) -> bool:
         """Whether scales are known (or PENDING) for the current values of ``param``."""
-        if self._param is not param:
+        if self._param is not param or self.state in _WITHOUT_SCALES:
             return False
-        if self._is_noted and not self._has_same_values(param):
+        if not self._has_same_values(param):
             self.drop(Change.WRITE)
-            self._note_values(param)
         elif self._is_for_others(param):
             self._forget_found()
         return self.state not in _WITHOUT_SCALES
@@ -233,22 +225,11 @@ class WeightCache:
         return is_other or (self._of_evaluation and not in_backward())
 
     def _has_same_values(self, param: torch.Tensor) -> bool:
-        return (
-            self._version == version_of(param)
-            and self._local_version == version_of(local_tensor(param))
-            and self._has_same_storage(param)
-        )
+        return _is_same(param, self._values) and self._has_same_storage(param)
 
     def _has_same_storage(self, param: torch.Tensor) -> bool:
         storage = self._storage
-        return storage is None or storage.cdata == storage_address(innermost(param))
-
-    def _note_values(self, param: torch.Tensor) -> None:
-        self._is_noted, self._was_frozen = True, not param.requires_grad
-        self._version, self._local_version = version_of(param), version_of(local_tensor(param))
-        if self._storage is None or not self._has_same_storage(param):
-            # A weak reference to the storage keeps its address from being reused.
-            self._storage = StorageWeakRef(innermost(param).untyped_storage())
+        return storage is not None and storage.cdata == storage_address(innermost(param))
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
         """Whether a scale was precomputed for another parameter than ``param``."""
@@ -306,11 +287,9 @@ class WeightCache:
         """Invalidate the cache after an optimizer step that updated parameters with these ids."""
         is_own = id(self._param) in updated
         self._optimized |= is_own
-        self._steps_since_sync += is_own
+        self.steps_since_sync += is_own
         if is_own or not (self._optimized or self.state in _OF_PRECOMPUTE):
             self.drop(Change.STEP)
-        if is_own and self._param is not None:
-            self._note_values(self._param)
 
     def drop(self, change: Change | None = None) -> None:
         """Drop scales and casts. Precomputed scales become STALE.
@@ -322,7 +301,6 @@ class WeightCache:
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change
-        self._is_noted &= change is not Change.LOAD
         self._known = self.float8 = self.whole_scales = self._origin = None
         self._of_evaluation = False
 
@@ -330,7 +308,7 @@ class WeightCache:
         """Forget everything, because the parameter is about to be replaced."""
         self.drop()
         self.state = ScaleState.UNKNOWN
-        self._param = self._gathered = None
+        self._param = self._values = self._gathered = None
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
         """Warn once if the precomputed scale of ``param`` is STALE."""
@@ -348,16 +326,12 @@ class WeightCache:
                 f"computed again in this step, with one all-reduce per sharded weight. Call {call}",
             )
 
-    def synced(self) -> None:
-        """Called when the amax histories of the layer were updated."""
-        self._steps_since_sync = 0
-
     def warn_if_not_synced(self, name: str) -> None:
         """Warn once if several optimizer steps were taken without a sync of the delayed scales."""
-        if self._steps_since_sync > 1:
+        if self.steps_since_sync > 1:
             warn_once(
                 "stale history",
-                f"{name}: {self._steps_since_sync} optimizer steps were taken since the amax "
+                f"{name}: {self.steps_since_sync} optimizer steps were taken since the amax "
                 "histories of DELAYED scales were last updated; call "
                 "sync_float8_amax_and_scale_history(model) once per step",
             )

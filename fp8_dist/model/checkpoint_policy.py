@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels import amax, amaxes, block_exponents, block_scaled_mm, scaled_mm
 from fp8_dist.linear.amax_history import history_statistic, record_amax
-from fp8_dist.linear.weight_queries import weight_statistics
+from fp8_dist.linear.queries import weight_statistics
 from fp8_dist.scaling.operators import measure_operator, multiply_operator
 from fp8_dist.torch_internals import funcol
 

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.kernels import powers_of_2
-from fp8_dist.linear.layer_repr import config_text
-from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
+from fp8_dist.linear.module import Float8Linear, config_text, float8_layers, other_users
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.names import without_wrappers
 from fp8_dist.scaling import Blocks, whole_statistics

@@ -30,8 +30,7 @@ from fp8_dist.kernels import (
     quantize_copies,
 )
 from fp8_dist.linear.amax_history import history_copies
-from fp8_dist.linear.scale_query import QUERIES
-from fp8_dist.linear.weight_queries import shard_statistics, weight_copies
+from fp8_dist.linear.queries import QUERIES, shard_statistics, weight_copies
 from fp8_dist.scaling.operators import cast_operator
 
 # The queries of scales, passes over tensors, GEMMs, and collectives.

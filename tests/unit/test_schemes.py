@@ -29,7 +29,7 @@ from two_level import TwoLevel
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, cast_to_float8
 from fp8_dist.linear.observing import record_gemms
 from fp8_dist.linear.operands import plan_operand, reason_to_move_high
-from fp8_dist.linear.weight_queries import weight_copies
+from fp8_dist.linear.queries import weight_copies
 from fp8_dist.mesh import Layout, global_offset
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.scaling import (

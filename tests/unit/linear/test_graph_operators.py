@@ -15,7 +15,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.linear.amax_history import history_copies
-from fp8_dist.linear.weight_queries import weight_copies
+from fp8_dist.linear.queries import weight_copies
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 E4M3 = torch.float8_e4m3fn

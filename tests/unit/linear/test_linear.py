@@ -24,7 +24,7 @@ from fp8_dist import (
 )
 from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.linear.observing import record_gemms
-from fp8_dist.linear.shared_input import last_cast, note_cast
+from fp8_dist.linear.operands import last_cast, note_cast
 from fp8_dist.scaling import Copy, Dense, Quantized
 
 

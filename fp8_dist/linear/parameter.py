@@ -1,0 +1,226 @@
+"""The weight of a layer as a parameter: where it is, and in which form FSDP2 keeps it.
+
+Code with hand-written tensor parallelism has no DTensors: each rank holds its part of a weight as a
+plain parameter, and its parts of activations as plain tensors. A layer with declared placements
+wraps them as DTensors during its forward, and then works like a layer with a parallel style.
+"""
+
+import weakref
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fp8_dist.linear.agreement import check_placed
+from fp8_dist.mesh import (
+    Layout,
+    Placements,
+    layout_over,
+    local_tensor,
+    sharded_dim,
+)
+from fp8_dist.tensor import Float8Tensor
+from fp8_dist.torch_internals import (
+    AsyncCollectiveTensor,
+    dtensor_local,
+    is_plain,
+    set_dtensor_local,
+)
+
+
+class LocalPlacements(NamedTuple):
+    """Declared placements of a weight and an input that are plain local tensors.
+
+    The placement of the output is the layer's ``output_placements``.
+
+    Attributes:
+        mesh: a 1-D mesh.
+        weight: Shard(0), Shard(1) or Replicate.
+        input: Shard or Replicate.
+    """
+
+    mesh: DeviceMesh
+    weight: Placement
+    input: Placement
+
+    @property
+    def bias(self) -> Placement:
+        """Shard(0) for a column-parallel weight, like the columns of the output; else Replicate."""
+        return Shard(0) if self.weight == Shard(0) else Replicate()
+
+    def weight_layout(self, parameter: torch.Tensor, fqn: str) -> Layout:
+        """Layout of the weight with the local part ``parameter``, which FSDP2 may have sharded."""
+        return layout_over(parameter, self.mesh, self.weight, fqn)
+
+    def distributed(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Wrap the operands as DTensors, whose gradients have the declared placements."""
+        return (
+            input if isinstance(input, DTensor) else self._wrap(input, self.input),
+            self._wrap(weight, self.weight),
+            None if bias is None else self._wrap(bias, self.bias),
+        )
+
+    def _wrap(self, local: torch.Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(local, self.mesh, (placement,), run_check=False)
+
+    def check(
+        self, input: torch.Tensor, weight: torch.Tensor, output: Placements | None, fqn: str
+    ) -> None:
+        """Check operands against the declared placements.
+
+        Raises:
+            TypeError: the weight is a DTensor, or the input is a DTensor that ``share_input`` did
+                not return.
+            ValueError: the input's features don't fit, or the output lacks the declared dim.
+        """
+        if isinstance(weight, DTensor):
+            raise TypeError(
+                f"{fqn}: the weight was declared as a local tensor, {self.weight!r} on "
+                f"{self.mesh}, but it is a DTensor on {weight.device_mesh}; call the module that "
+                "fully_shard was called on, which gathers it, or leave the layer to the parallel "
+                "styles"
+            )
+        for placement in output or ():
+            if isinstance(placement, Shard) and not -input.ndim <= placement.dim < input.ndim:
+                raise ValueError(
+                    f"{fqn}: the output was declared as {placement!r}, but has {input.ndim} dims, "
+                    "as the input has"
+                )
+        features, last = weight.shape[1], input.ndim - 1
+        if self.weight == Shard(1):
+            features *= self.mesh.size()
+        if isinstance(input, DTensor):
+            shared = self.weight == Shard(0) and tuple(input.placements) == (Replicate(),)
+            if not shared or input.device_mesh != self.mesh:
+                raise TypeError(
+                    f"{fqn}: the input was declared as a local tensor, {self.input!r} on "
+                    f"{self.mesh}, but it is a DTensor, {input.placements} on {input.device_mesh}; "
+                    "pass its to_local() at the declared placement, or what share_input returns"
+                )
+        elif input.ndim and sharded_dim(self.input, input.ndim) == last:
+            features //= self.mesh.size()
+        if input.ndim == 0 or input.shape[-1] != features:
+            raise ValueError(
+                f"{fqn}: the last dim of the input must be {features}, for a weight of "
+                f"{tuple(weight.shape)} declared as {self.weight!r} and an input declared as "
+                f"{self.input!r} on {self.mesh.size()} ranks; got an input of shape "
+                f"{tuple(input.shape)}"
+            )
+
+
+class GatherType(Protocol):
+    """A tensor type whose all-gather FSDP2 runs in float8; ``fp8_dist.fsdp`` defines it."""
+
+    def wrap(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Wrap a local tensor, of the parameter ``name``, as one of this type on its storage."""
+
+    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The plain local tensor inside; a tensor of another type is returned unchanged."""
+
+
+class LayerParameter:
+    """A parameter of a module, by its name there. The reference to the module is weak.
+
+    Attributes:
+        name, fqn: the name of the parameter in the module, and the name of the module.
+        sharded: the sharded parameter, while FSDP2 has another in its place.
+        is_compared: whether the ranks were found to agree about the layer (``agreement``).
+        gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
+            it.
+    """
+
+    gather_type: ClassVar[GatherType]
+
+    def __init__(self, module: nn.Module, name: str, fqn: str) -> None:
+        self._module = weakref.ref(module)
+        self.name, self.fqn = name, fqn
+        self.sharded: torch.Tensor | None = None
+        self.is_compared = False
+
+    def compare(self, caller: str) -> None:
+        """Compare the layer between the ranks of its mesh, unless that was done before.
+
+        This serves layers that were placed by code outside this library.
+        """
+        layout = None if self.is_compared else self.layout()
+        if layout is not None:
+            check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the parameter."""
+        module = self._module()
+        assert module is not None, f"{self.fqn} was freed"
+        return module
+
+    def parameter(self) -> torch.Tensor:
+        """The parameter that is currently registered."""
+        parameter: torch.Tensor = getattr(self.module, self.name)
+        return parameter
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether it is a parameter of the module, neither parametrized nor flattened."""
+        return self.name in self.module._parameters and self.parameter().ndim >= 2
+
+    def shard(self) -> torch.Tensor:
+        """The current shard, without a copy or collectives."""
+        return self.gather_type.unwrap(local_tensor(self.parameter()))
+
+    def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
+        """The layout of a parameter, by default the layer's, as a DTensor or as declared."""
+        parameter = self.parameter() if parameter is None else parameter
+        declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
+        if declared is None:
+            return Layout.of(parameter)
+        return declared.weight_layout(parameter, self.fqn)
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the scales are used, even with CPU offload."""
+        shard, layout = self.shard(), self.layout()
+        if layout is None or layout.mesh.device_type == shard.device.type:
+            return shard.device
+        return torch.device(layout.mesh.device_type)
+
+    def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
+        """Whether a write to ``parameter`` may never be noticed.
+
+        This is the case for a frozen parameter whose version counter misses some writes, as when
+        PEFT merges adapters through ``.data``. No optimizer step invalidates its cache either.
+        """
+        return not parameter.requires_grad and is_plain(local_tensor(parameter))
+
+    @classmethod
+    def can_be(cls, tensor: torch.Tensor | None) -> bool:
+        """Whether a tensor can be a layer's weight.
+
+        A subclass with its own GEMM, such as the quantized weights of torchao, can't.
+        """
+        local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
+        return (
+            isinstance(local, Float8Tensor | AsyncCollectiveTensor)
+            or not hasattr(local, "__tensor_flatten__")
+            or cls.gather_type.unwrap(local) is not local
+        )
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter as a plain tensor or DTensor on the same storage, detached.
+
+        It shares the version counters, including that of the local tensor, so writes to it are
+        noticed.
+        """
+        local = self.gather_type.unwrap(local_tensor(parameter)).detach()
+        if not isinstance(parameter, DTensor):
+            return local
+        plain: Any = parameter.detach()
+        set_dtensor_local(plain, local)
+        return plain
+
+    def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
+        """:meth:`plain` of a forward's weight, or of the sharded parameter that was gathered."""
+        return self.plain(weight if self.sharded is None else self.sharded)
