@@ -61,7 +61,7 @@ def cast_to_float8(
     Collectives: an all-reduce over the axes that shard the values of one scale, if there are any.
     It has 4 bytes per scale, or 1 byte per block if shards cut blocks. Blocks that no shard cuts
     need none. Axes that no process group spans are reduced one after the other (see
-    :mod:`fp8_dist.mesh.groups`). Partial axes are all-reduced in high precision.
+    :mod:`fp8_dist.mesh.amax`). Partial axes are all-reduced in high precision.
 
     Raises:
         TypeError: ``tensor`` is not a tensor, not floating point, or float8 already.
