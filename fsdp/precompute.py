@@ -12,7 +12,7 @@ The statistics of a part of a weight are at their global positions, so that ever
 statistics of the whole weight.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,11 +57,6 @@ class WeightStatistics(NamedTuple):
     axes: tuple[tuple[int, ...], ...]
     places: tuple[Placed | None, ...]
     everywhere: tuple[int, ...] = ()
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh of the weight."""
-        return None if self.layout is None else self.layout.mesh
 
 
 def local_statistics(weights: Iterable[Float8Weight]) -> dict[Key, WeightStatistics]:
@@ -184,10 +179,10 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         if not weight.may_change_unnoticed(weight.parameter())
     }
     local = local_statistics(weights)
-    reduction = _start(list(local.values()))
+    reduction = _start(local.values())
 
     def find() -> list[tuple[WeightCache, Known, Scales | None]]:
-        return _known(weights, local, _reduced(list(local.values()), reduction))
+        return _known(weights, local, reduction)
 
     pending = PendingScales(find)
     for weight in weights:
@@ -254,23 +249,23 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
         )
 
 
-def _start(weights: Sequence[WeightStatistics]) -> _Reduction | None:
+def _start(weights: Iterable[WeightStatistics]) -> _Reduction | None:
     """Start the all-reduce of the statistics that depend on other ranks, if there are any."""
-    chosen = [(w, place) for w in weights for place in w.places if place is not None]
+    distributed = [(w.layout.mesh, w) for w in weights if w.layout is not None]
+    chosen = [(mesh, place) for mesh, w in distributed for place in w.places if place is not None]
     if not chosen:
         return None
-    pairs = [(w.mesh, over) for w in weights for over in w.axes if w.mesh is not None and over]
+    pairs = ((mesh, over) for mesh, w in distributed for over in w.axes if over)
     groups, missing = common_groups(_axes_by_mesh(pairs))
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
     dtype = message_dtype([place.local for _, place in chosen])
-    for w, place in chosen:
+    for mesh, place in chosen:
         # Along the axes of its own mesh a weight is one tensor. Along the missing axes there may be
         # a different one at each coordinate.
         slots, slot = 1, 0
-        assert w.mesh is not None
-        for axis in missing.get(w.mesh, ()):
+        for axis in missing.get(mesh, ()):
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
         before, after = slot * place.size, (slots - slot - 1) * place.size
         whole = place.flat(dtype)
@@ -292,31 +287,24 @@ def _axes_by_mesh(
     return axes
 
 
-def _reduced(
-    weights: Sequence[WeightStatistics], reduction: _Reduction | None
-) -> list[tuple[torch.Tensor | None, ...]]:
-    """Return each weight's global statistics by level; None for a level that is not reduced."""
-    if reduction is None:
-        return [(None,) * len(w.places) for w in weights]
-    vector = reduction.vector.wait().view(reduction.dtype)
-    parts = iter(vector.split(reduction.sizes)[1::3])
-
-    def whole(place: Placed | None) -> torch.Tensor | None:
-        return None if place is None else place.whole(next(parts))
-
-    return [tuple([whole(place) for place in w.places]) for w in weights]
-
-
 def _known(
     weights: dict[Float8Weight, int],
     local: dict[Key, WeightStatistics],
-    reduced: list[tuple[torch.Tensor | None, ...]],
+    reduction: _Reduction | None,
 ) -> list[tuple[WeightCache, Known, Scales | None]]:
     """Return for each layer its cache, its statistics by scheme, and perhaps all scales.
 
     These are the scales of the global weight, if FSDP2's gather can't carry them.
     """
-    by_key, found = dict(zip(local, reduced, strict=True)), []
+    parts: Iterator[torch.Tensor] = iter(())
+    if reduction is not None:
+        vector = reduction.vector.wait().view(reduction.dtype)
+        parts = iter(vector.split(reduction.sizes)[1::3])
+    by_key = {
+        key: [None if place is None else place.whole(next(parts)) for place in own.places]
+        for key, own in local.items()
+    }
+    found = []
     for weight, parameter in weights.items():
         known: Known = {}
         whole_scales: Scales | None = None

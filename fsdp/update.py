@@ -18,12 +18,13 @@ from fp8_dist.fsdp.precompute import (
     precompute_weights,
     reshard,
 )
+from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
 from fp8_dist.linear.saved_histories import warn_if_not_restored
 from fp8_dist.linear.streams import note_made
-from fp8_dist.linear.weight import Float8Weight, float8_weights
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 from fp8_dist.warn import warn_once
@@ -57,7 +58,7 @@ def update_float8_scales(module: nn.Module) -> None:
         NotImplementedError, torch._dynamo.exc.Unsupported: as in the two functions.
     """
     check_agreement(module, "update_float8_scales")
-    weights = _weights_of_model(module, "update_float8_scales")
+    weights = weights_of_model(module, "update_float8_scales")
     precomputed = _weights_to_precompute(module, weights)
     if precomputed:
         precompute_weights(module, precomputed)
@@ -131,7 +132,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             weights.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
-    weights = _weights_of_model(module, "attach_update")
+    weights = weights_of_model(module, "attach_update")
     return _attach(update_float8_scales, optimizer, module, weights, "attach_update")
 
 
@@ -204,15 +205,6 @@ def _attach(
             "and pass the one that updates them"
         )
     return after_steps(fitting or found, partial(update, module))
-
-
-def _weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
-    weights = float8_weights(module)
-    if not weights:
-        raise ValueError(
-            f"{caller}: the module has no Float8Linear; call convert_to_float8_training first"
-        )
-    return weights
 
 
 def _weights_to_precompute(

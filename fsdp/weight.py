@@ -16,9 +16,8 @@ owns the weight, which FSDP2 passes to the hook. So ``detach``, ``to``, offload 
 can't lose them.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fp8_dist.fsdp.gathers import cast_together, check_layer
 from fp8_dist.linear.module import other_users
 from fp8_dist.linear.weight import Float8Weight, float8_weights, weights_of
+from fp8_dist.linear.weight_cache import WeightCache
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
@@ -78,13 +78,7 @@ class _Metadata(NamedTuple):
     is_cut: bool
     size: torch.Size
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
-    refilled: Callable[[], None]  # called when the data has been gathered
-
-
-def _refilled(weight: Float8Weight) -> None:
-    """Update the caches of a weight after FSDP2 has gathered it."""
-    if not (in_backward() or torch.is_grad_enabled()):
-        weight.cache.end_of_evaluation()
+    cache: WeightCache
 
 
 class _Writes:
@@ -92,13 +86,6 @@ class _Writes:
 
     def __init__(self) -> None:
         self.count = 0
-
-
-def _note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the writes of an operator to its arguments."""
-    for tensor in tree_leaves(written_arguments(func, args, kwargs)):
-        if isinstance(tensor, Float8AllGatherWeight):
-            tensor._writes.count += 1
 
 
 class Float8AllGatherWeight(torch.Tensor):
@@ -219,7 +206,9 @@ class Float8AllGatherWeight(torch.Tensor):
             return func(cls.unwrap(args[0]), *args[1:], **(kwargs or {}))
         args_, kwargs_ = tree_map_only(cls, cls.unwrap, (args, kwargs or {}))
         out = func(*args_, **kwargs_)
-        _note_writes(func, args, kwargs or {})
+        for tensor in tree_leaves(written_arguments(func, args, kwargs or {})):
+            if isinstance(tensor, cls):
+                tensor._writes.count += 1
         if func is aten.copy_.default:
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
@@ -272,11 +261,10 @@ class Float8AllGatherWeight(torch.Tensor):
         cast_together(weight, evaluates)
         cast, whole = weight.gather_cast(self._tensor)
         data, layout = _padded_bytes(cast.qdata, outer_size, mesh.size()), weight.layout()
-        refilled, scales = partial(_refilled, weight), cast.scales
-        scheme = cast.scheme
+        scheme, scales = cast.scheme, cast.scales
         moving = scheme.moving_levels(layout)
         if layout is None:
-            return (data,), _Metadata(scheme, scales, (0, 0), False, outer_size, (), refilled)
+            return (data,), _Metadata(scheme, scales, (0, 0), False, outer_size, (), cache)
         unsharded = _unsharded_layout(layout, mesh)
         gathered: tuple[int, ...] = ()
         if whole is not None:
@@ -287,7 +275,7 @@ class Float8AllGatherWeight(torch.Tensor):
         start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
         inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
         # The metadata must not refer to the cast, whose memory it would keep.
-        how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered, refilled)
+        how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered, cache)
         return inputs, how
 
     def fsdp_post_all_gather(
@@ -300,7 +288,9 @@ class Float8AllGatherWeight(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
         data, *arrived = all_gather_outputs
-        scheme, known, start, is_cut, size, gathered, refilled = metadata
+        scheme, known, start, is_cut, size, gathered, cache = metadata
+        if not (in_backward() or torch.is_grad_enabled()):
+            cache.end_of_evaluation()
         scales, shapes = list(known), scheme.scale_shapes(size, start)
         for i, scale in zip(gathered, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
@@ -309,13 +299,11 @@ class Float8AllGatherWeight(torch.Tensor):
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
-            refilled()
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
         # padded weight. It has another shape if a dim other than the first is sharded.
         qdata = data.view(scheme.dtype)
         qdata = qdata.as_strided(size, torch.empty(size, device="meta").stride())
-        refilled()
         weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
         return Float8Tensor.of(weight, param_dtype), ()
 
@@ -406,12 +394,7 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
             found it without the type, or because it was gathered after it lost the type. Nothing
             has been changed then.
     """
-    weights = float8_weights(module)
-    if not weights:
-        raise ValueError(
-            "rewrap_float8_weights: the module has no Float8Linear; call "
-            "convert_to_float8_training first"
-        )
+    weights = weights_of_model(module, "rewrap_float8_weights")
     lost = {fqn: weight for fqn, weight in weights.items() if _lost_type(weight)}
     _check_shared_weights(module, lost)
     _check_fsdp(lost)
@@ -420,6 +403,16 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
         _rewrap(weight, new)
     names = (fqn.rpartition(".")[0] or weight.fqn for fqn, weight in lost.items())
     return list(dict.fromkeys(names))
+
+
+def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
+    """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
+    weights = float8_weights(module)
+    if not weights:
+        raise ValueError(
+            f"{caller}: the module has no Float8Linear; call convert_to_float8_training first"
+        )
+    return weights
 
 
 def _lost_type(weight: Float8Weight) -> bool:
