@@ -422,7 +422,7 @@ class Float8Weight:
         """
         if torch.compiler.is_exporting():
             return self._new_casts(self.parameter(), shard, copies, False)[1]
-        (schemes, of, transposed), layout = planned(copies), self.layout()
+        (schemes, of, transposed), layout = planned(tuple(copies)), self.layout()
         keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
         flat = weight_copies.overload(shard, self.handle, keys, start, of, transposed, keep)
         scales: list[Scales] = []

@@ -233,10 +233,7 @@ def _moved(state_dict: dict[str, Any], full_state_dict: bool, cpu_offload: bool)
 def _full(tensor: DTensor) -> torch.Tensor:
     """Gather a full tensor on the mesh's device; float8 as bytes, which every backend accepts."""
     local = local_tensor(tensor).detach().to(tensor.device_mesh.device_type)
-    if local.dtype is not torch.float8_e4m3fn:
-        whole = with_local(tensor, local)
-        assert isinstance(whole, DTensor)
-        return whole.full_tensor()
-    of_bytes = with_local(tensor, local.view(torch.uint8))
-    assert isinstance(of_bytes, DTensor)
-    return of_bytes.full_tensor().view(local.dtype)
+    is_float8 = local.dtype is torch.float8_e4m3fn
+    sent = with_local(tensor, local.view(torch.uint8) if is_float8 else local)
+    assert isinstance(sent, DTensor)
+    return sent.full_tensor().view(local.dtype)
