@@ -30,6 +30,7 @@ from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
+    input_cast,
 )
 from fp8_dist.transport import Encoding
 
@@ -158,12 +159,11 @@ def prepare_style(
         arguments: further arguments of the style.
     """
     arguments |= {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-    recipes = [m.config.recipe if isinstance(m, Float8Linear) else None for m in layers.values()]
-    casts = {r and (r.gather_scheme["input"], "input" in r.delayed) for r in recipes}
+    casts = set(map(input_cast, layers.values()))
     if reduce_transport is not None and any(isinstance(m, Float8Linear) for m in layers.values()):
         arguments["reduce_transport"] = reduce_transport
         plain = plain or ModuleInput
-    if len(casts) == 1 and not casts & {None, (None, False), (None, True)}:
+    if len(casts) == 1 and None not in casts:
         return float8(**arguments, fwd_config_submodule_fqn=next(iter(layers)))
     return (plain or PrepareModuleInput)(**arguments)
 
