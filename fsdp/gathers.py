@@ -67,26 +67,22 @@ before_fsdp_gathers(
 )
 
 
-def check_sharded_module(module: FSDPModule, name: str) -> None:
-    """Check a module that ``fully_shard`` was called on, before FSDP2 first runs it."""
-    for group in fsdp_groups_of_module(module):
-        if any(parameter.has_hooks for parameter in fsdp_parameters([group])):
-            _check_reshards(group, name)
-
-
-def check_outside_of_backward(module: nn.Module, caller: str) -> None:
-    """Raise if a backward of ``module`` is running, which still needs the gathered parameters."""
-    if not in_backward():
-        return
-    for name, part in module.named_modules():
-        if isinstance(part, FSDPModule) and any(
-            fsdp_is_running(group) for group in fsdp_groups_of_module(part)
-        ):
+def reshard(module: nn.Module, caller: str) -> None:
+    """Reshard all FSDP modules, which puts their sharded parameters back in place."""
+    names = {m: n or "the root" for n, m in module.named_modules() if isinstance(m, FSDPModule)}
+    groups = {part: fsdp_groups_of_module(part) for part in names}
+    for part, name in names.items() if in_backward() else ():
+        if any(map(fsdp_is_running, groups[part])):
             raise ValueError(
-                f"{caller}: called within a backward of {name or 'the root'} (from a hook?), which "
-                "still needs what FSDP2 has gathered; call it after optimizer.step(), or attach it "
+                f"{caller}: called within a backward of {name} (from a hook?), which still needs "
+                "what FSDP2 has gathered; call it after optimizer.step(), or attach it "
                 "(attach_update)"
             )
+    for part, name in names.items():
+        for group in groups[part]:
+            if any(parameter.has_hooks for parameter in fsdp_parameters([group])):
+                _check_reshards(group, name)
+        part.reshard()
 
 
 def check_layer(layer: nn.Module, name: str) -> None:
@@ -96,10 +92,8 @@ def check_layer(layer: nn.Module, name: str) -> None:
             for parameter in fsdp_parameters([group]):
                 if parameter.has_hooks:
                     _groups.update((module, ref(group)) for module, _ in parameter.users)
-    if layer not in _groups:
-        return
-    group = _groups[layer]()
-    _check_reshards(group, name)
+    if (group := group_of(layer)) is not None:
+        _check_reshards(group, name)
 
 
 def group_of(layer: nn.Module) -> Any:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
 from fp8_dist.cast import Known
-from fp8_dist.fsdp.gathers import check_outside_of_backward, check_sharded_module
+from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.streams import device_of, note_made
@@ -205,15 +205,6 @@ def check_agreement(module: nn.Module, caller: str) -> None:
         modules = float8_modules(module)
         reshard(module, caller)
         check_layers(module, modules, caller)
-
-
-def reshard(module: nn.Module, caller: str) -> None:
-    """Reshard all FSDP modules, which puts their sharded parameters back in place."""
-    check_outside_of_backward(module, caller)
-    for name, part in module.named_modules():
-        if isinstance(part, FSDPModule):
-            check_sharded_module(part, name or "the root")
-            part.reshard()
 
 
 def dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Weight]:

@@ -11,12 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import (
     check_agreement,
     dynamic_weights,
     precompute_float8_dynamic_scale,
     precompute_weights,
-    reshard,
 )
 from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.amax_history import advance
