@@ -169,15 +169,6 @@ class EncodedReplicas:
         x.copy_(all_reduce(x, parts, self.replicas, divisor=divisor, seed=seed, errors=errors))
 
 
-def _install(reduction: EncodedReduction, error_feedback: bool) -> None:
-    """Install a reduction in its parameter group and, with HSDP, the reduction over replicas."""
-    group = reduction.group
-    set_fsdp_reduction(group, reduction, reduction.note)
-    replicas = fsdp_replicas(group)
-    if replicas is not None and replicas.size() > 1:
-        set_fsdp_replicas(group, EncodedReplicas(replicas, reduction, error_feedback))
-
-
 def _remove(group: Any) -> None:
     """Restore FSDP2's own reductions in a parameter group, except where other code set another."""
     found = fsdp_reduction(group)
@@ -298,7 +289,10 @@ def set_gradient_transport(
         of_group = list(encodings[module].values())
         shown = module or "the root module"
         reduction = EncodedReduction(shown, group, of_group, seed, error_feedback, hierarchy)
-        _install(reduction, error_feedback)
+        set_fsdp_reduction(group, reduction, reduction.note)
+        replicas = fsdp_replicas(group)
+        if replicas is not None and replicas.size() > 1:
+            set_fsdp_replicas(group, EncodedReplicas(replicas, reduction, error_feedback))
 
 
 def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:

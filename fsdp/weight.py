@@ -396,11 +396,26 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
     """
     weights = weights_of_model(module, "rewrap_float8_weights")
     lost = {fqn: weight for fqn, weight in weights.items() if _lost_type(weight)}
-    _check_shared_weights(module, lost)
+    users = [weight.module for weight in lost.values()]
+    if shared := other_users(module, {fqn: w.parameter() for fqn, w in lost.items()}, users):
+        raise ValueError(
+            "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
+            f"{'; '.join(shared)}. Leave these layers unconverted (convert_to_float8_training's "
+            "module_filter_fn), or untie them"
+        )
     _check_fsdp(lost)
-    new: dict[int, nn.Parameter] = {}
+    new: dict[int, nn.Parameter] = {}  # by the id of the parameter that each one replaces
     for weight in lost.values():
-        _rewrap(weight, new)
+        old = weight.parameter()
+        if isinstance(old, DTensor):
+            set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old), weight.name))
+            weight.cache.reset()
+            continue
+        if id(old) not in new:
+            new[id(old)] = weight.wrapped(old)
+            new[id(old)].__dict__.update(old.__dict__)
+            new[id(old)].grad = old.grad
+        setattr(weight.module, weight.name, new[id(old)])
     names = (fqn.rpartition(".")[0] or weight.fqn for fqn, weight in lost.items())
     return list(dict.fromkeys(names))
 
@@ -420,35 +435,6 @@ def _lost_type(weight: Float8Weight) -> bool:
         return False
     local = local_tensor(weight.parameter())
     return not isinstance(local, Float8AllGatherWeight | Float8Tensor)
-
-
-def _rewrap(weight: Float8Weight, new: dict[int, nn.Parameter]) -> None:
-    """Wrap a weight.
-
-    Args:
-        new: the new parameters by the ids of the old ones. A parameter made here is added.
-    """
-    old = weight.parameter()
-    if isinstance(old, DTensor):
-        set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old), weight.name))
-        weight.cache.reset()
-        return
-    if id(old) not in new:
-        new[id(old)] = weight.wrapped(old)
-        new[id(old)].__dict__.update(old.__dict__)
-        new[id(old)].grad = old.grad
-    setattr(weight.module, weight.name, new[id(old)])
-
-
-def _check_shared_weights(module: nn.Module, weights: dict[str, Float8Weight]) -> None:
-    """Raise for weights that other modules use as well; the conversion raises for them too."""
-    parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
-    if shared := other_users(module, parameters, [weight.module for weight in weights.values()]):
-        raise ValueError(
-            "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
-            f"{'; '.join(shared)}. Leave these layers unconverted (convert_to_float8_training's "
-            "module_filter_fn), or untie them"
-        )
 
 
 def _check_fsdp(weights: dict[str, Float8Weight]) -> None:
