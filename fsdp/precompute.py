@@ -180,11 +180,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
     }
     local = local_statistics(weights)
     reduction = _start(local.values())
-
-    def find() -> list[tuple[WeightCache, Known, Scales | None]]:
-        return _known(weights, local, reduction)
-
-    pending = PendingScales(find)
+    pending = PendingScales(lambda: _known(weights, local, reduction))
     for weight in weights:
         weight.cache.store_pending(weight.parameter(), pending)
     if reduction is None or not reduction.vector.blocks_host:

@@ -214,12 +214,10 @@ def _weights_to_precompute(
     fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
     groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
     users = {user for parameter in fsdp_parameters(groups) for user in parameter.users}
-
-    def takes_precomputed_scale(weight: Float8Weight) -> bool:
-        if not weight.is_dynamic:
-            return False
-        distributed = weight.layout() is not None
-        tensor_parallel = distributed and (weight.module, weight.name) not in users
-        return weight.config.fsdp_float8_all_gather or tensor_parallel
-
-    return {fqn: weight for fqn, weight in weights.items() if takes_precomputed_scale(weight)}
+    dynamic = {fqn: weight for fqn, weight in weights.items() if weight.is_dynamic}
+    return {
+        fqn: weight
+        for fqn, weight in dynamic.items()
+        if weight.config.fsdp_float8_all_gather
+        or (weight.layout() is not None and (weight.module, weight.name) not in users)
+    }
