@@ -1,4 +1,4 @@
-"""What happens before FSDP2 gathers a weight in float8: checks, and casts of shards.
+"""Checks of weights, and casts of their shards, before FSDP2 gathers them in float8.
 
 Importing this module makes FSDP2 compare layers between ranks before its first gather.
 
@@ -43,6 +43,8 @@ from fp8_dist.torch_internals import (
 # FSDP2's parameter group of each layer whose weight it gathers in float8. The layer itself, a child
 # of the sharded module, has no reference to its group.
 _groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary()
+
+LARGEST_BUFFER = 2**30  # bytes of the casts that share memory
 
 
 def _compare_between_ranks(group: Any) -> None:
@@ -113,9 +115,6 @@ def _check_reshards(group: Any, name: str) -> None:
         )
 
 
-LARGEST_BUFFER = 2**30  # bytes
-
-
 def cast_together(weight: Float8Weight, evaluates: bool) -> None:
     """Cast the shard of a weight that FSDP2 is about to gather, unless a cast of it is cached.
 
@@ -125,7 +124,7 @@ def cast_together(weight: Float8Weight, evaluates: bool) -> None:
     nothing, and the gather casts its shard alone.
 
     Args:
-        layer: the layer whose weight is gathered.
+        weight: the weight that is gathered.
         evaluates: the gather belongs to an evaluation, which does not use earlier casts.
 
     Collectives: none.

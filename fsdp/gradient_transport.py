@@ -36,6 +36,10 @@ from fp8_dist.transport import (
     split,
 )
 
+Transport = Literal["float8", "bf16"]
+Filter = Callable[[str, nn.Parameter], bool]
+
+_CALLER = "set_gradient_transport"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_REPLICAS = 2  # number of the replicas' stage in seeds; the stages of the shards are 0 and 1
 
@@ -189,12 +193,6 @@ def _errors_of_group(group: Any) -> Iterator[tuple[str, GradientErrors]]:
     if isinstance(replicas, EncodedReplicas) and replicas.errors is not None:
         replicas.errors.keep_for(split(parts, replicas.size()))
         yield "replicas.", replicas.errors
-
-
-Transport = Literal["float8", "bf16"]
-Filter = Callable[[str, nn.Parameter], bool]
-
-_CALLER = "set_gradient_transport"
 
 
 def set_gradient_transport(
