@@ -1,7 +1,6 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from fp8_dist.scaling import (
     reduction_groups,
 )
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.torch_internals import has_functorch_transforms
+from fp8_dist.torch_internals import cached_but_in_graphs, has_functorch_transforms
 
 # The statistics of a tensor for each scheme, and its float8 copies.
 Known = dict[Scheme, Statistics]
@@ -61,7 +60,7 @@ def cast_to_float8(
     Collectives: an all-reduce over the axes that shard the values of one scale, if there are any.
     It has 4 bytes per scale, or 1 byte per block if shards cut blocks. Blocks that no shard cuts
     need none. Axes that no process group spans are reduced one after the other (see
-    :mod:`fp8_dist.mesh.groups`). Partial axes are all-reduced in high precision.
+    :mod:`fp8_dist.mesh.amax`). Partial axes are all-reduced in high precision.
 
     Raises:
         TypeError: ``tensor`` is not a tensor, not floating point, or float8 already.
@@ -141,19 +140,13 @@ class _Plan(NamedTuple):
     transposed: list[bool]
 
 
-@lru_cache(maxsize=1024)
-def _plan(copies: tuple[Copy, ...]) -> _Plan:
+@cached_but_in_graphs
+def planned(copies: tuple[Copy, ...]) -> _Plan:
+    """Return the plan for making several copies of a tensor at once."""
     schemes = {copy.scheme.key: copy.scheme for copy in copies}
     keys = list(schemes)
     of = [keys.index(copy.scheme.key) for copy in copies]
     return _Plan(list(schemes.values()), of, [copy.transposed for copy in copies])
-
-
-def planned(copies: Sequence[Copy]) -> _Plan:
-    """Return the plan for making several copies of a tensor at once."""
-    # Dynamo warns about functions with a cache.
-    plan = _plan.__wrapped__ if torch.compiler.is_compiling() else _plan
-    return plan(tuple(copies))
 
 
 def quantize(
@@ -199,7 +192,7 @@ def cast_copies(
     :func:`fp8_dist.scaling.reduced_statistics`.
     """
     x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
-    plan = planned(copies)
+    plan = planned(tuple(copies))
     reduces = any(bool(reduction_groups(s, layout, within)) for s in plan.schemes)
     if reduces and len(plan.schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
@@ -227,7 +220,7 @@ def cast_by(
 
     ``layout``: the layout of the global tensor.
     """
-    plan = planned(copies)
+    plan = planned(tuple(copies))
     statistics = [known[scheme] for scheme in plan.schemes]
     start = common_start(plan.schemes, layout)
     _, scales, data = cast(x, plan.schemes, statistics, start, plan.of, plan.transposed)
@@ -246,7 +239,7 @@ def as_copies(
     ``layout``: the layout of the global tensor.
     """
     found, of_matrix = {}, x.ndim == 2
-    for copy, i, qdata in zip(copies, planned(copies).of, data, strict=True):
+    for copy, i, qdata in zip(copies, planned(tuple(copies)).of, data, strict=True):
         scheme, transposed = copy
         if transposed:
             qdata = qdata.t() if of_matrix else qdata.t().view(x.shape)

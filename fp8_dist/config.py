@@ -294,7 +294,7 @@ class Float8LinearConfig:
     @cached_property
     def recipe(self) -> Recipe:
         """The scheme of each operand in each GEMM."""
-        delayed = [o for o in get_args(Operand) if self._is_delayed(o)]
+        delayed = [o for o in get_args(Operand) if ScalingType.DELAYED in self._types(o)]
         table = {
             (operand, gemm): self._scheme(operand, gemm)
             for gemm, operands in GEMM_OPERANDS.items()
@@ -334,9 +334,6 @@ class Float8LinearConfig:
         gemms = [gemm for gemm, operands in GEMM_OPERANDS.items() if operand in operands]
         casts = [self.cast_config(operand, gemm) for gemm in gemms]
         return {cast.scaling_type for cast in casts if cast.enabled}
-
-    def _is_delayed(self, operand: Operand) -> bool:
-        return ScalingType.DELAYED in self._types(operand)
 
     @staticmethod
     def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
@@ -439,7 +436,7 @@ class Float8LinearConfig:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
-        delayed = [operand for operand in get_args(Operand) if operand in self.recipe.delayed]
+        delayed = self.recipe.delayed
         if length != type(self).amax_history_len and not delayed:  # the default
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "

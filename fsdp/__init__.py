@@ -9,14 +9,13 @@ if __name__ != "fp8_dist.fsdp":
 from fp8_dist.fsdp.clip import clip_grad_norm_
 from fp8_dist.fsdp.gradient_transport import set_gradient_transport
 from fp8_dist.fsdp.precompute import precompute_float8_dynamic_scale
-from fp8_dist.fsdp.rewrap import rewrap_float8_weights
 from fp8_dist.fsdp.update import (
     attach_precompute,
     attach_update,
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
-from fp8_dist.fsdp.weight import Float8AllGatherWeight
+from fp8_dist.fsdp.weight import Float8AllGatherWeight, rewrap_float8_weights
 from fp8_dist.mesh import make_amax_group
 
 __all__ = [

@@ -12,19 +12,19 @@ The statistics of a part of a weight are at their global positions, so that ever
 statistics of the whole weight.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
 from fp8_dist.cast import Known
-from fp8_dist.fsdp.checks import check_outside_of_backward, check_sharded_module
-from fp8_dist.fsdp.local_amaxes import Key, WeightStatistics, local_statistics
+from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.weight import (
@@ -34,10 +34,80 @@ from fp8_dist.linear.weight import (
     note_made,
 )
 from fp8_dist.linear.weight_cache import PendingScales, ScaleState, WeightCache
-from fp8_dist.mesh import AmaxReduction, common_groups, local_tensor
-from fp8_dist.scaling import Placed, Scales, message_dtype
+from fp8_dist.mesh import AmaxReduction, Layout, common_groups, local_tensor
+from fp8_dist.scaling import Placed, Scales, Scheme, Statistics, message_dtype, sharded_axes
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_init_shards
+
+# The id of a weight, which layers may share, and one of its schemes.
+Key = tuple[int, Scheme]
+
+
+class WeightStatistics(NamedTuple):
+    """Statistics of the weight of a layer, for one scheme.
+
+    Attributes:
+        local: the statistics of the local shard, on the device that uses them.
+        layout: the layout of the weight; None if it is not distributed.
+        axes: for each level, the mesh axes to reduce over; empty if local statistics are global.
+        places: for each level, its statistics with their position among those of all ranks; None
+            if they are not reduced.
+        everywhere: the levels of which each rank needs the scales of the whole weight, because
+            FSDP2 gathers the weight in float8, and its gather can't carry them.
+    """
+
+    local: Statistics
+    layout: Layout | None
+    axes: tuple[tuple[int, ...], ...]
+    places: tuple[Placed | None, ...]
+    everywhere: tuple[int, ...] = ()
+
+
+def local_statistics(weights: Iterable[Float8Weight]) -> dict[Key, WeightStatistics]:
+    """Measure the shards of weights, by the id of the parameter and the scheme."""
+    wanted = {
+        (id(weight.parameter()), scheme): weight for weight in weights for scheme in weight.schemes
+    }
+    shards = {key: weight.shard() for key, weight in wanted.items()}
+    alike: dict[tuple[Any, ...], list[Key]] = {}
+    for key, weight in wanted.items():
+        kind = (key[1], shards[key].dtype, shards[key].device, weight.device)
+        alike.setdefault(kind, []).append(key)
+    found = {}
+    for (scheme, _, _, device), same in alike.items():
+        starts = [scheme.start(wanted[key].layout()) for key in same]
+        each = scheme.measure_each([shards[key] for key in same], starts)
+        levels = zip(*[_moved(level, device) for level in zip(*each, strict=True)], strict=True)
+        for key, statistics in zip(same, levels, strict=True):
+            found[key] = _placed(wanted[key], statistics, scheme)
+    return {key: found[key] for key in wanted}
+
+
+def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Move tensors of one dtype to a device, by one copy."""
+    if tensors[0].device == device:
+        return tensors
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _placed(weight: Float8Weight, local: Statistics, scheme: Scheme) -> WeightStatistics:
+    layout = weight.layout()
+    axes = scheme.axes(layout)
+    if layout is None:
+        return WeightStatistics(local, None, axes, (None,) * len(local))
+    # FSDP2 goes by the type of the parameter, which is the same for all layers that share it.
+    is_gathered = weight.shard() is not local_tensor(weight.parameter())
+    moving = scheme.moving_levels(layout) if is_gathered else ()
+    everywhere = () if moving and scheme.rides_in_gather(layout) else moving
+    sharded = sharded_axes(layout)
+    axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])
+    levels = zip(local, scheme.levels, axes, strict=True)
+    places = [
+        Placed.of(own, level, layout, sharded) if over else None for own, level, over in levels
+    ]
+    return WeightStatistics(local, layout, axes, tuple(places), everywhere)
 
 
 class _Reduction(NamedTuple):
@@ -113,12 +183,8 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         if not weight.may_change_unnoticed(weight.parameter())
     }
     local = local_statistics(weights)
-    reduction = _start(list(local.values()))
-
-    def find() -> list[tuple[WeightCache, Known, Scales | None]]:
-        return _known(weights, local, _reduced(list(local.values()), reduction))
-
-    pending = PendingScales(find)
+    reduction = _start(local.values())
+    pending = PendingScales(lambda: _known(weights, local, reduction))
     for weight in weights:
         weight.cache.store(weight.parameter(), pending, ScaleState.PENDING)
     if reduction is None or not reduction.vector.blocks_host:
@@ -139,15 +205,6 @@ def check_agreement(module: nn.Module, caller: str) -> None:
         modules = float8_modules(module)
         reshard(module, caller)
         check_layers(module, modules, caller)
-
-
-def reshard(module: nn.Module, caller: str) -> None:
-    """Reshard all FSDP modules, which puts their sharded parameters back in place."""
-    check_outside_of_backward(module, caller)
-    for name, part in module.named_modules():
-        if isinstance(part, FSDPModule):
-            check_sharded_module(part, name or "the root")
-            part.reshard()
 
 
 def dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
@@ -186,23 +243,23 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
         )
 
 
-def _start(weights: Sequence[WeightStatistics]) -> _Reduction | None:
+def _start(weights: Iterable[WeightStatistics]) -> _Reduction | None:
     """Start the all-reduce of the statistics that depend on other ranks, if there are any."""
-    chosen = [(w, place) for w in weights for place in w.places if place is not None]
+    distributed = [(w.layout.mesh, w) for w in weights if w.layout is not None]
+    chosen = [(mesh, place) for mesh, w in distributed for place in w.places if place is not None]
     if not chosen:
         return None
-    pairs = [(w.mesh, over) for w in weights for over in w.axes if w.mesh is not None and over]
+    pairs = ((mesh, over) for mesh, w in distributed for over in w.axes if over)
     groups, missing = common_groups(_axes_by_mesh(pairs))
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
     dtype = message_dtype([place.local for _, place in chosen])
-    for w, place in chosen:
+    for mesh, place in chosen:
         # Along the axes of its own mesh a weight is one tensor. Along the missing axes there may be
         # a different one at each coordinate.
         slots, slot = 1, 0
-        assert w.mesh is not None
-        for axis in missing.get(w.mesh, ()):
+        for axis in missing.get(mesh, ()):
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
         before, after = slot * place.size, (slots - slot - 1) * place.size
         whole = place.flat(dtype)
@@ -224,31 +281,24 @@ def _axes_by_mesh(
     return axes
 
 
-def _reduced(
-    weights: Sequence[WeightStatistics], reduction: _Reduction | None
-) -> list[tuple[torch.Tensor | None, ...]]:
-    """Return each weight's global statistics by level; None for a level that is not reduced."""
-    if reduction is None:
-        return [(None,) * len(w.places) for w in weights]
-    vector = reduction.vector.wait().view(reduction.dtype)
-    parts = iter(vector.split(reduction.sizes)[1::3])
-
-    def whole(place: Placed | None) -> torch.Tensor | None:
-        return None if place is None else place.whole(next(parts))
-
-    return [tuple([whole(place) for place in w.places]) for w in weights]
-
-
 def _known(
     weights: dict[Float8Weight, int],
     local: dict[Key, WeightStatistics],
-    reduced: list[tuple[torch.Tensor | None, ...]],
+    reduction: _Reduction | None,
 ) -> list[tuple[WeightCache, Known, Scales | None]]:
     """Return for each layer its cache, its statistics by scheme, and perhaps all scales.
 
     These are the scales of the global weight, if FSDP2's gather can't carry them.
     """
-    by_key, found = dict(zip(local, reduced, strict=True)), []
+    parts: Iterator[torch.Tensor] = iter(())
+    if reduction is not None:
+        vector = reduction.vector.wait().view(reduction.dtype)
+        parts = iter(vector.split(reduction.sizes)[1::3])
+    by_key = {
+        key: [None if place is None else place.whole(next(parts)) for place in own.places]
+        for key, own in local.items()
+    }
+    found = []
     for weight, parameter in weights.items():
         known: Known = {}
         whole_scales: Scales | None = None

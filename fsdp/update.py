@@ -11,17 +11,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import (
     check_agreement,
     dynamic_weights,
     precompute_float8_dynamic_scale,
     precompute_weights,
-    reshard,
 )
+from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.amax_history import advance, warn_if_not_restored
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
-from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made
+from fp8_dist.linear.weight import Float8Weight, note_made
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 from fp8_dist.warn import warn_once
@@ -55,7 +56,7 @@ def update_float8_scales(module: nn.Module) -> None:
         NotImplementedError, torch._dynamo.exc.Unsupported: as in the two functions.
     """
     check_agreement(module, "update_float8_scales")
-    weights = _weights_of_model(module, "update_float8_scales")
+    weights = weights_of_model(module, "update_float8_scales")
     precomputed = _weights_to_precompute(module, weights)
     if precomputed:
         precompute_weights(module, precomputed)
@@ -129,7 +130,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             weights.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
-    weights = _weights_of_model(module, "attach_update")
+    weights = weights_of_model(module, "attach_update")
     return _attach(update_float8_scales, optimizer, module, weights, "attach_update")
 
 
@@ -204,15 +205,6 @@ def _attach(
     return after_steps(fitting or found, partial(update, module))
 
 
-def _weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
-    weights = float8_weights(module)
-    if not weights:
-        raise ValueError(
-            f"{caller}: the module has no Float8Linear; call convert_to_float8_training first"
-        )
-    return weights
-
-
 def _weights_to_precompute(
     module: nn.Module, weights: dict[str, Float8Weight]
 ) -> dict[str, Float8Weight]:
@@ -220,12 +212,10 @@ def _weights_to_precompute(
     fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
     groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
     users = {user for parameter in fsdp_parameters(groups) for user in parameter.users}
-
-    def takes_precomputed_scale(weight: Float8Weight) -> bool:
-        if not weight.is_dynamic:
-            return False
-        distributed = weight.layout() is not None
-        tensor_parallel = distributed and (weight.module, weight.name) not in users
-        return weight.config.fsdp_float8_all_gather or tensor_parallel
-
-    return {fqn: weight for fqn, weight in weights.items() if takes_precomputed_scale(weight)}
+    dynamic = {fqn: weight for fqn, weight in weights.items() if weight.is_dynamic}
+    return {
+        fqn: weight
+        for fqn, weight in dynamic.items()
+        if weight.config.fsdp_float8_all_gather
+        or (weight.layout() is not None and (weight.module, weight.name) not in users)
+    }

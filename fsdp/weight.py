@@ -16,9 +16,8 @@ owns the weight, which FSDP2 passes to the hook. So ``detach``, ``to``, offload 
 can't lose them.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
-from functools import lru_cache, partial
+from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -30,16 +29,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.fsdp.checks import check_layer
-from fp8_dist.fsdp.shard_casts import cast_together
-from fp8_dist.linear.weight import Float8Weight, weights_of
+from fp8_dist.fsdp.gathers import cast_together, check_layer
+from fp8_dist.linear.module import other_users
+from fp8_dist.linear.weight import Float8Weight, float8_weights, weights_of
+from fp8_dist.linear.weight_cache import WeightCache
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     disabled_torch_function,
+    fsdp_groups,
+    fsdp_parameters,
     in_backward,
     make_wrapper_subclass,
+    set_dtensor_local,
     stable_hash,
     tensor_data,
     tensor_version,
@@ -75,13 +78,7 @@ class _Metadata(NamedTuple):
     is_cut: bool
     size: torch.Size
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
-    refilled: Callable[[], None]  # called when the data has been gathered
-
-
-def _refilled(weight: Float8Weight) -> None:
-    """Update the caches of a weight after FSDP2 has gathered it."""
-    if not (in_backward() or torch.is_grad_enabled()):
-        weight.cache.end_of_evaluation()
+    cache: WeightCache
 
 
 class _Writes:
@@ -89,13 +86,6 @@ class _Writes:
 
     def __init__(self) -> None:
         self.count = 0
-
-
-def _note_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count the writes of an operator to its arguments."""
-    for tensor in tree_leaves(written_arguments(func, args, kwargs)):
-        if isinstance(tensor, Float8AllGatherWeight):
-            tensor._writes.count += 1
 
 
 class Float8AllGatherWeight(torch.Tensor):
@@ -216,7 +206,9 @@ class Float8AllGatherWeight(torch.Tensor):
             return func(cls.unwrap(args[0]), *args[1:], **(kwargs or {}))
         args_, kwargs_ = tree_map_only(cls, cls.unwrap, (args, kwargs or {}))
         out = func(*args_, **kwargs_)
-        _note_writes(func, args, kwargs or {})
+        for tensor in tree_leaves(written_arguments(func, args, kwargs or {})):
+            if isinstance(tensor, cls):
+                tensor._writes.count += 1
         if func is aten.copy_.default:
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
@@ -269,11 +261,10 @@ class Float8AllGatherWeight(torch.Tensor):
         cast_together(weight, evaluates)
         cast, whole = weight.gather_cast(self._tensor)
         data, layout = _padded_bytes(cast.qdata, outer_size, mesh.size()), weight.layout()
-        refilled, scales = partial(_refilled, weight), cast.scales
-        scheme = cast.scheme
+        scheme, scales = cast.scheme, cast.scales
         moving = scheme.moving_levels(layout)
         if layout is None:
-            return (data,), _Metadata(scheme, scales, (0, 0), False, outer_size, (), refilled)
+            return (data,), _Metadata(scheme, scales, (0, 0), False, outer_size, (), cache)
         unsharded = _unsharded_layout(layout, mesh)
         gathered: tuple[int, ...] = ()
         if whole is not None:
@@ -284,7 +275,7 @@ class Float8AllGatherWeight(torch.Tensor):
         start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
         inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
         # The metadata must not refer to the cast, whose memory it would keep.
-        how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered, refilled)
+        how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered, cache)
         return inputs, how
 
     def fsdp_post_all_gather(
@@ -297,7 +288,9 @@ class Float8AllGatherWeight(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
         data, *arrived = all_gather_outputs
-        scheme, known, start, is_cut, size, gathered, refilled = metadata
+        scheme, known, start, is_cut, size, gathered, cache = metadata
+        if not (in_backward() or torch.is_grad_enabled()):
+            cache.end_of_evaluation()
         scales, shapes = list(known), scheme.scale_shapes(size, start)
         for i, scale in zip(gathered, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
@@ -306,13 +299,11 @@ class Float8AllGatherWeight(torch.Tensor):
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
-            refilled()
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
         # padded weight. It has another shape if a dim other than the first is sharded.
         qdata = data.view(scheme.dtype)
         qdata = qdata.as_strided(size, torch.empty(size, device="meta").stride())
-        refilled()
         weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
         return Float8Tensor.of(weight, param_dtype), ()
 
@@ -374,3 +365,87 @@ def _padded_bytes(qdata: torch.Tensor, outer: torch.Size, world_size: int) -> to
 Float8AllGatherWeight.fsdp_pre_all_gather.__signature__ = signature(  # type: ignore[attr-defined]
     Float8AllGatherWeight.fsdp_pre_all_gather
 )
+
+
+def rewrap_float8_weights(module: nn.Module) -> list[str]:
+    """Let FSDP2 gather weights in float8 again after other code has rebuilt their parameters.
+
+    ``convert_to_float8_training`` with ``enable_fsdp_float8_all_gather`` gives weights a tensor
+    type that FSDP2 gathers in float8. Code that makes new parameters of plain tensors, such as a
+    checkpoint loader, loses the type. Call this function afterwards, before ``fully_shard`` and
+    before the optimizer is made. A model that was sharded with the type, for instance on the meta
+    device, may be loaded and rewrapped until its first forward. A second call changes nothing.
+
+    A weight that is a DTensor stays the same parameter. A plain weight becomes a new parameter on
+    the same storage, with the gradient and attributes of the old one. Layers that shared a weight
+    still share it.
+
+    Args:
+        module: the model, or a part of it.
+
+    Returns:
+        The names of the modules whose weights were wrapped.
+
+    Collectives: none.
+
+    Raises:
+        ValueError: ``module`` has no converted layer; another module shares a weight that would be
+            wrapped; or FSDP2 already gathers a weight in high precision, because ``fully_shard``
+            found it without the type, or because it was gathered after it lost the type. Nothing
+            has been changed then.
+    """
+    weights = weights_of_model(module, "rewrap_float8_weights")
+    lost = {fqn: weight for fqn, weight in weights.items() if _lost_type(weight)}
+    users = [weight.module for weight in lost.values()]
+    if shared := other_users(module, {fqn: w.parameter() for fqn, w in lost.items()}, users):
+        raise ValueError(
+            "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
+            f"{'; '.join(shared)}. Leave these layers unconverted (convert_to_float8_training's "
+            "module_filter_fn), or untie them"
+        )
+    _check_fsdp(lost)
+    new: dict[int, nn.Parameter] = {}  # by the id of the parameter that each one replaces
+    for weight in lost.values():
+        old = weight.parameter()
+        if isinstance(old, DTensor):
+            set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old), weight.name))
+            weight.cache.reset()
+            continue
+        if id(old) not in new:
+            new[id(old)] = weight.wrapped(old)
+            new[id(old)].__dict__.update(old.__dict__)
+            new[id(old)].grad = old.grad
+        setattr(weight.module, weight.name, new[id(old)])
+    names = (fqn.rpartition(".")[0] or weight.fqn for fqn, weight in lost.items())
+    return list(dict.fromkeys(names))
+
+
+def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
+    """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
+    weights = float8_weights(module)
+    if not weights:
+        raise ValueError(
+            f"{caller}: the module has no Float8Linear; call convert_to_float8_training first"
+        )
+    return weights
+
+
+def _lost_type(weight: Float8Weight) -> bool:
+    if not weight.config.fsdp_float8_all_gather or not weight.is_registered:
+        return False
+    local = local_tensor(weight.parameter())
+    return not isinstance(local, Float8AllGatherWeight | Float8Tensor)
+
+
+def _check_fsdp(weights: dict[str, Float8Weight]) -> None:
+    """Raise for weights that FSDP2 can only gather in high precision."""
+    names = {(weight.module, weight.name): weight.fqn for weight in weights.values()}
+    for parameter in fsdp_parameters(fsdp_groups()) if weights else ():
+        lost = [names[user] for user in parameter.users if user in names]
+        if lost and (parameter.has_gathered or not parameter.has_hooks):
+            found = "has gathered it" if parameter.has_gathered else "was set up (fully_shard)"
+            raise ValueError(
+                f"rewrap_float8_weights: {lost[0]}: FSDP2 {found} after the weight lost "
+                "its type, and goes on gathering it in high precision. Call "
+                "rewrap_float8_weights(model) before fully_shard"
+            )

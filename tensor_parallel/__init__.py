@@ -7,9 +7,9 @@ if __name__ != "fp8_dist.tensor_parallel":
     )
 
 from fp8_dist.tensor_parallel.inputs import share_input
-from fp8_dist.tensor_parallel.llama import llama_tp_plan
 from fp8_dist.tensor_parallel.local import declare_placements
 from fp8_dist.tensor_parallel.plan import apply_tp_plan
+from fp8_dist.tensor_parallel.plans import llama_tp_plan
 from fp8_dist.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,

@@ -259,7 +259,7 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             )
             return
         followed = layers if fqn is None else {fqn: layers[fqn]}
-        casts = {name: _input_cast(layer) for name, layer in followed.items()}
+        casts = {name: input_cast(layer) for name, layer in followed.items()}
         # A layer whose cast is None, if there is one; else the first layer.
         name, cast = min(casts.items(), key=lambda item: item[1] is not None)
         if cast is None:
@@ -311,11 +311,13 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         return super()._apply(module, device_mesh)
 
 
-def _input_cast(layer: Float8Linear) -> tuple[Scheme, bool] | None:
+def input_cast(layer: nn.Module) -> tuple[Scheme, bool] | None:
     """Return the scheme of a layer's input, and whether it is DELAYED.
 
-    None if no single float8 copy serves all GEMMs of the layer.
+    None if no single float8 copy serves all GEMMs of the layer, or if it is not a Float8Linear.
     """
+    if not isinstance(layer, Float8Linear):
+        return None
     recipe = layer.config.recipe
     scheme = recipe.gather_scheme["input"]
     return None if scheme is None else (scheme, "input" in recipe.delayed)

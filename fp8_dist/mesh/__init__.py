@@ -7,15 +7,13 @@ only ``torch_internals``.
 from fp8_dist.mesh.agreement import first_difference as first_difference
 from fp8_dist.mesh.amax import (
     AmaxReduction as AmaxReduction,
-    all_reduce_max as all_reduce_max,
-    reduce_amax as reduce_amax,
-)
-from fp8_dist.mesh.groups import (
     GroupNames as GroupNames,
+    all_reduce_max as all_reduce_max,
     common_groups as common_groups,
     groups_over as groups_over,
     make_amax_group as make_amax_group,
     make_group as make_group,
+    reduce_amax as reduce_amax,
 )
 from fp8_dist.mesh.layout import (
     Layout as Layout,

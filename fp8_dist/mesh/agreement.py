@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,9 @@ def first_difference(
         device: the type of the devices that communicate.
         known: a difference that was found before. If any rank passes one, it is the result.
 
-    Collectives: one all-reduce of 16 bytes over each group. If there is a difference, also an
-    all-reduce of 8 bytes and an all-gather of the facts over each group. Dispatch modes, such as
-    ``comm_audit``, do not see them.
+    Collectives: one all-reduce of 16 bytes over each group. If there is a difference, also those of
+    ``all_gather_object`` of the facts over each group. Dispatch modes, such as ``comm_audit``, do
+    not see them.
     """
     if not groups:
         return None
@@ -45,24 +46,14 @@ def first_difference(
             return None
         texts = [f"{dist.get_rank()}{text}"]
         for group in groups:
-            texts = _gathered(texts, group, device)
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, texts, group)
+            texts = [text for part in parts for text in part]
     by_rank = {}
     for each in texts:
         rank, *lines = each.split("\n")
         by_rank[int(rank)] = dict(line.split("\t", 1) for line in lines)
     return _described(dict(sorted(by_rank.items())))
-
-
-def _gathered(texts: list[str], group: dist.ProcessGroup, device: str) -> list[str]:
-    """The texts of all ranks of a group."""
-    data = "\0".join(texts).encode()
-    size = torch.tensor([len(data)], device=device)
-    dist.all_reduce(size, dist.ReduceOp.MAX, group)
-    own = torch.tensor(list(data.ljust(int(size), b"\0")), dtype=torch.uint8, device=device)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group)
-    decoded = [bytes(part.tolist()).decode() for part in parts]
-    return [text for part in decoded for text in part.split("\0") if text]
 
 
 def _described(by_rank: Mapping[int, Mapping[str, str]]) -> str:

@@ -1,17 +1,247 @@
-"""Reduction of amaxes over a mesh. No other module implements one."""
+"""Process groups over mesh axes, and the reduction of amaxes over them.
+
+No other module reduces amaxes. Each axis of a mesh has a group, which its mesh created, and so has
+the world. A group over several axes, such as all axes of a pipeline stage, has to be created, and
+with NCCL all ranks of the world may have to take part in that (ncclCommSplit). Groups are therefore
+created at one defined time, in :func:`make_group`, which precompute and sync call between two
+steps. Forward and backward only use existing groups (:func:`groups_over`), because ranks may wait
+for each other there, as the stages of a pipeline do.
+
+To compare the axes of several meshes, an :class:`Axis` describes each one as a digit of the global
+rank.
+"""
 
 import atexit
+import math
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.device import is_captured
-from fp8_dist.mesh.groups import groups_over
-from fp8_dist.torch_internals import funcol, without_dispatch_modes
+from fp8_dist.torch_internals import funcol, root_mesh, without_dispatch_modes
+
+# The groups to reduce over, one after the other, by name.
+GroupNames = tuple[str, ...]
+
+
+class Axis(NamedTuple):
+    """A mesh axis as a digit of the global rank."""
+
+    stride: int
+    size: int
+
+    def coordinate(self, rank: int) -> int:
+        """The coordinate of a rank on this axis."""
+        return rank // self.stride % self.size
+
+
+# Names of the groups that this module has created, by default group and by axes. They are dropped
+# when the default group is freed.
+_made: "WeakKeyDictionary[dist.ProcessGroup, dict[frozenset[Axis], str]]" = WeakKeyDictionary()
+
+
+def groups_over(
+    mesh: DeviceMesh, axes: Sequence[int], replicated: Sequence[int] = ()
+) -> GroupNames:
+    """The groups of this rank over some axes of a mesh.
+
+    The result is one group if there is one over all of the axes: the world, or a group that
+    :func:`make_group` created. It may include axes along which values are ``replicated``. Otherwise
+    the result is one group per axis. Axes of size 1 are left out.
+
+    Collectives: none.
+    """
+    axes = [axis for axis in axes if mesh.size(axis) > 1]
+    if len(axes) > 1:
+        for every in ({*axes, *replicated}, axes):
+            if (name := _existing_group(mesh, every)) is not None:
+                return (name,)
+    return tuple(str(mesh.get_group(axis).group_name) for axis in axes)
+
+
+def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
+    """The groups of this rank over all axes of meshes that are slices of one root mesh.
+
+    The result is one group, which is created if it does not exist. It is one group per axis if the
+    root mesh does not hold all ranks of the world, or does not enumerate them in ascending, even
+    steps.
+
+    Collectives: if a group is created, all ranks of the world must take part, and create it
+    together with the groups of other ranks over the same axes.
+
+    Raises:
+        NotImplementedError: the meshes are not slices of one root mesh.
+    """
+    meshes = list(meshes)
+    first, *others = meshes
+    if not others:
+        existing = groups_over(first, range(first.ndim))
+        if len(existing) < 2 or not _is_regular(first):
+            return existing
+    axes, world, root = union_of(meshes), _world(), root_mesh(first)
+    if math.prod(axis.size for axis in axes) == world.size():
+        return (str(world.group_name),)
+    by_axis = {axis: (mesh, i) for mesh in meshes for i, axis in enumerate(axes_of(mesh))}
+    own = [by_axis[axis] for axis in axes]
+    if len(axes) > 1 and root.size() == world.size() and _is_regular(root):
+        groups = _made.setdefault(world, {})
+        if frozenset(axes) not in groups:
+            names = "+".join((mesh.mesh_dim_names or "?" * mesh.ndim)[i] for mesh, i in own)
+            groups[frozenset(axes)] = _make_beside_each_other(axes, names)
+        return (groups[frozenset(axes)],)
+    return tuple(str(mesh.get_group(i).group_name) for mesh, i in own)
+
+
+class CommonGroups(NamedTuple):
+    """Groups for tensors on several meshes.
+
+    Attributes:
+        groups: the groups to reduce over, one after the other; none if there is nothing to reduce.
+        missing: for each mesh, the axes of the groups that it lacks. The values of a tensor on that
+            mesh may differ along these axes.
+    """
+
+    groups: GroupNames
+    missing: dict[DeviceMesh, list[Axis]]
+
+
+def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
+    """Return the groups to reduce over, for the given axes of each mesh.
+
+    If there are several meshes, the groups span all axes of each. The result is one group, except
+    in the cases that :func:`make_group` describes.
+
+    Collectives: those of ``make_group``, if there are several axes.
+
+    Raises:
+        NotImplementedError: several meshes that are not slices of one root mesh.
+    """
+    if not axes:
+        return CommonGroups((), {})
+    if len(axes) == 1:
+        ((mesh, own),) = axes.items()
+        if len(own) > 1:
+            make_group([mesh])
+        # Axes on which a tensor is replicated may be included.
+        return CommonGroups(groups_over(mesh, sorted(own), replicated=range(mesh.ndim)), {})
+    union = union_of(axes)
+    has = {mesh: axes_of(mesh) for mesh in axes}
+    missing = {mesh: [axis for axis in union if axis not in has[mesh]] for mesh in axes}
+    return CommonGroups(make_group(axes), missing)
+
+
+def make_amax_group(mesh: DeviceMesh) -> None:
+    """Create the process group over all axes of a mesh, such as those of a pipeline stage.
+
+    Calling this function is usually not necessary: the first precompute or sync creates the group
+    if it reduces over several axes that do not span the world. All ranks of the world must take
+    part in that. If some of them do not call precompute or sync, call this function on all ranks,
+    after ``init_device_mesh``. Examples are a stage without float8 layers, or one whose weights are
+    sharded over other axes.
+
+    Args:
+        mesh: a slice of a mesh of all ranks of the world; the same slice on all ranks, such as
+            ``mesh["dp", "tp"]``.
+
+    Collectives: if the group does not exist, those of ``torch.distributed.new_group``, for it and
+    for each group of other ranks over the same axes.
+    """
+    make_group([mesh])
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "no default process group"
+    return world
+
+
+def _existing_group(mesh: DeviceMesh, axes: Iterable[int]) -> str | None:
+    """The name of an existing group over all of the axes, or None."""
+    world = _world()
+    # Compare sizes before reading the mesh's ranks, which have no values under FakeTensorMode. The
+    # list is there because dynamo does not support a generator here.
+    if math.prod([mesh.size(axis) for axis in axes]) == world.size():
+        return str(world.group_name)
+    # Dynamo can't trace a lookup in a WeakKeyDictionary.
+    made = None if torch.compiler.is_compiling() else _made.get(world)
+    if not made or not _is_regular(mesh):
+        return None
+    digits = axes_of(mesh)
+    return made.get(frozenset(digits[i] for i in axes if digits[i].size > 1))
+
+
+def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
+    """Create all groups over some axes of the world, and return the name of this rank's group."""
+    size, own = _world().size(), None
+    for rank in range(size):
+        if any(axis.coordinate(rank) for axis in axes):
+            continue
+        ranks = [rank]  # the first of a group
+        for axis in axes:
+            ranks = [base + i * axis.stride for base in ranks for i in range(axis.size)]
+        # Unlike with use_local_synchronization, ranks outside the group take part.
+        group = dist.new_group(ranks, group_desc=f"mesh_{names}")
+        if dist.get_rank() in ranks:
+            own = group
+    assert own is not None, f"rank {dist.get_rank()} is in no group over {axes}"
+    return str(own.group_name)
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """All axes of a mesh.
+
+    Raises:
+        NotImplementedError: the mesh's ranks don't ascend in even steps.
+    """
+    ranks = mesh.mesh
+    first = int(ranks.flatten()[0])
+    axes, expected = [], torch.tensor(first)
+    for dim, size in enumerate(ranks.shape):
+        stride = int(ranks.select(dim, 1).flatten()[0]) - first if size > 1 else 1
+        axes.append(Axis(stride, size))
+        expected = expected.unsqueeze(-1) + stride * torch.arange(size)
+    starts_at_0 = all(axis.stride > 0 and axis.coordinate(first) == 0 for axis in axes)
+    if not (starts_at_0 and torch.equal(ranks, expected)):
+        raise NotImplementedError(
+            f"weights live on several meshes, and {mesh} does not enumerate its ranks in "
+            "ascending, even steps; slice all of them from one init_device_mesh"
+        )
+    return tuple(axes)
+
+
+def _is_regular(mesh: DeviceMesh) -> bool:
+    try:
+        axes_of(mesh)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
+    """The axes of size 2 or more of all meshes, by descending stride.
+
+    Raises:
+        NotImplementedError: axes overlap, such as a flattened axis and one that it was made of; or
+            the ranks of a mesh don't ascend in even steps.
+    """
+    meshes = list(meshes)
+    union = sorted({a for mesh in meshes for a in axes_of(mesh) if a.size > 1}, reverse=True)
+    for outer, inner in pairwise(union):
+        if outer.stride % (inner.stride * inner.size):
+            shown = "; ".join(sorted({str(mesh) for mesh in meshes}))
+            raise NotImplementedError(
+                f"weights live on meshes whose axes overlap ({shown}); use meshes sliced from one "
+                "root mesh, and flattened axes for all weights or for none"
+            )
+    return union
 
 
 def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:

@@ -5,7 +5,7 @@ In this format a converted layer has two entries: ``NAME.weight`` in float8_e4m3
 inverted: ``weight ~= qdata * scale``.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,6 @@ from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.names import without_wrappers
 from fp8_dist.scaling import Blocks, whole_statistics
 from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
-
-
-class _Exported(NamedTuple):
-    """An exported weight. Both tensors are DTensors if the parameter is one."""
-
-    weight: torch.Tensor  # float8_e4m3fn, [N, K], on the device of the parameter
-    scale_inv: torch.Tensor  # fp32, [ceil(N / rows), ceil(K / columns)], replicated on all ranks
 
 
 def float8_state_dict(
@@ -72,7 +65,7 @@ def float8_state_dict(
         for module, name in parameter.users
         if name == "weight"
     }
-    made: dict[int, _Exported] = {}
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     found: dict[str, Any] = {}
     # get_model_state_dict reshards the parameters that FSDP2 has gathered.
     for name, value in get_model_state_dict(model).items():
@@ -189,10 +182,13 @@ def _is_left_out(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _export(layer: Float8Linear, gathered_as: torch.dtype | None) -> _Exported:
+def _export(
+    layer: Float8Linear, gathered_as: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast a layer's weight to float8 with the functions that cast it in a forward.
 
     ``gathered_as`` is the dtype in which FSDP2 gathers the weight in high precision, if it does.
+    The scales are the same on all ranks. Both tensors are DTensors if the parameter is one.
     """
     weight, parameter, scheme = layer.float8_weight, layer.weight, _blocks_of(layer)
     assert scheme is not None
@@ -212,7 +208,7 @@ def _export(layer: Float8Linear, gathered_as: torch.dtype | None) -> _Exported:
     if layout is not None:
         everywhere = (Replicate(),) * layout.mesh.ndim
         scales = Layout(layout.mesh, everywhere, scales.shape).wrap(scales)
-    return _Exported(with_local(parameter, qdata.to(home)), scales)
+    return with_local(parameter, qdata.to(home)), scales
 
 
 def _moved(state_dict: dict[str, Any], full_state_dict: bool, cpu_offload: bool) -> dict[str, Any]:
@@ -232,10 +228,7 @@ def _moved(state_dict: dict[str, Any], full_state_dict: bool, cpu_offload: bool)
 def _full(tensor: DTensor) -> torch.Tensor:
     """Gather a full tensor on the mesh's device; float8 as bytes, which every backend accepts."""
     local = local_tensor(tensor).detach().to(tensor.device_mesh.device_type)
-    if local.dtype is not torch.float8_e4m3fn:
-        whole = with_local(tensor, local)
-        assert isinstance(whole, DTensor)
-        return whole.full_tensor()
-    of_bytes = with_local(tensor, local.view(torch.uint8))
-    assert isinstance(of_bytes, DTensor)
-    return of_bytes.full_tensor().view(local.dtype)
+    is_float8 = local.dtype is torch.float8_e4m3fn
+    sent = with_local(tensor, local.view(torch.uint8) if is_float8 else local)
+    assert isinstance(sent, DTensor)
+    return sent.full_tensor().view(local.dtype)

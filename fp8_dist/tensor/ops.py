@@ -72,12 +72,13 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     turns = func in (aten.t.default, aten.transpose.int, aten.permute.default) and x.ndim == 2
     if turns and (turned := scheme.turned()) is not None:
         return _turn(x, moved, turned)
-    if isinstance(moved, torch.Tensor):
-        return _with_moved_scales(func, x, moved, [func(e, *rest, **kwargs) for e in _expanded(x)])
     scales = [func(e, *rest, **kwargs) for e in _expanded(x)]
-    parts = [list(each) for each in zip(*scales, strict=True)] or [[]] * len(moved)
-    pairs = zip(moved, parts, strict=True)
-    return [_with_moved_scales(func, x, qdata, scales) for qdata, scales in pairs]
+    if isinstance(moved, torch.Tensor):
+        return _with_moved_scales(func, x, moved, scales)
+    return [
+        _with_moved_scales(func, x, part, [each[i] for each in scales])
+        for i, part in enumerate(moved)
+    ]
 
 
 _PARTS = (
@@ -299,27 +300,22 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
         )
     _check_not_cut(func, x)  # DTensor pads the parts of some ranks before it gathers them
     # pad has a pair for each dim, the last dim first.
-    before, after = list(pad[::2]), list(pad[1::2])
     qdata, scales = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype), []
     for level, scale in zip(x.scheme.levels, x.scales, strict=True):
         if not level.is_scalar:
             fixed = _fixed_dims(level, x.ndim)
-            sides = [[0, 0] if x.ndim - 1 - i in fixed else [*n] for i, n in _pairs(before, after)]
+            sides = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
             # Scales are padded as bytes too, because torch can't pad all dtypes of scales.
-            scale = _padded(func, scale, [n for side in sides for n in side])
+            scale = _padded(func, scale, sides)
         scales.append(scale)
     blocked = {d for level in x.scheme.levels for d in _fixed_dims(level, x.ndim)}
-    in_front = any(n for i, n in enumerate(before) if x.ndim - 1 - i in blocked)
+    in_front = any(n for i, n in enumerate(pad[::2]) if x.ndim - 1 - i in blocked)
     has_blocks = any(level.has_blocks for level in x.scheme.levels)
     # Padding at the end is possible if the last blocks have room for it.
     shapes = x.scheme.scale_shapes(qdata.shape, x.start)
     if has_blocks and (in_front or [[*scale.shape] for scale in scales] != shapes):
         raise _no_scale_for(func, x)
     return x.rewrap(qdata=qdata, scale=tuple(scales))
-
-
-def _pairs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
-    return list(enumerate(zip(before, after, strict=True)))
 
 
 def _padded(func: Any, scale: torch.Tensor, pad: list[int]) -> torch.Tensor:

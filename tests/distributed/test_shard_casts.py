@@ -20,7 +20,7 @@ from fp8_dist import (
     convert_to_float8_training,
     update_float8_scales,
 )
-from fp8_dist.fsdp import shard_casts
+from fp8_dist.fsdp import gathers
 from fp8_dist.linear import float8_layers, weight
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.mesh import local_tensor
@@ -122,7 +122,7 @@ def evaluated_after_unnoticed_writes() -> tuple[list[str], list[int]]:
     for _ in range(2):
         for layer in float8_layers(world.net).values():
             layer.float8_weight.shard().data.mul_(-1)
-        with patch.object(shard_casts, "_cast_alike", wraps=shard_casts._cast_alike) as together:
+        with patch.object(gathers, "_cast_alike", wraps=gathers._cast_alike) as together:
             alone = gathered_alone(
                 world.net, lambda: wrong.extend(world.wrong_casts(lambda: evaluate(world.net)))
             )

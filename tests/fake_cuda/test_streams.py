@@ -21,7 +21,7 @@ from fp8_dist import (
     invalidate_float8_scales,
     update_float8_scales,
 )
-from fp8_dist.fsdp import shard_casts
+from fp8_dist.fsdp import gathers
 from fp8_dist.linear import weight
 from scripts.common.candidates import OURS
 from scripts.common.fake_cuda import streams
@@ -203,12 +203,12 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
             "memory of compute .* before all_gather_copy_in on .*; made at .*:(empty_copies|_quantize_each) .*",
         ),
         (
-            f"{shard_casts.__name__}.keep_for_current_stream",
+            f"{gathers.__name__}.keep_for_current_stream",
             dataclasses.replace(_INVALIDATED, parts=True, micro_batches=1),
             "memory of compute .* before cat on .*; made at .*/mesh/amax.py:_start .*",
         ),
         (
-            f"{shard_casts.__name__}.note_made",
+            f"{gathers.__name__}.note_made",
             Training("tensorwise", aside=True, micro_batches=1),
             "(all_gather_copy_in on .* reads what _cast_many|_scaled_mm on .* reads what _scaling) on .*",
         ),

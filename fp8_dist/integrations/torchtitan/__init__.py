@@ -3,7 +3,6 @@
 This package needs the package ``torchtitan``.
 """
 
-from fp8_dist.integrations.torchtitan.converter import Float8Converter
-from fp8_dist.integrations.torchtitan.parallelize import with_float8
+from fp8_dist.integrations.torchtitan.parallelize import Float8Converter, with_float8
 
 __all__ = ["Float8Converter", "with_float8"]

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.integrations.transformers import tp_styles
-from fp8_dist.tensor_parallel.plan_styles import (
+from fp8_dist.tensor_parallel.plans import (
     EmbeddingRowwiseParallel,
     check_plan_transport,
     colwise_style,
@@ -93,16 +93,6 @@ def declared_plan(model: nn.Module) -> dict[str, str]:
     of_model: dict[str, str] = getattr(model, "_tp_plan", None) or of_base
     # In transformers 4, the model's plan lacks the entries of the class, such as the head.
     return (getattr(type(model), "_tp_plan", None) or {}) | of_model
-
-
-def merges_embeddings(model: nn.Module) -> bool:
-    """Return whether a model merges embeddings of text and of other inputs, such as images.
-
-    The config of such a model contains the config of its decoder and the configs of other encoders.
-    """
-    config: Any = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", lambda: config)
-    return get_text_config() is not config
 
 
 def without_numbers(names: str) -> str:
@@ -398,7 +388,9 @@ def hf_tp_plan(
     """
     check_plan_transport(model, reduce_transport, sequence_parallel, "hf_tp_plan")
     structure = StructureReader(model, sequence_parallel).read()
-    if sequence_parallel and merges_embeddings(model):
+    config: Any = getattr(model, "config", None)
+    # The config of a model of several inputs contains that of its decoder.
+    if sequence_parallel and getattr(config, "get_text_config", lambda: config)() is not config:
         raise ValueError(
             f"hf_tp_plan: {type(model).__name__} merges other inputs, such as images, into its "
             "embeddings, which needs the whole sequence: give sequence_parallel=False"
@@ -408,18 +400,12 @@ def hf_tp_plan(
             f"hf_tp_plan: loss_parallel=True needs a head, and the plan of this "
             f"{type(model).__name__} has none: leave it out"
         )
-    _warn_of_replicated(structure)
-    return _styles(model, structure, sequence_parallel, loss_parallel, reduce_transport)
-
-
-def _styles(
-    model: nn.Module,
-    structure: Structure,
-    sequence_parallel: bool,
-    loss_parallel: bool,
-    transport: Encoding,
-) -> dict[str, ParallelStyle]:
-    """Make the plan of a model with a known structure."""
+    if blocks := dict.fromkeys(map(without_numbers, structure.replicated)):
+        warnings.warn(
+            "hf_tp_plan leaves routed experts as they are: every tensor-parallel rank keeps all of "
+            f"those in {', '.join(blocks)}, and computes all tokens",
+            stacklevel=2,
+        )
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     embedding = tp_styles.SequenceEmbedding if sequence_parallel else EmbeddingRowwiseParallel
     plan: dict[str, ParallelStyle] = {
@@ -431,11 +417,11 @@ def _styles(
         if block.in_replicated:  # the block reduce-scatters nothing
             plan |= _block_styles(model, block, Replicate(), None)
         else:
-            plan |= _block_styles(model, block, stream, transport)
+            plan |= _block_styles(model, block, stream, reduce_transport)
     if structure.head is not None:
         plan[structure.head] = colwise_style(
             model.get_submodule(structure.head),
-            transport,
+            reduce_transport,
             input_layouts=stream,
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
             use_local_output=not loss_parallel,
@@ -459,15 +445,18 @@ def _block_styles(
     model: nn.Module, block: Block, stream: Placement, transport: Encoding
 ) -> dict[str, ParallelStyle]:
     """Make the styles of a block, which reads and writes a stream, and of its layers."""
-    module = model.get_submodule(block.name)
-    readers = {name: module.get_submodule(name) for name in block.readers}
+    module: Any = model.get_submodule(block.name)
+    readers: dict[str, Any] = {name: module.get_submodule(name) for name in block.readers}
+    # The number of heads, or else of features, in the output of each reader.
+    size = int(getattr(module, "head_dim", 1))
+    parts = {name: layer.out_features // size for name, layer in readers.items()}
     style = prepare_style(
         readers,
         stream,
         transport,
         plain=tp_styles.BlockInput,
         float8=tp_styles.Float8BlockInput,
-        parts={} if block.gathers_outputs else _parts(module, readers),
+        parts={} if block.gathers_outputs else parts,
         # Llama 4 adds the output of routed experts to that of shared ones, in place.
         may_change_output=block.in_replicated,
     )
@@ -483,19 +472,3 @@ def _block_styles(
         # Dim 2 stands for the heads. These norms see full rows, whatever the order of the dims is.
         plan[f"{block.name}.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan
-
-
-def _parts(block: nn.Module, readers: dict[str, Any]) -> dict[str, int]:
-    """Return the number of heads (or features) in the output of each reader of a block."""
-    head_dim = int(getattr(block, "head_dim", 1))
-    return {name: layer.out_features // head_dim for name, layer in readers.items()}
-
-
-def _warn_of_replicated(structure: Structure) -> None:
-    blocks = dict.fromkeys(map(without_numbers, structure.replicated))
-    if blocks:
-        warnings.warn(
-            "hf_tp_plan leaves routed experts as they are: every tensor-parallel rank keeps all of "
-            f"those in {', '.join(blocks)}, and computes all tokens",
-            stacklevel=3,
-        )

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput
 from fp8_dist.tensor_parallel.inputs import ModuleInput
-from fp8_dist.tensor_parallel.plan_styles import EmbeddingRowwiseParallel, local_if_even
+from fp8_dist.tensor_parallel.plans import EmbeddingRowwiseParallel, local_if_even
 from fp8_dist.tensor_parallel.styles import CheckedStyle
 
 _Places = tuple[Placement, ...]

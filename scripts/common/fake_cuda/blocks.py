@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_dist import float8_layers
-from fp8_dist.fsdp.shard_casts import cast_together
+from fp8_dist.fsdp.gathers import cast_together
 from scripts.common.fake_cuda.counter import Counts, KernelCounter
 from scripts.common.fake_cuda.device import fake_tensors
 from scripts.common.fake_cuda.world import RANKS, meshes

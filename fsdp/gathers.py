@@ -1,4 +1,6 @@
-"""Batched casts of the shards that FSDP2 gathers in float8.
+"""Checks of weights, and casts of their shards, before FSDP2 gathers them in float8.
+
+Importing this module makes FSDP2 compare layers between ranks before its first gather.
 
 On a GPU, one launch per weight, on the stream that FSDP2 gathers from, costs more time than the
 cast of a shard itself. So the first gather that finds no cast of its shard casts the shards of all
@@ -7,22 +9,109 @@ layers without one. The other casts stay in the caches of their layers until the
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 
 from fp8_dist.cast import placed
 from fp8_dist.device import fuses_casts, is_captured, keep_for_current_stream
-from fp8_dist.fsdp.checks import group_of
-from fp8_dist.linear.weight import Float8Weight, note_made, weights_of
+from fp8_dist.linear.agreement import (
+    check_layers,
+    is_part_of_converted,
+    mark_compared,
+    needs_comparison,
+)
+from fp8_dist.linear.weight import Float8Weight, float8_modules, note_made, weights_of
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.scaling import Copy
 from fp8_dist.torch_internals import (
+    before_fsdp_gathers,
+    fsdp_groups,
+    fsdp_groups_of_module,
     fsdp_groups_of_same_root,
+    fsdp_is_running,
     fsdp_parameters,
+    fsdp_reshards_to_smaller_mesh,
+    fsdp_roots_of,
+    in_backward,
     is_selectively_checkpointed,
 )
 
-LARGEST_BUFFER = 2**30  # bytes
+# FSDP2's parameter group of each layer whose weight it gathers in float8. The layer itself, a child
+# of the sharded module, has no reference to its group.
+_groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary()
+
+LARGEST_BUFFER = 2**30  # bytes of the casts that share memory
+
+
+def _compare_between_ranks(group: Any) -> None:
+    """Compare the layers of the model that a parameter group belongs to, once.
+
+    This includes layers whose weights FSDP2 gathers in high precision, because their forward
+    reduces amaxes.
+    """
+    if not any(needs_comparison(module) for module in group.modules):
+        return
+    for module in filter(needs_comparison, fsdp_roots_of(group)):
+        modules = float8_modules(module)
+        # A rank that has converted only other parts of the model takes part too.
+        if modules or is_part_of_converted(module):
+            check_layers(module, modules, "FSDP2's first gather")
+        else:
+            mark_compared(module)
+
+
+before_fsdp_gathers(
+    _compare_between_ranks, "layers are not compared between ranks before FSDP2's first gather"
+)
+
+
+def reshard(module: nn.Module, caller: str) -> None:
+    """Reshard all FSDP modules, which puts their sharded parameters back in place."""
+    names = {m: n or "the root" for n, m in module.named_modules() if isinstance(m, FSDPModule)}
+    groups = {part: fsdp_groups_of_module(part) for part in names}
+    for part, name in names.items() if in_backward() else ():
+        if any(map(fsdp_is_running, groups[part])):
+            raise ValueError(
+                f"{caller}: called within a backward of {name} (from a hook?), which still needs "
+                "what FSDP2 has gathered; call it after optimizer.step(), or attach it "
+                "(attach_update)"
+            )
+    for part, name in names.items():
+        for group in groups[part]:
+            if any(parameter.has_hooks for parameter in fsdp_parameters([group])):
+                _check_reshards(group, name)
+        part.reshard()
+
+
+def check_layer(layer: nn.Module, name: str) -> None:
+    """Check a layer whose weight FSDP2 is about to gather."""
+    if layer not in _groups or _groups[layer]() is None:  # first gather: look up all layers at once
+        for group in fsdp_groups():
+            for parameter in fsdp_parameters([group]):
+                if parameter.has_hooks:
+                    _groups.update((module, ref(group)) for module, _ in parameter.users)
+    if (group := group_of(layer)) is not None:
+        _check_reshards(group, name)
+
+
+def group_of(layer: nn.Module) -> Any:
+    """Return FSDP2's parameter group of a layer; None before :func:`check_layer` has found it."""
+    group = _groups.get(layer)
+    return None if group is None else group()
+
+
+def _check_reshards(group: Any, name: str) -> None:
+    # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh. Here the
+    # output is float8 bytes, so it would fail with an error about dtypes that require gradients.
+    if fsdp_reshards_to_smaller_mesh(group):
+        raise ValueError(
+            f"{name}: fully_shard(..., reshard_after_forward=<int>) can't reshard weights "
+            "that it gathers in float8 to a smaller mesh; use True or False there, or leave "
+            "enable_fsdp_float8_all_gather off"
+        )
 
 
 def cast_together(weight: Float8Weight, evaluates: bool) -> None:
@@ -34,7 +123,7 @@ def cast_together(weight: Float8Weight, evaluates: bool) -> None:
     nothing, and the gather casts its shard alone.
 
     Args:
-        layer: the layer whose weight is gathered.
+        weight: the weight that is gathered.
         evaluates: the gather belongs to an evaluation, which does not use earlier casts.
 
     Collectives: none.
