@@ -225,13 +225,14 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
 
         convert_to_float8_training(model, module_filter_fn=skip_head(model))
 
+    To combine it with another filter, call both in a function of a module and its FQN.
+
     Args:
         model: the model that will be converted. Without it, heads are recognized by their names
             alone.
 
     Returns:
-        The filter. Combine it with another one by ``lambda m, fqn: not_head(m, fqn) and other(m,
-        fqn)``.
+        The filter.
 
     Raises:
         TypeError: ``model`` is not an nn.Module.
