@@ -2,6 +2,7 @@
 
 from fp8_dist.scaling.blocks import Blocks, as_matrix, turned
 from fp8_dist.scaling.dense import Dense, covering
+from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.operators import (
     cast,
     empty_scales,
@@ -22,11 +23,9 @@ from fp8_dist.scaling.reduction import (
 from fp8_dist.scaling.scheme import (
     Copy,
     GemmOptions,
-    Level,
     Quantized,
     Scales,
     Scheme,
-    Start,
     Statistics,
     common_start,
     scheme_named,

@@ -31,13 +31,12 @@ from fp8_dist.mesh import (
     narrowed,
     sharded_dim,
 )
+from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import (
     GemmOptions,
-    Level,
     Quantized,
     Scales,
     Scheme,
-    Start,
     Statistics,
 )
 

@@ -19,14 +19,12 @@ from fp8_dist.kernels import (
     scaled_mm,
     scaling_from_amax,
 )
+from fp8_dist.scaling.level import DimsLevel, Level, Start
 from fp8_dist.scaling.scheme import (
-    DimsLevel,
     GemmOptions,
-    Level,
     Quantized,
     Scales,
     Scheme,
-    Start,
     Statistics,
 )
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fp8_dist.kernels import custom_op, empty_copies
 from fp8_dist.scaling.blocks import as_matrix, turned
+from fp8_dist.scaling.level import Start
 from fp8_dist.scaling.scheme import (
     GemmOptions,
     Quantized,
     Scales,
     Scheme,
-    Start,
     Statistics,
     scheme_named,
 )

@@ -17,7 +17,8 @@ from fp8_dist.mesh import (
     narrowed,
     sharded_dim,
 )
-from fp8_dist.scaling.scheme import Level, Scheme, Statistics, cut_blocks
+from fp8_dist.scaling.level import Level, cut_blocks
+from fp8_dist.scaling.scheme import Scheme, Statistics
 
 
 class Placed(NamedTuple):

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8_dist.kernels import blocks_along, expanded, powers_of_2, transposed_copy
 from fp8_dist.mesh import (
@@ -27,125 +26,15 @@ from fp8_dist.mesh import (
     is_packed,
     local_sizes,
     narrowed,
-    shard_starts,
     sharded_dim,
 )
+from fp8_dist.scaling.level import Level, Start, axes_of_level, cut_blocks
 from fp8_dist.torch_internals import cached_but_in_graphs
 
 Statistics = tuple[Tensor, ...]  # one per level, fp32 or uint8
 Scales = tuple[Tensor, ...]  # one per level, in the dtype of that level
-# Offset of a part of a tensor within its first blocks: (row, column).
-Start = tuple[int, int]
 # Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
 GemmOptions = tuple[bool, bool, bool]
-
-
-@dataclass(frozen=True)
-class Level:
-    """One statistic, and one scale, for each block of a tensor ``[..., M, K]``.
-
-    Attributes:
-        rows, columns: the size of a block along M and K, or ``None`` for the whole dim.
-        leading: the size of a block along each dim before these: 1, or ``None`` for the whole dim.
-        statistic: the dtype of the statistic, fp32 or uint8. Values are not negative, and their
-            bits, read as integers, must be in the order of the values.
-        scale: the dtype of the scale.
-
-    Examples: ``Level(None, None, None)`` has one scale per tensor, 0-dim; ``Level(1, None)`` one
-    per row, ``[..., M, 1]``; ``Level(1, 16)`` one per 16 values of a row, ``[..., M, K / 16]``;
-    ``Level(None, None)`` one per matrix, ``[..., 1, 1]``.
-    """
-
-    rows: int | None
-    columns: int | None
-    leading: int | None = 1
-    statistic: torch.dtype = torch.float32
-    scale: torch.dtype = torch.float32
-
-    def block(self, dim: int, ndim: int) -> int | None:
-        """The size of a block along a dim of a tensor, or ``None`` for the whole dim."""
-        if dim == ndim - 1:
-            return self.columns
-        return self.rows if dim == ndim - 2 else self.leading
-
-    @property
-    def is_scalar(self) -> bool:
-        """Whether one 0-dim scale covers the whole tensor."""
-        return self.rows is None and self.columns is None and self.leading is None
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether a block has several, but not all, indices along M or K."""
-        return (self.rows or 1) > 1 or (self.columns or 1) > 1
-
-    @property
-    def follows_rows(self) -> bool:
-        """Whether each scale belongs to a single row, ``[..., C]``, and can move with it."""
-        return self.rows == 1 and self.leading == 1
-
-    def shape(self, shape: Sequence[int], start: Start = (0, 0)) -> list[int]:
-        """The shape of the scales of a tensor, or of a part that begins at ``start``."""
-        if self.is_scalar:
-            return []
-        ndim, counts = len(shape), []
-        for dim, n in enumerate(shape):
-            block = self.block(dim, ndim)
-            if block is None or block == 1:
-                counts.append(1 if block is None else n)
-            else:
-                counts.append(blocks_along(n, block, start[dim - ndim] % block))
-        return counts
-
-    def offset(self, offset: Sequence[int]) -> list[int]:
-        """The offset of the scales of a part that begins at ``offset``."""
-        if self.is_scalar:
-            return []
-        blocks = [self.block(dim, len(offset)) for dim in range(len(offset))]
-        return [0 if b is None else n // b for n, b in zip(offset, blocks, strict=True)]
-
-    def amax(self, x: Tensor, start: Start = (0, 0)) -> Tensor:
-        """The largest magnitude in each block of a local tensor, fp32.
-
-        It is NaN if a value is NaN, and 0 for a block without values.
-        """
-        found = x.abs().to(torch.float32)
-        for dim, size in enumerate(x.shape):
-            block, first, count = self.block(dim, x.ndim), 0, 1
-            if block == 1:
-                continue
-            if block is None:
-                block = max(size, 1)
-            else:
-                first = start[dim - x.ndim] % block
-                count = blocks_along(size, block, first)
-            missing = [first, count * block - first - size]
-            found = pad(found, [0, 0] * (x.ndim - 1 - dim) + missing)
-            found = found.unflatten(dim, (count, block)).amax(dim + 1)
-        return found.view(self.shape(x.shape, start))
-
-    def covered_dims(self, ndim: int) -> tuple[int, ...] | None:
-        """The dims that a scale covers completely; ``None`` means all dims."""
-        if self.is_scalar:
-            return None
-        return tuple([dim for dim in range(ndim) if self.block(dim, ndim) is None])
-
-
-@dataclass(frozen=True)
-class DimsLevel(Level):
-    """One fp32 scale for each index of the dims that are not ``covered``."""
-
-    covered: tuple[int, ...] = ()
-
-    def block(self, dim: int, ndim: int) -> int | None:
-        return None if dim in self.covered else 1
-
-    @property
-    def is_scalar(self) -> bool:
-        return False
-
-    @property
-    def follows_rows(self) -> bool:
-        return False
 
 
 class Quantized(NamedTuple):
@@ -587,12 +476,6 @@ def _sharded_block_dims(scheme: Scheme, layout: Layout) -> bool:
     return any(dim % ndim in sharded for dim in _blocked_dims(scheme) if ndim + dim >= 0)
 
 
-def cut_blocks(layout: Layout, dim: int, block: int) -> tuple[int, ...]:
-    """Indices of the blocks along a dim that shards cut; the same on all ranks."""
-    starts = shard_starts(layout, dim)
-    return tuple(sorted({start // block for start in starts if start % block}))
-
-
 @cached_but_in_graphs
 def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
     """Whether shards cut blocks. The result is the same on all ranks."""
@@ -628,15 +511,4 @@ def _check_pieces(scheme: Scheme, layout: Layout) -> None:
 
 @cached_but_in_graphs
 def _axes(scheme: Scheme, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    return tuple([_axes_of_level(level, layout) for level in scheme.levels])
-
-
-def _axes_of_level(level: Level, layout: Layout) -> tuple[int, ...]:
-    ndim = len(layout.shape)
-    dims = [sharded_dim(p, ndim) for p in layout.placements]
-    blocks = {dim: level.block(dim, ndim) for dim in dims if dim is not None}
-    in_blocks = {dim: block for dim, block in blocks.items() if block is not None and block > 1}
-    shared = {dim for dim, block in blocks.items() if block is None}
-    if any(cut_blocks(layout, dim, block) for dim, block in in_blocks.items()):
-        shared |= set(in_blocks)  # a cut block may have parts along both dims
-    return tuple([i for i, dim in enumerate(dims) if dim in shared and layout.mesh.size(i) > 1])
+    return tuple([axes_of_level(level, layout) for level in scheme.levels])
