@@ -1,7 +1,7 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -19,11 +19,12 @@ from fp8_dist.scaling import (
     common_start,
     covering,
     measure,
+    planned,
     reduced_statistics,
     reduction_groups,
 )
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.torch_internals import cached_but_in_graphs, has_functorch_transforms
+from fp8_dist.torch_internals import has_functorch_transforms
 
 # The statistics of a tensor for each scheme, and its float8 copies.
 Known = dict[Scheme, Statistics]
@@ -132,23 +133,6 @@ def _check_dim(
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-class _Plan(NamedTuple):
-    """The distinct schemes of some copies; each copy's index among them, and its memory layout."""
-
-    schemes: list[Scheme]
-    of: list[int]
-    transposed: list[bool]
-
-
-@cached_but_in_graphs
-def planned(copies: tuple[Copy, ...]) -> _Plan:
-    """Return the plan for making several copies of a tensor at once."""
-    schemes = {copy.scheme.key: copy.scheme for copy in copies}
-    keys = list(schemes)
-    of = [keys.index(copy.scheme.key) for copy in copies]
-    return _Plan(list(schemes.values()), of, [copy.transposed for copy in copies])
-
-
 def quantize(
     tensor: torch.Tensor, scheme: Scheme, within: tuple[int, ...] | None = None
 ) -> Quantized:
@@ -206,9 +190,7 @@ def cast_copies(
         return known, made
     statistics = [statistics_of(x, plan.schemes[0], layout, within)] if reduces else None
     start = common_start(plan.schemes, layout)
-    every, scales, data = cast(
-        x, plan.schemes, statistics, start, plan.of, plan.transposed, fits=reduces
-    )
+    every, scales, data = cast(x, plan, statistics, start, fits=reduces)
     known = {} if every is None else dict(zip(plan.schemes, every, strict=True))
     return known, as_copies(x, copies, data, scales, layout)
 
@@ -223,7 +205,7 @@ def cast_by(
     plan = planned(tuple(copies))
     statistics = [known[scheme] for scheme in plan.schemes]
     start = common_start(plan.schemes, layout)
-    _, scales, data = cast(x, plan.schemes, statistics, start, plan.of, plan.transposed)
+    _, scales, data = cast(x, plan, statistics, start)
     return as_copies(x, copies, data, scales, layout)
 
 

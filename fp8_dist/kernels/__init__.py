@@ -28,6 +28,7 @@ from fp8_dist.kernels.blocks import (
 from fp8_dist.kernels.custom_op import CustomOp as CustomOp, custom_op as custom_op
 from fp8_dist.kernels.gemm import (
     ALIGNMENT as ALIGNMENT,
+    GemmOptions as GemmOptions,
     block_scaled_mm as block_scaled_mm,
     needs_alignment as needs_alignment,
     scaled_mm as scaled_mm,

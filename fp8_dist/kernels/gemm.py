@@ -25,6 +25,8 @@ from fp8_dist.torch_internals import native_scaled_mm
 from fp8_dist.warn import warn_once
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
+# Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
+GemmOptions = tuple[bool, bool, bool]
 
 
 def needs_alignment(device: torch.device, emulate: bool) -> bool:
@@ -63,15 +65,14 @@ def scaled_mm_with(
     scale_a: Tensor,
     scale_b: Tensor,
     out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    pad_inner_dim: bool,
-    emulate: bool,
+    options: GemmOptions,
 ) -> Tensor:
     """Implement :func:`scaled_mm` with the given emulation.
 
     Args:
         emulated: computes the product in a wider type from the arguments ``a`` to ``out_dtype``.
     """
+    use_fast_accum, pad_inner_dim, emulate = options
     per_element = _check_scales(a, b, scale_a, scale_b)
     (rows, inner), columns = a.shape, b.shape[1]
     if not (rows and inner and columns):
@@ -96,7 +97,7 @@ def scaled_mm_with(
 
 
 def _empty_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, *_: bool
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, _: GemmOptions
 ) -> Tensor:
     _check_scales(a, b, scale_a, scale_b)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
@@ -104,7 +105,7 @@ def _empty_product(
 
 @custom_op(
     "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType out_dtype, "
-    "bool use_fast_accum, bool pad_inner_dim, bool emulate) -> Tensor",
+    "bool[] options) -> Tensor",
     fake=_empty_product,
 )
 def scaled_mm(
@@ -113,9 +114,7 @@ def scaled_mm(
     scale_a: Tensor,
     scale_b: Tensor,
     out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    pad_inner_dim: bool,
-    emulate: bool,
+    options: GemmOptions,
 ) -> Tensor:
     """Compute ``(a * scale_a) @ (b * scale_b)`` for local float8 data.
 
@@ -127,9 +126,9 @@ def scaled_mm(
         scale_b: fp32, 0-dim, ``[1, N]`` or ``[K, N]``. The product is computed in fp32 for
             ``[K, N]``.
         out_dtype: dtype of the result.
-        use_fast_accum: see ``torch._scaled_mm``.
-        pad_inner_dim: pad K and N with zeros if :func:`needs_alignment` is true.
-        emulate: compute in a wider type even on devices with a float8 GEMM.
+        options: ``use_fast_accum``, see ``torch._scaled_mm``; ``pad_inner_dim``, whether to pad K
+            and N with zeros if :func:`needs_alignment` is true; ``emulate``, whether to compute in
+            a wider type even on devices with a float8 GEMM.
 
     Returns:
         ``[M, N]``, contiguous.
@@ -138,8 +137,7 @@ def scaled_mm(
         ValueError: a scale varies along K but not per element, or the device does not support the
             dims or the dtypes.
     """
-    options = (out_dtype, use_fast_accum, pad_inner_dim, emulate)
-    return scaled_mm_with(emulated_mm, a, b, scale_a, scale_b, *options)
+    return scaled_mm_with(emulated_mm, a, b, scale_a, scale_b, out_dtype, options)
 
 
 def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:

@@ -46,7 +46,7 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Copy, Quantized, Scheme, Start, cast, multiply
+from fp8_dist.scaling import Copy, Quantized, Scheme, Start, cast, multiply, planned
 from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -390,7 +390,7 @@ def _recast(
     _, scheme, start, is_cut = form
     assert scheme is not None
     local, known, after = local_tensor(weight), [tuple(statistics)], local_tensor(grad)
-    _, (scales,), (qdata,) = cast(local, (scheme,), known, start, [0], [False], after=after)
+    _, (scales,), (qdata,) = cast(local, planned((Copy(scheme),)), known, start, after=after)
     w = Quantized(qdata, scales, scheme, start, is_cut)
     if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
         copy = Copy(scheme)

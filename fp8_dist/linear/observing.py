@@ -20,11 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8_dist.cast import Copies
 from fp8_dist.config import Float8LinearConfig
+from fp8_dist.kernels import GemmOptions
 from fp8_dist.linear.queries import owner_of, query
 from fp8_dist.mesh import local_tensor, with_local
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import (
-    GemmOptions,
     Quantized,
     Scheme,
     Start,

@@ -240,10 +240,9 @@ def prepare_gradients(
         grad = _moved_in_high_precision(grad, placements)
         operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
     within = () if spec.config.amax_scope == "rank" else None
-    w, x = folds.get("grad_input"), folds.get("grad_weight")
     second = spec.config.copies("grad_output", grad.device).get("grad_weight")
     transposed = second is not None and second.transposed
-    folded = folded_gradients(grad, scheme, placements, w, x, within, transposed, spec.owner)
+    folded = folded_gradients(grad, scheme, placements, folds, within, transposed, spec.owner)
     return operands | folded
 
 

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.cast import Copies, Known, as_copies, flat_copies, planned
+from fp8_dist.cast import Copies, Known, as_copies, flat_copies
 from fp8_dist.kernels import CustomOp, empty_copies
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.scaling import (
@@ -28,6 +28,7 @@ from fp8_dist.scaling import (
     common_start,
     empty_scales,
     empty_statistics,
+    planned,
     scheme_named,
     unshared,
 )

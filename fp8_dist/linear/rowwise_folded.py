@@ -37,6 +37,7 @@ have kept them.
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -55,8 +56,7 @@ def folded_gradients(
     grad: torch.Tensor,
     scheme: Scheme,
     placements: Placements | None,
-    weight: Quantized | None,
-    input: Quantized | None,
+    right: Mapping[Gemm, Quantized],
     within: tuple[int, ...] | None,
     transposed: bool,
     owner: Owner,
@@ -67,9 +67,8 @@ def folded_gradients(
         grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
         scheme: the scheme of grad_output, with one scale per row.
         placements: as in :func:`fp8_dist.linear.operands.prepare_gradients`.
-        weight: the local weight ``[N, K]`` with scales s; ``None`` if g1 is not needed.
-        input: the local input ``[..., K]`` with scales t, as the GEMM of grad_weight takes it;
-            ``None`` if g2 is not needed.
+        right: the right operand of each GEMM: for grad_input the local weight ``[N, K]`` with
+            scales s, for grad_weight the local input ``[..., K]`` with scales t.
         within: as in :func:`fp8_dist.cast.cast_copies`.
         transposed: write g2 transposed, if the gradient is local.
 
@@ -82,6 +81,7 @@ def folded_gradients(
     per column.
     """
     grad = _with_whole_rows(grad, placements)
+    weight, input = right.get("grad_input"), right.get("grad_weight")
     s = None if weight is None else weight.scales[0].reshape(-1)
     t = None if input is None else input.scales[0]
     if isinstance(grad, DTensor):
@@ -91,10 +91,8 @@ def folded_gradients(
         matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
         rows = None if t is None else t.reshape(-1)
         made = iter(fold_gradient(matrix, scheme.dtype, s, rows, transposed))
-    operand = input if weight is None else weight
-    assert operand is not None
     # Their shape is one that a GPU's GEMM accepts together with scales of rows.
-    ones = unit_scales(operand.qdata)
+    ones = unit_scales(next(iter(right.values())).qdata)
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     if weight is not None:
         left = Quantized(next(made), (next(made),), scheme)
@@ -104,7 +102,7 @@ def folded_gradients(
         left = Quantized(g2.t() if transposed else g2, (next(made),), scheme.second)
         operands["grad_weight"] = left, _unscaled(input, ones)
     if is_observed():
-        operands = _observed(operands, grad, placements, weight, input, owner)
+        operands = _observed(operands, grad, placements, right, owner)
     return operands
 
 
@@ -155,8 +153,7 @@ def _observed(
     operands: dict[Gemm, tuple[Quantized, Quantized]],
     grad: torch.Tensor,
     placements: Placements | None,
-    weight: Quantized | None,
-    input: Quantized | None,
+    right: Mapping[Gemm, Quantized],
     owner: Owner,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     """Show g1 and g2 to observers, with the high-precision gradient times the folded scales.
@@ -173,16 +170,16 @@ def _observed(
         return local_tensor(gathered.redistribute(placements=layout.placements))
 
     shown = {}
-    for gemm, (left, right) in operands.items():
-        qdata, (scale,) = left.qdata, left.scales
-        if gemm == "grad_input" and weight is not None:
-            folds, scale = weight.scales[0].reshape(-1), own(scale)
-        elif input is not None:
-            folds = own(input.scales[0].reshape(*qdata.shape[:-1], 1))
+    for gemm, (left, unscaled) in operands.items():
+        (qdata, (scale,), *_), folded_in = left, right[gemm].scales[0]
+        if gemm == "grad_input":
+            folds, scale = folded_in.reshape(-1), own(scale)
+        else:
+            folds = own(folded_in.reshape(*qdata.shape[:-1], 1))
         part = own(as_bytes(qdata)).view(qdata.dtype)
         folded, low = high.reshape(part.shape) * folds, Quantized(part, (scale,), left.scheme)
         carrier = observe(owner, "grad_output", (gemm,), folded, low, False, left.scales[0])
-        shown[gemm] = (left._replace(scales=(carrier,)), right)
+        shown[gemm] = (left._replace(scales=(carrier,)), unscaled)
     return shown
 
 

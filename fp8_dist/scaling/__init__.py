@@ -1,5 +1,6 @@
 """Scaling schemes: what a scale covers, and how data is cast, moved and multiplied with scales."""
 
+from fp8_dist.kernels import GemmOptions
 from fp8_dist.scaling.blocks import Blocks, as_matrix, turned
 from fp8_dist.scaling.dense import Dense, covering
 from fp8_dist.scaling.level import Level, Start
@@ -21,18 +22,20 @@ from fp8_dist.scaling.reduction import (
     whole_statistics,
 )
 from fp8_dist.scaling.scheme import (
+    CastPlan,
     Copy,
-    GemmOptions,
     Quantized,
     Scales,
     Scheme,
     Statistics,
     common_start,
+    planned,
     scheme_named,
 )
 
 __all__ = [
     "Blocks",
+    "CastPlan",
     "Copy",
     "Dense",
     "GemmOptions",
@@ -53,6 +56,7 @@ __all__ = [
     "measure",
     "message_dtype",
     "multiply",
+    "planned",
     "reduced_statistics",
     "reduction_groups",
     "scheme_named",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
+    GemmOptions,
     block_exponents,
     block_exponents_of_each,
     block_scaled_mm,
@@ -33,7 +34,6 @@ from fp8_dist.mesh import (
 )
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import (
-    GemmOptions,
     Quantized,
     Scales,
     Scheme,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
+    GemmOptions,
     amax,
     amax_of_each,
     amaxes,
@@ -21,7 +22,7 @@ from fp8_dist.kernels import (
 )
 from fp8_dist.scaling.level import DimsLevel, Level, Start
 from fp8_dist.scaling.scheme import (
-    GemmOptions,
+    CastPlan,
     Quantized,
     Scales,
     Scheme,
@@ -148,27 +149,24 @@ class Dense(Scheme):
     def cast_with(
         self,
         x: Tensor,
-        schemes: Sequence[Scheme],
+        plan: CastPlan,
         statistics: Sequence[Statistics],
         start: Start,
-        of: Sequence[int],
-        transposed: Sequence[bool],
         fits: bool,
     ) -> tuple[list[Scales], list[Tensor]] | None:
-        kinds = _in_one_pass(schemes)
+        kinds = _in_one_pass(plan.schemes)
         if kinds is None or len({(each.dtype, each.power_of_2) for each in kinds}) > 1:
             return None
         values, n = [value for (value,) in statistics], 2 * len(kinds)
-        flat = cast_copies(
-            x, values, self.dtype, self.power_of_2, of, transposed, saturate=not fits
-        )
+        layouts = plan.of, plan.transposed
+        flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=not fits)
         return [(each,) for each in flat[1:n:2]], flat[n:]
 
     def multiply(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
     ) -> Tensor:
         (a,), (b,) = left.scales, right.scales
-        return scaled_mm(left.qdata, right.qdata, a, b, out_dtype, *options)
+        return scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
 
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8_dist.kernels import custom_op, empty_copies
+from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
 from fp8_dist.scaling.blocks import as_matrix, turned
 from fp8_dist.scaling.level import Start
 from fp8_dist.scaling.scheme import (
-    GemmOptions,
+    CastPlan,
     Quantized,
     Scales,
     Scheme,
@@ -42,11 +42,9 @@ def _measure(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statist
 
 def cast(
     x: Tensor,
-    schemes: Sequence[Scheme],
+    plan: CastPlan,
     statistics: Sequence[Statistics] | None,
     start: Start,
-    of: Sequence[int],
-    transposed: Sequence[bool],
     *,
     fits: bool = False,
     after: Tensor | None = None,
@@ -54,10 +52,9 @@ def cast(
     """Cast a local tensor to copies; in a graph, by one operator.
 
     Args:
-        schemes, statistics: the schemes of the copies, and the statistics for each scheme.
+        statistics: the statistics for each scheme of the plan.
         start: the :func:`common_start` of the schemes.
-        transposed, fits: as in :meth:`Scheme.cast`.
-        of: for each copy, the index of its scheme.
+        fits: as in :meth:`Scheme.cast`.
         after: a tensor that a graph must compute before this cast, and that keeps the graph from
             merging this cast with an earlier one.
 
@@ -66,24 +63,24 @@ def cast(
         the data of the copies.
     """
     if not torch.compiler.is_compiling():
-        return _cast(x, schemes, statistics, start, of, transposed, fits)
+        return _cast(x, plan, statistics, start, fits)
+    schemes = plan.schemes
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
         # An operator of its own, because selective checkpointing saves statistics.
         statistics, fits = measure(x, schemes, start), True
     known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
-    flat = cast_operator.overload(x, known, keys, start, of, transposed, fits, after)
+    flat = cast_operator.overload(x, known, keys, start, plan.of, plan.transposed, fits, after)
     return statistics, *_by_scheme(schemes, flat)
 
 
 def _cast(
     x: Tensor,
-    schemes: Sequence[Scheme],
+    plan: CastPlan,
     statistics: Sequence[Statistics] | None,
     start: Start,
-    of: Sequence[int],
-    transposed: Sequence[bool],
     fits: bool,
 ) -> tuple[Sequence[Statistics], list[Scales], list[Tensor]]:
+    schemes, of, transposed = plan
     first = schemes[0]
     if len(schemes) == 1:
         known = None if statistics is None else statistics[0]
@@ -91,7 +88,7 @@ def _cast(
         return [found], [scales], data
     if statistics is None:
         statistics, fits = first.measure_with(x, schemes, start), True
-    made = first.cast_with(x, schemes, statistics, start, of, transposed, fits)
+    made = first.cast_with(x, plan, statistics, start, fits)
     if made is not None:
         return statistics, *made
     every: list[Scales] = []
@@ -189,7 +186,8 @@ def cast_operator(
     """Operator of :func:`cast`. Returns the scales of each scheme, then the data of each copy."""
     each = [scheme_named(key) for key in schemes]
     known = _by_scheme(each, statistics)[0] if statistics else None
-    _, scales, data = _cast(x, each, known, (start[0], start[1]), of, transposed, fits)
+    plan = CastPlan(each, of, transposed)
+    _, scales, data = _cast(x, plan, known, (start[0], start[1]), fits)
     # An operator must not return its arguments, and scales may be statistics or views of them.
     return [*unshared([s for own in scales for s in own], statistics), *data]
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_dist.kernels import blocks_along, expanded, powers_of_2, transposed_copy
+from fp8_dist.kernels import GemmOptions, blocks_along, expanded, powers_of_2, transposed_copy
 from fp8_dist.mesh import (
     Layout,
     global_offset,
@@ -33,8 +33,6 @@ from fp8_dist.torch_internals import cached_but_in_graphs
 
 Statistics = tuple[Tensor, ...]  # one per level, fp32 or uint8
 Scales = tuple[Tensor, ...]  # one per level, in the dtype of that level
-# Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
-GemmOptions = tuple[bool, bool, bool]
 
 
 class Quantized(NamedTuple):
@@ -63,6 +61,23 @@ class Copy(NamedTuple):
 
     scheme: "Scheme"
     transposed: bool = False
+
+
+class CastPlan(NamedTuple):
+    """The distinct schemes of some copies; each copy's index among them, and its memory layout."""
+
+    schemes: Sequence["Scheme"]
+    of: Sequence[int]
+    transposed: Sequence[bool]
+
+
+@cached_but_in_graphs
+def planned(copies: tuple[Copy, ...]) -> CastPlan:
+    """Return the plan for making several copies of a tensor at once."""
+    schemes = {copy.scheme.key: copy.scheme for copy in copies}
+    keys = list(schemes)
+    of = [keys.index(copy.scheme.key) for copy in copies]
+    return CastPlan(list(schemes.values()), of, [copy.transposed for copy in copies])
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,18 +322,15 @@ class Scheme:
     def cast_with(
         self,
         x: Tensor,
-        schemes: Sequence["Scheme"],
+        plan: CastPlan,
         statistics: Sequence[Statistics],
         start: Start,
-        of: Sequence[int],
-        transposed: Sequence[bool],
         fits: bool,
     ) -> tuple[list[Scales], list[Tensor]] | None:
         """:meth:`cast` to copies of several schemes, of which ``self`` is the first, in one pass.
 
-        ``start`` is their :func:`common_start`, and ``of[i]`` the index of the scheme of copy i.
-        Returns the scales of each scheme and the data of each copy, or ``None`` if one pass is not
-        enough.
+        ``start`` is their :func:`common_start`. Returns the scales of each scheme and the data of
+        each copy, or ``None`` if one pass is not enough.
         """
         return None
 
