@@ -318,6 +318,8 @@ class Float8Linear(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars and prefix + "weight" in destination:  # not if parametrized
+            destination[prefix + "weight"] = self.float8_weight.plain(self.weight)
         # Histories are in the metadata, because the keys must be nn.Linear's. load_state_dict
         # passes the metadata back.
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
