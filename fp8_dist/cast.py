@@ -177,7 +177,9 @@ def cast_copies(
     """
     x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
     plan = planned(tuple(copies))
-    reduces = any(bool(reduction_groups(s, layout, within)) for s in plan.schemes)
+    reduces = layout is not None and any(
+        [bool(reduction_groups(s, layout, within)) for s in plan.schemes]
+    )
     if reduces and len(plan.schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.
@@ -231,6 +233,8 @@ def as_copies(
 
 def placed(qdata: torch.Tensor, scales: Scales, scheme: Scheme, layout: Layout | None) -> Quantized:
     """Combine the float8 data of a rank's part of a tensor with its scales and its position."""
+    if layout is None:
+        return Quantized(qdata, scales, scheme)
     return Quantized(qdata, scales, scheme, scheme.start(layout), scheme.is_cut(layout))
 
 

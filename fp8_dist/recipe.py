@@ -53,9 +53,11 @@ class Recipe:
     ) -> None:
         self.folds = folds
         self.uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
+        # Equal schemes become one object, which is faster to find in a dict.
+        one_of = {scheme: scheme for scheme in table.values()}
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
-                self.uses[operand][gemm] = table[operand, gemm]
+                self.uses[operand][gemm] = one_of[table[operand, gemm]]
         used = {operand: dict.fromkeys(uses.values()) for operand, uses in self.uses.items()}
         self.schemes = {o: tuple(scheme for scheme in each if scheme) for o, each in used.items()}
         self._check_operands()
@@ -72,17 +74,16 @@ class Recipe:
         return self._copies[int(not emulate and takes_transposed(device))][operand]
 
     def _copies_of(self, transposes: bool) -> dict[Operand, dict[Gemm, Copy]]:
-        return {
-            operand: {
-                gemm: Copy(
-                    scheme,
-                    transposes and is_second(operand, gemm) and not scheme.is_recast_for_rows,
-                )
-                for gemm, scheme in uses.items()
-                if scheme
-            }
-            for operand, uses in self.uses.items()
-        }
+        found: dict[Operand, dict[Gemm, Copy]] = {}
+        one_of: dict[Copy, Copy] = {}
+        for operand, uses in self.uses.items():
+            found[operand] = {}
+            for gemm, scheme in uses.items():
+                if scheme:
+                    second = is_second(operand, gemm) and not scheme.is_recast_for_rows
+                    copy = Copy(scheme, transposes and second)
+                    found[operand][gemm] = one_of.setdefault(copy, copy)
+        return found
 
     def _gather_scheme(self, operand: Operand) -> Scheme | None:
         first, second = self.uses[operand].values()

@@ -109,10 +109,11 @@ class _Form(NamedTuple):
         return [flat[i] for i in self.places]
 
     def operand(self, flat: Sequence[torch.Tensor]) -> Local:
-        first, *scales = self.tensors(flat)
-        if self.scheme is None:
+        first, scheme = flat[self.places[0]], self.scheme
+        if scheme is None:
             return first
-        return Quantized(first, tuple(scales), self.scheme, self.start, self.is_cut)
+        scales = tuple([flat[i] for i in self.places[1:]])
+        return Quantized(first, scales, scheme, self.start, self.is_cut)
 
 
 _Forms = tuple[_Form | None, ...]
@@ -122,25 +123,26 @@ def _flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _F
     """List the tensors of operands, each once: dynamo refuses to pass a tensor twice."""
     flat: list[torch.Tensor] = []
     forms: list[_Form | None] = []
+    rest: tuple[Any, ...]
     for operand in operands:
-        rest: Any = ()
         if operand is None:
             forms.append(None)
             continue
         if isinstance(operand, Quantized):
-            qdata, scales, *rest = operand
-            tensors = (qdata, *scales)
+            tensors, rest = (operand.qdata, *operand.scales), operand[2:]
         elif isinstance(operand, Recast):
-            tensors, *rest = operand
+            tensors, rest = operand.statistics, operand[1:]
         else:
-            tensors = (operand,)
+            tensors, rest = (operand,), ()
         places = []
         for tensor in tensors:
-            same = [i for i, known in enumerate(flat) if known is tensor]
-            if not same:
-                same = [len(flat)]
+            for place, known in enumerate(flat):
+                if known is tensor:
+                    break
+            else:
+                place = len(flat)
                 flat.append(tensor)
-            places.append(same[0])
+            places.append(place)
         forms.append(_Form(tuple(places), *rest))
     return flat, tuple(forms)
 

@@ -92,12 +92,12 @@ def convert_to_float8_training(
         # Layers that shared a weight share the new parameter.
         new.weight = weights.setdefault(id(layer.weight), cast(nn.Parameter, new.weight))
         converted[layer] = new
-    if module in converted:
-        return converted[module]
-    for parent in module.modules():
+    # A linear layer may have children, which its Float8Linear takes over.
+    for parent in (*module.modules(), *converted.values()):
         for name, child in list(parent._modules.items()):
             if child in converted:
                 setattr(parent, name, converted[child])  # type: ignore[index]
+    module = converted.get(module, module)
     note_converted(module)
     return module
 

@@ -39,6 +39,7 @@ from fp8_dist.scaling.scheme import (
     Scheme,
     Statistics,
 )
+from fp8_dist.torch_internals import cached_but_in_graphs
 
 # How messages show the rule of the exponents, after the size of a block.
 _RULES = {None: "", "ceil": " (MX)", "floor": " (MX, floor)"}
@@ -161,7 +162,7 @@ class Blocks(Scheme):
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
             data, found = reblock(matrix, exponents, blocks, self.columns, rule, transposed)
-            scheme = Blocks(self.dtype, self.columns, 1, self.rule)
+            scheme = _blocks(self.dtype, self.columns, 1, self.rule)
             return Quantized(data.t() if transposed else data, (found,), scheme)
         leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
         tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
@@ -171,7 +172,7 @@ class Blocks(Scheme):
         found = exponents_of_groups(matrix, exponents, blocks, group, count, rule)
         found = all_reduce_max(found, groups_over(layout.mesh, axes))
         data, each = reblock_groups(matrix, exponents, blocks, group, found)
-        return Quantized(data, (each,), Blocks(self.dtype, 1, 1, self.rule))
+        return Quantized(data, (each,), _blocks(self.dtype, 1, 1, self.rule))
 
     def _blocks(self, start: Start) -> list[int]:
         """The description of blocks for kernels: rows, columns, first row and first column."""
@@ -195,10 +196,20 @@ def as_matrix(operand: Quantized) -> Quantized:
 
 def turned(operand: Quantized) -> Quantized:
     """Transpose a matrix, as a view."""
-    scheme = operand.scheme.turned()
-    assert scheme is not None, f"{operand.scheme} can't be transposed"
+    scheme = _turned(operand.scheme)
     scales = tuple([scale.t() if scale.ndim else scale for scale in operand.scales])
     return Quantized(operand.qdata.t(), scales, scheme, operand.start[::-1], operand.is_cut)
+
+
+# Making a scheme takes 10 us.
+_blocks = cached_but_in_graphs(Blocks)
+
+
+@cached_but_in_graphs
+def _turned(scheme: Scheme) -> Scheme:
+    found = scheme.turned()
+    assert found is not None, f"{scheme} can't be transposed"
+    return found
 
 
 def _axes_of_tokens(layout: Layout) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from fp8_dist.scaling.scheme import (
     Scheme,
     Statistics,
 )
+from fp8_dist.torch_internals import cached_but_in_graphs
 
 _LEVELS = {
     "tensor": Level(None, None, None),
@@ -74,7 +75,7 @@ class Dense(Scheme):
 
     @property
     def second(self) -> "Dense":
-        return replace(self, per="column") if self.per == "row" else self
+        return _by_column(self) if self.per == "row" else self
 
     def turned(self) -> "Dense | None":
         if self.per == "slice":
@@ -167,6 +168,11 @@ class Dense(Scheme):
     ) -> Tensor:
         (a,), (b,) = left.scales, right.scales
         return scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
+
+
+@cached_but_in_graphs
+def _by_column(scheme: Dense) -> Dense:
+    return replace(scheme, per="column")
 
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:

@@ -141,7 +141,9 @@ def matrices(
 ) -> tuple[Quantized, Quantized]:
     """The operands of :func:`multiply` as the matrices ``[M, K]`` and ``[K, N]``."""
     a, b = as_matrix(left), as_matrix(right)
-    return turned(a) if turn[0] else a, turned(b) if turn[1] else b
+    if turn[0]:
+        a = turned(a)
+    return a, turned(b) if turn[1] else b
 
 
 @custom_op("measure(Tensor x, str[] schemes, int[] start) -> Tensor[]")

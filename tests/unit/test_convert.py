@@ -57,6 +57,17 @@ def test_a_linear_model_is_returned_converted() -> None:
     assert converted.weight is layer.weight
 
 
+def test_children_of_a_linear_layer_are_converted() -> None:
+    layer = nn.Linear(16, 16)
+    layer.own, layer.more = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(16, 16))
+    model[0].own = nn.Linear(16, 16)
+    for each in (convert_to_float8_training(layer), convert_to_float8_training(model)):
+        linear = [part for part in each.modules() if isinstance(part, nn.Linear)]
+        assert len(linear) == 2 + (each is not model)
+        assert all(isinstance(part, Float8Linear) for part in linear)
+
+
 def test_hooks_mode_and_attributes_carry_over() -> None:
     model = nn.Sequential(nn.Linear(16, 16)).eval()
     calls: list[str] = []
