@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from fp8_dist.config import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.mesh import Layout, local_tensor, reduced, with_local
 from fp8_dist.scaling import (
+    CastPlan,
     Copy,
     Dense,
     Quantized,
@@ -178,7 +179,7 @@ def cast_copies(
     x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
     plan = planned(tuple(copies))
     reduces = layout is not None and any(
-        [bool(reduction_groups(s, layout, within)) for s in plan.schemes]
+        bool(reduction_groups(s, layout, within)) for s in plan.schemes
     )
     if reduces and len(plan.schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
@@ -191,10 +192,10 @@ def cast_copies(
             known, made = known | found[0], made | found[1]
         return known, made
     statistics = [statistics_of(x, plan.schemes[0], layout, within)] if reduces else None
-    start = common_start(plan.schemes, layout)
+    start = (0, 0) if layout is None else common_start(plan.schemes, layout)
     every, scales, data = cast(x, plan, statistics, start, fits=reduces)
     known = {} if every is None else dict(zip(plan.schemes, every, strict=True))
-    return known, as_copies(x, copies, data, scales, layout)
+    return known, as_copies(x, copies, plan, data, scales, layout)
 
 
 def cast_by(
@@ -208,22 +209,23 @@ def cast_by(
     statistics = [known[scheme] for scheme in plan.schemes]
     start = common_start(plan.schemes, layout)
     _, scales, data = cast(x, plan, statistics, start)
-    return as_copies(x, copies, data, scales, layout)
+    return as_copies(x, copies, plan, data, scales, layout)
 
 
 def as_copies(
     x: torch.Tensor,
     copies: Sequence[Copy],
+    plan: CastPlan,
     data: Sequence[torch.Tensor],
     scales: Sequence[Scales],
     layout: Layout | None = None,
 ) -> Copies:
     """Assemble the copies of a local tensor from each copy's data and each scheme's scales.
 
-    ``layout``: the layout of the global tensor.
+    ``plan`` is that of the copies, and ``layout`` the layout of the global tensor.
     """
     found, of_matrix = {}, x.ndim == 2
-    for copy, i, qdata in zip(copies, planned(tuple(copies)).of, data, strict=True):
+    for copy, i, qdata in zip(copies, plan.of, data, strict=True):
         scheme, transposed = copy
         if transposed:
             qdata = qdata.t() if of_matrix else qdata.t().view(x.shape)

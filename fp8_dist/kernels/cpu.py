@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from struct import Struct
 from typing import NamedTuple
 
@@ -40,6 +40,8 @@ from torch import Tensor
 
 from fp8_dist.kernels.blocks import (
     NAN_EXPONENT,
+    block_exponents,
+    cast_blocks,
     cast_columns_of_blocks,
     quantize_blocks,
     reblock,
@@ -52,7 +54,7 @@ from fp8_dist.kernels.gemm import (
     scaled_mm,
     scaled_mm_with,
 )
-from fp8_dist.kernels.quantization import multiplied, quantize
+from fp8_dist.kernels.quantization import cast_copies, multiplied, quantize
 from fp8_dist.kernels.scale import EPS, Scaling, amax, scaling_from_amax
 
 _PART = 65536  # elements
@@ -154,6 +156,25 @@ def _quantize(x: Tensor, multiplier: Tensor, dtype: torch.dtype, *, fits: bool =
     return qdata
 
 
+def _cast_copies(
+    x: Tensor,
+    amaxes: Sequence[Tensor],
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    of: Sequence[int],
+    transposed: Sequence[bool],
+    *,
+    saturate: bool = False,
+) -> list[Tensor]:
+    # Calls of operators would cost more than the cast of a small tensor.
+    if any(transposed):
+        arguments = x, amaxes, dtype, round_scales_to_power_of_2, of, transposed
+        return cast_copies.portable(*arguments, saturate=saturate)
+    scalings = [_scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
+    copies = [_quantize(x, scalings[i][0], dtype, fits=not saturate) for i in of]
+    return [*chain(*scalings), *copies]
+
+
 def _parts(x: Tensor, multiplier: Tensor, qdata: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
     """Split a contiguous tensor into parts, each with its multiplier and its part of ``qdata``."""
     if multiplier.numel() == 1:
@@ -190,6 +211,19 @@ def _quantize_blocks(
     return qdata
 
 
+def _cast_blocks(
+    x: Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    rule: str | None,
+    transposed: Sequence[bool],
+) -> list[Tensor]:
+    if any(transposed):
+        return cast_blocks.portable(x, dtype, blocks, rule, transposed)
+    exponents = block_exponents.portable(x, dtype, blocks, rule)
+    return [exponents, *(_quantize_blocks(x, exponents, dtype, blocks) for _ in transposed)]
+
+
 def _reblock(
     qdata: Tensor,
     exponents: Tensor,
@@ -202,10 +236,13 @@ def _reblock(
         return reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
     result, found = torch.empty_like(qdata), []
     for part, _ in _slices(qdata, rows):  # old blocks have one row, and so have their exponents
-        values = dequantize_blocks(qdata[part], exponents[part], blocks, torch.float32)
+        values = _dequantize(qdata[part], exponents[part], blocks, torch.float32)
         result[part], numbers = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
         found.append(numbers)
     return result, torch.cat(found)
+
+
+_dequantize = partial(dequantized_with, upcast)
 
 
 def _slices(matrix: Tensor, rows: int) -> Iterator[tuple[slice, slice]]:
@@ -265,8 +302,8 @@ def _block_scaled_mm(
     wide = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float64
     nan_rows = _lines_of_nan(exponents_a, blocks_a, a.shape, 0)
     nan_columns = _lines_of_nan(exponents_b, blocks_b, b.shape, 1)
-    left = dequantize_blocks(a, exponents_a, blocks_a, wide)
-    right = dequantize_blocks(b, exponents_b, blocks_b, wide)
+    left = _dequantize(a, exponents_a, blocks_a, wide)
+    right = _dequantize(b, exponents_b, blocks_b, wide)
     # Zeros in place of NaN, as in _without_nan.
     if nan_rows is not None:
         left = left.masked_fill(nan_rows.unsqueeze(1), 0)
@@ -296,8 +333,10 @@ def _lines_of_nan(
 amax.register("cpu", _amax)
 scaling_from_amax.register("cpu", _scaling_from_amax)
 quantize.register("cpu", _quantize)
+cast_copies.register("cpu", _cast_copies)
 quantize_blocks.register("cpu", _quantize_blocks)
 reblock.register("cpu", _reblock)
-dequantize_blocks.register("cpu", partial(dequantized_with, upcast))
+dequantize_blocks.register("cpu", _dequantize)
+cast_blocks.register("cpu", _cast_blocks)
 scaled_mm.register("cpu", partial(scaled_mm_with, _emulated))
 block_scaled_mm.register("cpu", _block_scaled_mm)

@@ -24,7 +24,7 @@ from fp8_dist.device import is_captured, keep_for_current_stream
 from fp8_dist.kernels import amax, cast_and_record, empty_copies
 from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
-from fp8_dist.scaling import Copy, Dense, Statistics, reduction_groups
+from fp8_dist.scaling import Copy, Dense, Statistics, planned, reduction_groups
 from fp8_dist.torch_internals import is_selectively_checkpointed
 from fp8_dist.warn import warn_once
 
@@ -92,7 +92,7 @@ class AmaxHistory:
             transposed, dtype = [copy.transposed for copy in copies], self.scheme.dtype
             args = (x, self._handle, dtype, transposed, record, groups)
             scale, *data = history_copies.overload(*args)
-            return (), as_copies(x, copies, data, [(scale,)])
+            return (), as_copies(x, copies, planned(tuple(copies)), data, [(scale,)])
         if is_selectively_checkpointed():
             statistics = self.statistics_of(tensor, record)
             return statistics, cast_by(x, copies, {self.scheme: statistics})
@@ -118,7 +118,7 @@ class AmaxHistory:
             self._last, self.current = None, largest
         else:
             self._last = value
-        return (known,), as_copies(x, copies, data, [(scale,)])
+        return (known,), as_copies(x, copies, planned(tuple(copies)), data, [(scale,)])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast unless it was recorded already; return ``scale``."""

@@ -120,7 +120,7 @@ _Forms = tuple[_Form | None, ...]
 
 
 def _flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Forms]:
-    """List the tensors of operands, each once: dynamo refuses to pass a tensor twice."""
+    """List the tensors of operands; in a graph each once, because dynamo refuses duplicates."""
     flat: list[torch.Tensor] = []
     forms: list[_Form | None] = []
     rest: tuple[Any, ...]
@@ -134,17 +134,22 @@ def _flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _F
             tensors, rest = operand.statistics, operand[1:]
         else:
             tensors, rest = (operand,), ()
-        places = []
-        for tensor in tensors:
-            for place, known in enumerate(flat):
-                if known is tensor:
-                    break
-            else:
-                place = len(flat)
-                flat.append(tensor)
-            places.append(place)
-        forms.append(_Form(tuple(places), *rest))
+        places = tuple(range(len(flat), len(flat) + len(tensors)))
+        if torch.compiler.is_compiling():
+            places = tuple([_place(tensor, flat) for tensor in tensors])
+        else:
+            flat += tensors
+        forms.append(_Form(places, *rest))
     return flat, tuple(forms)
+
+
+def _place(tensor: torch.Tensor, flat: list[torch.Tensor]) -> int:
+    """The index of a tensor in a list, to which it is added if it is not there."""
+    for i, known in enumerate(flat):
+        if known is tensor:
+            return i
+    flat.append(tensor)
+    return len(flat) - 1
 
 
 def _gemm(

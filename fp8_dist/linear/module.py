@@ -231,8 +231,8 @@ class Float8Linear(nn.Linear):
         # A graph would guard on the name (torch 2.11), so no two layers could share a graph.
         fqn = "" if compiling else self.fqn
         owner = self.float8_weight
-        spec = LinearSpec(self.config, self.output_placements, fqn, self.histories, owner, training)
-        spec = spec._replace(reduce_transport=transport)
+        placements, histories = self.output_placements, self.histories
+        spec = LinearSpec(self.config, placements, fqn, histories, owner, training, transport)
         return float8_linear(input, weight, bias, weight_casts, spec)
 
     def extra_repr(self) -> str:

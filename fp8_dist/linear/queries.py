@@ -103,11 +103,12 @@ def queried_copies(
 
     ``keep``: whether the forward belongs to a training step, so that new statistics are kept.
     """
-    (schemes, of, transposed), layout = planned(copies), weight.layout()
+    plan, layout = planned(copies), weight.layout()
+    schemes, of, transposed = plan
     keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
     flat = weight_copies.overload(shard, weight.handle, keys, start, of, transposed, keep)
     levels = sum([len(scheme.levels) for scheme in schemes])
-    return as_copies(shard, copies, flat[levels:], _by_scheme(flat, schemes), layout)
+    return as_copies(shard, copies, plan, flat[levels:], _by_scheme(flat, schemes), layout)
 
 
 def _by_scheme(flat: list[torch.Tensor], schemes: Sequence[Scheme]) -> list[Statistics]:
