@@ -42,6 +42,11 @@ class Axis(NamedTuple):
         """The coordinate of a rank on this axis."""
         return rank // self.stride % self.size
 
+    def covers(self, other: "Axis") -> bool:
+        """Whether another axis is a part of this one."""
+        begins, ends = self.stride <= other.stride, self.stride * self.size
+        return begins and other.stride * other.size <= ends
+
 
 # Names of the groups that this module has created, by default group and by axes. They are dropped
 # when the default group is freed.
@@ -89,8 +94,15 @@ def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
     axes, world, root = union_of(meshes), _world(), root_mesh(first)
     if math.prod(axis.size for axis in axes) == world.size():
         return (str(world.group_name),)
-    by_axis = {axis: (mesh, i) for mesh in meshes for i, axis in enumerate(axes_of(mesh))}
-    own = [by_axis[axis] for axis in axes]
+    by_axis = {
+        axis: (mesh, i) for mesh in meshes for i, axis in enumerate(axes_of(mesh)) if axis.size > 1
+    }
+    # A flattened axis stands for those that it covers.
+    own = [
+        by_axis[a]
+        for a in sorted(by_axis, reverse=True)
+        if not any(b.covers(a) and a != b for b in by_axis)
+    ]
     if len(axes) > 1 and root.size() == world.size() and _is_regular(root):
         groups = _made.setdefault(world, {})
         if frozenset(axes) not in groups:
@@ -133,7 +145,7 @@ def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
         # Axes on which a tensor is replicated may be included.
         return CommonGroups(groups_over(mesh, sorted(own), replicated=range(mesh.ndim)), {})
     union = union_of(axes)
-    has = {mesh: axes_of(mesh) for mesh in axes}
+    has = {mesh: _within(mesh, union) for mesh in axes}
     missing = {mesh: [axis for axis in union if axis not in has[mesh]] for mesh in axes}
     return CommonGroups(make_group(axes), missing)
 
@@ -228,20 +240,33 @@ def _is_regular(mesh: DeviceMesh) -> bool:
 def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
     """The axes of size 2 or more of all meshes, by descending stride.
 
+    An axis that covers others, such as a flattened axis, is divided into these and the rest.
+
     Raises:
-        NotImplementedError: axes overlap, such as a flattened axis and one that it was made of; or
-            the ranks of a mesh don't ascend in even steps.
+        NotImplementedError: axes overlap in another way; or the ranks of a mesh don't ascend in
+            even steps.
     """
     meshes = list(meshes)
-    union = sorted({a for mesh in meshes for a in axes_of(mesh) if a.size > 1}, reverse=True)
-    for outer, inner in pairwise(union):
-        if outer.stride % (inner.stride * inner.size):
+    axes = {axis for mesh in meshes for axis in axes_of(mesh) if axis.size > 1}
+    ends = sorted({end for axis in axes for end in (axis.stride, axis.stride * axis.size)})
+    union: list[Axis] = []
+    for begin, end in pairwise(ends):
+        if not any(axis.stride <= begin and end <= axis.stride * axis.size for axis in axes):
+            continue
+        if end % begin:
             shown = "; ".join(sorted({str(mesh) for mesh in meshes}))
             raise NotImplementedError(
                 f"weights live on meshes whose axes overlap ({shown}); use meshes sliced from one "
-                "root mesh, and flattened axes for all weights or for none"
+                "root mesh, and flattened axes of whole axes of it"
             )
+        union.insert(0, Axis(begin, end // begin))
     return union
+
+
+def _within(mesh: DeviceMesh, union: Iterable[Axis]) -> list[Axis]:
+    """The axes of a union that a mesh has, alone or as parts of its own."""
+    own = axes_of(mesh)
+    return [part for part in union if any(axis.covers(part) for axis in own)]
 
 
 def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:

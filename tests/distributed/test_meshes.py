@@ -1,5 +1,8 @@
 """Ways to distribute a model beyond FSDP2 x TP: what works, what is refused, and how."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight, clip_grad_norm_
+from fp8_dist.mesh.amax import union_of
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
@@ -127,17 +131,6 @@ def resharded_to_a_smaller_mesh(gather: bool) -> str:
     return "\n".join(texts)
 
 
-def overlapping() -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    flat = mesh._flatten("ab")
-    net = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
-    convert_to_float8_training(net)
-    for layer, part in zip(net, (flat, mesh["a"]), strict=True):
-        weight = distribute_tensor(layer.weight.detach(), part, [Shard(0)])
-        layer.weight = nn.Parameter(weight)
-    return raised(NotImplementedError, lambda: precompute_float8_dynamic_scale(net))
-
-
 def converted_too_late() -> str:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
     fully_shard(model, mesh=device_mesh(dp=2))
@@ -164,11 +157,42 @@ def test_refusals(ranks: RankPools) -> None:
     assert "does not enumerate its ranks in ascending, even steps; slice all" in four(
         irregular_meshes
     )
-    assert "whose axes overlap" in four(overlapping)
     smaller, called = four(resharded_to_a_smaller_mesh, True).splitlines()
     for text, name in ((smaller, "layers.0"), (called, "layers.0.w1")):
         assert text.startswith(f"{name}: fully_shard(..., reshard_after_forward=<int>) can't")
     assert four(resharded_to_a_smaller_mesh, False) == ""
+
+
+def test_axes_that_overlap() -> None:
+    six: Any = SimpleNamespace(mesh=torch.arange(6))
+    every_second: Any = SimpleNamespace(mesh=torch.tensor([0, 2]))
+    text = raised(NotImplementedError, lambda: union_of([six, every_second]))
+    assert text.startswith("weights live on meshes whose axes overlap (")
+
+
+def of_flattened_axes() -> tuple[int, list[bool]]:
+    """Collectives, and whether scales are right: of weights on a flattened axis and on its parts.
+
+    The second weight differs between the ranks of an axis that its mesh lacks.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    net = convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))))
+    masters = [net[0].weight.detach().clone(), net[1].weight * 8.0 ** mesh.get_local_rank("b")]
+    meshes = (mesh._flatten("ab"), mesh["a"])
+    for layer, master, part in zip(net, masters, meshes, strict=True):
+        weight = distribute_tensor(master.detach(), part, [Shard(0)], src_data_rank=None)
+        layer.weight, layer.bias = nn.Parameter(weight), None
+    with comm_audit(mesh) as audit:
+        precompute_float8_dynamic_scale(net)
+    with weights_used(net) as used:
+        for layer in net:
+            layer(distribute_tensor(torch.ones(4, 32), layer.weight.device_mesh))
+    expected = [cast_to_float8(master, CastConfig()).scale for master in masters]
+    return audit.count(), [torch.equal(used[f"{i}"].scale, s) for i, s in enumerate(expected)]
+
+
+def test_weights_on_a_flattened_axis_and_on_its_parts(ranks: RankPools) -> None:
+    assert ranks(4).run_same(of_flattened_axes) == (1, [True, True])
 
 
 def of_missing_axes() -> list[bool]:
