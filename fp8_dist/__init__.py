@@ -8,8 +8,8 @@ Convert a model, shard it, train::
     optimizer = torch.optim.AdamW(model.parameters())
     attach_update(optimizer, model)
 
-``fp8_dist.debug``, ``fp8_dist.doctor``, ``fp8_dist.tensor_parallel`` and ``fp8_dist.integrations``
-are imported when they are first used.
+``fp8_dist.debug``, ``fp8_dist.doctor``, ``fp8_dist.moe``, ``fp8_dist.tensor_parallel`` and
+``fp8_dist.integrations`` are imported when they are first used.
 """
 
 from importlib import import_module
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fp8_dist import debug as debug
     from fp8_dist import doctor as doctor
     from fp8_dist import integrations as integrations
+    from fp8_dist import moe as moe
     from fp8_dist import tensor_parallel as tensor_parallel
 
 # Layers wrap weights in a type of fp8_dist.fsdp, which fp8_dist.linear must not import.
@@ -86,7 +87,7 @@ __all__ = [
     "update_float8_scales",
 ]
 
-_IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "tensor_parallel")
+_IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "moe", "tensor_parallel")
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
 

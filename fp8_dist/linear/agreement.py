@@ -171,9 +171,9 @@ def _facts_of(weight: Any, module: str) -> dict[str, str]:
         f"{fqn}.dtype": str(parameter.dtype),
         f"{fqn}.requires_grad": str(parameter.requires_grad),
     }
-    transport = getattr(weight.module, "reduce_transport", None)
-    if transport is not None:
-        facts[f"{module}.reduce_transport"] = transport
+    for option in ("reduce_transport", "float8_experts_config"):
+        if (value := getattr(weight.module, option, None)) is not None:
+            facts[f"{module}.{option}"] = str(value)
     for field in dataclasses.fields(weight.config):
         facts[f"{name}.config.{field.name}"] = repr(getattr(weight.config, field.name))
     return facts

@@ -73,7 +73,7 @@ def float8_linear(
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    flat, forms = _flattened(*weight_casts)
+    flat, forms = flattened(*weight_casts)
     # Dynamo (2.13) decides by the number of arguments whether a forward takes a ctx. If there were
     # two in flat, it would count *flat as one parameter, and decide wrongly.
     arguments = [*flat, None] if len(flat) == 2 else flat
@@ -91,7 +91,7 @@ def float8_linear(
     return _FinishOutput.apply(output, bias, spec)
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """An operand without its tensors.
 
     Attributes:
@@ -116,13 +116,13 @@ class _Form(NamedTuple):
         return Quantized(first, scales, scheme, self.start, self.is_cut)
 
 
-_Forms = tuple[_Form | None, ...]
+_Forms = tuple[Form | None, ...]
 
 
-def _flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Forms]:
+def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Forms]:
     """List the tensors of operands; in a graph each once, because dynamo refuses duplicates."""
     flat: list[torch.Tensor] = []
-    forms: list[_Form | None] = []
+    forms: list[Form | None] = []
     rest: tuple[Any, ...]
     for operand in operands:
         if operand is None:
@@ -139,7 +139,7 @@ def _flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _F
             places = tuple([_place(tensor, flat) for tensor in tensors])
         else:
             flat += tensors
-        forms.append(_Form(places, *rest))
+        forms.append(Form(places, *rest))
     return flat, tuple(forms)
 
 
@@ -291,7 +291,7 @@ class _LinearFunction(torch.autograd.Function):
         of_input: Local | None = None
         if needs_weight:
             of_input = wait_local(x["grad_weight"], uses["grad_weight"])
-        saved, ctx.forms = _flattened(of_input, right, *statistics)
+        saved, ctx.forms = flattened(of_input, right, *statistics)
         ctx.recast = of_recast
         ctx.unused = (None,) * (2 + len(flat))
         ctx.save_for_backward(*saved)
@@ -385,7 +385,7 @@ def _with_features(input: torch.Tensor, features: int) -> torch.Tensor:
 def _recast(
     weight: torch.Tensor,
     statistics: Sequence[torch.Tensor],
-    form: _Form,
+    form: Form,
     grad: torch.Tensor,
     spec: LinearSpec,
 ) -> Quantized:

@@ -51,6 +51,7 @@ from fp8_dist.linear.queries import (
 )
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
 from fp8_dist.mesh import Layout, local_tensor, with_local
+from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import (
     Copy,
     Quantized,
@@ -100,7 +101,7 @@ class Float8Weight(LayerParameter):
         self._is_saved_plain = False
 
     def __reduce__(self) -> Any:
-        return Float8Weight, (self.module, self.config, self.fqn, self._histories, self.name)
+        return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -116,6 +117,10 @@ class Float8Weight(LayerParameter):
     def history(self) -> AmaxHistory | None:
         """The amax history, if the scale is DELAYED."""
         return self._histories.get("weight")
+
+    def copies(self, device: torch.device) -> dict[Gemm, Copy]:
+        """The float8 copy for each GEMM that takes the weight in float8."""
+        return self.config.copies("weight", device)
 
     def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
         """Return the casts of the parameter that a forward and its backward take.
@@ -142,7 +147,7 @@ class Float8Weight(LayerParameter):
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
         if self.is_exchanged:
             return self._casts_of_unsharded(shard, ScaleState.FROM_FORWARD if keeps else None)
-        by_gemm = self.config.copies("weight", shard.device)
+        by_gemm = self.copies(shard.device)
         if not (training and needs_grad_input):
             by_gemm = {gemm: copy for gemm, copy in by_gemm.items() if gemm == "output"}
         copies = tuple(dict.fromkeys(by_gemm.values()))

@@ -22,7 +22,10 @@ _NOT_LINEAR = {
         ". Replace them by nn.Linear layers with the transposed weight before the conversion "
         "(docs/transformers.md shows how)",
     ),
-    "experts": ("Experts whose weights are 3-D parameters", ""),
+    "experts": (
+        "Experts whose weights are 3-D parameters",
+        ". fp8_dist.moe.convert_experts_to_float8_training converts those that it knows",
+    ),
 }
 
 
@@ -160,7 +163,7 @@ def _not_linear(module: nn.Module) -> list[str]:
     """Return messages about weights that stay unconverted because no nn.Linear owns them."""
     summary, said = conversion_summary(module), []
     for kind, (subject, remedy) in _NOT_LINEAR.items():
-        if rows := [row for row in summary.rows if row.kind == kind]:
+        if rows := [row for row in summary.rows if row.kind == kind and not row.converted]:
             said.append(
                 f"{subject} are not nn.Linear and stay in high precision: "
                 f"{_listed((row.name, row.shape) for row in rows)}. They hold "

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.weight import weights_of
 from fp8_dist.model.filters import why_left_out
 from fp8_dist.text import aligned
 
@@ -169,8 +170,10 @@ def _of_parameter(
     """Return the row of a parameter whose owner is not an nn.Linear."""
     module, shape = modules[owner], tuple(parameter.shape)
     reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
+    converted = own in weights_of(module)
+    reason = "" if converted else reason
     row = WeightSummary(
-        f"{owner}.{own}".strip("."), shape, False, reason, size, 2 * parameter.numel(), "other"
+        f"{owner}.{own}".strip("."), shape, converted, reason, size, 2 * parameter.numel(), "other"
     )
     if _is_conv1d(module):
         return replace(row, name=owner or "(the module itself)", kind="Conv1D")
@@ -182,8 +185,11 @@ def _of_parameter(
         if visited or called:
             flops = row.flops // shape[0] * (visited or shape[0])
             found = f"{visited} per token" if visited else "FLOPs of all"
-            reason = f"no nn.Linear, but a 3-D parameter of {shape[0]} experts ({found})"
+            if not converted:
+                reason = f"no nn.Linear, but a 3-D parameter of {shape[0]} experts ({found})"
             return replace(row, flops=flops, reason=reason, kind="experts", visited=visited)
+    if converted:
+        return row
     reason += " (may be a table or a matrix; not counted in FLOPs)"
     return replace(row, flops=0, reason=reason)
 

@@ -162,7 +162,7 @@ class Blocks(Scheme):
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
             data, found = reblock(matrix, exponents, blocks, self.columns, rule, transposed)
-            scheme = _blocks(self.dtype, self.columns, 1, self.rule)
+            scheme = _cached_blocks(self.dtype, self.columns, 1, self.rule)
             return Quantized(data.t() if transposed else data, (found,), scheme)
         leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
         tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
@@ -172,7 +172,7 @@ class Blocks(Scheme):
         found = exponents_of_groups(matrix, exponents, blocks, group, count, rule)
         found = all_reduce_max(found, groups_over(layout.mesh, axes))
         data, each = reblock_groups(matrix, exponents, blocks, group, found)
-        return Quantized(data, (each,), _blocks(self.dtype, 1, 1, self.rule))
+        return Quantized(data, (each,), _cached_blocks(self.dtype, 1, 1, self.rule))
 
     def _blocks(self, start: Start) -> list[int]:
         """The description of blocks for kernels: rows, columns, first row and first column."""
@@ -202,7 +202,7 @@ def turned(operand: Quantized) -> Quantized:
 
 
 # Making a scheme takes 10 us.
-_blocks = cached_but_in_graphs(Blocks)
+_cached_blocks = cached_but_in_graphs(Blocks)
 
 
 @cached_but_in_graphs

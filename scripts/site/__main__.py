@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
     "fp8_dist": "Converting and training",
     "fp8_dist.fsdp": "FSDP2",
+    "fp8_dist.moe": "Experts",
     "fp8_dist.tensor_parallel": "Tensor and sequence parallelism",
     "fp8_dist.debug": "Debugging",
     "fp8_dist.integrations.transformers": "transformers",

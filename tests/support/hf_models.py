@@ -42,6 +42,16 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeConfig",
         HEADS | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1},
     ),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        EXPERTS
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 32}
+        | {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+    ),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", HEADS | EXPERTS | {"num_local_experts": 4}),
     "llama4": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",

@@ -1,0 +1,91 @@
+"""The config of experts, and the schemes that follow from it."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+from fp8_dist.config import CastConfig, Float8LinearConfig
+from fp8_dist.dtypes import e4m3
+from fp8_dist.scaling import Dense, Scheme
+
+ExpertsRecipe = Literal["rowwise_folded", "tensorwise", "blockwise", "mxfp8"]
+
+
+@dataclass(frozen=True)
+class Float8ExpertsConfig:
+    """Configuration of the grouped GEMMs of experts.
+
+    All operands are cast to e4m3 with scales that are powers of two. Tokens and gradients have
+    scales of single rows, because the tokens of an expert come from many ranks.
+
+    Attributes:
+        recipe: the scales of weights ``[E, N, K]`` and of rows. ``"rowwise_folded"``: one scale per
+            row of both. ``"tensorwise"``: one per expert, and one per row of tokens.
+            ``"blockwise"`` and ``"mxfp8"``: as for linear layers, 128 x 128 or 32 x 32 values of an
+            expert, and 1 x 128 or 1 x 32 of a row.
+        combine: the dtype in which the outputs of experts return to the ranks of their tokens, and
+            the gradients of their inputs in the backward.
+        enable_fsdp_float8_all_gather: whether FSDP2 gathers the weights in float8. ``"auto"`` means
+            yes, because every recipe here has one copy of the weight.
+        emulate: compute in a wider type even on devices with a float8 GEMM.
+
+    Raises:
+        ValueError: a field has another value than these.
+    """
+
+    recipe: ExpertsRecipe = "rowwise_folded"
+    combine: Literal["high_precision", "float8"] = "high_precision"
+    enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto"
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "recipe": get_args(ExpertsRecipe),
+            "combine": ("high_precision", "float8"),
+            "enable_fsdp_float8_all_gather": (True, False, "auto"),
+            "emulate": (True, False),
+        }
+        for field, values in allowed.items():
+            if (value := getattr(self, field)) not in values:
+                raise ValueError(
+                    f"Float8ExpertsConfig.{field}={value!r}: use one of "
+                    f"{', '.join(map(repr, values))}"
+                )
+
+    @staticmethod
+    def from_recipe_name(recipe_name: str) -> "Float8ExpertsConfig":
+        """Return the config of a recipe.
+
+        Raises:
+            ValueError: experts do not support the recipe.
+        """
+        return Float8ExpertsConfig(recipe=recipe_name)  # type: ignore[arg-type]
+
+    @cached_property
+    def linear(self) -> Float8LinearConfig:
+        """The casts as a config of linear layers."""
+        if self.recipe == "tensorwise":
+            row, matrix = (
+                CastConfig(scaling_granularity=Dense(e4m3(), per, True))
+                for per in ("row", "matrix")
+            )
+            found = Float8LinearConfig(row, None, matrix, None, row)
+        else:
+            found = Float8LinearConfig.from_recipe_name(self.recipe)
+        gather = self.enable_fsdp_float8_all_gather
+        return replace(found, enable_fsdp_float8_all_gather=gather, emulate=self.emulate)
+
+    @property
+    def rows(self) -> Scheme:
+        """The scheme of tokens and of gradients ``[R, K]``."""
+        return self.linear.recipe.schemes["input"][0]
+
+    @property
+    def weight(self) -> Scheme:
+        """The scheme of weights ``[E, N, K]``."""
+        return self.linear.recipe.schemes["weight"][0]
+
+    @property
+    def folds(self) -> bool:
+        """Whether the scales of weights run along the contraction of grad_input."""
+        return self.linear.recipe.folds

@@ -1,0 +1,181 @@
+"""Moving tokens to their experts and back.
+
+A *slot* is a token and one of the ``top_k`` experts that it was routed to. Ranks of expert
+parallelism own equal numbers of experts. Each slot's row travels to the rank of its expert, with
+its scales in one message, and is multiplied as it arrives. There, rows are sorted by expert, and
+those of an expert by rank and slot: as one device sorts the slots of all ranks.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_dist.moe.grouped import Groups
+from fp8_dist.scaling import Quantized
+from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
+
+
+class Routing(NamedTuple):
+    """The way of each slot to its expert and back, for one batch of tokens.
+
+    Attributes:
+        slots: int64 ``[S]``, the slots (``token * top_k + k``) by expert. Slots whose expert is
+            ``num_experts`` are left out.
+        tokens, top_k: the number of tokens, and of slots per token.
+        groups: the rows of this rank's experts.
+        arrivals: int64 ``[R]``, the index among the received rows of each row; ``None`` if no row
+            moves.
+        sent, received: the number of rows to and from each rank.
+        group: the ranks; ``None`` if this rank has all experts.
+    """
+
+    slots: Tensor
+    tokens: int
+    top_k: int
+    groups: Groups
+    arrivals: Tensor | None
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup | None
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """Move rows ``[S, C]``, in the order of ``slots``, to the rows of experts ``[R, C]``.
+
+        Collectives: an all-to-all of the bytes of ``rows``.
+        """
+        if self.arrivals is None:
+            return rows
+        return self._exchanged(rows, self.sent, self.received).index_select(0, self.arrivals)
+
+    def to_slots(self, rows: Tensor) -> Tensor:
+        """Move rows ``[R, C]`` back to their slots, ``[tokens * top_k, C]``; others become 0.
+
+        Collectives: an all-to-all of the bytes of ``rows``.
+        """
+        return self.placed(self.returned(self.as_received(rows)))
+
+    def as_received(self, rows: Tensor) -> Tensor:
+        """The rows of experts in the order in which they were received."""
+        if self.arrivals is None:
+            return rows
+        return torch.empty_like(rows).index_copy_(0, self.arrivals, rows)
+
+    def returned(self, rows: Tensor) -> Tensor:
+        """Send rows back in the order in which they were received."""
+        return self._exchanged(rows, self.received, self.sent)
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """Put rows, in the order of ``slots``, to their slots."""
+        found = rows.new_zeros((self.tokens * self.top_k, rows.shape[1]))
+        return found.index_copy_(0, self.slots, rows)
+
+    def _exchanged(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        if self.group is None:
+            return rows
+        found = rows.new_empty((sum(receive), rows.shape[1]))
+        dist.all_to_all_single(found, rows.contiguous(), receive, send, group=self.group)
+        return found
+
+
+def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None = None) -> Routing:
+    """Find the way of each slot to its expert.
+
+    Args:
+        expert_ids: int64 ``[T, top_k]``, from 0 to ``num_experts - 1``. A slot with the id
+            ``num_experts`` is left out: its output is 0.
+        num_experts: the number of experts of all ranks.
+        group: the ranks of expert parallelism, which own equal numbers of experts, in order.
+            ``None`` if this rank has all of them.
+
+    Collectives: with a group, an all-to-all of 8 bytes per expert. The host waits once, for the
+    number of rows to and from each rank.
+
+    Raises:
+        ValueError: ``num_experts`` is not a multiple of the number of ranks, or an id is out of
+            range on any rank. All ranks raise.
+    """
+    if expert_ids.ndim != 2 or expert_ids.dtype != torch.int64:
+        raise ValueError(
+            "route: expert_ids must be int64 [tokens, top_k], got "
+            f"{expert_ids.dtype} {tuple(expert_ids.shape)}"
+        )
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if num_experts % ranks:
+        raise ValueError(
+            f"route: {num_experts} experts can't be divided equally between {ranks} ranks of "
+            "expert parallelism; choose a number of ranks that divides it"
+        )
+    flat = expert_ids.reshape(-1)
+    known = (flat >= 0) & (flat <= num_experts)
+    sizes = torch.bincount(flat.where(known, num_experts), minlength=num_experts + 1)[:-1]
+    # All ranks learn of an id that is out of range by negative numbers of rows.
+    sent = torch.where(known.all(), sizes, -1)
+    received = sent
+    if group is not None:
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+    received = received.view(ranks, -1)
+    of_ranks = torch.stack([sent.view(ranks, -1).sum(1), received.sum(1)])
+    own = received.sum(0)
+    # The host waits here, and nowhere else.
+    numbers = torch.cat([of_ranks.flatten(), own]).tolist()
+    to, back, counts = numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
+    if min([*to, *back], default=0) < 0:
+        wrong = [f"rank {rank} of {ranks}" for rank, count in enumerate(back) if count < 0]
+        raise ValueError(
+            f"route: expert ids must be from 0 to {num_experts}; {' and '.join(wrong)} has others"
+            + (f", such as {flat[~known].tolist()[:5]}" if to[0] < 0 else "")
+        )
+    slots = torch.argsort(flat, stable=True)[: sum(to)]
+    groups = Groups.of(own, counts)
+    arrivals = None if group is None else _arrivals(received, sum(counts))
+    tokens, top_k = expert_ids.shape
+    return Routing(slots, tokens, top_k, groups, arrivals, to, back, group)
+
+
+def _arrivals(received: Tensor, rows: int) -> Tensor:
+    """The place of each row, sorted by expert and rank, among rows sorted by rank and expert.
+
+    ``received``: the number of rows from each rank for each expert, ``[ranks, E]``.
+    """
+    first = (received.flatten().cumsum(0) - received.flatten()).view_as(received)
+    lengths, first = received.t().reshape(-1), first.t().reshape(-1)
+    blocks = torch.arange(len(lengths), device=lengths.device)
+    block = torch.repeat_interleave(blocks, lengths, output_size=rows)
+    offset = torch.arange(rows, device=block.device) - (lengths.cumsum(0) - lengths)[block]
+    return first[block] + offset
+
+
+def send_rows(rows: Quantized, places: Tensor, routing: Routing) -> Quantized:
+    """Send float8 rows with their scales to the experts, in one message.
+
+    ``places``: the row of each of ``routing.slots``.
+    """
+    qdata = as_bytes(rows.qdata).index_select(0, places).view(rows.qdata.dtype)
+    scales = [scale.index_select(0, places) for scale in rows.scales]
+    if routing.arrivals is None:
+        return rows._replace(qdata=qdata, scales=tuple(scales))
+    return _unpacked(routing.to_experts(as_bytes(pack_rows(qdata, scales))), rows)
+
+
+def return_rows(rows: Quantized, routing: Routing) -> Quantized:
+    """Send float8 rows with their scales back to their slots, in one message."""
+    qdata = routing.as_received(as_bytes(rows.qdata)).view(rows.qdata.dtype)
+    scales = [routing.as_received(scale) for scale in rows.scales]
+    if routing.arrivals is not None:
+        packed = as_bytes(pack_rows(qdata, scales))
+        rows = _unpacked(routing.returned(packed), rows)
+        qdata, scales = rows.qdata, list(rows.scales)
+    placed = tuple([routing.placed(scale) for scale in scales])
+    return rows._replace(qdata=routing.placed(as_bytes(qdata)).view(qdata.dtype), scales=placed)
+
+
+def _unpacked(message: Tensor, like: Quantized) -> Quantized:
+    numbers = [(scale.shape[-1], scale.dtype) for scale in like.scales]
+    qdata, scales = unpack_rows(message, like.qdata.dtype, like.qdata.shape[1], numbers)
+    contiguous = tuple([scale.contiguous() for scale in scales])
+    return like._replace(
+        qdata=as_bytes(qdata).contiguous().view(like.qdata.dtype), scales=contiguous
+    )

@@ -1,0 +1,214 @@
+"""Experts of a model in float8: their conversion, and what a forward takes from them.
+
+The modules keep their classes. A *kind* tells how a library's experts are recognized, and makes a
+module call the forward of ``fp8_dist.integrations``.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+
+from fp8_dist.linear.agreement import note_converted
+from fp8_dist.linear.weight import Float8Weight, checked_module
+from fp8_dist.mesh import local_tensor
+from fp8_dist.moe.config import Float8ExpertsConfig
+from fp8_dist.moe.functions import Weight, local_part
+from fp8_dist.recipe import Gemm
+from fp8_dist.scaling import Copy
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+class ExpertWeight(Float8Weight):
+    """A weight ``[E, N, K]`` of a module of experts. One copy serves both of its GEMMs."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        _kind_of(module)  # registers the forward in a process that has loaded a converted model
+
+    def copies(self, device: torch.device) -> dict[Gemm, Copy]:
+        copy = Copy(self.schemes[0])
+        return {"output": copy, "grad_input": copy}
+
+
+class Kind(NamedTuple):
+    """How the experts of a library are converted.
+
+    Attributes:
+        weights: the names of the weights ``[E, N, K]`` of a module; empty if it has no experts.
+        unfit: the reason why these experts can't be converted, or ``None``.
+        use: makes a module use float8, once its weights are converted.
+    """
+
+    weights: Callable[[nn.Module], tuple[str, ...]]
+    unfit: Callable[[nn.Module], str | None]
+    use: Callable[[nn.Module], None]
+
+
+_kinds: dict[str, Kind] = {}  # by the package of the experts' classes
+
+
+def register_kind(package: str, kind: Kind) -> None:
+    """Add the experts of a package. ``fp8_dist.integrations.PACKAGE.experts`` calls this."""
+    _kinds[package] = kind
+
+
+def _kind_of(module: nn.Module) -> Kind | None:
+    package = type(module).__module__.partition(".")[0]
+    if package not in _kinds and package in ("transformers",) and package in sys.modules:
+        import_module(f"fp8_dist.integrations.{package}.experts")
+    return _kinds.get(package)
+
+
+def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:
+    """The config of a module of converted experts; ``None`` for any other module."""
+    config: Float8ExpertsConfig | None = getattr(module, "float8_experts_config", None)
+    return config
+
+
+def float8_experts(module: nn.Module) -> dict[str, nn.Module]:
+    """The converted experts in ``module``, by FQN.
+
+    Raises:
+        TypeError: ``module`` is not an nn.Module.
+    """
+    parts = checked_module(module).named_modules()
+    return {fqn: part for fqn, part in parts if experts_config(part) is not None}
+
+
+def convert_experts_to_float8_training(
+    module: nn.Module,
+    *,
+    config: Float8ExpertsConfig | None = None,
+    module_filter_fn: FilterFn | None = None,
+) -> nn.Module:
+    """Convert the experts of mixture-of-experts layers in place.
+
+    Their grouped GEMMs then run in float8. Router, activation function and routing weights stay in
+    high precision. The linear layers are converted by
+    :func:`fp8_dist.convert_to_float8_training`. Convert before the model is distributed.
+
+    Experts of transformers are converted if they have the weights ``gate_up_proj`` (or ``up_proj``)
+    and ``down_proj`` of shape ``[E, N, K]``: those of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3.
+
+    Args:
+        module: the model.
+        config: default ``Float8ExpertsConfig()``.
+        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each module of
+            experts. If it returns False, the experts stay unconverted.
+
+    Returns:
+        ``module``.
+
+    Collectives: none.
+
+    Raises:
+        ValueError: no experts were converted, they are converted already with another config, or a
+            weight is already distributed.
+        NotImplementedError: experts that the filter admits can't be converted.
+        TypeError: ``config`` is not a Float8ExpertsConfig, or ``module`` is not an nn.Module.
+    """
+    config = config or Float8ExpertsConfig()
+    if not isinstance(config, Float8ExpertsConfig):
+        raise TypeError(
+            "convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got "
+            f"{config!r}"
+        )
+    chosen: dict[str, tuple[nn.Module, Kind]] = {}
+    for fqn, part in checked_module(module).named_modules():
+        kind = _kind_of(part)
+        if kind is None or not kind.weights(part):
+            continue
+        if module_filter_fn is not None and not module_filter_fn(part, fqn):
+            continue
+        _check(part, kind, fqn or "the module", config)
+        if experts_config(part) is None:
+            chosen[fqn] = part, kind
+    if not chosen and not float8_experts(module):
+        raise ValueError(
+            "convert_experts_to_float8_training: the model has no experts that are known, or "
+            "module_filter_fn admits none; multiply experts of your own by "
+            "fp8_dist.moe.grouped_linear"
+        )
+    for fqn, (part, kind) in chosen.items():
+        weights = {
+            name: ExpertWeight(part, config.linear, fqn, name=name) for name in kind.weights(part)
+        }
+        part.float8_weights = weights  # type: ignore[assignment]
+        part.float8_experts_config = config  # type: ignore[assignment]
+        if config.linear.fsdp_float8_all_gather:
+            for name, weight in weights.items():
+                setattr(part, name, weight.wrapped(weight.parameter()))
+        kind.use(part)
+    note_converted(module)
+    return module
+
+
+def _check(part: nn.Module, kind: Kind, fqn: str, config: Float8ExpertsConfig) -> None:
+    name = "convert_experts_to_float8_training"
+    known = experts_config(part)
+    if known not in (None, config):
+        raise ValueError(
+            f"{name}: {fqn} is converted already, with another config: {known}. Convert it once, "
+            "or exclude it in module_filter_fn"
+        )
+    if why := kind.unfit(part):
+        raise NotImplementedError(
+            f"{name}: {fqn} can't be converted: {why}. Exclude it in module_filter_fn"
+        )
+    if known is None and any(isinstance(part._parameters[n], DTensor) for n in kind.weights(part)):
+        raise ValueError(
+            f"{name}: the weights of {fqn} are distributed already. Convert the model first, then "
+            "distribute it"
+        )
+
+
+def weight_of(module: nn.Module, name: str) -> Weight:
+    """The weight of converted experts for a forward and its backward.
+
+    Collectives: as :meth:`fp8_dist.linear.weight.Float8Weight.forward_casts`.
+    """
+    weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
+    weight, parameter = weights[name], getattr(module, name)
+    if isinstance(parameter, DTensor) and not weight.is_compared:
+        weight.compare("the first forward")
+    casts, training = weight.forward_casts(parameter), torch.is_grad_enabled()
+    if not weight.leaves_something(parameter, training):
+        weight.end_of_evaluation(parameter)
+    return Weight(local_part(parameter), casts)
+
+
+def expert_group(module: nn.Module) -> tuple[int, ProcessGroup | None]:
+    """The number of experts of all ranks, and the ranks that share them.
+
+    The ranks are those of the mesh on which the weights are ``Shard(0)``; ``None`` if this rank has
+    all experts.
+
+    Raises:
+        ValueError: the weights are distributed in another way.
+    """
+    weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
+    found = {_group_of(weight) for weight in weights.values()}
+    if len(found) > 1:
+        fqn = next(iter(weights.values())).fqn
+        raise ValueError(f"{fqn}: the weights of the experts are distributed in different ways")
+    return found.pop()
+
+
+def _group_of(weight: ExpertWeight) -> tuple[int, ProcessGroup | None]:
+    layout = weight.layout()
+    if layout is None:
+        return len(local_tensor(weight.parameter())), None
+    if layout.placements != (Shard(0),):
+        raise ValueError(
+            f"{weight.fqn}: {weight.name} is placed as {list(layout.placements)} on {layout.mesh} "
+            "in the forward; experts are divided by Shard(0) on one axis, and FSDP2 shards them "
+            "over others"
+        )
+    return layout.shape[0], layout.mesh.get_group() if layout.mesh.size() > 1 else None

@@ -1,0 +1,279 @@
+"""The autograd functions of experts: grouped linear layers, alone and fused with their messages.
+
+    up        dispatch of the tokens, and the first GEMMs
+    down      the last GEMM; the dispatch of the output's gradient in the backward
+    combine   the return of the outputs
+
+Autograd never sees a float8 tangent. *Down* returns the rows of the outputs without a gradient, and
+a stand-in of the slots, whose gradient is that of the slots. *Combine* saves nothing, so activation
+checkpointing does not repeat it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.cast import quantize
+from fp8_dist.dtypes import autocast
+from fp8_dist.linear.autograd import Form, flattened
+from fp8_dist.linear.operands import Recast, WeightCasts
+from fp8_dist.mesh import local_tensor
+from fp8_dist.moe.config import Float8ExpertsConfig
+from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
+from fp8_dist.moe.grouped import Groups, grouped_gradients, grouped_mm
+from fp8_dist.scaling import Copy, Quantized, cast, planned
+
+
+class Weight(NamedTuple):
+    """A weight ``[E, N, K]``: the local tensor that gradients flow to, and its casts."""
+
+    tensor: Tensor
+    casts: WeightCasts
+
+
+def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
+    """Cast a weight that no module keeps casts of.
+
+    Collectives: as :func:`fp8_dist.cast.cast_copies`.
+    """
+    found = quantize(weight.detach(), config.weight)
+    return Weight(local_part(weight), WeightCasts(found, found))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The local part of a tensor, to which gradients flow."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Saved(NamedTuple):
+    """What a backward needs beside its saved tensors."""
+
+    forms: tuple[Form | None, ...]  # of the rows, then of each weight
+    recasts: tuple[Recast | None, ...]  # for each weight
+    dtypes: tuple[torch.dtype, torch.dtype]  # of rows and of weights
+    groups: Groups
+    config: Float8ExpertsConfig
+
+
+def _save(
+    ctx: Any,
+    rows: Quantized,
+    weights: Sequence[Weight],
+    dtype: torch.dtype,
+    groups: Groups,
+    config: Float8ExpertsConfig,
+) -> None:
+    # FSDP2 frees a weight that it gathered in high precision, and gathers it again.
+    operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
+    tensors, forms = flattened(rows, *operands)
+    recasts = tuple([weight.casts.recast for weight in weights])
+    dtypes = dtype, weights[0].tensor.dtype
+    ctx.saved = _Saved(forms, recasts, dtypes, groups, config)
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _products(
+    rows: Quantized,
+    weights: Sequence[Weight],
+    groups: Groups,
+    dtype: torch.dtype,
+    config: Float8ExpertsConfig,
+) -> tuple[Tensor, ...]:
+    found = []
+    for _, casts in weights:
+        assert casts.output is not None
+        found.append(grouped_mm(rows, casts.output, True, groups, dtype, config))
+    return tuple(found)
+
+
+def _gradients(
+    ctx: Any, grads: Sequence[Quantized | None], needs: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradient of the rows, and of each weight.
+
+    Args:
+        grads: the gradient of each product, by rows.
+        needs: whether gradients of the rows and of each weight are needed.
+    """
+    saved: _Saved = ctx.saved
+    tensors = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
+    rows, *weights = (form and form.operand(tensors) for form in saved.forms)
+    assert isinstance(rows, Quantized)
+    of_rows: Tensor | None = None
+    of_weights: list[Tensor | None] = []
+    for grad, weight, recast, need in zip(grads, weights, saved.recasts, needs[1:], strict=True):
+        if grad is None:
+            of_weights.append(None)
+            continue
+        if isinstance(weight, Tensor) and recast is not None:
+            weight = _cast_again(weight, recast)
+        assert isinstance(weight, Quantized)
+        arguments = saved.groups, (needs[0], need), saved.dtypes, saved.config
+        one, of_weight = grouped_gradients(grad, rows, weight, *arguments)
+        of_rows = one if of_rows is None else of_rows if one is None else of_rows + one
+        of_weights.append(of_weight)
+    return of_rows, of_weights
+
+
+def _cast_again(weight: Tensor, recast: Recast) -> Quantized:
+    statistics, scheme, start, is_cut = recast
+    plan = planned((Copy(scheme),))
+    _, (scales,), (qdata,) = cast(weight.detach(), plan, [statistics], start)
+    return Quantized(qdata, scales, scheme, start, is_cut)
+
+
+def _cast_rows(rows: Tensor | None, config: Float8ExpertsConfig) -> Quantized | None:
+    return None if rows is None else quantize(rows.detach().contiguous(), config.rows)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        groups: Groups,
+        config: Float8ExpertsConfig,
+        casts: tuple[WeightCasts, ...],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        rows = _cast_rows(x, config)
+        assert rows is not None
+        operands = [Weight(*each) for each in zip(weights, casts, strict=True)]
+        _save(ctx, rows, operands, x.dtype, groups, config)
+        return _products(rows, operands, groups, x.dtype, config)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        config = ctx.saved.config
+        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+        of_rows, of_weights = _gradients(ctx, [_cast_rows(g, config) for g in grads], needs)
+        return of_rows, None, None, None, *of_weights
+
+
+def grouped_product(
+    x: Tensor, weights: Sequence[Weight], groups: Groups, config: Float8ExpertsConfig
+) -> tuple[Tensor, ...]:
+    """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`."""
+    casts = tuple([weight.casts for weight in weights])
+    return _GroupedLinear.apply(autocast(x), groups, config, casts, *[w.tensor for w in weights])
+
+
+class _Up(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        routing: Routing,
+        config: Float8ExpertsConfig,
+        casts: tuple[WeightCasts, ...],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        cast_tokens = _cast_rows(x, config)
+        assert cast_tokens is not None
+        rows = send_rows(cast_tokens, routing.slots // routing.top_k, routing)
+        operands = [Weight(*each) for each in zip(weights, casts, strict=True)]
+        _save(ctx, rows, operands, x.dtype, routing.groups, config)
+        ctx.routing = routing
+        return _products(rows, operands, routing.groups, x.dtype, config)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        config, routing = ctx.saved.config, ctx.routing
+        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+        of_rows, of_weights = _gradients(ctx, [_cast_rows(g, config) for g in grads], needs)
+        if of_rows is not None:
+            slots = _returned(of_rows, routing, config)
+            of_slots = slots.view(routing.tokens, routing.top_k, slots.shape[1])
+            of_rows = of_slots.to(torch.float32).sum(1).to(slots.dtype)
+        return of_rows, None, None, None, *of_weights
+
+
+def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Tensor:
+    """Send rows back to their slots, in the dtype that the config says."""
+    if config.combine == "high_precision":
+        return routing.to_slots(rows)
+    found = return_rows(quantize(rows, config.rows), routing)
+    return config.rows.dequantize(found.qdata, found.scales).to(rows.dtype)
+
+
+def dispatched_product(
+    x: Tensor, weights: Sequence[Weight], routing: Routing, config: Float8ExpertsConfig
+) -> tuple[Tensor, ...]:
+    """Send tokens to their experts, and multiply; see :func:`fp8_dist.moe.dispatch_linear`."""
+    casts = tuple([weight.casts for weight in weights])
+    return _Up.apply(autocast(x), routing, config, casts, *[w.tensor for w in weights])
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        routing: Routing,
+        config: Float8ExpertsConfig,
+        casts: WeightCasts,
+    ) -> tuple[Tensor, Tensor]:
+        rows = _cast_rows(hidden, config)
+        assert rows is not None
+        operands, dtype = [Weight(weight, casts)], hidden.dtype
+        (output,) = _products(rows, operands, routing.groups, dtype, config)
+        if bias is not None:
+            output = output + bias.detach()[routing.groups.of_row].to(dtype)
+        _save(ctx, rows, operands, dtype, routing.groups, config)
+        ctx.routing, ctx.bias_dtype = routing, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(output)
+        slots = routing.tokens * routing.top_k
+        return output, output.new_zeros(1, 1).expand(slots, output.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 6
+        routing, config = ctx.routing, ctx.saved.config
+        of_slots = _cast_rows(grad, config)
+        assert of_slots is not None
+        rows = send_rows(of_slots, routing.slots, routing)
+        of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2])
+        of_bias = None
+        if ctx.needs_input_grad[2]:
+            # The rows that arrived are those in float8.
+            values = rows.scheme.dequantize(rows.qdata, rows.scales)
+            of_bias = values.new_zeros(len(routing.groups.counts), values.shape[1])
+            of_bias.index_add_(0, routing.groups.of_row, values)
+            of_bias = of_bias.to(ctx.bias_dtype)
+        return of_hidden, of_weight, of_bias, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, stand_in: Tensor, routing: Routing, config: Float8ExpertsConfig
+    ) -> Tensor:
+        return _returned(output, routing, config)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, grad, None, None
+
+
+def combined_product(
+    hidden: Tensor,
+    weight: Weight,
+    routing: Routing,
+    config: Float8ExpertsConfig,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply, and return the outputs to their slots; see :func:`fp8_dist.moe.linear_combine`."""
+    hidden = autocast(hidden)
+    output, stand_in = _Down.apply(hidden, weight.tensor, bias, routing, config, weight.casts)
+    return _Combine.apply(output, stand_in, routing, config)

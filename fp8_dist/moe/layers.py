@@ -1,0 +1,179 @@
+"""Grouped linear layers for code of one's own."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8_dist.moe.config import Float8ExpertsConfig
+from fp8_dist.moe.dispatch import Routing
+from fp8_dist.moe.functions import (
+    Weight,
+    cast_weight,
+    combined_product,
+    dispatched_product,
+    grouped_product,
+)
+from fp8_dist.moe.grouped import Groups
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    offs: Tensor,
+    config: Float8ExpertsConfig | None = None,
+    bias: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Multiply rows, sorted by expert, by the weights of their experts, in float8.
+
+    Args:
+        x: ``[R, K]``, high precision. It is cast once for all weights.
+        weights: ``[E, N, K]``, or several of these, in high precision; plain tensors or DTensors,
+            whose local part is multiplied.
+        offs: int32 or int64 ``[E]``: the end of each expert's rows. The rows from ``offs[-1]`` on
+            belong to no expert; their outputs are 0.
+        config: default ``Float8ExpertsConfig()``.
+        bias: ``[E, N]``, for a single weight.
+
+    Returns:
+        ``[R, N]`` in the dtype of ``x``; for several weights a tuple.
+
+    Collectives: none, unless the values of one scale of a weight are sharded: then an all-reduce of
+    4 bytes per scale (1 byte per block). The host waits once, for ``offs``.
+
+    Raises:
+        ValueError: shapes or offsets do not fit.
+    """
+    several, config = not isinstance(weights, Tensor), config or Float8ExpertsConfig()
+    operands = _operands(x, weights, config, "grouped_linear")
+    if bias is not None and len(operands) > 1:
+        raise ValueError("grouped_linear: bias is for a single weight; add the biases afterwards")
+    _check_bias(bias, operands[0].tensor, "grouped_linear")
+    groups = _groups(offs, len(x), len(operands[0].tensor))
+    rows = sum(groups.counts)
+    products = list(grouped_product(x[:rows], operands, groups, config))
+    if bias is not None:
+        # In fp32, because the gradient of a bias is a sum over rows.
+        products[0] = products[0] + bias.to(torch.float32)[groups.of_row].to(x.dtype)
+    if rows < len(x):
+        products = [pad(product, (0, 0, 0, len(x) - rows)) for product in products]
+    return tuple(products) if several else products[0]
+
+
+def dispatch_linear(
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    routing: Routing,
+    config: Float8ExpertsConfig | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """Send tokens to the ranks of their experts in float8, and multiply them there as they arrive.
+
+    Args:
+        x: ``[T, K]``, high precision.
+        weights: this rank's experts ``[E, N, K]``, or several weights, as in
+            :func:`grouped_linear`.
+        routing: of :func:`fp8_dist.moe.route`.
+
+    Returns:
+        ``[R, N]``, the rows of ``routing.groups``, in the dtype of ``x``; for several weights a
+        tuple.
+
+    Collectives: with a group, an all-to-all of K bytes and the scales of each row. In the backward
+    an all-to-all of the gradients of x, in high precision, or float8 with
+    ``combine="float8"``.
+    """
+    several, config = not isinstance(weights, Tensor), config or Float8ExpertsConfig()
+    operands = _operands(x, weights, config, "dispatch_linear")
+    _check_routing(x, routing.tokens, operands[0].tensor, routing, "dispatch_linear")
+    products = dispatched_product(x, operands, routing, config)
+    return products if several else products[0]
+
+
+def linear_combine(
+    hidden: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    config: Float8ExpertsConfig | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply rows by the weights of their experts, and send the outputs back to their slots.
+
+    Args:
+        hidden: ``[R, K]``, the rows of ``routing.groups``, high precision.
+        weight: this rank's experts ``[E, N, K]``.
+        bias: ``[E, N]``.
+
+    Returns:
+        ``[T, top_k, N]`` in the dtype of ``hidden``.
+
+    Collectives: with a group, an all-to-all of the outputs in high precision, or float8 with
+    ``combine="float8"``. In the backward an all-to-all of N bytes and the scales of each slot.
+    """
+    config = config or Float8ExpertsConfig()
+    (operand,) = _operands(hidden, weight, config, "linear_combine")
+    _check_routing(hidden, sum(routing.groups.counts), operand.tensor, routing, "linear_combine")
+    _check_bias(bias, operand.tensor, "linear_combine")
+    slots = combined_product(hidden, operand, routing, config, bias)
+    return slots.view(routing.tokens, routing.top_k, slots.shape[1])
+
+
+def _operands(
+    x: Tensor, weights: Tensor | Sequence[Tensor], config: Float8ExpertsConfig, caller: str
+) -> list[Weight]:
+    given = [weights] if isinstance(weights, Tensor) else list(weights)
+    if not isinstance(config, Float8ExpertsConfig):
+        raise TypeError(f"{caller}: config must be a Float8ExpertsConfig, got {config!r}")
+    if not given or not x.dtype.is_floating_point:
+        raise ValueError(
+            f"{caller}: floating-point rows and at least one weight are needed, got rows of "
+            f"{x.dtype} and {len(given)} weights"
+        )
+    for weight in given:
+        if weight.ndim != 3 or x.ndim != 2 or x.shape[1] != weight.shape[2]:
+            raise ValueError(
+                f"{caller}: rows of shape [R, K] need weights of shape [E, N, K], got "
+                f"{tuple(x.shape)} and {tuple(weight.shape)}"
+            )
+        if len(weight) != len(given[0]):
+            raise ValueError(
+                f"{caller}: the weights have {len(given[0])} and {len(weight)} experts"
+            )
+    return [cast_weight(weight, config) for weight in given]
+
+
+def _check_bias(bias: Tensor | None, weight: Tensor, caller: str) -> None:
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise ValueError(
+            f"{caller}: the bias of a weight {tuple(weight.shape)} must be of shape "
+            f"{tuple(weight.shape[:2])}, got {tuple(bias.shape)}"
+        )
+
+
+def _check_routing(
+    rows: Tensor, expected: int, weight: Tensor, routing: Routing, caller: str
+) -> None:
+    experts = len(routing.groups.counts)
+    if len(weight) != experts or len(rows) != expected:
+        raise ValueError(
+            f"{caller}: the routing has {expected} rows and {experts} experts of this rank, got "
+            f"{len(rows)} rows and weights of {len(weight)} experts; pass what was routed"
+        )
+
+
+def _groups(offs: Tensor, rows: int, experts: int) -> Groups:
+    if not isinstance(offs, Tensor):
+        raise TypeError(f"grouped_linear: offs must be a tensor, got {offs!r}")
+    if offs.ndim != 1 or offs.dtype not in (torch.int32, torch.int64) or len(offs) != experts:
+        raise ValueError(
+            f"grouped_linear: offs must be int32 or int64 [{experts}], one for each expert; got "
+            f"{offs.dtype} {tuple(offs.shape)}"
+        )
+    sizes = torch.diff(offs.to(torch.int64), prepend=offs.new_zeros(1, dtype=torch.int64))
+    counts = sizes.tolist()
+    if min(counts, default=0) < 0 or sum(counts) > rows:
+        raise ValueError(
+            f"grouped_linear: offs must grow from 0 to at most {rows}, the number of rows; got "
+            f"groups of {counts} rows"
+        )
+    return Groups.of(sizes, counts)

@@ -1,0 +1,178 @@
+"""Experts on several ranks: the bits of one device, what is sent, and errors on one rank."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from moe_layers import RECIPES, SPREADS, Layer
+from rank_tests import on_ranks
+from ranks import RankPools, device_mesh
+from reference import kinds, raised, same_values, sqnr
+
+from fp8_dist.debug import CommRow, comm_audit
+from fp8_dist.debug.audit import CommTable
+from fp8_dist.moe import Float8ExpertsConfig, dispatch_linear, linear_combine, route
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COMBINES = ("high_precision", "float8")
+# Each value of a column beside each value of any other.
+PAIRS = [
+    ((2, 4)[(i // 2 + j) % 2], RECIPES[i], DTYPES[(i + j) % 3], COMBINES[(i + j) % 2], SPREADS[j])
+    for i, j in product(range(len(RECIPES)), range(len(SPREADS)))
+]
+
+
+def different(layer: Layer, frozen: tuple[str, ...] = ()) -> list[str]:
+    """What is not the part of this rank of what one device computes."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    whole = layer.trained(frozen=frozen)
+    parts = layer.part(rank).trained(group, frozen)
+    return [
+        n for n, part in parts.items() if not same_values(layer.part_of(n, whole[n], rank), part)
+    ]
+
+
+@pytest.mark.parametrize(("size", "recipe", "dtype", "combine", "spread"), PAIRS)
+@on_ranks("size", returns=[])
+def test_bits_of_one_device(
+    size: int, recipe: Any, dtype: torch.dtype, combine: Any, spread: str
+) -> list[str]:
+    return different(Layer.of(Float8ExpertsConfig(recipe, combine), size, spread, dtype))
+
+
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(3, returns=[])
+def test_odd_sizes(recipe: Any, combine: Any) -> list[str]:
+    layer = Layer.of(Float8ExpertsConfig(recipe, combine), 3, "uneven", sizes=(6, 37, 19, 1))
+    return different(layer)
+
+
+@pytest.mark.parametrize("frozen", [("x",), ("x", "gate", "up", "gate_bias"), ("down", "up")])
+@on_ranks(2, returns=[])
+def test_frozen(frozen: tuple[str, ...]) -> list[str]:
+    return different(Layer.of(Float8ExpertsConfig(), 2), frozen)
+
+
+@on_ranks(2, returns=True)
+def test_without_gradients_and_twice() -> bool:
+    group, layer = dist.group.WORLD, Layer.of(Float8ExpertsConfig(), 2).part(dist.get_rank())
+    output, tensors = layer.forward(group)
+    with torch.inference_mode():
+        alone = layer.forward(group)[0].clone()
+    once = [
+        torch.autograd.grad(output, [*tensors.values()], layer.grad, retain_graph=keep)
+        for keep in (True, False)
+    ]
+    return torch.equal(alone, output) and all(map(torch.equal, *once))
+
+
+def audited(config: Float8ExpertsConfig) -> dict[str, list[CommRow]]:
+    """What a rank sends: 48 rows of 256 and of 128 features."""
+    mesh = device_mesh(ep=2)
+    layer = Layer.of(config, 2, dtype=torch.bfloat16, sizes=(8, 256, 128, 2)).part(dist.get_rank())
+    layer.ids = torch.arange(48).view(24, 2) % 8  # as many rows for each expert
+    audits = {phase: comm_audit(mesh) for phase in ("forward", "backward")}
+    with audits["forward"]:
+        output, _ = layer.forward(mesh.get_group())
+    with audits["backward"]:
+        output.backward(layer.grad)
+    return {phase: audit.without_modules().rows for phase, audit in audits.items()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales"),
+    [("rowwise_folded", 4), ("tensorwise", 4), ("blockwise", 256 // 128), ("mxfp8", 256 // 32)],
+)
+def test_bytes_of_rows(ranks: RankPools, recipe: Any, scales: int) -> None:
+    for phase, rows in ranks(2).run_same(audited, Float8ExpertsConfig(recipe)).items():
+        others = (torch.int64, torch.bfloat16)
+        found = sum(row.bytes for row in rows if row.dtype not in others)
+        assert found == 48 * (256 + scales), phase
+
+
+def test_what_is_sent(ranks: RankPools) -> None:
+    tables = []
+    for combine in COMBINES:
+        phases = ranks(2).run_same(audited, Float8ExpertsConfig(combine=combine))
+        tables += [f"{p}, {combine}\n{kinds(CommTable(phases[p]).table())}" for p in phases]
+    assert_expected_inline(
+        "\n".join(tables),
+        """\
+forward, high_precision
+op          axis  dtype          count  elements   bytes
+all_to_all  ep    int64              1         8      64
+all_to_all  ep    float8_e4m3fn      1    12,288  12,288
+all_to_all  ep    float32            +        48     192
+all_to_all  ep    bfloat16           1    12,288  24,576
+backward, high_precision
+op          axis  dtype          count  elements   bytes
+all_to_all  ep    float8_e4m3fn      1    12,288  12,288
+all_to_all  ep    float32            +        48     192
+all_to_all  ep    bfloat16           1    12,288  24,576
+forward, float8
+op          axis  dtype          count  elements   bytes
+all_to_all  ep    int64              1         8      64
+all_to_all  ep    float8_e4m3fn      2    24,576  24,576
+all_to_all  ep    float32            +        96     384
+backward, float8
+op          axis  dtype          count  elements   bytes
+all_to_all  ep    float8_e4m3fn      2    24,576  24,576
+all_to_all  ep    float32            +        96     384""",
+    )
+
+
+def refused() -> list[str]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    ids = torch.tensor([[0, 3], [1, 2]])
+    texts = [
+        raised(ValueError, lambda: route(ids + 2 * rank, 4, group)),  # 5 on rank 1
+        raised(ValueError, lambda: route(ids + rank - 1, 4, group)),  # -1 on rank 0
+        raised(ValueError, lambda: route(ids, 5, group)),
+        raised(ValueError, lambda: route(ids.int(), 4, group)),
+        raised(ValueError, lambda: route(ids.flatten(), 4, group)),
+    ]
+    routing = route(ids, 4, group)  # the ranks still agree
+    x, w = torch.ones(2, 32), torch.ones(4, 32, 32)
+    rows = torch.ones(sum(routing.groups.counts), 32)
+    return [
+        *texts,
+        raised(ValueError, lambda: dispatch_linear(x, w, routing)),
+        raised(ValueError, lambda: linear_combine(rows, w[:1], routing)),
+        raised(ValueError, lambda: linear_combine(rows, w[0], routing)),
+    ]
+
+
+def test_what_is_refused(ranks: RankPools) -> None:
+    first, second = ranks(2).run(refused)
+    text = "\n".join(
+        a if a == b else f"{a}\n  rank 1: {b}" for a, b in zip(first, second, strict=True)
+    )
+    assert_expected_inline(
+        text,
+        """\
+route: expert ids must be from 0 to 4; rank 1 of 2 has others
+  rank 1: route: expert ids must be from 0 to 4; rank 1 of 2 has others, such as [5]
+route: expert ids must be from 0 to 4; rank 0 of 2 has others, such as [-1]
+  rank 1: route: expert ids must be from 0 to 4; rank 0 of 2 has others
+route: 5 experts can't be divided equally between 2 ranks of expert parallelism; choose a number of ranks that divides it
+route: expert_ids must be int64 [tokens, top_k], got torch.int32 (2, 2)
+route: expert_ids must be int64 [tokens, top_k], got torch.int64 (4,)
+dispatch_linear: the routing has 2 rows and 2 experts of this rank, got 2 rows and weights of 4 experts; pass what was routed
+linear_combine: the routing has 4 rows and 2 experts of this rank, got 4 rows and weights of 1 experts; pass what was routed
+linear_combine: rows of shape [R, K] need weights of shape [E, N, K], got (4, 32) and (32, 32)""",
+    )
+
+
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accuracy_of_a_layer(recipe: Any, combine: Any) -> None:
+    layer = Layer.of(Float8ExpertsConfig(recipe, combine), 2, "foreign ids")
+    exact, found = layer.high_precision(), layer.trained()
+    least = 23.0 if combine == "high_precision" else 22.5
+    assert [n for n in exact if sqnr(exact[n], found[n]) < least] == []
+    assert not found["output"][5].any()  # both of its ids are foreign
+    assert not found["x"][5].any()

@@ -1,0 +1,164 @@
+"""Conversion of the experts of transformers' models to float8, and steps on one device."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hf_experts import IDS, different, made, step
+from hf_models import batch, build
+from reference import raised, same_bits, sqnr
+
+from fp8_dist.moe import (
+    Float8ExpertsConfig,
+    convert_experts_to_float8_training,
+    float8_experts,
+)
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dtype"),
+    [
+        ("qwen3_moe", "rowwise_folded", torch.float32),
+        ("mixtral", "tensorwise", BF16),
+        ("olmoe", "blockwise", torch.float32),
+        ("deepseek_v3", "mxfp8", BF16),
+    ],
+)
+def test_loss_follows_the_unconverted_models(kind: str, recipe: Any, dtype: torch.dtype) -> None:
+    curves, first = [], []
+    for config in (None, Float8ExpertsConfig(recipe)):
+        model, losses = build(kind).to(dtype), []
+        if config is not None:
+            convert_experts_to_float8_training(model, config=config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for i in range(5):
+            loss = model(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            if i == 0:
+                first.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(torch.tensor(losses))
+    plain, float8 = curves
+    assert float8[0] - float8[-1] > 1
+    assert min(sqnr(a, b) for a, b in zip(*first, strict=True)) > 10
+    assert 0 < (float8 - plain).abs().max() < 0.02
+
+
+def test_state_dict_is_that_of_an_unconverted_model() -> None:
+    plain = build("deepseek_v3").state_dict()
+    state = convert_experts_to_float8_training(build("deepseek_v3")).state_dict()
+    assert list(state) == list(plain)
+    assert {type(tensor) for tensor in state.values()} == {torch.Tensor}
+    assert all(same_bits(state[name], plain[name]) for name in plain)
+
+
+def test_copies_of_a_converted_model(tmp_path: Path) -> None:
+    model, file = made("mixtral", combine="float8"), tmp_path / "model.pt"
+    torch.save(model, file)
+    expected = step(copy.deepcopy(model))
+    assert different(step(torch.load(file, weights_only=False)), expected) == []
+    # In a process that has not imported the library.
+    code = (
+        f"import torch; model = torch.load({str(file)!r}, weights_only=False); "
+        f"print(model(input_ids=torch.tensor({IDS.tolist()})).logits.double().sum().item())"
+    )
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert float(printed) == expected[0].double().sum().item()
+
+
+def test_converting_twice() -> None:
+    model = made("olmoe", "mxfp8")
+    weights = [p for p in model.parameters() if p.ndim == 3]
+    convert_experts_to_float8_training(model, config=Float8ExpertsConfig("mxfp8"))
+    again = [p for p in model.parameters() if p.ndim == 3]
+    assert all(p is q for p, q in zip(weights, again, strict=True))
+    text = raised(ValueError, lambda: convert_experts_to_float8_training(model))
+    assert_expected_inline(
+        text,
+        """convert_experts_to_float8_training: model.layers.0.mlp.experts is converted already, with another config: Float8ExpertsConfig(recipe='mxfp8', combine='high_precision', enable_fsdp_float8_all_gather='auto', emulate=False). Convert it once, or exclude it in module_filter_fn""",
+    )
+
+
+def test_filter_leaves_experts_to_their_own_implementation() -> None:
+    model, plain = build("qwen3_moe"), build("qwen3_moe")
+    convert_experts_to_float8_training(model, module_filter_fn=lambda _, fqn: "layers.1" in fqn)
+    assert list(float8_experts(model)) == ["model.layers.1.mlp.experts"]
+    outputs = [m(IDS, output_hidden_states=True).hidden_states for m in (model, plain)]
+    assert [same_bits(a, b) for a, b in zip(*outputs, strict=True)] == [True, True, False]
+
+
+def test_experts_that_cannot_be_converted() -> None:
+    def text(kind: str, error: type[Exception]) -> str:
+        return raised(error, lambda: convert_experts_to_float8_training(build(kind)))
+
+    texts = [text("gpt_oss", NotImplementedError), text("llama4", NotImplementedError)]
+    assert_expected_inline(
+        "\n".join([*texts, text("llama", ValueError)]),
+        """\
+convert_experts_to_float8_training: model.layers.0.mlp.experts can't be converted: its weights are stored transposed, [E, K, N]. Exclude it in module_filter_fn
+convert_experts_to_float8_training: model.layers.0.feed_forward.experts can't be converted: its class does not use transformers' experts interface. Exclude it in module_filter_fn
+convert_experts_to_float8_training: the model has no experts that are known, or module_filter_fn admits none; multiply experts of your own by fp8_dist.moe.grouped_linear""",
+    )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_full_activation_checkpointing(reentrant: bool) -> None:
+    model, checkpointed = made("mixtral"), made("mixtral")
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert different(step(checkpointed.train()), step(model)) == []
+
+
+def test_gradients_accumulate() -> None:
+    model, twin = made("deepseek_v3", "tensorwise"), made("deepseek_v3", "tensorwise")
+    step(model)
+    _, accumulated = step(model, batch(1))
+    first = {name: g.clone() for name, g in step(twin)[1].items()}
+    twin.zero_grad()
+    second = step(twin, batch(1))[1]
+    assert all(same_bits(accumulated[name], first[name] + second[name]) for name in first)
+
+
+def test_evaluation_leaves_training_unchanged() -> None:
+    model, expected = made("qwen3_moe", "blockwise").eval(), step(made("qwen3_moe", "blockwise"))
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert same_bits(model(IDS).logits, expected[0])
+    assert different(step(model.train()), expected) == []
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    model, expected = made("mixtral"), step(made("mixtral"))
+    frozen = [
+        f"model.layers.{i}.mlp.experts.{n}" for i, n in enumerate(("gate_up_proj", "down_proj"))
+    ]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    found = step(model)
+    assert [name for name, grad in found[1].items() if grad is None] == frozen
+    assert different(found, expected) == []
+
+
+def test_autocast() -> None:
+    model, plain = convert_experts_to_float8_training(build("olmoe")), build("olmoe")
+    with torch.autocast("cpu", BF16):
+        (logits, found), (expected, grads) = step(model), step(plain)
+    assert logits.dtype == expected.dtype == BF16
+    assert sqnr(expected, logits) > 25
+    assert min(sqnr(grads[name], found[name]) for name in grads) > 10
+    assert {grad.dtype for grad in found.values()} == {torch.float32}
+
+
+def test_compiled_block_has_the_bits_of_an_eager_one() -> None:
+    model, eager = made("mixtral", "mxfp8"), made("mixtral", "mxfp8")
+    model.model.layers[1].mlp.compile(backend="eager")
+    assert different(step(model), step(eager)) == []

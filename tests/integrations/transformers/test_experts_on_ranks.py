@@ -1,0 +1,238 @@
+"""Experts of transformers' models in float8, divided between ranks and sharded by FSDP2.
+
+Logits and the gradients of experts have the bits of one device. Data parallelism sums gradients in
+another order, so there gradients are compared by SQNR.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from expecttest import assert_expected_inline
+from hf_experts import IDS, different, made, step
+from hf_models import build
+from nets import full
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, sqnr
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist import attach_update, precompute_float8_dynamic_scale
+from fp8_dist.debug import comm_audit
+from fp8_dist.moe import convert_experts_to_float8_training, float8_experts
+from fp8_dist.tensor_parallel import Float8ExpertParallel
+
+NAMES = ("gate_up_proj", "down_proj")
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def parallel(model: nn.Module, mesh: Any) -> nn.Module:
+    for experts in float8_experts(model).values():
+        parallelize_module(experts, mesh, Float8ExpertParallel())
+    return model
+
+
+def expert_parallel(kind: str, fields: dict[str, Any], checkpointing: bool) -> list[str]:
+    """Differences from one device, on two ranks that have two texts each."""
+    mesh, rank = device_mesh(ep=2), dist.get_rank()
+    model, twin = parallel(made(kind, **fields), mesh["ep"]), made(kind, **fields)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    logits, expected = step(model, IDS[2 * rank : 2 * rank + 2]), step(twin)
+    grads = {name: None if g is None else full(g) for name, g in logits[1].items()}
+    split = [isinstance(p, DTensor) for name, p in model.named_parameters() if ".experts." in name]
+    assert all(split)
+    mine = expected[0][2 * rank : 2 * rank + 2]
+    return different((logits[0], grads), (mine, expected[1]), only=".mlp.experts.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "checkpointing"),
+    [
+        ("qwen3_moe", {"recipe": "rowwise_folded"}, True),
+        ("mixtral", {"recipe": "mxfp8"}, False),
+        ("olmoe", {"recipe": "blockwise", "combine": "float8"}, False),
+        ("deepseek_v3", {"recipe": "tensorwise"}, True),
+    ],
+)
+def test_expert_parallelism(
+    ranks: RankPools, kind: str, fields: dict[str, Any], checkpointing: bool
+) -> None:
+    assert ranks(2).run_same(expert_parallel, kind, fields, checkpointing) == []
+
+
+def shard(model: Any, mesh: Any, dim: int, **fields: Any) -> None:
+    """Shard the experts over dp alone, and all other parameters over dp and ep."""
+    world = mesh["dp", "ep"]._flatten("dp_ep")
+    for experts in float8_experts(model).values():
+        fully_shard(experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim), **fields)
+        # Each rank's tokens reach all experts, so the gradients of both axes are averaged.
+        experts.set_gradient_divide_factor(4.0)
+        experts.set_force_sum_reduction_for_comms(True)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=world, **fields)
+
+
+def trained(kind: str, fields: dict[str, Any], dim: int, policy: bool) -> list[object]:
+    """Two steps on dp 2 x ep 2, the second after an update by the optimizer's hook.
+
+    Returns the differences from one device, precompute's collectives, the dtypes in which experts
+    were gathered, and the all-reduces of the two steps.
+
+    ``policy``: whether FSDP2 computes in bf16.
+    """
+    mesh, rank = device_mesh(dp=2, ep=2), dist.get_rank()
+    model, twin, wrong = parallel(made(kind, **fields), mesh["ep"]), made(kind, **fields), []
+    in_bf16 = MixedPrecisionPolicy(BF16, cast_forward_inputs=False)
+    shard(model, mesh, dim, **{"mp_policy": in_bf16} if policy else {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach_update(optimizer, model)
+    for parameter in twin.parameters():  # the casts of experts are those of the fp32 weights
+        parameter.data = parameter.to(BF16 if policy and parameter.ndim < 3 else parameter.dtype)
+    with comm_audit(mesh) as update:
+        precompute_float8_dynamic_scale(model)
+    gathered, reductions = set(), 0
+    for i in range(2):
+        with comm_audit(mesh) as audit:
+            found = step(model, IDS[rank : rank + 1])
+        logits, grads = step(twin)
+        if not same_bits(found[0], logits[rank : rank + 1]):
+            wrong.append(f"step {i}: logits")
+        for name in grads:
+            if sqnr(grads[name], 4 * full(found[1][name])) < (30 if policy else 100):
+                wrong.append(f"step {i}: {name}")
+        rows = [row for row in audit.rows if (row.op, row.axis) == ("all_gather", "dp")]
+        gathered |= {row.dtype for row in rows}
+        reductions += audit.count("all_reduce")
+        optimizer.step()
+        optimizer.zero_grad()
+        twin.zero_grad()
+        for name, parameter in model.named_parameters():
+            twin.get_parameter(name).data.copy_(full(parameter.detach()))
+    return [wrong, update.count(), gathered, reductions]
+
+
+# With Shard(0), scales travel with the weights; with Shard(1), precompute reduces them.
+@pytest.mark.parametrize(
+    ("kind", "fields", "dim", "gathered", "policy"),
+    [
+        ("qwen3_moe", {"recipe": "rowwise_folded"}, 0, {FP8, torch.float32}, False),
+        ("mixtral", {"recipe": "tensorwise", "combine": "float8"}, 1, {FP8}, True),
+        ("deepseek_v3", {"recipe": "blockwise"}, 1, {FP8}, False),
+        (
+            "olmoe",
+            {"recipe": "mxfp8", "enable_fsdp_float8_all_gather": False},
+            0,
+            {torch.float32},
+            False,
+        ),
+        # One all-reduce for linear layers, on a flattened mesh, and experts together.
+        ("mixtral", {"recipe": "rowwise_folded", "dense": True}, 1, {FP8}, False),
+    ],
+)
+def test_expert_parallelism_and_fsdp2(
+    ranks: RankPools,
+    kind: str,
+    fields: dict[str, Any],
+    dim: int,
+    gathered: set[torch.dtype],
+    policy: bool,
+) -> None:
+    found = ranks(4).run(trained, kind, fields, dim, policy)
+    assert found == [[[], dim, gathered, 0]] * 4
+
+
+def averaged() -> list[str]:
+    model, twin, rank = made("olmoe"), made("olmoe"), dist.get_rank()
+    wrapped = DistributedDataParallel(model)
+    wrapped(IDS[2 * rank : 2 * rank + 2]).logits.square().sum().backward()
+    grads = step(twin, scale=0.5)[1]
+    return [n for n, p in model.named_parameters() if sqnr(grads[n], p.grad) < 100]
+
+
+def test_ddp(ranks: RankPools) -> None:
+    assert ranks(2).run_same(averaged) == []
+
+
+def saved(folder: str) -> dict[str, torch.Tensor]:
+    model = parallel(made("mixtral"), device_mesh(ep=2)["ep"])
+    step(model)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    return {name: full(p) for name, p in model.named_parameters() if p.ndim == 3}
+
+
+def test_checkpoint_of_ranks_is_loaded_on_one_device(ranks: RankPools, tmp_path: Path) -> None:
+    weights, _ = ranks(2).run(saved, str(tmp_path))
+    model = made("mixtral")
+    step(model)  # scales of the old weights
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    model.load_state_dict(state)
+    assert all(same_bits(model.get_parameter(name), weights[name]) for name in weights)
+    fresh = build("mixtral")
+    fresh.load_state_dict(state)
+    convert_experts_to_float8_training(fresh)
+    assert same_bits(model(IDS).logits, fresh(IDS).logits)
+
+
+def refused() -> list[str]:
+    """The errors of setups that don't fit, on each rank; a collective works after each."""
+    mesh, rank = device_mesh(ep=2)["ep"], dist.get_rank()
+    configs = [[{}, {"recipe": "mxfp8"}], [{}, {"combine": "float8"}]]
+    models = [made("mixtral", **both[rank]) for both in configs]
+    three = convert_experts_to_float8_training(build("mixtral", num_local_experts=3))
+    one = made("mixtral") if rank else build("mixtral")
+    texts = []
+    for model in (*models, three, build("mixtral"), one):
+        experts = model.model.layers[1].mlp.experts
+        style = Float8ExpertParallel()
+        texts.append(raised(ValueError, lambda: parallelize_module(experts, mesh, style)))  # noqa: B023
+        dist.barrier()
+    return [*texts, *placed_otherwise(mesh)]
+
+
+def placed_otherwise(mesh: DeviceMesh) -> list[str]:
+    """The errors for weights that are not distributed by Float8ExpertParallel."""
+
+    early, both, one = build("mixtral"), made("mixtral"), made("mixtral")
+    for model, names, placement in (
+        (early, NAMES, Shard(0)),
+        (both, NAMES, Replicate()),
+        (one, NAMES[:1], Shard(0)),
+    ):
+        experts = model.model.layers[1].mlp.experts
+        for name in names:
+            whole = experts.get_parameter(name).detach()
+            placed = distribute_tensor(whole, mesh, [placement])
+            setattr(experts, name, nn.Parameter(placed))
+    texts = [raised(ValueError, lambda: convert_experts_to_float8_training(early))]
+    return texts + [raised(ValueError, lambda: model(IDS)) for model in (both, one)]  # noqa: B023
+
+
+def test_setups_that_do_not_fit(ranks: RankPools) -> None:
+    recipe, combine, three, plain, one, early, *placed = ranks(2).run_same(refused)
+    differ = "parallelize_module: the ranks of DeviceMesh((ep=2), 'cpu', stride=(1,)) have set up "
+    assert all(text.startswith(differ) for text in (recipe, combine, one))
+    assert "recipe='mxfp8'" in recipe
+    assert early == (
+        "convert_experts_to_float8_training: the weights of model.layers.1.mlp.experts are "
+        "distributed already. Convert the model first, then distribute it"
+    )
+    assert "combine='float8'" in combine
+    assert "model.layers.1.mlp.experts.gate_up_proj" in one
+    assert_expected_inline(
+        "\n".join([three, plain, *placed]),
+        """\
+parallelize_module: model.layers.1.mlp.experts.gate_up_proj: 3 experts can't be divided equally between 2 ranks; choose a number of ranks that divides it
+parallelize_module: Float8ExpertParallel is for experts, but a MixtralExperts has none in float8; call convert_experts_to_float8_training first
+model.layers.1.mlp.experts: gate_up_proj is placed as [Replicate()] on DeviceMesh((ep=2), 'cpu', stride=(1,)) in the forward; experts are divided by Shard(0) on one axis, and FSDP2 shards them over others
+model.layers.1.mlp.experts: the weights of the experts are distributed in different ways""",
+    )

@@ -1,0 +1,53 @@
+"""Models of transformers with experts in float8, and the bits of a step."""
+
+import warnings
+from typing import Any
+
+import torch
+from hf_models import batch, build
+from reference import same_bits
+from torch import nn
+
+from fp8_dist import convert_to_float8_training, skip_head
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
+
+IDS = batch(0)
+Step = tuple[torch.Tensor, dict[str, torch.Tensor | None]]
+
+
+def made(kind: str, recipe: Any = "rowwise_folded", dense: bool = False, **fields: Any) -> Any:
+    """A converted model. The rows of its experts' weights differ in size by up to 10,000.
+
+    ``dense``: the linear layers are in float8 too. ``fields``: of the experts' config.
+    """
+    model = build(kind)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            size = torch.logspace(0, -4, parameter.shape[1])
+            order = torch.randperm(len(size), generator=generator)
+            parameter.data *= size[order][:, None]
+    if dense:
+        # One scale per weight, but one per token: ranks have other tokens than one device.
+        config = Float8ExpertsConfig("tensorwise").linear
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*stay in high precision")  # they do not, below
+            convert_to_float8_training(model, module_filter_fn=skip_head(model), config=config)
+    return convert_experts_to_float8_training(model, config=Float8ExpertsConfig(recipe, **fields))
+
+
+def step(model: nn.Module, ids: torch.Tensor = IDS, scale: float = 1.0) -> Step:
+    """The logits of a step, and the gradients."""
+    logits = model(input_ids=ids).logits
+    (logits.float().square().sum() * scale).backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def different(a: Step, b: Step, only: str = "") -> list[str]:
+    """The results of two steps that differ; ``only``: of the gradients, those named so."""
+    wrong = [] if same_bits(a[0], b[0]) else ["logits"]
+    for name in b[1]:
+        one, other = a[1][name], b[1][name]
+        if only in name and one is not None and not (other is not None and same_bits(one, other)):
+            wrong.append(name)
+    return wrong
