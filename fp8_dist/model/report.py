@@ -152,8 +152,12 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
     inside = {part for m in modules.values() if isinstance(m, whole) for part in m.modules()}
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
-            # A parametrized weight consists of several parameters.
-            weights = [p for p in module.parameters() if not is_lazy(p) and p.ndim > 1]
+            # A parametrized weight consists of several parameters. A layer may have children.
+            weights = [
+                p
+                for own, p in module.named_parameters()
+                if not is_lazy(p) and p.ndim > 1 and own.partition(".")[0] not in _children(module)
+            ]
             shape = module.out_features, module.in_features
             reason = "" if isinstance(module, Float8Linear) else why_left_out(module)
             name, flops = name or "(the module itself)", 2 * math.prod(shape)
@@ -162,6 +166,11 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] > 1):
                     yield _of_parameter(name, own, parameter, modules, _count([parameter], counted))
+
+
+def _children(module: nn.Module) -> set[str]:
+    """The names of a module's children, without its parametrizations."""
+    return {name for name, _ in module.named_children()} - {"parametrizations"}
 
 
 def _of_parameter(

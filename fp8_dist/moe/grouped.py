@@ -31,12 +31,10 @@ class Groups(NamedTuple):
 
     Attributes:
         counts: the number of rows of each expert, on the host.
-        sizes: the same as a tensor, int64 ``[E]``.
         of_row: the expert of each row, int64 ``[R]``.
     """
 
     counts: list[int]
-    sizes: Tensor
     of_row: Tensor
 
     @staticmethod
@@ -44,7 +42,7 @@ class Groups(NamedTuple):
         """The groups of given sizes, as a tensor and on the host."""
         experts = torch.arange(len(sizes), device=sizes.device)
         of_row = torch.repeat_interleave(experts, sizes, output_size=sum(counts))
-        return Groups(counts, sizes, of_row)
+        return Groups(counts, of_row)
 
 
 def grouped_mm(

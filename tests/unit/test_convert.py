@@ -10,7 +10,13 @@ from expecttest import assert_expected_inline
 from reference import raised
 from torch.nn.utils import parametrizations
 
-from fp8_dist import Float8Linear, Float8LinearConfig, convert_to_float8_training, skip_head
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    conversion_summary,
+    convert_to_float8_training,
+    skip_head,
+)
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
@@ -66,6 +72,7 @@ def test_children_of_a_linear_layer_are_converted() -> None:
         linear = [part for part in each.modules() if isinstance(part, nn.Linear)]
         assert len(linear) == 2 + (each is not model)
         assert all(isinstance(part, Float8Linear) for part in linear)
+        assert [row.parameters for row in conversion_summary(each).rows] == [256] * len(linear)
 
 
 def test_hooks_mode_and_attributes_carry_over() -> None:
