@@ -69,17 +69,18 @@ def local_statistics(weights: Iterable[Float8Weight]) -> dict[Key, WeightStatist
         (id(weight.parameter()), scheme): weight for weight in weights for scheme in weight.schemes
     }
     shards = {key: weight.shard() for key, weight in wanted.items()}
+    layouts = {key: weight.layout() for key, weight in wanted.items()}
     alike: dict[tuple[Any, ...], list[Key]] = {}
     for key, weight in wanted.items():
         kind = (key[1], shards[key].dtype, shards[key].device, weight.device)
         alike.setdefault(kind, []).append(key)
     found = {}
     for (scheme, _, _, device), same in alike.items():
-        starts = [scheme.start(wanted[key].layout()) for key in same]
+        starts = [scheme.start(layouts[key]) for key in same]
         each = scheme.measure_each([shards[key] for key in same], starts)
         levels = zip(*[_moved(level, device) for level in zip(*each, strict=True)], strict=True)
         for key, statistics in zip(same, levels, strict=True):
-            found[key] = _placed(wanted[key], statistics, scheme)
+            found[key] = _placed(wanted[key], layouts[key], statistics, scheme)
     return {key: found[key] for key in wanted}
 
 
@@ -92,13 +93,15 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _placed(weight: Float8Weight, local: Statistics, scheme: Scheme) -> WeightStatistics:
-    layout = weight.layout()
+def _placed(
+    weight: Float8Weight, layout: Layout | None, local: Statistics, scheme: Scheme
+) -> WeightStatistics:
     axes = scheme.axes(layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
     # FSDP2 goes by the type of the parameter, which is the same for all layers that share it.
-    is_gathered = weight.shard() is not local_tensor(weight.parameter())
+    stored = local_tensor(weight.parameter())
+    is_gathered = weight.gather_type.unwrap(stored) is not stored
     moving = scheme.moving_levels(layout) if is_gathered else ()
     everywhere = () if moving and scheme.rides_in_gather(layout) else moving
     sharded = sharded_axes(layout)

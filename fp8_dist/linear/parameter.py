@@ -159,8 +159,9 @@ class LayerParameter:
 
     def parameter(self) -> torch.Tensor:
         """The parameter that is currently registered."""
-        parameter: torch.Tensor = getattr(self.module, self.name)
-        return parameter
+        module = self.module
+        parameter = module._parameters.get(self.name)  # faster than getattr
+        return getattr(module, self.name) if parameter is None else parameter
 
     @property
     def is_registered(self) -> bool:
