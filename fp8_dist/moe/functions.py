@@ -50,7 +50,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class _Saved(NamedTuple):
-    """What a backward needs beside its saved tensors."""
+    """The state that a backward needs, apart from its saved tensors."""
 
     forms: tuple[Form | None, ...]  # of the rows, then of each weight
     recasts: tuple[Recast | None, ...]  # for each weight

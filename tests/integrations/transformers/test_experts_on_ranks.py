@@ -4,6 +4,7 @@ Logits and the gradients of experts have the bits of one device. Data parallelis
 another order, so there gradients are compared by SQNR.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from hf_experts import IDS, different, made, step
 from hf_models import build
@@ -29,6 +31,7 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.moe import convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
+PAGE = Path(__file__).parents[3] / "docs/experts.md"
 NAMES = ("gate_up_proj", "down_proj")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -181,6 +184,34 @@ def test_checkpoint_of_ranks_is_loaded_on_one_device(ranks: RankPools, tmp_path:
     fresh.load_state_dict(state)
     convert_experts_to_float8_training(fresh)
     assert same_bits(model(IDS).logits, fresh(IDS).logits)
+
+
+def page() -> list[bool]:
+    """Runs the page's programs: whether the loss falls, and grouped and dispatched products agree."""
+    torch.manual_seed(0)
+    scope: dict[str, Any] = {"torch": torch, "F": F, "mesh": device_mesh(dp=2, ep=2), "group": None}
+    first, second, third = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(first + second, scope)
+    ids, losses = torch.randint(0, 256, (2, 16)) + dist.get_rank(), []
+    for _ in range(4):
+        loss = scope["model"](ids % 256, labels=ids % 256).loss
+        loss.backward()
+        scope["optimizer"].step()
+        scope["optimizer"].zero_grad()
+        losses.append(loss.item())
+    tokens, w1, w2 = torch.randn(6, 32), torch.randn(2, 16, 32), torch.randn(2, 32, 16)
+    scope |= {"tokens": tokens, "w1": w1, "w2": w2, "w3": w1, "num_experts": 2, "rows": tokens}
+    scope |= {
+        "expert_ids": torch.tensor([[0]] * 2 + [[1]] * 4),
+        "routing_weights": torch.ones(6, 1),
+    }
+    scope |= {"weight": w1, "offs": torch.tensor([2, 6])}
+    exec(third, scope)
+    return [losses[-1] < losses[0], torch.equal(scope["hidden"], scope["gate"])]
+
+
+def test_the_page(ranks: RankPools) -> None:
+    assert ranks(4).run(page) == [[True, True]] * 4
 
 
 def refused() -> list[str]:
