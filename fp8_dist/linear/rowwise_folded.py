@@ -37,7 +37,7 @@ have kept them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -81,28 +81,55 @@ def folded_gradients(
     per column.
     """
     grad = _with_whole_rows(grad, placements)
-    weight, input = right.get("grad_input"), right.get("grad_weight")
-    s = None if weight is None else weight.scales[0].reshape(-1)
-    t = None if input is None else input.scales[0]
     if isinstance(grad, DTensor):
         assert placements is not None
-        made, transposed = iter(_folded(grad, scheme, placements, s, t, within)), False
+        made = _folded(grad, scheme, placements, *_scales_of_rows(right), within)
+        operands = _in_pairs(made, scheme, right, False)
     else:
         matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
-        rows = None if t is None else t.reshape(-1)
-        made = iter(fold_gradient(matrix, scheme.dtype, s, rows, transposed))
-    # Their shape is one that a GPU's GEMM accepts together with scales of rows.
-    ones = unit_scales(next(iter(right.values())).qdata)
-    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
-    if weight is not None:
-        left = Quantized(next(made), (next(made),), scheme)
-        operands["grad_input"] = left, _unscaled(weight, ones)
-    if input is not None:
-        g2 = next(made)
-        left = Quantized(g2.t() if transposed else g2, (next(made),), scheme.second)
-        operands["grad_weight"] = left, _unscaled(input, ones)
+        operands = locally_folded(matrix, scheme, right, transposed)
     if is_observed():
         operands = _observed(operands, grad, placements, right, owner)
+    return operands
+
+
+def locally_folded(
+    grad: torch.Tensor, scheme: Scheme, right: Mapping[Gemm, Quantized], transposed: bool
+) -> dict[Gemm, tuple[Quantized, Quantized]]:
+    """Apply :func:`folded_gradients` to a plain gradient ``[M, N]``, without observers."""
+    s, t = _scales_of_rows(right)
+    made = fold_gradient(grad, scheme.dtype, s, None if t is None else t.reshape(-1), transposed)
+    return _in_pairs(made, scheme, right, transposed)
+
+
+def _scales_of_rows(
+    right: Mapping[Gemm, Quantized],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The scales s of the weight, ``[N]``, and t of the input, ``[..., 1]``."""
+    weight, input = right.get("grad_input"), right.get("grad_weight")
+    s = None if weight is None else weight.scales[0].reshape(-1)
+    return s, None if input is None else input.scales[0]
+
+
+def _in_pairs(
+    made: Iterable[torch.Tensor],
+    scheme: Scheme,
+    right: Mapping[Gemm, Quantized],
+    transposed: bool,
+) -> dict[Gemm, tuple[Quantized, Quantized]]:
+    """Pair the results of :func:`fold_gradient` with the right operands, whose scales become 1."""
+    made = iter(made)
+    # The shape of these scales is one that a GPU's GEMM accepts together with scales of rows.
+    ones = unit_scales(next(iter(right.values())).qdata)
+    operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
+    gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
+    for gemm in gemms:
+        if gemm in right:
+            qdata, scale, turns = next(made), next(made), gemm == "grad_weight"
+            qdata = qdata.t() if turns and transposed else qdata
+            left = Quantized(qdata, (scale,), scheme.second if turns else scheme)
+            unscaled = right[gemm]._replace(scales=(ones,), scheme=right[gemm].scheme.second)
+            operands[gemm] = left, unscaled
     return operands
 
 
@@ -181,11 +208,6 @@ def _observed(
         carrier = observe(owner, "grad_output", (gemm,), folded, low, False, left.scales[0])
         shown[gemm] = (left._replace(scales=(carrier,)), unscaled)
     return shown
-
-
-def _unscaled(operand: Quantized, ones: torch.Tensor) -> Quantized:
-    """The right operand of a gradient GEMM, whose scales were folded into the left one."""
-    return operand._replace(scales=(ones,), scheme=operand.scheme.second)
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:

@@ -74,7 +74,6 @@ def _save(
     dtypes = dtype, weights[0].tensor.dtype
     ctx.saved = _Saved(forms, recasts, dtypes, groups, config)
     ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
 
 
 def _products(
@@ -92,7 +91,7 @@ def _products(
 
 
 def _gradients(
-    ctx: Any, grads: Sequence[Quantized | None], needs: Sequence[bool]
+    ctx: Any, grads: Sequence[Quantized], needs: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The gradient of the rows, and of each weight.
 
@@ -107,9 +106,6 @@ def _gradients(
     of_rows: Tensor | None = None
     of_weights: list[Tensor | None] = []
     for grad, weight, recast, need in zip(grads, weights, saved.recasts, needs[1:], strict=True):
-        if grad is None:
-            of_weights.append(None)
-            continue
         if isinstance(weight, Tensor) and recast is not None:
             weight = _cast_again(weight, recast)
         assert isinstance(weight, Quantized)
@@ -127,33 +123,42 @@ def _cast_again(weight: Tensor, recast: Recast) -> Quantized:
     return Quantized(qdata, scales, scheme, start, is_cut)
 
 
-def _cast_rows(rows: Tensor | None, config: Float8ExpertsConfig) -> Quantized | None:
-    return None if rows is None else quantize(rows.detach().contiguous(), config.rows)
+def _cast_rows(rows: Tensor, config: Float8ExpertsConfig) -> Quantized:
+    return quantize(rows.detach().contiguous(), config.rows)
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _Up(torch.autograd.Function):
+    """The first grouped linear layers. Without a ``routing``, x has the rows of the groups."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         groups: Groups,
+        routing: Routing | None,
         config: Float8ExpertsConfig,
         casts: tuple[WeightCasts, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         rows = _cast_rows(x, config)
-        assert rows is not None
+        if routing is not None:
+            rows = send_rows(rows, routing.slots // routing.top_k, routing)
         operands = [Weight(*each) for each in zip(weights, casts, strict=True)]
         _save(ctx, rows, operands, x.dtype, groups, config)
+        ctx.routing = routing
         return _products(rows, operands, groups, x.dtype, config)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        config = ctx.saved.config
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        config, routing = ctx.saved.config, ctx.routing
+        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
         of_rows, of_weights = _gradients(ctx, [_cast_rows(g, config) for g in grads], needs)
-        return of_rows, None, None, None, *of_weights
+        if of_rows is not None and routing is not None:
+            slots = _returned(of_rows, routing, config)
+            of_slots = slots.view(routing.tokens, routing.top_k, slots.shape[1])
+            of_rows = of_slots.to(torch.float32).sum(1).to(slots.dtype)
+        return of_rows, None, None, None, None, *of_weights
 
 
 def grouped_product(
@@ -161,38 +166,15 @@ def grouped_product(
 ) -> tuple[Tensor, ...]:
     """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`."""
     casts = tuple([weight.casts for weight in weights])
-    return _GroupedLinear.apply(autocast(x), groups, config, casts, *[w.tensor for w in weights])
+    return _Up.apply(autocast(x), groups, None, config, casts, *[w.tensor for w in weights])
 
 
-class _Up(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        routing: Routing,
-        config: Float8ExpertsConfig,
-        casts: tuple[WeightCasts, ...],
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
-        cast_tokens = _cast_rows(x, config)
-        assert cast_tokens is not None
-        rows = send_rows(cast_tokens, routing.slots // routing.top_k, routing)
-        operands = [Weight(*each) for each in zip(weights, casts, strict=True)]
-        _save(ctx, rows, operands, x.dtype, routing.groups, config)
-        ctx.routing = routing
-        return _products(rows, operands, routing.groups, x.dtype, config)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        config, routing = ctx.saved.config, ctx.routing
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
-        of_rows, of_weights = _gradients(ctx, [_cast_rows(g, config) for g in grads], needs)
-        if of_rows is not None:
-            slots = _returned(of_rows, routing, config)
-            of_slots = slots.view(routing.tokens, routing.top_k, slots.shape[1])
-            of_rows = of_slots.to(torch.float32).sum(1).to(slots.dtype)
-        return of_rows, None, None, None, *of_weights
+def dispatched_product(
+    x: Tensor, weights: Sequence[Weight], routing: Routing, config: Float8ExpertsConfig
+) -> tuple[Tensor, ...]:
+    """Send tokens to their experts, and multiply; see :func:`fp8_dist.moe.dispatch_linear`."""
+    casts, tensors = tuple([w.casts for w in weights]), [w.tensor for w in weights]
+    return _Up.apply(autocast(x), routing.groups, routing, config, casts, *tensors)
 
 
 def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Tensor:
@@ -201,14 +183,6 @@ def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Te
         return routing.to_slots(rows)
     found = return_rows(quantize(rows, config.rows), routing)
     return config.rows.dequantize(found.qdata, found.scales).to(rows.dtype)
-
-
-def dispatched_product(
-    x: Tensor, weights: Sequence[Weight], routing: Routing, config: Float8ExpertsConfig
-) -> tuple[Tensor, ...]:
-    """Send tokens to their experts, and multiply; see :func:`fp8_dist.moe.dispatch_linear`."""
-    casts = tuple([weight.casts for weight in weights])
-    return _Up.apply(autocast(x), routing, config, casts, *[w.tensor for w in weights])
 
 
 class _Down(torch.autograd.Function):
@@ -223,7 +197,6 @@ class _Down(torch.autograd.Function):
         casts: WeightCasts,
     ) -> tuple[Tensor, Tensor]:
         rows = _cast_rows(hidden, config)
-        assert rows is not None
         operands, dtype = [Weight(weight, casts)], hidden.dtype
         (output,) = _products(rows, operands, routing.groups, dtype, config)
         if bias is not None:
@@ -231,18 +204,16 @@ class _Down(torch.autograd.Function):
         _save(ctx, rows, operands, dtype, routing.groups, config)
         ctx.routing, ctx.bias_dtype = routing, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
+        ctx.set_materialize_grads(False)  # that of the output
         slots = routing.tokens * routing.top_k
         return output, output.new_zeros(1, 1).expand(slots, output.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 6
+        assert grad is not None  # Combine's backward returns one on every rank.
         routing, config = ctx.routing, ctx.saved.config
-        of_slots = _cast_rows(grad, config)
-        assert of_slots is not None
-        rows = send_rows(of_slots, routing.slots, routing)
+        rows = send_rows(_cast_rows(grad, config), routing.slots, routing)
         of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2])
         of_bias = None
         if ctx.needs_input_grad[2]:

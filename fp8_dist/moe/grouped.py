@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_dist.kernels.folding import fold_gradient, unit_scales
+from fp8_dist.linear.rowwise_folded import locally_folded
 from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, multiply
@@ -124,19 +124,13 @@ def _gradient_operands(
         if needs[1]:
             found["grad_weight"] = scheme.for_rows(grad, None), scheme.for_rows(input, None)
         return found
-    s = weight.scales[0].reshape(-1) if config.folds and needs[0] else None
-    t = input.scales[0].reshape(-1) if needs[1] else None
-    if s is None and t is None:
+    right: dict[Gemm, Quantized] = {"grad_input": weight} if config.folds and needs[0] else {}
+    if needs[1]:
+        right["grad_weight"] = input
+    if not right:
         return found
     values = scheme.dequantize(grad.qdata, grad.scales)
-    made = iter(fold_gradient(values, scheme.dtype, s, t, False))
-    if s is not None:
-        left = Quantized(next(made), (next(made),), scheme)
-        found["grad_input"] = left, _unscaled(weight)
-    if t is not None:
-        left = Quantized(next(made), (next(made),), scheme.second)
-        found["grad_weight"] = left, _unscaled(input)
-    return found
+    return found | locally_folded(values, scheme, right, False)
 
 
 def rows_of(rows: Quantized, begin: int, count: int) -> Quantized:
@@ -149,12 +143,6 @@ def matrix_of(weights: Quantized, expert: int) -> Quantized:
     """The weight of one expert, of ``[E, N, K]``."""
     scales = tuple([scale[expert] if scale.ndim > 2 else scale for scale in weights.scales])
     return weights._replace(qdata=weights.qdata[expert], scales=scales)
-
-
-def _unscaled(operand: Quantized) -> Quantized:
-    """An operand whose scales were folded into the other one."""
-    ones = unit_scales(operand.qdata)
-    return operand._replace(scales=(ones,), scheme=operand.scheme.second)
 
 
 def _options(config: Float8ExpertsConfig) -> tuple[bool, bool, bool]:

@@ -70,6 +70,40 @@ def test_without_gradients_and_twice() -> bool:
     return torch.equal(alone, output) and all(map(torch.equal, *once))
 
 
+class _NoGradient(torch.autograd.Function):
+    """Identity whose backward returns no gradient on rank 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:  # type: ignore[override]
+        return grad if dist.get_rank() else None
+
+
+def without_gradients(between: bool) -> list[str]:
+    """What has a gradient that is not 0, if rank 0 has none after, or before, the combination."""
+    group, layer = dist.group.WORLD, Layer.of(Float8ExpertsConfig(), 2).part(dist.get_rank())
+    t = {n: layer.tensors[n].clone().requires_grad_() for n in ("x", "gate", "up", "down")}
+    routing = route(layer.ids, 8, group)
+    gate, up = dispatch_linear(t["x"], [t["gate"], t["up"]], routing)
+    hidden = gate * up
+    slots = linear_combine(_NoGradient.apply(hidden) if between else hidden, t["down"], routing)
+    output = slots.sum(1)
+    (output if between else _NoGradient.apply(output)).backward(layer.grad)
+    return [n for n, each in t.items() if each.grad is not None and each.grad.any()]
+
+
+@pytest.mark.parametrize(
+    ("between", "of_first"), [(False, ["gate", "up", "down"]), (True, ["x", "down"])]
+)
+def test_a_rank_without_gradients(ranks: RankPools, between: bool, of_first: list[str]) -> None:
+    # The rank sends zeros: the others wait for its rows.
+    first, second = ranks(2).run(without_gradients, between, timeout=20)
+    assert (first, second) == (of_first, ["x", "gate", "up", "down"])
+
+
 def audited(config: Float8ExpertsConfig) -> dict[str, list[CommRow]]:
     """What a rank sends: 48 rows of 256 and of 128 features."""
     mesh = device_mesh(ep=2)
