@@ -15,7 +15,7 @@ import torch
 
 from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
-from fp8_dist.scaling import Blocks, Copy, Dense, Scheme
+from fp8_dist.scaling import Blocks, Copy, Dense, Fp32Blocks, Scheme
 
 
 class ScalingType(enum.Enum):
@@ -52,6 +52,17 @@ class ScalingGranularity(enum.Enum):
         return {"tensorwise": "ten", "axiswise": "axs", "blockwise": "blk"}[self.value]
 
 
+ScaleFormat = Literal["ue8m0", "fp32"]
+Division = Literal["vllm", "slime"]
+Source = Literal["master", "bf16"]
+# Fields of a CastConfig for block scales, and their values.
+_OF_BLOCKS = {
+    "scale_format": get_args(ScaleFormat),
+    "division": get_args(Division),
+    "source": get_args(Source),
+}
+
+
 def _check_type(owner: object, field: str, *expected: type) -> None:
     """Raise TypeError unless a field of a config is an instance of one of the types."""
     value = getattr(owner, field)
@@ -77,6 +88,13 @@ class CastConfig:
             no value saturates. ``"floor"`` is the rule of OCP Microscaling Formats v1.0, with which
             the largest values of a block may saturate. ``None`` rounds them up too, but uses the
             formula of the other scales, including its epsilon (:mod:`fp8_dist.kernels.scale`).
+        scale_format: the format of block scales. ``"ue8m0"``: powers of two. ``"fp32"``: amax
+            divided by the largest float8 value, as in the FP8 checkpoints of DeepSeek and Qwen
+            (:mod:`fp8_dist.kernels.fp32_blocks`).
+        division: the form of a cast with fp32 scales. ``"vllm"`` divides values by the scale,
+            ``"slime"`` multiplies them by its reciprocal. Some codes differ.
+        source: what a BLOCKWISE cast rounds: the tensor (``"master"``), or the tensor rounded to
+            bf16 first (``"bf16"``), as an inference engine that is sent bf16 weights does.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -84,6 +102,9 @@ class CastConfig:
     target_dtype: torch.dtype | None = None
     block_size: tuple[int, int] | None = None
     scale_rule: Literal["ceil", "floor"] | None = None
+    scale_format: ScaleFormat = "ue8m0"
+    division: Division = "vllm"
+    source: Source = "master"
 
     def __post_init__(self) -> None:
         _check_type(self, "scaling_type", ScalingType)
@@ -105,13 +126,31 @@ class CastConfig:
         size, rule = self.block_size, self.scale_rule
         if rule not in ("ceil", "floor", None):
             raise ValueError(f"CastConfig.scale_rule={rule!r}: use 'ceil', 'floor' or None")
-        if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
-            if size is not None or rule is not None:
+        for field, values in _OF_BLOCKS.items():
+            if (value := getattr(self, field)) not in values:
                 raise ValueError(
-                    f"CastConfig: block_size={size} and scale_rule={rule!r} are for "
-                    "ScalingGranularity.BLOCKWISE; drop them, or set that"
+                    f"CastConfig.{field}={value!r}: a cast in blocks takes one of {values}"
+                )
+        given = {"block_size": size, "scale_rule": rule}
+        given |= {f: v for f in _OF_BLOCKS if (v := getattr(self, f)) != getattr(CastConfig, f)}
+        if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
+            if given != {"block_size": None, "scale_rule": None}:
+                shown = ", ".join(f"{field}={value!r}" for field, value in given.items())
+                raise ValueError(
+                    f"CastConfig: {shown}: these are for ScalingGranularity.BLOCKWISE; drop them, "
+                    "or set that"
                 )
             return
+        if self.scale_format == "fp32" and rule is not None:
+            raise ValueError(
+                f"CastConfig: scale_rule={rule!r} is for scales that are powers of two; drop it, "
+                "or use scale_format='ue8m0'"
+            )
+        if self.scale_format == "ue8m0" and "division" in given:
+            raise ValueError(
+                f"CastConfig: division={self.division!r} has no effect, because dividing by a "
+                "power of two is exact; drop it, or use scale_format='fp32'"
+            )
         if (
             not isinstance(size, tuple)
             or len(size) != 2
@@ -131,7 +170,10 @@ class CastConfig:
         if isinstance(covers, Scheme):
             return covers if self.target_dtype is None else replace(covers, dtype=dtype)
         if self.block_size is not None:
-            return Blocks(dtype, *self.block_size, self.scale_rule)
+            size = self.block_size
+            if self.scale_format == "fp32":
+                return Fp32Blocks(dtype, *size, self.division, source=self.source)
+            return Blocks(dtype, *size, self.scale_rule, source=self.source)
         per = "tensor" if covers is ScalingGranularity.TENSORWISE else "row"
         return Dense(dtype, per, power_of_2)
 
@@ -160,6 +202,8 @@ class CastConfig:
             return f"{self.scaling_type.short_str()}_{self.scheme(operand, False).key}"
         shown, dtype = covers.short_str(), short_name(self.dtype_for(operand))
         shown += f"_{self.scale_rule}" if self.scale_rule else ""
+        shown += f"_fp32_{self.division}" if self.scale_format == "fp32" else ""
+        shown += "_of_bf16" if self.source == "bf16" else ""
         return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
 
 
@@ -228,7 +272,8 @@ class Float8LinearConfig:
             it, misaligned local shapes raise an error on such a device.
         emulate: multiply in a wider type even if the device has a float8 GEMM.
         force_recompute_fp8_weight_in_bwd: torchao's deprecated switch. Only ``False`` is accepted.
-        round_scales_to_power_of_2: round the quantization multiplier down to a power of two.
+        round_scales_to_power_of_2: round the quantization multiplier down to a power of two, except
+            for casts with ``scale_format="fp32"``.
         amax_scope: with ``"global"`` every scale is computed from the global tensor. With
             ``"rank"`` operands that never leave their rank are scaled by their local amax, which
             saves an all-reduce but deviates from the single-device result.
@@ -336,19 +381,44 @@ class Float8LinearConfig:
         return {cast.scaling_type for cast in casts if cast.enabled}
 
     @staticmethod
-    def from_recipe_name(recipe_name: "Float8LinearRecipeName | str") -> "Float8LinearConfig":
+    def from_recipe_name(
+        recipe_name: "Float8LinearRecipeName | str",
+        *,
+        scale_format: ScaleFormat = "ue8m0",
+        division: Division = "vllm",
+        weight_source: Source = "master",
+    ) -> "Float8LinearConfig":
         """Return the config of a ready-made recipe.
 
         Args:
             recipe_name: a :class:`Float8LinearRecipeName` or its value.
+            scale_format, division: fields of the casts of input and weight of BLOCKWISE, see
+                :class:`CastConfig`. The gradient keeps powers of two, which GEMMs of grad_weight
+                need no second rounding for.
+            weight_source: the ``source`` of the weight's cast, for BLOCKWISE and MXFP8.
 
         Raises:
-            ValueError: the name is not a recipe.
+            ValueError: the name is not a recipe, or the recipe does not take the other arguments.
         """
         names = [recipe.value for recipe in Float8LinearRecipeName]
         if recipe_name not in (*Float8LinearRecipeName, *names):
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
-        return _RECIPES[Float8LinearRecipeName(recipe_name)]()
+        recipe = Float8LinearRecipeName(recipe_name)
+        found = _RECIPES[recipe]()
+        weight = replace(found.cast_config_weight, source=weight_source)
+        found = replace(found, cast_config_weight=weight)
+        if (scale_format, division) == ("ue8m0", "vllm"):
+            return found
+        if recipe is not Float8LinearRecipeName.BLOCKWISE:
+            raise ValueError(
+                f"the recipe {recipe.value} has no scale_format={scale_format!r} and "
+                f"division={division!r}: these are for the recipe blockwise; drop them"
+            )
+        casts = {
+            name: replace(getattr(found, name), scale_format=scale_format, division=division)
+            for name in ("cast_config_input", "cast_config_weight")
+        }
+        return replace(found, **casts)
 
     def _check_fields(self) -> None:
         for each in fields(self):
@@ -396,7 +466,8 @@ class Float8LinearConfig:
                     "scaling scheme of your own; drop it, and round in the scheme"
                 )
             return
-        if any(cast and cast.enabled and cast.block_size is not None for cast in casts):
+        in_blocks = [cast for cast in casts if cast and cast.enabled and cast.block_size]
+        if any(cast.scale_format == "ue8m0" for cast in in_blocks):
             raise ValueError(
                 "Float8LinearConfig: the scales of BLOCKWISE casts are powers of two; set "
                 "round_scales_to_power_of_2=True"

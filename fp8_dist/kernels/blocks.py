@@ -1,4 +1,4 @@
-"""Block scales: powers of two, stored as exponents of one byte each.
+"""Block scales: powers of two, stored as exponents of one byte each, or fp32 scales.
 
 The last two dims of a tensor form a matrix, which is cut into blocks of ``rows x columns`` values.
 A part of a larger matrix may begin and end inside of blocks. So blocks are described by four
@@ -16,11 +16,11 @@ the exponent of a block by one of these rules:
   amax below 1e-12 counts as 1e-12.
 
 A block with a non-finite value has the exponent NaN. The values of a block with the smallest
-exponent, the byte 0, become zeros.
+exponent, the byte 0, become zeros. For fp32 scales see :mod:`fp8_dist.kernels.fp32_blocks`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -84,6 +84,11 @@ def powers_of_2(exponents: torch.Tensor) -> torch.Tensor:
     return exponents.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
+def fp32_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Convert stored scales to fp32: exponents, or floats."""
+    return powers_of_2(scales) if scales.dtype is torch.uint8 else scales.to(torch.float32)
+
+
 def empty_exponents(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     """Allocate the exponents of a tensor's blocks, uninitialized."""
     return x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
@@ -108,14 +113,21 @@ def block_exponents(
     """
     if not x.numel():
         return empty_exponents(x, blocks).zero_()
+    return exponents_of(block_amaxes(x, blocks), dtype, rule)
+
+
+def block_amaxes(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """Compute the amaxes of the blocks of a local tensor: fp32, 0 for a block without values."""
+    shape = exponents_shape(x.shape, blocks)
+    if not x.numel():
+        return x.new_zeros(shape, dtype=torch.float32)
     integer = _INTEGERS[x.itemsize]
     # Without the sign, the bits of floats are ordered like their values, with NaN above all others.
     bits = in_blocks(x, blocks).view(integer).bitwise_and(torch.iinfo(integer).max)
     # Reducing a dim of size 1 costs as much as reducing a long one.
     dims = [dim for dim in (-1, -3) if bits.shape[dim] > 1]
     largest = bits.amax(dims) if dims else bits
-    largest = largest.view(exponents_shape(x.shape, blocks)).view(x.dtype)
-    return exponents_of(largest.to(torch.float32), dtype, rule)
+    return largest.view(shape).view(x.dtype).to(torch.float32)
 
 
 def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> torch.Tensor:
@@ -165,8 +177,16 @@ def quantize_blocks(
     return product.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
-def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """Multiply a tensor by one scale per block; the result has the shape and dtype of ``x``."""
+def scaled_by(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    blocks: Sequence[int],
+    operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mul,
+) -> torch.Tensor:
+    """Multiply a tensor by one scale per block; the result has the shape and dtype of ``x``.
+
+    ``operation``: another operation than the multiplication.
+    """
     rows, columns, first_row, first_column = blocks
     in_parts = first_row or first_column or x.shape[-1] % columns
     in_parts = in_parts or (rows > 1 and x.shape[-2] % rows)
@@ -175,8 +195,8 @@ def scaled_by(x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int]) -> t
         shape = (*scales.shape, columns)
         if rows > 1:
             shape = (*scales.shape[:-1], rows, scales.shape[-1], columns)
-        return (x.view(shape) * wide.to(x.dtype)).view(x.shape)
-    return x * expanded(scales.to(x.dtype), x.shape, blocks)
+        return operation(x.view(shape), wide.to(x.dtype)).view(x.shape)
+    return operation(x, expanded(scales.to(x.dtype), x.shape, blocks))
 
 
 @custom_op(
@@ -374,13 +394,21 @@ def exponents_of_groups(
         The exponents, uint8 ``[groups, K]``. They are 0 for a block without local rows.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
-    bits = values.view(torch.int32).bitwise_and_(torch.iinfo(torch.int32).max)
-    largest = bits.new_zeros(groups, qdata.shape[1])
-    largest.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax")
-    found = exponents_of(largest.view(torch.float32), qdata.dtype, rule)
+    found = exponents_of(amaxes_of_groups(values, group, groups), qdata.dtype, rule)
     # torch.isin would make the host wait for the device.
     is_elsewhere = torch.ones(groups, 1, dtype=torch.bool, device=group.device)
     return found.masked_fill_(is_elsewhere.index_fill_(0, group, False), 0)
+
+
+def amaxes_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
+    """Compute the amaxes of groups of rows for each column: fp32 ``[groups, K]``, 0 without rows.
+
+    ``values``: fp32 ``[M, K]``, which are overwritten. ``group``: the group of each row.
+    """
+    bits = values.view(torch.int32).bitwise_and_(torch.iinfo(torch.int32).max)
+    largest = bits.new_zeros(groups, values.shape[1])
+    largest.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax")
+    return largest.view(torch.float32)
 
 
 @custom_op(

@@ -292,18 +292,19 @@ def _are_powers_of_2(scale: Tensor) -> bool:
 def _block_scaled_mm(
     a: Tensor,
     b: Tensor,
-    exponents_a: Tensor,
-    exponents_b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
     emulate: bool,
 ) -> Tensor:
-    wide = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float64
-    nan_rows = _lines_of_nan(exponents_a, blocks_a, a.shape, 0)
-    nan_columns = _lines_of_nan(exponents_b, blocks_b, b.shape, 1)
-    left = _dequantize(a, exponents_a, blocks_a, wide)
-    right = _dequantize(b, exponents_b, blocks_b, wide)
+    narrow = out_dtype is torch.bfloat16 and scales_a.dtype is torch.uint8
+    wide = torch.bfloat16 if narrow else torch.float64
+    nan_rows = _lines_of_nan(scales_a, blocks_a, a.shape, 0)
+    nan_columns = _lines_of_nan(scales_b, blocks_b, b.shape, 1)
+    left = _dequantize(a, scales_a, blocks_a, wide)
+    right = _dequantize(b, scales_b, blocks_b, wide)
     # Zeros in place of NaN, as in _without_nan.
     if nan_rows is not None:
         left = left.masked_fill(nan_rows.unsqueeze(1), 0)
@@ -320,10 +321,10 @@ def _block_scaled_mm(
 
 
 def _lines_of_nan(
-    exponents: Tensor, blocks: Sequence[int], shape: Sequence[int], dim: int
+    scales: Tensor, blocks: Sequence[int], shape: Sequence[int], dim: int
 ) -> Tensor | None:
-    """Return a mask of the rows (dim 0) or columns (dim 1) with a NaN block; None without any."""
-    is_nan = exponents == NAN_EXPONENT
+    """Return a mask of rows (dim 0) or columns (dim 1) with a non-finite scale; None without."""
+    is_nan = scales == NAN_EXPONENT if scales.dtype is torch.uint8 else ~scales.isfinite()
     if not is_nan.any():
         return None
     lines = is_nan.any(1 - dim).repeat_interleave(blocks[dim])

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from fp8_dist.device import device_has_float8_gemm
 from fp8_dist.dtypes import e4m3
 from fp8_dist.env import strict_alignment
-from fp8_dist.kernels.blocks import powers_of_2, scaled_by
+from fp8_dist.kernels.blocks import fp32_scales, scaled_by
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import transposed_copy
 from fp8_dist.torch_internals import native_scaled_mm
@@ -224,32 +224,30 @@ def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]
     return a_bytes.view(a.dtype), b_bytes.view(b.dtype)
 
 
-@custom_op(
-    "dequantize_blocks(Tensor x, Tensor exponents, int[] blocks, ScalarType dtype) -> Tensor"
-)
+@custom_op("dequantize_blocks(Tensor x, Tensor scales, int[] blocks, ScalarType dtype) -> Tensor")
 def dequantize_blocks(
-    x: Tensor, exponents: Tensor, blocks: Sequence[int], dtype: torch.dtype
+    x: Tensor, scales: Tensor, blocks: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """Multiply float8 data by its block scales, in a wider dtype.
+    """Multiply float8 data by its block scales (exponents or fp32), in a wider dtype.
 
-    The result has the memory layout of ``x``. It is exact, except for values that are subnormal in
-    bf16.
+    The result has the memory layout of ``x``. With exponents it is exact, except for values that
+    are subnormal in bf16.
     """
-    return dequantized_with(Tensor.to, x, exponents, blocks, dtype)
+    return dequantized_with(Tensor.to, x, scales, blocks, dtype)
 
 
 def dequantized_with(
     upcast: Callable[[Tensor, torch.dtype], Tensor],
     x: Tensor,
-    exponents: Tensor,
+    scales: Tensor,
     blocks: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
     """Implement :func:`dequantize_blocks` with the given conversion to the wider dtype."""
     if is_transposed(x):
         turned = transposed_blocks(blocks)
-        return dequantized_with(upcast, x.t(), exponents.t(), turned, dtype).t()
-    return scaled_by(upcast(x, dtype), powers_of_2(exponents), blocks)
+        return dequantized_with(upcast, x.t(), scales.t(), turned, dtype).t()
+    return scaled_by(upcast(x, dtype), fp32_scales(scales), blocks)
 
 
 def is_transposed(x: Tensor) -> bool:
@@ -264,17 +262,17 @@ def transposed_blocks(blocks: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 @custom_op(
-    "block_scaled_mm(Tensor a, Tensor b, Tensor exponents_a, Tensor exponents_b, int[] blocks_a, "
+    "block_scaled_mm(Tensor a, Tensor b, Tensor scales_a, Tensor scales_b, int[] blocks_a, "
     "int[] blocks_b, ScalarType out_dtype, bool emulate) -> Tensor",
-    fake=lambda a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype, emulate: a.new_empty(
+    fake=lambda a, b, scales_a, scales_b, blocks_a, blocks_b, out_dtype, emulate: a.new_empty(
         (a.shape[0], b.shape[1]), dtype=out_dtype
     ),
 )
 def block_scaled_mm(
     a: Tensor,
     b: Tensor,
-    exponents_a: Tensor,
-    exponents_b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
@@ -282,14 +280,15 @@ def block_scaled_mm(
 ) -> Tensor:
     """Multiply local float8 matrices with block scales.
 
-    If the device has no GEMM for them, the matrices are converted to a wider type, in which the
-    product of two values is exact: to bf16 for a bf16 result, with sums in fp32, and to fp32 for
-    other results.
+    If the device has no GEMM for them, the matrices are converted to a wider type: to bf16 for
+    exponents and a bf16 result, with sums in fp32, and else to fp32. With exponents the product of
+    two values is exact.
 
     Args:
         a: float8, ``[M, K]``, any strides.
         b: float8, ``[K, N]``, any strides.
-        exponents_a, exponents_b: the exponents of the blocks of ``a`` and of ``b``.
+        scales_a, scales_b: the scales of the blocks of ``a`` and of ``b``, both uint8 exponents
+            or both fp32.
         blocks_a, blocks_b: the blocks of ``a`` and of ``b``, see :mod:`fp8_dist.kernels.blocks`.
         out_dtype: dtype of the result.
         emulate: compute in a wider type even on devices with such a GEMM.
@@ -297,27 +296,28 @@ def block_scaled_mm(
     Returns:
         ``[M, N]``, contiguous.
     """
-    wide = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float32
-    left = dequantize_blocks(a, exponents_a, blocks_a, wide)
-    right = dequantize_blocks(b, exponents_b, blocks_b, wide)
+    narrow = out_dtype is torch.bfloat16 and scales_a.dtype is torch.uint8
+    wide = torch.bfloat16 if narrow else torch.float32
+    left = dequantize_blocks(a, scales_a, blocks_a, wide)
+    right = dequantize_blocks(b, scales_b, blocks_b, wide)
     with torch.autocast(a.device.type, enabled=False):
         return torch.mm(left, right).to(out_dtype)
 
 
 @custom_op("gemm_scales(Tensor a, Tensor b, int multiple=1) -> (Tensor, Tensor)")
 def gemm_scales(a: Tensor, b: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Convert the exponents of two operands to scales in the layout that Hopper's GEMM reads.
+    """Convert the block scales of two operands to the layout that Hopper's GEMM reads.
 
     Args:
-        a, b: the exponents of each operand, ``[R, C]``, any strides.
+        a, b: the exponents or fp32 scales of each operand, ``[R, C]``, any strides.
         multiple: pad the scales of ``b`` with rows of zeros to a multiple of this.
 
     Returns:
         The scales of ``a`` and of ``b``, fp32 ``[R, C]`` (R of ``b`` is padded) with strides
         ``(1, R)``.
     """
-    of_b = pad(powers_of_2(b), (0, 0, 0, -len(b) % multiple))
-    return powers_of_2(a).t().contiguous().t(), of_b.t().contiguous().t()
+    of_b = pad(fp32_scales(b), (0, 0, 0, -len(b) % multiple))
+    return fp32_scales(a).t().contiguous().t(), of_b.t().contiguous().t()
 
 
 @custom_op("tiled_exponents(Tensor a, Tensor b, int repeats=1) -> (Tensor, Tensor)")

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist.kernels import powers_of_2
+from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.module import Float8Linear, config_text, float8_layers, other_users
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.names import without_wrappers
-from fp8_dist.scaling import Blocks, whole_statistics
+from fp8_dist.scaling import BlockScheme, whole_statistics
 from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 
 
@@ -164,10 +164,10 @@ def _checked_layers(model: nn.Module, caller: str) -> dict[str, Float8Linear]:
     }
 
 
-def _blocks_of(layer: Float8Linear) -> Blocks | None:
+def _blocks_of(layer: Float8Linear) -> BlockScheme | None:
     """Return the scheme of a layer's weight if FP8 block checkpoints have it, else None."""
     blocks, *others = layer.float8_weight.schemes or (None,)
-    if others or not isinstance(blocks, Blocks):
+    if others or not isinstance(blocks, BlockScheme):
         return None
     is_square = blocks.rows == blocks.columns and blocks.dtype is torch.float8_e4m3fn
     return blocks if is_square else None
@@ -204,7 +204,7 @@ def _export(
         every = whole_statistics(scheme, statistics, layout)
         statistics = scheme.local_part(every, layout, shard.shape)
     _, _, (qdata,) = scheme.cast(shard, statistics, start, [False])
-    scales = powers_of_2(every[0]).to(home)
+    scales = fp32_scales(scheme.scales_from(every)[0]).to(home)
     if layout is not None:
         everywhere = (Replicate(),) * layout.mesh.ndim
         scales = Layout(layout.mesh, everywhere, scales.shape).wrap(scales)

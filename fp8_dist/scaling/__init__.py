@@ -1,7 +1,7 @@
 """Scaling schemes: what a scale covers, and how data is cast, moved and multiplied with scales."""
 
 from fp8_dist.kernels import GemmOptions
-from fp8_dist.scaling.blocks import Blocks, as_matrix, turned
+from fp8_dist.scaling.blocks import Blocks, BlockScheme, Fp32Blocks, as_matrix, turned
 from fp8_dist.scaling.dense import Dense, covering
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.operators import (
@@ -34,10 +34,12 @@ from fp8_dist.scaling.scheme import (
 )
 
 __all__ = [
+    "BlockScheme",
     "Blocks",
     "CastPlan",
     "Copy",
     "Dense",
+    "Fp32Blocks",
     "GemmOptions",
     "Level",
     "Placed",

@@ -1,8 +1,8 @@
-"""The scheme of block scales: powers of two, stored as one-byte exponents."""
+"""The schemes of block scales: powers of two, stored as one-byte exponents, and fp32 scales."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -11,18 +11,25 @@ from torch import Tensor
 from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
     GemmOptions,
+    block_amaxes,
     block_exponents,
     block_exponents_of_each,
     block_scaled_mm,
     cast_blocks,
+    dequantized_amaxes,
     exponents_of_groups,
-    powers_of_2,
+    fp32_scales,
     quantize_block_copies,
     quantize_blocks_of_each,
+    quantize_by_scales,
     reblock,
+    reblock_by_scales,
     reblock_groups,
+    reblock_groups_by_scales,
     scaled_by,
+    scales_of,
     takes_transposed,
+    transposed_copy,
 )
 from fp8_dist.mesh import (
     Layout,
@@ -46,38 +53,26 @@ _RULES = {None: "", "ceil": " (MX)", "floor": " (MX, floor)"}
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks(Scheme):
-    """One exponent per block of ``rows x columns`` values (:mod:`fp8_dist.kernels.blocks`).
+class BlockScheme(Scheme):
+    """Base class of the schemes with one scale per block of ``rows x columns`` values.
 
     Blocks of one row lie along the contraction of an operand's first GEMM, and whole rows can be
     redistributed. For the GEMM that contracts the rows, :meth:`for_rows` casts this copy again in
     blocks of one column. A copy in square blocks serves both GEMMs.
 
-    Exponents are statistics as well as scales. They grow with the amax, so the exponent of a block
-    is the largest exponent of its parts.
-
     Attributes:
         rows, columns: the size of a block.
-        rule: the rule of the exponents, "ceil", "floor" or None
-            (:attr:`fp8_dist.CastConfig.scale_rule`).
+        source: what is cast: the tensor itself ("master"), or the tensor rounded to bf16 ("bf16").
     """
 
-    family: ClassVar[str] = "blocks"
     needs_alignment: ClassVar[bool] = True
     can_gather: ClassVar[bool] = True
 
     rows: int = 1
     columns: int = 128
-    rule: str | None = None
+    source: str = field(default="master", kw_only=True)
 
-    def make_levels(self) -> tuple[Level, ...]:
-        return (Level(self.rows, self.columns, 1, torch.uint8, torch.uint8),)
-
-    @property
-    def covers(self) -> str:
-        return f"block of {self.rows} x {self.columns}{_RULES[self.rule]}"
-
-    def turned(self) -> "Blocks":
+    def turned(self) -> "BlockScheme":
         return replace(self, rows=self.columns, columns=self.rows)
 
     @property
@@ -85,7 +80,7 @@ class Blocks(Scheme):
         return self.rows == 1
 
     def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
-        return scaled_by(qdata.to(torch.float32), powers_of_2(scales[0]), self._blocks(start))
+        return scaled_by(qdata.to(torch.float32), fp32_scales(scales[0]), self._blocks(start))
 
     def unfit_for(self, operand: str, second: bool) -> str | None:
         wanted = "a square" if operand == "weight" else "one row"
@@ -96,13 +91,107 @@ class Blocks(Scheme):
             f"of its GEMMs; its block_size must be {wanted}"
         )
 
+    def unfit_beside(self, other: Scheme) -> str | None:
+        return None if isinstance(other, BlockScheme) else super().unfit_beside(other)
+
+    def multiply(
+        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
+    ) -> Tensor:
+        (a,), (b,), of = left.scales, right.scales, right.scheme
+        assert isinstance(of, BlockScheme)
+        if a.dtype is not b.dtype:
+            a, b = fp32_scales(a), fp32_scales(b)
+        blocks = self._blocks(left.start), of._blocks(right.start)
+        return block_scaled_mm(left.qdata, right.qdata, a, b, *blocks, out_dtype, options[2])
+
+    def for_rows(self, operand: Quantized, layout: Layout | None) -> Quantized:
+        """Cast the float8 copy of an operand again, in blocks of one column.
+
+        A new block spans several tokens. Their rows may be on several ranks, and need not be
+        adjacent.
+
+        Collectives: for each group over the axes that shard the operand's rows, an all-reduce (MAX)
+        of 1 byte per new block of the global operand, 4 bytes for fp32 scales.
+        """
+        if not self.is_recast_for_rows:
+            return operand
+        matrix, (scales,) = as_matrix(operand).qdata, as_matrix(operand).scales
+        blocks = self._blocks(operand.start)
+        axes = () if layout is None else _axes_of_tokens(layout)
+        if layout is None or not axes:
+            transposed = takes_transposed(matrix.device)
+            data, found = self._reblocked(matrix, scales, blocks, transposed)
+            scheme = _resized(self, self.columns, 1)
+            return Quantized(data.t() if transposed else data, (found,), scheme)
+        leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
+        tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
+        tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
+        group = tokens.div(self.columns, rounding_mode="floor")
+        count = -(-math.prod(leading) // self.columns)
+        found = self._measured_groups(matrix, scales, blocks, group, count)
+        found = all_reduce_max(found, groups_over(layout.mesh, axes))
+        data, each = self._reblocked_groups(matrix, scales, blocks, group, found)
+        return Quantized(data, (each,), _resized(self, 1, 1))
+
+    def _reblocked(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], transposed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Cast float8 data ``[M, K]`` to blocks of one column; the data and the scales."""
+        raise NotImplementedError
+
+    def _measured_groups(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, count: int
+    ) -> Tensor:
+        """The statistics ``[count, K]`` of new blocks, given the new block of each row."""
+        raise NotImplementedError
+
+    def _reblocked_groups(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, found: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Cast float8 data by the statistics of new blocks; the data and a scale per value."""
+        raise NotImplementedError
+
+    def _blocks(self, start: Start) -> list[int]:
+        """The description of blocks for kernels: rows, columns, first row and first column."""
+        return [self.rows, self.columns, start[0] % self.rows, start[1] % self.columns]
+
+    def _taken(self, x: Tensor) -> Tensor:
+        """The tensor that is cast in place of ``x``."""
+        return x.to(torch.bfloat16) if self.source == "bf16" else x
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(BlockScheme):
+    """One exponent per block (:mod:`fp8_dist.kernels.blocks`).
+
+    Exponents are statistics as well as scales. They grow with the amax, so the exponent of a block
+    is the largest exponent of its parts.
+
+    Attributes:
+        rule: the rule of the exponents, "ceil", "floor" or None
+            (:attr:`fp8_dist.CastConfig.scale_rule`).
+    """
+
+    family: ClassVar[str] = "blocks"
+
+    rule: str | None = None
+
+    def make_levels(self) -> tuple[Level, ...]:
+        return (Level(self.rows, self.columns, 1, torch.uint8, torch.uint8),)
+
+    @property
+    def covers(self) -> str:
+        return f"block of {self.rows} x {self.columns}{_RULES[self.rule]}"
+
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
-        return (block_exponents(x, self.dtype, self._blocks(start), self.rule),)
+        blocks = self._blocks(start)
+        return (block_exponents(self._taken(x), self.dtype, blocks, self.rule),)
 
     def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
         blocks = [number for start in starts for number in self._blocks(start)]
         shapes = [self.levels[0].shape(x.shape, at) for x, at in zip(xs, starts, strict=True)]
-        flat = block_exponents_of_each(xs[0], list(xs[1:]), self.dtype, blocks, self.rule)
+        first, *others = [self._taken(x) for x in xs]
+        flat = block_exponents_of_each(first, others, self.dtype, blocks, self.rule)
         parts = flat.split([math.prod(shape) for shape in shapes])
         return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -117,7 +206,7 @@ class Blocks(Scheme):
         transposed: Sequence[bool],
         fits: bool = False,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
-        blocks = self._blocks(start)
+        x, blocks = self._taken(x), self._blocks(start)
         if statistics is None:
             exponents, *data = cast_blocks(x, self.dtype, blocks, self.rule, transposed)
             return (exponents,), (exponents,), data
@@ -132,51 +221,94 @@ class Blocks(Scheme):
     ) -> list[tuple[Scales, Tensor]]:
         blocks = [number for start in starts for number in self._blocks(start)]
         exponents = torch.cat([each.reshape(-1) for (each,) in statistics])
-        flat = quantize_blocks_of_each(xs[0], list(xs[1:]), exponents, self.dtype, blocks)
+        first, *others = [self._taken(x) for x in xs]
+        flat = quantize_blocks_of_each(first, others, exponents, self.dtype, blocks)
         data = flat.split([x.numel() for x in xs])
         each = zip(xs, statistics, data, strict=True)
         return [(known, qdata.view(x.shape)) for x, known, qdata in each]
 
-    def multiply(
-        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
+    def _reblocked(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], transposed: bool
+    ) -> tuple[Tensor, Tensor]:
+        return reblock(qdata, scales, blocks, self.columns, self._new_rule, transposed)
+
+    def _measured_groups(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, count: int
     ) -> Tensor:
-        (a,), (b,), of = left.scales, right.scales, right.scheme
-        assert isinstance(of, Blocks)
-        blocks = self._blocks(left.start), of._blocks(right.start)
-        return block_scaled_mm(left.qdata, right.qdata, a, b, *blocks, out_dtype, options[2])
+        return exponents_of_groups(qdata, scales, blocks, group, count, self._new_rule)
 
-    def for_rows(self, operand: Quantized, layout: Layout | None) -> Quantized:
-        """Cast the float8 copy of an operand again, in blocks of one column.
+    def _reblocked_groups(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, found: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return reblock_groups(qdata, scales, blocks, group, found)
 
-        A new block spans several tokens. Their rows may be on several ranks, and need not be
-        adjacent.
+    @property
+    def _new_rule(self) -> str | None:
+        """The rule of the exponents of :meth:`for_rows`, which must not saturate again."""
+        return self.rule and "ceil"
 
-        Collectives: for each group over the axes that shard the operand's rows, an all-reduce (MAX)
-        of 1 byte per new block of the global operand.
-        """
-        if not self.is_recast_for_rows:
-            return operand
-        matrix, (exponents,) = as_matrix(operand).qdata, as_matrix(operand).scales
-        blocks, rule = self._blocks(operand.start), self.rule and "ceil"
-        axes = () if layout is None else _axes_of_tokens(layout)
-        if layout is None or not axes:
-            transposed = takes_transposed(matrix.device)
-            data, found = reblock(matrix, exponents, blocks, self.columns, rule, transposed)
-            scheme = _cached_blocks(self.dtype, self.columns, 1, self.rule)
-            return Quantized(data.t() if transposed else data, (found,), scheme)
-        leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
-        tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
-        tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
-        group = tokens.div(self.columns, rounding_mode="floor")
-        count = -(-math.prod(leading) // self.columns)
-        found = exponents_of_groups(matrix, exponents, blocks, group, count, rule)
-        found = all_reduce_max(found, groups_over(layout.mesh, axes))
-        data, each = reblock_groups(matrix, exponents, blocks, group, found)
-        return Quantized(data, (each,), _cached_blocks(self.dtype, 1, 1, self.rule))
 
-    def _blocks(self, start: Start) -> list[int]:
-        """The description of blocks for kernels: rows, columns, first row and first column."""
-        return [self.rows, self.columns, start[0] % self.rows, start[1] % self.columns]
+@dataclass(frozen=True, eq=False)
+class Fp32Blocks(BlockScheme):
+    """One fp32 scale per block (:mod:`fp8_dist.kernels.fp32_blocks`); statistics are amaxes.
+
+    :meth:`for_rows` rounds values a second time.
+
+    Attributes:
+        division: the form of the cast: "vllm" divides by the scale, "slime" multiplies by its
+            reciprocal.
+    """
+
+    family: ClassVar[str] = "fp32_blocks"
+
+    division: str = "vllm"
+
+    def make_levels(self) -> tuple[Level, ...]:
+        return (Level(self.rows, self.columns),)
+
+    @property
+    def covers(self) -> str:
+        return f"block of {self.rows} x {self.columns} (fp32)"
+
+    def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
+        return (block_amaxes(self._taken(x), self._blocks(start)),)
+
+    def scales_from(self, statistics: Statistics) -> Scales:
+        return (scales_of(statistics[0], self.dtype),)
+
+    def cast(
+        self,
+        x: Tensor,
+        statistics: Statistics | None,
+        start: Start,
+        transposed: Sequence[bool],
+        fits: bool = False,
+    ) -> tuple[Statistics, Scales, list[Tensor]]:
+        known = self.measure(x, start) if statistics is None else statistics
+        (scales,), blocks = self.scales_from(known), self._blocks(start)
+        data = quantize_by_scales(self._taken(x), scales, self.dtype, blocks, self._divides)
+        matrix = data.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if any(transposed) else data
+        return known, (scales,), [transposed_copy(matrix) if t else data for t in transposed]
+
+    def _reblocked(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], transposed: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows = self.columns
+        return reblock_by_scales(qdata, scales, blocks, rows, self._divides, transposed)
+
+    def _measured_groups(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, count: int
+    ) -> Tensor:
+        return dequantized_amaxes(qdata, scales, blocks, group, count)
+
+    def _reblocked_groups(
+        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, found: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return reblock_groups_by_scales(qdata, scales, blocks, group, found, self._divides)
+
+    @property
+    def _divides(self) -> bool:
+        return self.division == "vllm"
 
 
 def as_matrix(operand: Quantized) -> Quantized:
@@ -202,7 +334,9 @@ def turned(operand: Quantized) -> Quantized:
 
 
 # Making a scheme takes 10 us.
-_cached_blocks = cached_but_in_graphs(Blocks)
+@cached_but_in_graphs
+def _resized(scheme: BlockScheme, rows: int, columns: int) -> BlockScheme:
+    return replace(scheme, rows=rows, columns=columns)
 
 
 @cached_but_in_graphs

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_dist.kernels import GemmOptions, blocks_along, expanded, powers_of_2, transposed_copy
+from fp8_dist.kernels import GemmOptions, blocks_along, expanded, fp32_scales, transposed_copy
 from fp8_dist.mesh import (
     Layout,
     global_offset,
@@ -340,7 +340,7 @@ class Scheme:
         """The product of all levels' scales, fp32, in a shape that broadcasts to ``shape``."""
         total: Tensor | None = None
         for level, scale in zip(self.levels, scales, strict=True):
-            wide = powers_of_2(scale) if scale.dtype is torch.uint8 else scale.to(torch.float32)
+            wide = fp32_scales(scale)
             if level.has_blocks:
                 wide = _expanded(wide, level, shape, start)
             total = wide if total is None else total * wide

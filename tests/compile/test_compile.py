@@ -50,7 +50,9 @@ class GemmWeights(TorchDispatchMode):
         if func in (scaled_mm.overload, block_scaled_mm.overload):
             self.add(args[1].t(), args[3])
         # (Eager code multiplies operands of other schemes in fp32, as torch.mm.)
-        if func is multiply_operator.overload and args[6].startswith(("dense", "blocks")):
+        if func is multiply_operator.overload and args[6].startswith(
+            ("dense", "blocks", "fp32_blocks")
+        ):
             weight, (scale,), (_, turned) = args[4], args[5], args[8]
             self.add(weight if turned else weight.t(), scale)
         return func(*args, **(kwargs or {}))
@@ -203,7 +205,7 @@ def test_blocks(
         (2, 1, "rowwise_folded"),
         (1, 2, "delayed"),
         (2, 2, "two levels"),
-        (1, 2, "half octaves"),  # amaxes of blocks that shards cut
+        (1, 2, "fp32 blocks"),  # amaxes of blocks that shards cut
     ],
 )
 def test_blocks_with_inductor(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:

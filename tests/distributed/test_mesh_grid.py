@@ -87,6 +87,9 @@ def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
     if "tensorwise" in found:
         found["powers of 2"] = Float8LinearConfig(round_scales_to_power_of_2=True)
     found["two levels"] = two_level_config()
+    found["fp32 blocks"] = Float8LinearConfig.from_recipe_name(
+        "blockwise", scale_format="fp32", division="slime", weight_source="bf16"
+    )
     if 33 in shape:  # blocks that most shards cut
         found["half octaves"] = half_octaves_config()
         found["pairs"] = CONFIG

@@ -59,9 +59,11 @@ def two_level_config(**fields: Any) -> Float8LinearConfig:
 
 
 def config_named(name: str) -> Float8LinearConfig:
-    """The config of a recipe, or of ``"two levels"`` or ``"half octaves"``."""
+    """The config of a recipe, or of ``"two levels"``, ``"half octaves"`` or ``"fp32 blocks"``."""
     if name == "two levels":
         return two_level_config()
     if name == "half octaves":
         return half_octaves_config()
+    if name == "fp32 blocks":
+        return Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32")
     return Float8LinearConfig.from_recipe_name(name)

@@ -41,8 +41,8 @@ def device_kind(device: torch.device) -> str | None:
 def block_mm(
     a: Tensor,
     b: Tensor,
-    exponents_a: Tensor,
-    exponents_b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
@@ -52,13 +52,15 @@ def block_mm(
     The arguments are those of :func:`fp8_dist.kernels.block_scaled_mm`.
     """
     kind = device_kind(a.device)
+    if kind == "blackwell" and scales_a.dtype is not torch.uint8:
+        return None
     if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
         return None
     rows, columns = a.shape[0], b.shape[1]
     a = row_major(_in_whole_blocks(a, blocks_a))
     b = row_major(_in_whole_blocks(b, blocks_b).t()).t()
     options = _hopper_options if kind == "hopper" else _blackwell_options
-    scaling = options(exponents_a, exponents_b, blocks_b)
+    scaling = options(scales_a, scales_b, blocks_b)
     product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **scaling)
     first = blocks_b[3]
     return product[:rows, first : first + columns].contiguous()
@@ -100,9 +102,7 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
     return pad(x.view(torch.uint8), missing).view(x.dtype)  # torch does not pad float8 data
 
 
-def _hopper_options(
-    exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
-) -> dict[str, Any]:
+def _hopper_options(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int]) -> dict[str, Any]:
     """Return the options of Hopper's GEMM.
 
     The scales of ``a`` are ``[M, K / 128]``. Those of ``b`` are ``[N, K / 128]`` for blocks of one
@@ -111,21 +111,21 @@ def _hopper_options(
     """
     rows = ScalingType.BlockWise1x128
     if blocks_b[1] == 1:
-        scales, recipe_b = gemm_scales(exponents_a, exponents_b.t()), rows
+        scales, recipe_b = gemm_scales(scales_a, scales_b.t()), rows
     else:
-        scales, recipe_b = gemm_scales(exponents_a, exponents_b, 4), ScalingType.BlockWise128x128
+        scales, recipe_b = gemm_scales(scales_a, scales_b, 4), ScalingType.BlockWise128x128
     return _options(scales, rows, recipe_b, SwizzleType.NO_SWIZZLE)
 
 
 def _blackwell_options(
-    exponents_a: Tensor, exponents_b: Tensor, blocks_b: Sequence[int]
+    scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int]
 ) -> dict[str, Any]:
     """Return the options of Blackwell's GEMM.
 
     The scales are tiled exponents of rows of ``a`` and of columns of ``b``. The exponents of a
     square block are repeated for each of its columns.
     """
-    of_a, of_b = tiled_exponents(exponents_a, exponents_b.t(), blocks_b[1])
+    of_a, of_b = tiled_exponents(scales_a, scales_b.t(), blocks_b[1])
     scales = of_a.view(torch.float8_e8m0fnu), of_b.view(torch.float8_e8m0fnu)
     rows = ScalingType.BlockWise1x32
     return _options(scales, rows, rows, SwizzleType.SWIZZLE_32_4_4)
@@ -147,14 +147,14 @@ def _options(
 def _block_scaled_mm(
     a: Tensor,
     b: Tensor,
-    exponents_a: Tensor,
-    exponents_b: Tensor,
+    scales_a: Tensor,
+    scales_b: Tensor,
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
     emulate: bool,
 ) -> Tensor:
-    operands = (a, b, exponents_a, exponents_b, blocks_a, blocks_b, out_dtype)
+    operands = (a, b, scales_a, scales_b, blocks_a, blocks_b, out_dtype)
     product = None if emulate else block_mm(*operands)
     return block_scaled_mm.portable(*operands, emulate) if product is None else product
 

@@ -262,16 +262,18 @@ def _reblocked(
 
 @fused(
     dequantize_blocks,
-    lambda x, exponents, blocks, dtype: (
-        takes_size(*blocks[:2]) and dtype in (torch.bfloat16, torch.float32)
+    lambda x, scales, blocks, dtype: (
+        scales.dtype is torch.uint8
+        and takes_size(*blocks[:2])
+        and dtype in (torch.bfloat16, torch.float32)
     ),
 )
 def _dequantized(
-    x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
+    x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """Dequantize in one launch; 3 bytes per element for bf16, 5 for fp32."""
     if is_transposed(x):
-        return _dequantized(x.t(), exponents.t(), transposed_blocks(blocks), dtype).t()
+        return _dequantized(x.t(), scales.t(), transposed_blocks(blocks), dtype).t()
     (M, K), (rows, columns, first_row, first_column) = x.shape, blocks
     out = torch.empty(M, K, dtype=dtype, device=x.device)
     narrow = dtype is torch.bfloat16
@@ -285,7 +287,7 @@ def _dequantized(
             grid,
             (size_class(M, K), x.stride(1) == 1, rows, columns, narrow),
             x.device,
-            *(matrix(x), matrix(exponents), out.view(torch.int16) if narrow else out),
+            *(matrix(x), matrix(scales), out.view(torch.int16) if narrow else out),
             *(first_row, first_column),
             ROWS=rows,
             COLUMNS=columns,
@@ -295,7 +297,7 @@ def _dequantized(
     return out
 
 
-@fused(gemm_scales)
+@fused(gemm_scales, lambda a, b, multiple=1: a.dtype is torch.uint8)
 def _scales_of_both(
     a: torch.Tensor, b: torch.Tensor, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:

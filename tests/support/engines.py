@@ -1,0 +1,36 @@
+"""The float8 bits that inference engines make of weights and activations, by their own formulas.
+
+In numpy, whose fp32 division is correctly rounded. Of the code under test, nothing is used.
+"""
+
+import numpy as np
+import torch
+from reference import nearest
+
+E4M3 = torch.float8_e4m3fn
+FORMS = ("ue8m0", "vllm", "slime")
+
+
+def engine_cast(
+    x: torch.Tensor, form: str, rows: int = 1, columns: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes ``[M, K]`` in e4m3, fp32 scales ``[R, C]``) of blocks of ``rows x columns``.
+
+    ``form``: "vllm", ``per_token_group_quant_fp8`` of vLLM; "ue8m0", the same with ``use_ue8m0``;
+    "slime", ``blockwise_cast_to_fp8_triton`` of slime and verl.
+    """
+    values = x.detach().to(torch.float32).numpy()
+    m, k = values.shape
+    scales = np.zeros((-(-m // rows), -(-k // columns)), dtype=np.float32)
+    scaled = np.zeros_like(values)
+    for r, c in np.ndindex(*scales.shape):
+        block = np.s_[r * rows : (r + 1) * rows, c * columns : (c + 1) * columns]
+        amax = max(np.abs(values[block]).max(), np.float32(1e-10))
+        scale = amax / np.float32(448)
+        if form == "ue8m0":
+            scale = np.exp2(np.ceil(np.log2(scale)))
+        scales[r, c] = scale
+        inverse = np.float32(1) / scale
+        scaled[block] = values[block] * inverse if form == "slime" else values[block] / scale
+    codes = nearest(torch.from_numpy(scaled).double(), E4M3).to(torch.float32).to(E4M3)
+    return codes, torch.from_numpy(scales)
