@@ -35,6 +35,7 @@ from fp8_dist.kernels.fp32_blocks import (
     reblock_groups_by_scales as reblock_groups_by_scales,
     scales_of as scales_of,
 )
+from fp8_dist.kernels.folding import fold_groups as fold_groups, unit_scales as unit_scales
 from fp8_dist.kernels.gemm import (
     ALIGNMENT as ALIGNMENT,
     GemmOptions as GemmOptions,
@@ -43,6 +44,7 @@ from fp8_dist.kernels.gemm import (
     scaled_mm as scaled_mm,
     takes_transposed as takes_transposed,
 )
+from fp8_dist.kernels.grouped import Groups as Groups
 from fp8_dist.kernels.quantization import (
     cast_and_record as cast_and_record,
     cast_copies as cast_copies,

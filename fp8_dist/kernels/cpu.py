@@ -46,6 +46,7 @@ from fp8_dist.kernels.blocks import (
     quantize_blocks,
     reblock,
 )
+from fp8_dist.kernels.folding import UNIT, empty_group_folds, fold_groups
 from fp8_dist.kernels.gemm import (
     apply_scales,
     block_scaled_mm,
@@ -187,7 +188,10 @@ def _parts(x: Tensor, multiplier: Tensor, qdata: Tensor) -> Iterable[tuple[Tenso
         multipliers = multiplier.reshape(-1, 1).split(rows)
     elif multiplier.shape == (*[1] * (x.ndim - 1), columns):
         multipliers = repeat(multiplier.reshape(1, -1))
-    else:  # neither one scale per row nor one per column
+    elif x.ndim > 2 and len(multiplier) == len(x):  # such as one scale per matrix
+        each = zip(x, multiplier, qdata, strict=True)
+        return chain.from_iterable(_parts(*matrix) for matrix in each)
+    else:
         return [(x, multiplier, qdata)]
     parts, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
     return zip(parts, multipliers, results, strict=False)
@@ -200,7 +204,8 @@ def _quantize_blocks(
     blocks: Sequence[int],
 ) -> Tensor:
     rows, _, first_row, _ = blocks
-    if x.numel() <= _PART or first_row or (rows > 1 and x.ndim > 2):
+    # Matrices of whole blocks are one matrix.
+    if x.numel() <= _PART or first_row or (x.ndim > 2 and x.shape[-2] % rows):
         return quantize_blocks.portable(x, exponents, dtype, blocks)
     x = x.contiguous()
     matrix, qdata = x.view(-1, x.shape[-1]), torch.empty_like(x, dtype=dtype)
@@ -250,6 +255,52 @@ def _slices(matrix: Tensor, rows: int) -> Iterator[tuple[slice, slice]]:
     count = max(1, _PART // (rows * matrix.shape[1]))  # rows of blocks
     for first in range(0, -(-len(matrix) // rows), count):
         yield slice(first * rows, (first + count) * rows), slice(first, first + count)
+
+
+def _fold_groups(
+    g0: Tensor,
+    scale: Tensor,
+    weight_scale: Tensor | None,
+    input_scale: Tensor | None,
+    group: Tensor,
+    groups: int,
+) -> list[Tensor]:
+    # In bf16, because float8 data times powers of two is exact, in whatever order. A product that
+    # is subnormal there is too small for float8.
+    made = empty_group_folds(g0, scale, weight_scale, input_scale, group, groups)
+    counts, dtype, unit = torch.bincount(group, minlength=groups).tolist(), g0.dtype, scale * UNIT
+    largest = g0.new_zeros((groups, g0.shape[1]), dtype=torch.int16)
+    of_input = None if input_scale is None else (unit * input_scale.view(-1, 1)).bfloat16()
+    of_weight = None if weight_scale is None else weight_scale.bfloat16()
+    for rows, e in _parts_of_groups(counts, g0.shape[1]):
+        values = upcast(g0[rows], torch.bfloat16)
+        if of_input is not None:
+            bits = (values * of_input[rows]).view(torch.int16).bitwise_and_(0x7FFF)
+            torch.maximum(largest[e], bits.amax(0), out=largest[e])
+        if of_weight is not None:
+            value = _amax(values.mul_(of_weight[e]), (1,)) * unit[rows]
+            multiplier, _ = scaling_from_amax.portable(value, dtype, True)
+            made[0][rows] = values.mul_((unit[rows] * multiplier).bfloat16())
+            made[1][rows] = 1 / (multiplier * UNIT)
+    if of_input is not None:
+        amaxes = largest.view(torch.bfloat16).to(torch.float32)
+        multiplier, found = scaling_from_amax.portable(amaxes, dtype, True)
+        torch.div(found, UNIT, out=made[-1])
+        multiplier = multiplier.bfloat16()
+        for rows, e in _parts_of_groups(counts, g0.shape[1]):
+            values = upcast(g0[rows], torch.bfloat16).mul_(of_input[rows])
+            made[-2][rows] = values.mul_(multiplier[e])
+    return made
+
+
+def _parts_of_groups(counts: Sequence[int], columns: int) -> Iterator[tuple[slice, int]]:
+    """Yield slices of rows of one group, with the group."""
+    size, begin = max(1, 4 * _PART // max(1, columns)), 0
+    for group, count in enumerate(counts):
+        end = begin + count
+        for first in range(begin, end, size):
+            yield slice(first, min(first + size, end)), group
+        begin = end
 
 
 def _emulated(
@@ -339,5 +390,6 @@ quantize_blocks.register("cpu", _quantize_blocks)
 reblock.register("cpu", _reblock)
 dequantize_blocks.register("cpu", _dequantize)
 cast_blocks.register("cpu", _cast_blocks)
+fold_groups.register("cpu", _fold_groups)
 scaled_mm.register("cpu", partial(scaled_mm_with, _emulated))
 block_scaled_mm.register("cpu", _block_scaled_mm)

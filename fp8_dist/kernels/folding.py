@@ -5,6 +5,7 @@
 
 import torch
 
+from fp8_dist.kernels.blocks import amaxes_of_groups
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import empty_copies, quantize, transposed_copy
 from fp8_dist.kernels.scale import amax, scaling_from_amax
@@ -69,6 +70,66 @@ def fold_gradient(
         multiplier, scale = scaling_from_amax(amax(folded, (0,)), dtype, True)
         g2 = quantize(folded, multiplier, dtype, fits=True)
         made += [transposed_copy(g2) if transposed else g2, scale / UNIT]
+    return made
+
+
+def empty_group_folds(
+    g0: torch.Tensor,
+    scale: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    group: torch.Tensor,
+    groups: int,
+) -> list[torch.Tensor]:
+    """Allocate the results of :func:`fold_groups`, uninitialized."""
+    made: list[torch.Tensor] = []
+    if weight_scale is not None:
+        made += [torch.empty_like(g0), torch.empty_like(scale)]
+    if input_scale is not None:
+        made += [torch.empty_like(g0), scale.new_empty((groups, g0.shape[1]))]
+    return made
+
+
+@custom_op(
+    "fold_groups(Tensor g0, Tensor scale, Tensor? weight_scale, Tensor? input_scale, "
+    "Tensor group, int groups) -> Tensor[]",
+    fake=empty_group_folds,
+)
+def fold_groups(
+    g0: torch.Tensor,
+    scale: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    group: torch.Tensor,
+    groups: int,
+) -> list[torch.Tensor]:
+    """Fold the scales of several layers into their gradients, which were cast by rows already.
+
+    Args:
+        g0: float8 ``[M, N]``, the gradients of all layers, one layer after the other.
+        scale: the scales of its rows, fp32 ``[M, 1]``, powers of two.
+        weight_scale: s of each layer, ``[E, N]``; ``None`` if g1 is not needed.
+        input_scale: t, ``[M]``; ``None`` if g2 is not needed.
+        group: the layer of each row, int64 ``[M]``.
+        groups: the number of layers, E.
+
+    Returns:
+        If needed, g1 ``[M, N]`` and its scale ``[M, 1]``; then, if needed, g2 ``[M, N]`` and its
+        scale ``[E, N]``.
+    """
+    values, dtype = g0.to(torch.float32) * scale, g0.dtype
+    made: list[torch.Tensor] = []
+    if weight_scale is not None:
+        fold = (weight_scale * UNIT).index_select(0, group)
+        multiplier, _ = scaling_from_amax(amax(values * fold, (1,)), dtype, True)
+        made += first_fold(values, fold, multiplier, dtype)
+    if input_scale is not None:
+        values = values * (input_scale * UNIT).view(-1, 1)
+        multiplier, of_columns = scaling_from_amax(
+            amaxes_of_groups(values.clone(), group, groups), dtype, True
+        )
+        g2 = quantize(values, multiplier.index_select(0, group), dtype, fits=True)
+        made += [g2, of_columns / UNIT]
     return made
 
 

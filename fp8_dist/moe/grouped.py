@@ -15,34 +15,14 @@ Rows in blocks are cast again in blocks of tokens of one expert instead. Everyth
 float8 copy of g, so the result does not depend on the rank that cast it.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from fp8_dist.linear.rowwise_folded import locally_folded
+from fp8_dist.kernels import Groups as Groups
+from fp8_dist.kernels import fold_groups, unit_scales
 from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, multiply
-
-
-class Groups(NamedTuple):
-    """The rows of each expert, among rows that are sorted by expert.
-
-    Attributes:
-        counts: the number of rows of each expert, on the host.
-        of_row: the expert of each row, int64 ``[R]``.
-    """
-
-    counts: list[int]
-    of_row: Tensor
-
-    @staticmethod
-    def of(sizes: Tensor, counts: list[int]) -> "Groups":
-        """The groups of given sizes, as a tensor and on the host."""
-        experts = torch.arange(len(sizes), device=sizes.device)
-        of_row = torch.repeat_interleave(experts, sizes, output_size=sum(counts))
-        return Groups(counts, of_row)
 
 
 def grouped_mm(
@@ -64,13 +44,32 @@ def grouped_mm(
         ``[R, N]``; ``[R, K]`` without ``turn``.
     """
     columns = weights.qdata.shape[1 if turn else 2]
-    products, begin = [rows.qdata.new_empty((0, columns), dtype=out_dtype)], 0
+    product = rows.qdata.new_empty((len(rows.qdata), columns), dtype=out_dtype)
+    for group in groups.slices():
+        own = _own(rows, *group), _own(weights, *group)
+        part = product.narrow(0, *group[1:])
+        part.copy_(multiply(*own, (False, turn), out_dtype, _options(config)))
+    return product
+
+
+def grouped_sums(
+    grad: Quantized,
+    input: Quantized,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    config: Float8ExpertsConfig,
+) -> Tensor:
+    """Sum ``grad[r] input[r]^T`` over the rows of each expert: ``[E, N, K]``."""
+    shape = len(groups.counts), grad.qdata.shape[1], input.qdata.shape[1]
+    sums = grad.qdata.new_empty(shape, dtype=out_dtype)
     for expert, count in enumerate(groups.counts):
-        if count:
-            left, right = rows_of(rows, begin, count), matrix_of(weights, expert)
-            products.append(multiply(left, right, (False, turn), out_dtype, _options(config)))
-        begin += count
-    return torch.cat(products)
+        if not count:
+            sums[expert].zero_()
+    for group in groups.slices():
+        own = [_own(each, *group) for each in (grad, input)]
+        left, right = (each.scheme.for_rows(each, None) for each in own)
+        sums[group[0]] = multiply(left, right, (True, False), out_dtype, _options(config))
+    return sums
 
 
 def grouped_gradients(
@@ -88,61 +87,61 @@ def grouped_gradients(
         grad, input: ``[R, N]`` and ``[R, K]``, by rows.
         needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
     """
-    of_rows: list[Tensor] = []
-    of_weights: list[Tensor] = []
-    begin = 0
-    for expert, count in enumerate(groups.counts):
-        g, x = (rows_of(each, begin, count) for each in (grad, input))
-        w, begin = matrix_of(weights, expert), begin + count
-        operands = _gradient_operands(g, x, w, needs, config) if count else {}
-        if needs[0] and count:
-            left, right = operands["grad_input"]
-            product = multiply(left, right, (False, False), dtypes[0], _options(config))
-            of_rows.append(product)
-        if needs[1] and count:
-            left, right = operands["grad_weight"]
-            product = multiply(left, right, (True, False), dtypes[1], _options(config))
-            of_weights.append(product)
-        elif needs[1]:
-            of_weights.append(w.qdata.new_zeros(w.qdata.shape, dtype=dtypes[1]))
-    none = input.qdata.new_empty((0, input.qdata.shape[1]), dtype=dtypes[0])
-    grad_input = (torch.cat(of_rows) if of_rows else none) if needs[0] else None
-    return grad_input, torch.stack(of_weights) if needs[1] else None
+    operands = _gradient_operands(grad, input, weights, groups, needs, config)
+    of_rows = of_weights = None
+    if needs[0]:
+        of_rows = grouped_mm(*operands["grad_input"], False, groups, dtypes[0], config)
+    if needs[1]:
+        of_weights = grouped_sums(*operands["grad_weight"], groups, dtypes[1], config)
+    return of_rows, of_weights
 
 
 def _gradient_operands(
     grad: Quantized,
     input: Quantized,
-    weight: Quantized,
+    weights: Quantized,
+    groups: Groups,
     needs: tuple[bool, bool],
     config: Float8ExpertsConfig,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """The operands of both gradient GEMMs of one expert."""
-    found: dict[Gemm, tuple[Quantized, Quantized]] = {"grad_input": (grad, weight)}
+    """The operands of both gradient GEMMs, with scales that these can apply."""
+    operands: dict[Gemm, tuple[Quantized, Quantized]] = {
+        "grad_input": (grad, weights),
+        "grad_weight": (grad, input),
+    }
     scheme = grad.scheme
-    if scheme.is_recast_for_rows:
-        if needs[1]:
-            found["grad_weight"] = scheme.for_rows(grad, None), scheme.for_rows(input, None)
-        return found
-    right: dict[Gemm, Quantized] = {"grad_input": weight} if config.folds and needs[0] else {}
-    if needs[1]:
-        right["grad_weight"] = input
-    if not right:
-        return found
-    values = scheme.dequantize(grad.qdata, grad.scales)
-    return found | locally_folded(values, scheme, right, False)
+    s = weights.scales[0].flatten(1) if config.folds and needs[0] else None
+    t = input.scales[0].view(-1) if needs[1] and not scheme.is_recast_for_rows else None
+    if s is None and t is None:
+        return operands
+    experts = len(groups.counts)
+    made = iter(fold_groups(grad.qdata, grad.scales[0], s, t, groups.of_row, experts))
+    # The scales of the other operand are 1, because they were folded in.
+    ones = (unit_scales(input.qdata),)
+    if s is not None:
+        left = Quantized(next(made), (next(made),), scheme)
+        right = weights._replace(scales=ones, scheme=weights.scheme.second)
+        operands["grad_input"] = left, right
+    if t is not None:
+        left = Quantized(next(made), (next(made).unsqueeze(1),), scheme.second)
+        right = input._replace(scales=ones, scheme=scheme.second)
+        operands["grad_weight"] = left, right
+    return operands
 
 
-def rows_of(rows: Quantized, begin: int, count: int) -> Quantized:
-    """Some consecutive rows of ``[R, K]``."""
-    scales = rows.scheme.part_of_scales(rows.scales, rows.start, 0, begin, count, 2)
-    return rows._replace(qdata=rows.qdata.narrow(0, begin, count), scales=scales)
+def _own(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
+    """An expert's part of rows ``[R, K]``, or of weights ``[E, N, K]``.
 
-
-def matrix_of(weights: Quantized, expert: int) -> Quantized:
-    """The weight of one expert, of ``[E, N, K]``."""
-    scales = tuple([scale[expert] if scale.ndim > 2 else scale for scale in weights.scales])
-    return weights._replace(qdata=weights.qdata[expert], scales=scales)
+    Scales of three dims are those of experts.
+    """
+    data, scales = operand.qdata, operand.scales
+    if data.ndim == 2:
+        data = data.narrow(0, begin, count)
+        scales = operand.scheme.part_of_scales(scales, operand.start, 0, begin, count, 2)
+    else:
+        data = data[expert]
+    own = tuple([scale[expert] if scale.ndim > 2 else scale for scale in scales])
+    return operand._replace(qdata=data, scales=own)
 
 
 def _options(config: Float8ExpertsConfig) -> tuple[bool, bool, bool]:

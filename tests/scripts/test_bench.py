@@ -15,7 +15,7 @@ import pytest
 import torch
 from ranks import RankPools
 
-from scripts.bench import gpu, gpu_counts, linear, precompute, step, timing
+from scripts.bench import experts, gpu, gpu_counts, linear, precompute, step, timing
 from scripts.bench.timing import Timed
 from scripts.common import report
 from scripts.common.candidates import BF16, OURS, TORCHAO
@@ -92,6 +92,15 @@ def test_layers(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for name in (BF16, *OURS, *TORCHAO, "delayed, weight cached"):
         assert re.search(rf"^\| {name} +\|", printed, re.MULTILINE), name
+
+
+def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "16x32x48", "--experts", "3", "--repeat", "1", "--assert"]
+    assert experts.main([*words, "1000000"]) == 0
+    assert experts.main([*words, "0.000001"]) == 1
+    printed = capsys.readouterr().out
+    for name in (BF16, *experts.RECIPES):
+        assert re.search(rf"^\| {name} +\|( +[\d.,]+x? \|){{5}}$", printed, re.MULTILINE), name
 
 
 def test_a_step(capsys: pytest.CaptureFixture[str]) -> None:

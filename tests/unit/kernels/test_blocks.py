@@ -150,7 +150,8 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
 # Larger than what the CPU's implementation takes at once, in some cases by rows that hold no block.
 LARGE: list[tuple[tuple[int, ...], list[Blocks]]] = [
     ((300, 520), [(1, 32, 0, 7), (128, 128, 0, 0), (128, 128, 0, 5), (128, 128, 77, 5)]),
-    ((3, 100, 520), [(1, 128, 0, 0), (128, 128, 0, 0)]),
+    ((3, 100, 520), [(1, 128, 0, 0), (128, 128, 0, 0), (32, 32, 0, 0)]),
+    ((3, 96, 520), [(32, 32, 0, 0), (32, 32, 0, 5)]),
     ((3, 40000), [(128, 128, 0, 0)]),
     ((40000, 3), [(32, 32, 0, 0)]),
     ((2, 70000), [(1, 32, 0, 0)]),

@@ -136,3 +136,11 @@ def test_amax_and_cast_on_a_cpu_have_the_bits_of_the_portable_ones(
                 cast = quantize(x, m, E4M3, fits=fits)
                 assert same_bits(cast, quantize.portable(x, m, E4M3, fits=fits))
                 assert same_bits(cast, quantize(x, m, E4M3))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1), (3, 1, 500), (3, 200, 1), (1, 200, 1)])
+def test_large_matrices_on_cpus_have_the_portable_bits(shape: tuple[int, ...]) -> None:
+    x, multiplier = torch.randn(3, 200, 500), torch.rand(shape) * 500
+    for view in (x, x.bfloat16(), x.mT.contiguous().mT):
+        expected = quantize.portable(view, multiplier, E4M3)
+        assert same_bits(quantize(view, multiplier, E4M3), expected)
