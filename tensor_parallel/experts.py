@@ -13,14 +13,14 @@ from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 
 
 class Float8ExpertParallel(CheckedStyle):
-    """Style for converted experts: their weights ``[E, N, K]`` become ``Shard(0)``.
+    """Style for converted experts: their parameters ``[E, ...]`` become ``Shard(0)``.
 
     Tokens travel to the ranks of their experts in float8, and the outputs come back
     (:class:`fp8_dist.moe.Float8ExpertsConfig`). The ranks of the mesh have different tokens.
 
     Collectives: one all-reduce of 16 bytes, which ``comm_audit`` does not count, and a scatter of
-    each weight. In a step, per module: an all-to-all of 8 bytes per expert; one of the tokens and
-    one of the outputs in the forward; two more in the backward.
+    each parameter. In a step, per module: an all-to-all of 8 bytes per expert; one of the tokens
+    and one of the outputs in the forward; two more in the backward.
 
     Raises:
         ValueError: on all ranks, if the module has no converted experts, their number is not a
@@ -34,11 +34,12 @@ class Float8ExpertParallel(CheckedStyle):
                 "float8; call convert_experts_to_float8_training first"
             )
             return
-        for name, weight in weights_of(module).items():
-            experts = len(weight.parameter())
+        fqn = next(iter(weights_of(module).values())).fqn
+        for name, parameter in module.named_parameters(recurse=False):
+            experts = len(parameter)
             if experts % size:
                 yield (
-                    f"{weight.fqn}.{name}: {experts} experts can't be divided equally between "
+                    f"{fqn}.{name}: {experts} experts can't be divided equally between "
                     f"{size} ranks; choose a number of ranks that divides it"
                 )
 
@@ -50,8 +51,7 @@ class Float8ExpertParallel(CheckedStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
-        for name, weight in weights_of(module).items():
-            whole = weight.parameter()
+        for name, whole in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(
                 whole.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
             )

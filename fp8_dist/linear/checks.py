@@ -1,5 +1,7 @@
 """Checks of a Float8Linear's operands. All ranks check the same facts, so all of them raise."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.tensor import Shard
 
@@ -62,14 +64,16 @@ def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) ->
         )
 
 
-def check_gathered(config: Float8LinearConfig, weight: Float8Tensor, fqn: str) -> None:
-    """Raise ValueError if FSDP2 gathered a shared weight in the cast of another layer."""
-    scheme = config.recipe.gather_scheme["weight"]
-    if scheme is None or scheme.key != weight.key:
+def check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:
+    """Raise ValueError if FSDP2 gathered a shared weight in the cast of another layer.
+
+    ``schemes``: the schemes of the weight in this layer.
+    """
+    if [scheme.key for scheme in schemes] != [weight.key]:
         raise ValueError(
             f"{fqn}: FSDP2 gathered the weight as {_described(weight.scheme)} for another layer "
-            f"that shares it, but this layer takes {scheme and _described(scheme)}; convert layers "
-            "that share a weight with one config"
+            f"that shares it, but this layer takes {' and '.join(map(_described, schemes))}; "
+            "convert layers that share a weight with one config"
         )
 
 

@@ -134,7 +134,7 @@ class Float8Weight(LayerParameter):
             return WeightCasts()
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
-            check_gathered(self.config, local, self.fqn)
+            check_gathered(self.schemes, local, self.fqn)
             gathered = self._recorded(quantized_as(local, self.schemes[0]))
             return WeightCasts(gathered, gathered)
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()

@@ -4,7 +4,6 @@ The modules keep their classes. A *kind* tells how a library's experts are recog
 module call the forward of ``fp8_dist.integrations``.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,26 +14,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8_dist.linear.agreement import note_converted
+from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight import Float8Weight, checked_module
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Copy
+from fp8_dist.scaling import Copy, Quantized, Scheme, covering
 
 FilterFn = Callable[[nn.Module, str], bool]
-
-
-class ExpertWeight(Float8Weight):
-    """A weight ``[E, N, K]`` of a module of experts. One copy serves both of its GEMMs."""
-
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
-        _kind_of(module)  # registers the forward in a process that has loaded a converted model
-
-    def copies(self, device: torch.device) -> dict[Gemm, Copy]:
-        copy = Copy(self.schemes[0])
-        return {"output": copy, "grad_input": copy}
 
 
 class Kind(NamedTuple):
@@ -42,28 +30,66 @@ class Kind(NamedTuple):
 
     Attributes:
         weights: the names of the weights ``[E, N, K]`` of a module; empty if it has no experts.
+        are_transposed: whether the weights of a module are stored as ``[E, K, N]``.
         unfit: the reason why these experts can't be converted, or ``None``.
         use: makes a module use float8, once its weights are converted.
     """
 
     weights: Callable[[nn.Module], tuple[str, ...]]
+    are_transposed: Callable[[nn.Module], bool]
     unfit: Callable[[nn.Module], str | None]
     use: Callable[[nn.Module], None]
 
 
-_kinds: dict[str, Kind] = {}  # by the package of the experts' classes
-
-
-def register_kind(package: str, kind: Kind) -> None:
-    """Add the experts of a package. ``fp8_dist.integrations.PACKAGE.experts`` calls this."""
-    _kinds[package] = kind
+# The modules that define a ``KIND``, by the package of the experts' classes.
+_KINDS = {"transformers": "fp8_dist.integrations.transformers.experts"}
 
 
 def _kind_of(module: nn.Module) -> Kind | None:
-    package = type(module).__module__.partition(".")[0]
-    if package not in _kinds and package in ("transformers",) and package in sys.modules:
-        import_module(f"fp8_dist.integrations.{package}.experts")
-    return _kinds.get(package)
+    packages = [cls.__module__.partition(".")[0] for cls in type(module).__mro__]
+    known = [_KINDS[package] for package in packages if package in _KINDS]
+    return import_module(known[0]).KIND if known else None
+
+
+class ExpertWeight(Float8Weight):
+    """A weight ``[E, N, K]`` of a module of experts. One copy serves both of its GEMMs.
+
+    A weight that is stored as ``[E, K, N]`` is cast as it is stored, with the scales of
+    ``[E, N, K]``, and multiplied as the transposed view.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        self.kind = _kind_of(module)  # makes the forward known where a converted model is loaded
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight is stored as ``[E, K, N]``."""
+        return self.kind is not None and self.kind.are_transposed(self.module)
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        (scheme,), (level,) = super().schemes, super().schemes[0].levels
+        is_symmetric = level.rows == level.columns
+        return (scheme if is_symmetric or not self.is_transposed else covering((1,), scheme, 3),)
+
+    def copies(self, device: torch.device) -> dict[Gemm, Copy]:
+        copy = Copy(self.schemes[0])
+        return {"output": copy, "grad_input": copy}
+
+    def operand(self, parameter: torch.Tensor) -> Weight:
+        """The weight ``[E, N, K]`` for a forward and its backward.
+
+        Collectives: as :meth:`forward_casts`.
+        """
+        casts, tensor = self.forward_casts(parameter), local_part(parameter)
+        if not self.is_transposed:
+            return Weight(tensor, casts)
+        assert casts.output is not None
+        (scheme,), (qdata, scales, _, start, is_cut) = super().schemes, casts.output
+        turned = tuple([scale.transpose(1, 2) for scale in scales])
+        cast = Quantized(qdata.transpose(1, 2), turned, scheme, start[::-1], is_cut)
+        return Weight(tensor.transpose(1, 2), WeightCasts(cast, cast))
 
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:
@@ -95,7 +121,8 @@ def convert_experts_to_float8_training(
     :func:`fp8_dist.convert_to_float8_training`. Convert before the model is distributed.
 
     Experts of transformers are converted if they have the weights ``gate_up_proj`` (or ``up_proj``)
-    and ``down_proj`` of shape ``[E, N, K]``: those of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3.
+    and ``down_proj`` of shape ``[E, N, K]`` or ``[E, K, N]``: those of Mixtral, Qwen3-MoE, OLMoE,
+    DeepSeek-V3, GPT-OSS.
 
     Args:
         module: the model.
@@ -178,10 +205,10 @@ def weight_of(module: nn.Module, name: str) -> Weight:
     weight, parameter = weights[name], getattr(module, name)
     if isinstance(parameter, DTensor) and not weight.is_compared:
         weight.compare("the first forward")
-    casts, training = weight.forward_casts(parameter), torch.is_grad_enabled()
-    if not weight.leaves_something(parameter, training):
+    operand = weight.operand(parameter)
+    if not weight.leaves_something(parameter, torch.is_grad_enabled()):
         weight.end_of_evaluation(parameter)
-    return Weight(local_part(parameter), casts)
+    return operand
 
 
 def expert_group(module: nn.Module) -> tuple[int, ProcessGroup | None]:

@@ -25,6 +25,14 @@ from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, multiply
 
 
+def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
+    """Add the bias of its expert, of ``[E, N]``, to each row ``[R, N]``.
+
+    The gradient of the bias is a sum over rows, in fp32.
+    """
+    return rows + bias.to(torch.float32)[groups.of_row].to(rows.dtype)
+
+
 def grouped_mm(
     rows: Quantized,
     weights: Quantized,

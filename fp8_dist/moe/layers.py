@@ -15,7 +15,7 @@ from fp8_dist.moe.functions import (
     dispatched_product,
     grouped_product,
 )
-from fp8_dist.moe.grouped import Groups
+from fp8_dist.moe.grouped import Groups, add_bias
 
 
 def grouped_linear(
@@ -54,8 +54,7 @@ def grouped_linear(
     rows = sum(groups.counts)
     products = list(grouped_product(x[:rows], operands, groups, config))
     if bias is not None:
-        # In fp32, because the gradient of a bias is a sum over rows.
-        products[0] = products[0] + bias.to(torch.float32)[groups.of_row].to(x.dtype)
+        products[0] = add_bias(products[0], bias, groups)
     if rows < len(x):
         products = [pad(product, (0, 0, 0, len(x) - rows)) for product in products]
     return tuple(products) if several else products[0]

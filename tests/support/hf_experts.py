@@ -16,17 +16,20 @@ Step = tuple[torch.Tensor, dict[str, torch.Tensor | None]]
 
 
 def made(kind: str, recipe: Any = "rowwise_folded", dense: bool = False, **fields: Any) -> Any:
-    """A converted model. The rows of its experts' weights differ in size by up to 10,000.
+    """A converted model. The weights of its experts' features differ in size by up to 10,000.
 
     ``dense``: the linear layers are in float8 too. ``fields``: of the experts' config.
     """
     model = build(kind)
     generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
+    features = 2 if kind == "gpt_oss" else 1  # the dim of the outputs
+    for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
-            size = torch.logspace(0, -4, parameter.shape[1])
+            size = torch.logspace(0, -4, parameter.shape[features])
             order = torch.randperm(len(size), generator=generator)
-            parameter.data *= size[order][:, None]
+            parameter.data *= size[order].view(-1, 1) if features == 1 else size[order]
+        elif ".experts." in name:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     if dense:
         # One scale per weight, but one per token: ranks have other tokens than one device.
         config = Float8ExpertsConfig("tensorwise").linear

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8_dist.moe.dispatch import route
-from fp8_dist.moe.experts import Kind, expert_group, experts_config, register_kind, weight_of
-from fp8_dist.moe.functions import combined_product, dispatched_product
+from fp8_dist.moe.experts import Kind, expert_group, experts_config, weight_of
+from fp8_dist.moe.functions import combined_product, dispatched_product, local_part
+from fp8_dist.moe.grouped import add_bias
 
 IMPLEMENTATION = "fp8_dist"
 
@@ -34,8 +35,12 @@ def experts_forward(
     assert config is not None
     routing = route(top_k_index, *expert_group(self))
     (hidden,) = dispatched_product(hidden_states, [weight_of(self, first)], routing, config)
+    bias = None
+    if self.has_bias:
+        first_bias, bias = (local_part(getattr(self, f"{name}_bias")) for name in (first, second))
+        hidden = add_bias(hidden, first_bias, routing.groups)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-    slots = combined_product(hidden, weight_of(self, second), routing, config)
+    slots = combined_product(hidden, weight_of(self, second), routing, config, bias)
     slots = slots.view(*top_k_weights.shape, slots.shape[1])
     return (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
@@ -47,13 +52,13 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
     return (first, "down_proj") if is_experts else ()
 
 
+def _are_transposed(module: Any) -> bool:
+    return module.is_transposed
+
+
 def _unfit(module: nn.Module) -> str | None:
     if not hasattr(module, "is_transposed"):
         return "its class does not use transformers' experts interface"
-    if module.is_transposed:
-        return "its weights are stored transposed, [E, K, N]"
-    if module.has_bias:
-        return "it has biases"
     return "it has a norm after each expert" if module.has_post_expert_norm else None
 
 
@@ -65,4 +70,4 @@ def _use(module: nn.Module) -> None:
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
-register_kind("transformers", Kind(_weights, _unfit, _use))
+KIND = Kind(_weights, _are_transposed, _unfit, _use)

@@ -63,6 +63,7 @@ def expert_parallel(kind: str, fields: dict[str, Any], checkpointing: bool) -> l
         ("mixtral", {"recipe": "mxfp8"}, False),
         ("olmoe", {"recipe": "blockwise", "combine": "float8"}, False),
         ("deepseek_v3", {"recipe": "tensorwise"}, True),
+        ("gpt_oss", {"recipe": "rowwise_folded"}, False),
     ],
 )
 def test_expert_parallelism(
@@ -136,6 +137,9 @@ def trained(kind: str, fields: dict[str, Any], dim: int, policy: bool) -> list[o
             {torch.float32},
             False,
         ),
+        # The scales of transposed weights lie across the rows that Shard(1) divides.
+        ("gpt_oss", {"recipe": "rowwise_folded"}, 0, {FP8, torch.float32}, False),
+        ("gpt_oss", {"recipe": "rowwise_folded"}, 1, {FP8, BF16}, True),
         # One all-reduce for linear layers, on a flattened mesh, and experts together.
         ("mixtral", {"recipe": "rowwise_folded", "dense": True}, 1, {FP8}, False),
     ],
