@@ -1,16 +1,26 @@
-"""transformers' experts in float8: the implementation ``"fp8_dist"`` of its experts interface."""
+"""transformers' experts in float8: the implementation ``"fp8_dist"`` of its interfaces.
+
+Converted experts have it as their experts implementation. As the EP implementation of a
+``DistributedConfig``, it sends the rows of converted experts in float8.
+"""
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from fp8_dist.linear.weight import weights_of
 from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.experts import Kind, expert_group, experts_config, weight_of
 from fp8_dist.moe.functions import combined_product, dispatched_product, local_part
 from fp8_dist.moe.grouped import add_bias
+from fp8_dist.warn import warn_once
 
 IMPLEMENTATION = "fp8_dist"
 
@@ -30,10 +40,27 @@ def experts_forward(
 
     Collectives: if the experts are divided between ranks, those of ``route``, ``dispatch_linear``
     and ``linear_combine``.
+
+    Raises:
+        ValueError: the experts are not converted.
     """
+    _check_converted(self, "experts_implementation")
+    return _forward(self, hidden_states, top_k_index, top_k_weights, *expert_group(self))
+
+
+def _forward(
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    num_experts: int,
+    group: ProcessGroup | None,
+) -> Tensor:
+    """The outputs of ``num_experts`` experts, which ``group`` shares."""
     config, (first, second) = experts_config(self), _weights(self)
     assert config is not None
-    routing = route(top_k_index, *expert_group(self))
+    _warn_if_set(self)
+    routing = route(top_k_index, num_experts, group)
     (hidden,) = dispatched_product(hidden_states, [weight_of(self, first)], routing, config)
     bias = None
     if self.has_bias:
@@ -64,10 +91,81 @@ def _unfit(module: nn.Module) -> str | None:
 
 def _use(module: nn.Module) -> None:
     # A config of its own, so that unconverted experts of the model keep their implementation.
-    config: Any = copy.copy(module.config)
+    shared: Any = module.config
+    config = copy.copy(shared)
     config._experts_implementation = IMPLEMENTATION
+    config.float8_replaces = shared, shared._experts_implementation
     module.config = config
 
 
+def _warn_if_set(module: Any) -> None:
+    """Warn if the implementation of the model's experts was set after the conversion."""
+    shared, then = module.config.float8_replaces
+    now = shared._experts_implementation
+    if now not in (then, IMPLEMENTATION):
+        warn_once(
+            "experts implementation",
+            f"{next(iter(weights_of(module).values())).fqn}: the experts are in float8, so "
+            f"set_experts_implementation({now!r}) has no effect on them; leave them out by "
+            "convert_experts_to_float8_training's module_filter_fn to run them so",
+        )
+
+
+def _check_converted(module: nn.Module, argument: str) -> None:
+    if experts_config(module) is None:
+        raise ValueError(
+            f"{argument}={IMPLEMENTATION!r} is for experts in float8, but those of a "
+            f"{type(module).__name__} are not converted; call convert_experts_to_float8_training, "
+            "or load the model with quantization_config=Fp8DistConfig(experts_recipe=...)"
+        )
+
+
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+if find_spec("transformers.distributed.expert_parallel"):  # in later releases of transformers 5
+    from transformers.distributed.expert_parallel import (
+        EPImplementation,
+        EPImplementationInterface,
+    )
+
+    class Float8EP(EPImplementation):
+        """Expert parallelism of converted experts, whose rows travel in float8.
+
+        The ranks of a tensor-parallel group, which hold the same batch, send a slice of it each.
+
+        Collectives: in the forward and backward, those of :func:`experts_forward`; besides, with
+        tensor parallelism, an all-gather of the outputs and one of the gradients of the inputs. In
+        the constructor, one all-reduce of 16 bytes for each parameter's mesh.
+
+        Raises:
+            ValueError: the experts are not converted, or the ranks' configs differ.
+        """
+
+        def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+            super().__init__(experts, ep_mesh, tp_mesh)
+            _check_converted(experts, "ep_implementation")
+            self.experts = experts
+            for weight in weights_of(experts).values():
+                weight.compare("from_pretrained")
+
+        def __call__(
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            experts = self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group()
+            if self.tp_mesh.size() == 1:
+                return _forward(self.experts, hidden_states, top_k_index, top_k_weights, *experts)
+            x, ids, weights = map(self._slice, (hidden_states, top_k_index, top_k_weights))
+            output = _forward(self.experts, x, ids, weights, *experts)
+            shape, stride = hidden_states.shape, (hidden_states.shape[1], 1)
+            part = DTensor.from_local(
+                output, self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+            )
+            return part.full_tensor()
+
+        def _slice(self, whole: Tensor) -> Tensor:
+            tensor = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)
+            return tensor.redistribute(placements=[Shard(0)]).to_local()
+
+    EPImplementationInterface.register(IMPLEMENTATION, Float8EP)
+
 KIND = Kind(_weights, _are_transposed, _unfit, _use)

@@ -28,6 +28,7 @@ from fp8_dist.fsdp import rewrap_float8_weights
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import LayerFilter
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.names import is_part
 
 METHOD = "fp8_dist"
@@ -95,6 +96,8 @@ class Fp8DistConfig(QuantizationConfigMixin):
             (``"model.layers.0"``) or consecutive parts of them (``"down_proj"``, ``"mlp"``,
             ``"layers.0.mlp"``).
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
+        experts_recipe: the name of a recipe of :class:`fp8_dist.moe.Float8ExpertsConfig`, with
+            which experts are converted too. Default: experts stay in high precision.
 
     Raises:
         TypeError: ``modules_to_not_convert`` is a string.
@@ -113,6 +116,7 @@ class Fp8DistConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto",
         quant_method: str = METHOD,
+        experts_recipe: str | None = None,
     ) -> None:
         if isinstance(modules_to_not_convert, str):
             raise TypeError(
@@ -123,11 +127,20 @@ class Fp8DistConfig(QuantizationConfigMixin):
         self.recipe = recipe
         self.modules_to_not_convert = modules_to_not_convert
         self.enable_fsdp_float8_all_gather = enable_fsdp_float8_all_gather
+        self.experts_recipe = experts_recipe
         self.layer_config()
+        self.experts_config()
 
     def layer_config(self) -> Float8LinearConfig:
         """Return the config of the layers."""
         config = Float8LinearConfig.from_recipe_name(self.recipe)
+        return replace(config, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather)
+
+    def experts_config(self) -> Float8ExpertsConfig | None:
+        """Return the config of experts; ``None`` if they stay in high precision."""
+        if self.experts_recipe is None:
+            return None
+        config = Float8ExpertsConfig.from_recipe_name(self.experts_recipe)
         return replace(config, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather)
 
 
@@ -142,6 +155,13 @@ class Fp8DistQuantizer(HfQuantizer):
         """Convert the layers on the meta device."""
         names = self.quantization_config.modules_to_not_convert or []
         _check_names(model, names)
+        experts = self.quantization_config.experts_config()
+        if experts is not None:
+            convert_experts_to_float8_training(
+                model,
+                config=experts,
+                module_filter_fn=lambda _, fqn: not any(is_part(name, fqn) for name in names),
+            )
         config = self.quantization_config.layer_config()
         layer_filter = LayerFilter(model, names)
         convert_to_float8_training(model, config=config, module_filter_fn=layer_filter)

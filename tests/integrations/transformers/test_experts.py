@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from reference import raised, same_bits, sqnr
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from fp8_dist import warn
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -144,12 +146,17 @@ def test_experts_that_cannot_be_converted() -> None:
     def text(kind: str, error: type[Exception]) -> str:
         return raised(error, lambda: convert_experts_to_float8_training(build(kind)))
 
-    texts = [text("llama4", NotImplementedError), text("llama", ValueError)]
+    wrong: Any = "mxfp8"
+    config = raised(
+        TypeError, lambda: convert_experts_to_float8_training(build("llama"), config=wrong)
+    )
+    texts = [text("llama4", NotImplementedError), text("llama", ValueError), config]
     assert_expected_inline(
         "\n".join(texts),
         """\
 convert_experts_to_float8_training: model.layers.0.feed_forward.experts can't be converted: its class does not use transformers' experts interface. Exclude it in module_filter_fn
-convert_experts_to_float8_training: the model has no experts that are known, or module_filter_fn admits none; multiply experts of your own by fp8_dist.moe.grouped_linear""",
+convert_experts_to_float8_training: the model has no experts that are known, or module_filter_fn admits none; multiply experts of your own by fp8_dist.moe.grouped_linear
+convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got 'mxfp8'""",
     )
 
 
@@ -204,3 +211,28 @@ def test_compiled_block_has_the_bits_of_an_eager_one() -> None:
     model, eager = made("mixtral", "mxfp8"), made("mixtral", "mxfp8")
     model.model.layers[1].mlp.compile(backend="eager")
     assert different(step(model), step(eager)) == []
+
+
+def test_implementations_that_are_set_after_the_conversion(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warn, "_warned", set())
+    model, expected = made("qwen3_moe"), step(made("qwen3_moe"))
+    copied = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied.set_experts_implementation("fp8_dist")
+        assert different(step(copied), expected) == []
+    model.set_experts_implementation("eager")
+    with pytest.warns(UserWarning, match="experts") as caught:
+        assert different(step(model), expected) == []
+    assert_expected_inline(
+        "\n".join(str(each.message) for each in caught),
+        """model.layers.0.mlp.experts: the experts are in float8, so set_experts_implementation('eager') has no effect on them; leave them out by convert_experts_to_float8_training's module_filter_fn to run them so""",
+    )
+    plain = build("qwen3_moe")
+    plain.set_experts_implementation("fp8_dist")
+    assert_expected_inline(
+        raised(ValueError, lambda: plain(IDS)),
+        """experts_implementation='fp8_dist' is for experts in float8, but those of a Qwen3MoeExperts are not converted; call convert_experts_to_float8_training, or load the model with quantization_config=Fp8DistConfig(experts_recipe=...)""",
+    )
