@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from hf_models import batch, build
 from reference import same_bits
-from torch import nn
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fp8_dist import convert_to_float8_training, skip_head
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
@@ -54,3 +56,27 @@ def different(a: Step, b: Step, only: str = "") -> list[str]:
         if only in name and one is not None and not (other is not None and same_bits(one, other)):
             wrong.append(name)
     return wrong
+
+
+class Mixture(nn.Module):
+    """Converted experts behind a float8 linear layer; the routing is given."""
+
+    def __init__(self, config: Float8ExpertsConfig, experts: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 160, "moe_intermediate_size": 96, "num_experts": experts}
+        self.linear = nn.Linear(160, 160, bias=False)
+        self.experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
+        for parameter in self.experts.parameters():  # rows and columns of very different sizes
+            rows, columns = (
+                torch.logspace(0, -3, n)[torch.randperm(n)] for n in parameter.shape[1:]
+            )
+            parameter.data = torch.randn(parameter.shape) * rows[:, None] * columns
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*stay in high precision")  # they do not
+            # Ranks have other tokens than one device: one scale per token.
+            convert_to_float8_training(self, config=Float8ExpertsConfig("tensorwise").linear)
+        convert_experts_to_float8_training(self, config=config)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(self.linear(x), ids, weights)

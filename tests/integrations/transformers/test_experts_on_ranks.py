@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from hf_experts import IDS, different, made, step
@@ -166,28 +165,6 @@ def averaged() -> list[str]:
 
 def test_ddp(ranks: RankPools) -> None:
     assert ranks(2).run_same(averaged) == []
-
-
-def saved(folder: str) -> dict[str, torch.Tensor]:
-    model = parallel(made("mixtral"), device_mesh(ep=2)["ep"])
-    step(model)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    dcp.save(model.state_dict(), checkpoint_id=folder)
-    return {name: full(p) for name, p in model.named_parameters() if p.ndim == 3}
-
-
-def test_checkpoint_of_ranks_is_loaded_on_one_device(ranks: RankPools, tmp_path: Path) -> None:
-    weights, _ = ranks(2).run(saved, str(tmp_path))
-    model = made("mixtral")
-    step(model)  # scales of the old weights
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
-    model.load_state_dict(state)
-    assert all(same_bits(model.get_parameter(name), weights[name]) for name in weights)
-    fresh = build("mixtral")
-    fresh.load_state_dict(state)
-    convert_experts_to_float8_training(fresh)
-    assert same_bits(model(IDS).logits, fresh(IDS).logits)
 
 
 def page() -> list[bool]:
