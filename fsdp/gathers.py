@@ -46,6 +46,16 @@ _groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary(
 LARGEST_BUFFER = 2**30  # bytes of the casts that share memory
 
 
+def _before_first_gather(group: Any) -> None:
+    """Compare the layers of a parameter group between ranks, and note its sharded parameters."""
+    _compare_between_ranks(group)
+    for parameter in fsdp_parameters([group]):
+        for module, name in parameter.users:
+            weight = weights_of(module).get(name)
+            if weight is not None and not weight.is_exchanged:
+                weight.note_sharded(parameter.parameter)
+
+
 def _compare_between_ranks(group: Any) -> None:
     """Compare the layers of the model that a parameter group belongs to, once.
 
@@ -64,7 +74,9 @@ def _compare_between_ranks(group: Any) -> None:
 
 
 before_fsdp_gathers(
-    _compare_between_ranks, "layers are not compared between ranks before FSDP2's first gather"
+    _before_first_gather,
+    "layers are not compared between ranks before FSDP2's first gather, and experts whose weights "
+    "FSDP2 gathers in high precision may use the scales of older values",
 )
 
 

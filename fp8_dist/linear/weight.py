@@ -241,6 +241,12 @@ class Float8Weight(LayerParameter):
             self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
 
+    def note_sharded(self, parameter: torch.Tensor) -> None:
+        """Called with the sharded parameter before FSDP2 first exchanges it.
+
+        For a layer whose class tells of each exchange, :meth:`parameter_replaced` is enough.
+        """
+
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """Make a parameter on the same storage, of the type that FSDP2 gathers in float8.
 

@@ -77,6 +77,15 @@ class ExpertWeight(Float8Weight):
         copy = Copy(self.schemes[0])
         return {"output": copy, "grad_input": copy}
 
+    def note_sharded(self, parameter: torch.Tensor) -> None:
+        self.sharded, self.is_exchanged = parameter, True
+
+    def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
+        # The module keeps its class, which does not tell of exchanges.
+        if self.is_exchanged:
+            self.cache.parameter_replaced(parameter, self.sharded)
+        return super().forward_casts(parameter, needs_grad_input)
+
     def operand(self, parameter: torch.Tensor) -> Weight:
         """The weight ``[E, N, K]`` for a forward and its backward.
 

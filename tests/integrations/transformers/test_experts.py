@@ -185,6 +185,18 @@ def test_evaluation_leaves_training_unchanged() -> None:
     assert different(step(model.train()), expected) == []
 
 
+def test_auxiliary_loss_is_that_of_an_unconverted_model() -> None:
+    """With one layer, the router sees the same tokens."""
+    steps = []
+    for convert in (convert_experts_to_float8_training, lambda model: model):
+        model = convert(build("qwen3_moe", num_hidden_layers=1))
+        loss = model(IDS, output_router_logits=True).aux_loss
+        loss.backward()
+        steps.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    assert different(*steps) == []
+    assert steps[0][1]["model.layers.0.mlp.gate.weight"].any()
+
+
 def test_frozen_weights_have_no_gradient() -> None:
     model, expected = made("mixtral"), step(made("mixtral"))
     frozen = [
