@@ -4,7 +4,7 @@ The modules keep their classes. A *kind* tells how a library's experts are recog
 module call the forward of ``fp8_dist.integrations``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -173,17 +173,22 @@ def convert_experts_to_float8_training(
             "fp8_dist.moe.grouped_linear"
         )
     for fqn, (part, kind) in chosen.items():
-        weights = {
-            name: ExpertWeight(part, config.linear, fqn, name=name) for name in kind.weights(part)
-        }
-        part.float8_weights = weights  # type: ignore[assignment]
-        part.float8_experts_config = config  # type: ignore[assignment]
-        if config.linear.fsdp_float8_all_gather:
-            for name, weight in weights.items():
-                setattr(part, name, weight.wrapped(weight.parameter()))
+        add_weights(part, kind.weights(part), config, fqn)
         kind.use(part)
     note_converted(module)
     return module
+
+
+def add_weights(
+    part: nn.Module, names: Sequence[str], config: Float8ExpertsConfig, fqn: str
+) -> None:
+    """Make parameters of a module float8 weights; its forward takes them from :func:`weight_of`."""
+    weights = {name: ExpertWeight(part, config.linear, fqn, name=name) for name in names}
+    part.float8_weights = weights  # type: ignore[assignment]
+    part.float8_experts_config = config  # type: ignore[assignment]
+    if config.linear.fsdp_float8_all_gather:
+        for name, weight in weights.items():
+            setattr(part, name, weight.wrapped(weight.parameter()))
 
 
 def _check(part: nn.Module, kind: Kind, fqn: str, config: Float8ExpertsConfig) -> None:

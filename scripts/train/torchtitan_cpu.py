@@ -58,6 +58,7 @@ from torchtitan.models.common.attention import (  # noqa: E402
     ScaledDotProductAttention,
 )
 from torchtitan.models.llama3 import config_registry  # noqa: E402
+from torchtitan.models.qwen3 import config_registry as qwen3_registry  # noqa: E402
 
 from fp8_dist.debug import comm_audit  # noqa: E402
 from fp8_dist.integrations.torchtitan import config_registry as float8_registry  # noqa: E402
@@ -136,6 +137,18 @@ def llama3_debugmodel_encoded() -> Any:
     config = config_registry.llama3_debugmodel()
     encoded = {"gradient_transport": "float8", "reduce_transport": "float8"}
     return on_cpu(with_float8(config, "tensorwise", **encoded))
+
+
+def qwen3_moe_debug() -> Any:
+    """A smaller one of torchtitan's mixtures of experts."""
+    config = qwen3_registry.qwen3_moe_debug()
+    config.model_spec.model.layers[2:] = []
+    return on_cpu(config)
+
+
+def qwen3_moe_debug_float8() -> Any:
+    """The same, experts and linear layers in float8."""
+    return with_float8(qwen3_moe_debug(), "rowwise_folded", experts_recipe="rowwise_folded")
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

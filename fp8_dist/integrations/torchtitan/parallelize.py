@@ -26,11 +26,12 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     attach_update,
-    float8_layers,
     rewrap_float8_weights,
 )
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
+from fp8_dist.integrations.torchtitan.experts import Float8ExpertsConverter
+from fp8_dist.linear.weight import float8_weights
 from fp8_dist.tensor_parallel import declare_placements, share_input
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding
@@ -122,6 +123,7 @@ def with_float8(
     recipe_name: str = "tensorwise",
     filter_fqns: Sequence[str] = ("lm_head",),
     *,
+    experts_recipe: str | None = None,
     gradient_transport: Transport | None = None,
     reduce_transport: Encoding = None,
 ) -> Any:
@@ -131,6 +133,8 @@ def with_float8(
         config: a config from a function in a ``config_registry``. Its ``model_spec`` is replaced.
         recipe_name: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``.
         filter_fqns: layers whose name contains one of these strings stay unconverted.
+        experts_recipe: the name of a recipe of ``fp8_dist.moe.Float8ExpertsConfig``, with which
+            routed experts are converted too. Default: they stay in high precision.
         gradient_transport: the transport of FSDP2's gradients, as in ``set_gradient_transport``.
         reduce_transport: the transport of sums over tensor-parallel ranks, as in ``llama_tp_plan``.
             With either transport, the result depends on the number of ranks.
@@ -150,11 +154,17 @@ def with_float8(
     """
     check_transport(reduce_transport, "with_float8")
     spec = config.model_spec
-    converter = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=list(filter_fqns))
+    model = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=list(filter_fqns))
+    converted = model.build().convert(spec.model)
+    if experts_recipe is not None:
+        experts = Float8ExpertsConverter.Config(
+            recipe_name=experts_recipe, filter_fqns=list(filter_fqns)
+        )
+        converted = experts.build().convert(converted)
     parallelize = partial(_parallelize, spec.parallelize_fn, gradient_transport, reduce_transport)
     config.model_spec = replace(
         spec,
-        model=converter.build().convert(spec.model),
+        model=converted,
         parallelize_fn=parallelize,
         post_optimizer_build_fn=partial(_attach, spec.post_optimizer_build_fn),
     )
@@ -170,7 +180,7 @@ def _attach(
     if before is not None:
         before(optimizers, model_parts, parallel_dims)
     for part in model_parts:
-        if float8_layers(part):
+        if float8_weights(part):
             attach_update(optimizers, part)
 
 

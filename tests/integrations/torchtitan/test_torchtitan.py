@@ -31,8 +31,13 @@ HAS_SPMD_TYPES = torch.__version__ >= "2.15"
 BACKENDS = ["partial_dtensor"] + ["spmd_types"] * HAS_SPMD_TYPES
 
 
-def train(folder: Path, config: str, ranks: int, tp: int, backend: str) -> tuple[list[float], str]:
-    """The losses, by step; and the gathers and reduce-scatters of the last step."""
+def train(
+    folder: Path, config: str, ranks: int, tp: int, backend: str, *extra: str
+) -> tuple[list[float], str]:
+    """The losses, by step; and the gathers and reduce-scatters of the last step.
+
+    ``extra``: more options.
+    """
     command = COMMAND
     for option, value in {
         "nproc-per-node": ranks,
@@ -46,7 +51,7 @@ def train(folder: Path, config: str, ranks: int, tp: int, backend: str) -> tuple
     assert torchrun == "torchrun"
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     done = run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *options],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, *extra],
         cwd=folder,  # torchtitan writes its logs there
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         timeout=300,
@@ -148,9 +153,10 @@ def test_recipes_are_chosen_on_the_command_line(recipe: str) -> None:
 
 
 def test_the_examples() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope: dict[str, Any] = {}
-    exec(example, scope)
+    exec("".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), scope)
+    mixture = scope["my_mixture"]().model_spec.model.layers[0].moe.routed_experts.inner_experts
+    assert mixture.float8.recipe == "rowwise_folded"
     layers = layers_of(scope["my_qwen3"]())
     assert layers
     assert all("lm_head" not in name for name in layers)
