@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.weight import float8_modules, weights_of
-from fp8_dist.moe.experts import experts_config
+from fp8_dist.moe.experts import experts_config, float8_experts
 from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 
 
@@ -23,11 +23,17 @@ class Float8ExpertParallel(CheckedStyle):
     and one of the outputs in the forward; two more in the backward.
 
     Raises:
-        ValueError: on all ranks, if the module has no converted experts, their number is not a
-            multiple of the mesh's size, or the ranks' configs differ.
+        ValueError: on all ranks, if the module is not one of converted experts, their number is not
+            a multiple of the mesh's size, or the ranks' configs differ.
     """
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
+        if inside := [fqn for fqn in float8_experts(module) if fqn]:
+            yield (
+                f"Float8ExpertParallel is for experts, but a {type(module).__name__} is a module "
+                f"around them; apply the style to its {', '.join(inside)}"
+            )
+            return
         if experts_config(module) is None:
             yield (
                 f"Float8ExpertParallel is for experts, but a {type(module).__name__} has none in "

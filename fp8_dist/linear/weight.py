@@ -341,23 +341,22 @@ class Float8Weight(LayerParameter):
 
         These are the cast for the output, and the statistics with which the backward casts again.
         """
-        uses, layout = self.config.recipe.uses["weight"], self.layout()
-        of_output, of_grad_input = uses["output"], uses["grad_input"]
+        copies, layout = self.copies(shard.device), self.layout()
+        copy, second = copies.get("output"), copies.get("grad_input")
         with torch.inference_mode(False), torch.no_grad():
             known = self._known(shard, source, self.schemes)
             output = None
-            if of_output is not None:
-                copy = Copy(of_output)
+            if copy is not None:
                 made = cast_by(shard, (copy,), known, layout)
                 if is_observed():
                     made = observe_copies(self, "weight", shard, made)
                 output = made[copy]
         if output is not None:
             output = self._recorded(output)
-        if of_grad_input is None:
+        if second is None:
             return WeightCasts(output)
-        start, is_cut = of_grad_input.start(layout), of_grad_input.is_cut(layout)
-        recast = Recast(known[of_grad_input], of_grad_input, start, is_cut)
+        scheme = second.scheme
+        recast = Recast(known[scheme], scheme, scheme.start(layout), scheme.is_cut(layout))
         return WeightCasts(output, recast=recast)
 
     def _known(

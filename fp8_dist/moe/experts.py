@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8_dist.linear.agreement import note_converted
-from fp8_dist.linear.operands import WeightCasts
+from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.weight import Float8Weight, checked_module
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.config import Float8ExpertsConfig
@@ -94,11 +94,18 @@ class ExpertWeight(Float8Weight):
         casts, tensor = self.forward_casts(parameter), local_part(parameter)
         if not self.is_transposed:
             return Weight(tensor, casts)
-        assert casts.output is not None
-        (scheme,), (qdata, scales, _, start, is_cut) = super().schemes, casts.output
-        turned = tuple([scale.transpose(1, 2) for scale in scales])
-        cast = Quantized(qdata.transpose(1, 2), turned, scheme, start[::-1], is_cut)
-        return Weight(tensor.transpose(1, 2), WeightCasts(cast, cast))
+        (scheme,), (output, grad_input, recast) = super().schemes, casts
+        if recast is not None:
+            statistics, _, start, is_cut = recast
+            recast = Recast(_turned(statistics), scheme, start[::-1], is_cut)
+        assert output is not None
+        qdata, scales, _, start, is_cut = output
+        cast = Quantized(qdata.transpose(1, 2), _turned(scales), scheme, start[::-1], is_cut)
+        return Weight(tensor.transpose(1, 2), WeightCasts(cast, grad_input and cast, recast))
+
+
+def _turned(numbers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple([each.transpose(1, 2) for each in numbers])
 
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:

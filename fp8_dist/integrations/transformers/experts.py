@@ -85,7 +85,10 @@ def _are_transposed(module: Any) -> bool:
 
 def _unfit(module: nn.Module) -> str | None:
     if not hasattr(module, "is_transposed"):
-        return "its class does not use transformers' experts interface"
+        return (
+            "its class does not use transformers' experts interface, which passes the experts of "
+            "each token (those of Llama 4 multiply every token, scaled by the router before)"
+        )
     return "it has a norm after each expert" if module.has_post_expert_norm else None
 
 

@@ -24,14 +24,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from trainer_runs import FSDP, Audit, launched, single_process, train
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from fp8_dist import attach_update, precompute_float8_dynamic_scale
+from fp8_dist import (
+    attach_update,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+    skip_head,
+)
 from fp8_dist.debug import comm_audit
-from fp8_dist.moe import convert_experts_to_float8_training, float8_experts
+from fp8_dist.integrations.transformers import Float8Callback
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
 PAGE = Path(__file__).parents[3] / "docs/experts.md"
+# One scale per weight, but one per token: ranks have other tokens than one device.
+PER_TOKEN = Float8ExpertsConfig("tensorwise").linear
 NAMES = ("gate_up_proj", "down_proj")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -137,8 +146,15 @@ def trained(kind: str, fields: dict[str, Any], dim: int, policy: bool) -> list[o
             {torch.float32},
             False,
         ),
+        pytest.param(
+            *("gpt_oss", {"enable_fsdp_float8_all_gather": False}, 0, {torch.float32}, False),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            *("gpt_oss", {"recipe": "mxfp8"}, 0, {FP8, torch.uint8, torch.float32}, False),
+            marks=pytest.mark.full,
+        ),
         # The scales of transposed weights lie across the rows that Shard(1) divides.
-        ("gpt_oss", {"recipe": "rowwise_folded"}, 0, {FP8, torch.float32}, False),
         ("gpt_oss", {"recipe": "rowwise_folded"}, 1, {FP8, BF16}, True),
         # One all-reduce for linear layers, on a flattened mesh, and experts together.
         ("mixtral", {"recipe": "rowwise_folded", "dense": True}, 1, {FP8}, False),
@@ -200,6 +216,26 @@ def averaged() -> list[str]:
 
 def test_ddp(ranks: RankPools) -> None:
     assert ranks(2).run_same(averaged) == []
+
+
+def through_the_trainer(folder: str) -> tuple[list[float], list[tuple[int, int]]]:
+    """The losses of two steps of two micro-batches; messages and elements gathered in float8."""
+    with launched(fsdp=True):
+        audit = Audit()
+        callbacks = [Float8Callback(PER_TOKEN), audit]
+        off = {"save_strategy": "no", "eval_strategy": "no"}
+        _, losses = train(folder, callbacks, made("qwen3_moe"), steps=2, **FSDP, **off)
+    return losses["loss"], audit.gathers
+
+
+def test_trainer(ranks: RankPools, tmp_path: Path) -> None:
+    losses, gathers = ranks(2).run_same(through_the_trainer, str(tmp_path))
+    model = made("qwen3_moe")
+    convert_to_float8_training(model, config=PER_TOKEN, module_filter_fn=skip_head(model))
+    expected = single_process(model, steps=2)
+    # In the forward and the backward of a micro-batch: 98,304 of experts, 24,576 of linear layers.
+    assert gathers == [(8, 4 * (98_304 + 24_576))] * 2
+    assert losses == pytest.approx(expected, abs=2e-3)
 
 
 def router_gradients(combine: str) -> list[float]:
@@ -279,7 +315,9 @@ def refused() -> list[str]:
         style = Float8ExpertParallel()
         texts.append(raised(ValueError, lambda: parallelize_module(experts, mesh, style)))  # noqa: B023
         dist.barrier()
-    return [*texts, *placed_otherwise(mesh)]
+    block = made("mixtral").model.layers[1]
+    around = raised(ValueError, lambda: parallelize_module(block, mesh, Float8ExpertParallel()))
+    return [*texts, around, *placed_otherwise(mesh)]
 
 
 def placed_otherwise(mesh: DeviceMesh) -> list[str]:
@@ -301,7 +339,7 @@ def placed_otherwise(mesh: DeviceMesh) -> list[str]:
 
 
 def test_setups_that_do_not_fit(ranks: RankPools) -> None:
-    recipe, combine, three, plain, one, early, *placed = ranks(2).run_same(refused)
+    recipe, combine, three, plain, one, around, early, *placed = ranks(2).run_same(refused)
     differ = "parallelize_module: the ranks of DeviceMesh((ep=2), 'cpu', stride=(1,)) have set up "
     assert all(text.startswith(differ) for text in (recipe, combine, one))
     assert "recipe='mxfp8'" in recipe
@@ -312,10 +350,11 @@ def test_setups_that_do_not_fit(ranks: RankPools) -> None:
     assert "combine='float8'" in combine
     assert "model.layers.1.mlp.experts.gate_up_proj" in one
     assert_expected_inline(
-        "\n".join([three, plain, *placed]),
+        "\n".join([three, plain, around, *placed]),
         """\
 parallelize_module: model.layers.1.mlp.experts.gate_up_proj: 3 experts can't be divided equally between 2 ranks; choose a number of ranks that divides it
 parallelize_module: Float8ExpertParallel is for experts, but a MixtralExperts has none in float8; call convert_experts_to_float8_training first
+parallelize_module: Float8ExpertParallel is for experts, but a MixtralDecoderLayer is a module around them; apply the style to its mlp.experts
 model.layers.1.mlp.experts: gate_up_proj is placed as [Replicate()] on DeviceMesh((ep=2), 'cpu', stride=(1,)) in the forward; experts are divided by Shard(0) on one axis, and FSDP2 shards them over others
 model.layers.1.mlp.experts: the weights of the experts are distributed in different ways""",
     )
