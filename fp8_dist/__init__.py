@@ -8,8 +8,8 @@ Convert a model, shard it, train::
     optimizer = torch.optim.AdamW(model.parameters())
     attach_update(optimizer, model)
 
-``fp8_dist.debug``, ``fp8_dist.doctor``, ``fp8_dist.moe``, ``fp8_dist.tensor_parallel`` and
-``fp8_dist.integrations`` are imported when they are first used.
+``fp8_dist.debug``, ``fp8_dist.doctor``, ``fp8_dist.tensor_parallel`` and ``fp8_dist.integrations``
+are imported when they are first used.
 """
 
 from importlib import import_module
@@ -87,7 +87,7 @@ __all__ = [
     "update_float8_scales",
 ]
 
-_IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "moe", "tensor_parallel")
+_IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "tensor_parallel")
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
 

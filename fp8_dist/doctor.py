@@ -31,6 +31,7 @@ from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, why_too_small
 from fp8_dist.model.report import WeightSummary, alike, conversion_summary
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.recipe import Operand
 from fp8_dist.version import __version__
 
@@ -174,6 +175,7 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
     except ValueError as error:
         yield f"refused: {error}"
         return
+    yield from _experts_report(model, recipe)
     summary = conversion_summary(model)
     yield f"\n{summary}"
     yield "\ngathers"
@@ -183,6 +185,19 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
         f"refuses dims that are not multiples of {ALIGNMENT}, unless pad_inner_dim=True)"
     )
     yield from [*_left_out(summary.converted, recipe, tp)] or ["  none"]
+
+
+def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
+    """Convert the experts of a model, and say how, or why not."""
+    if all(row.kind != "experts" for row in conversion_summary(model).rows):
+        return
+    try:
+        config = Float8ExpertsConfig.from_recipe_name(recipe)
+        convert_experts_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
+    except (ValueError, NotImplementedError) as error:
+        yield f"experts stay in high precision: {error}"
+    else:
+        yield f"experts: Float8ExpertsConfig({recipe!r})"
 
 
 def _gathers(
@@ -198,6 +213,11 @@ def _gathers(
     if tp > 1:
         yield f"  TP + SP, {tp} ranks: inputs of converted layers {_precision(config, 'input')}"
         yield f"  TP + SP, {tp} ranks: their output gradients {_precision(config, 'grad_output')}"
+    if any(row.kind == "experts" for row in rows):
+        yield (
+            "  expert parallelism: tokens and gradients of outputs in float8 (1 byte per element), "
+            'outputs and gradients of tokens in high precision (float8 with combine="float8")'
+        )
     if dp == tp == 1:
         yield "  none on one rank; --dp N and --tp N say how many there are"
 
@@ -212,14 +232,17 @@ def _precision(config: Float8LinearConfig, operand: Operand) -> str:
 
 def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[str]:
     """Lines for the layers whose shards gain nothing; similar layers share a line."""
-    styles = {0: "ColwiseParallel", 1: "RowwiseParallel"} if tp > 1 else {None: ""}
     for name, (first, *_) in alike(rows):
-        out_features, in_features = first.shape
+        *experts, out_features, in_features = first.shape
+        divided = tp > 1 and not experts  # expert parallelism moves whole experts
+        styles = {0: "ColwiseParallel", 1: "RowwiseParallel"} if divided else {None: ""}
         found: dict[str, list[str]] = {}
         for dim, style in styles.items():
             if reason := why_too_small(recipe, (out_features, in_features), dim, tp)[1]:
                 found.setdefault(reason, []).append(style)
-        told = [f"{reason} ({', '.join(of)})" if tp > 1 else reason for reason, of in found.items()]
+        told = [
+            f"{reason} ({', '.join(of)})" if divided else reason for reason, of in found.items()
+        ]
         if told:
             yield f"  {name}, {out_features} x {in_features}: {'; '.join(told)}"
 

@@ -28,6 +28,7 @@ from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.weight import (
+    CONVERT_FIRST,
     Float8Weight,
     float8_modules,
     float8_weights,
@@ -151,7 +152,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     Raises:
         ValueError: ranks differ in the layers of ``module`` or in their configs (the error names
             the first difference); ``module`` has no converted layer whose weight has a DYNAMIC
-            scale; a weight is not the 2-D parameter that the optimizer updates (FSDP1's flattened
+            scale; a weight is not the parameter that the optimizer updates (FSDP1's flattened
             shards, parametrizations); or FSDP2 is to reshard to a smaller mesh after forward, which
             it can't do with float8 gathers.
         NotImplementedError: weights on several meshes that are not slices of one root mesh.
@@ -214,12 +215,11 @@ def dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     """Return the float8 weights of a module that have dynamic scales, by FQN."""
     weights = {fqn: weight for fqn, weight in float8_weights(module).items() if weight.is_dynamic}
     if not weights:
-        what = "convert_to_float8_training first"
+        what = CONVERT_FIRST
         if any(layer.histories for layer in float8_layers(module).values()):
-            what = "sync_float8_amax_and_scale_history for DELAYED ones"
+            what = "call sync_float8_amax_and_scale_history for DELAYED ones"
         raise ValueError(
-            f"{caller}: the module has no Float8Linear with a float8 weight of dynamic scale; call "
-            f"{what}"
+            f"{caller}: the module has no layer with a float8 weight of dynamic scale; {what}"
         )
     return weights
 

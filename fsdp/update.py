@@ -98,7 +98,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         )
     reshard(module, "sync_float8_amax_and_scale_history")
     histories = [history for layer in layers for history in layer.histories.values()]
-    meshes = {mesh for layer in layers for mesh in layer.meshes()}
+    meshes = {mesh for layer in layers for mesh in layer.float8_weight.meshes()}
     # The device of the mesh, because offloaded weights are on another one.
     device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
     zero = torch.zeros((), device=device)

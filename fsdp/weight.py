@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.fsdp.gathers import cast_together, check_layer
 from fp8_dist.linear.module import other_users
-from fp8_dist.linear.weight import Float8Weight, float8_weights, weights_of
+from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
 from fp8_dist.linear.weight_cache import WeightCache
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
@@ -424,9 +424,7 @@ def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
     weights = float8_weights(module)
     if not weights:
-        raise ValueError(
-            f"{caller}: the module has no Float8Linear; call convert_to_float8_training first"
-        )
+        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
     return weights
 
 

@@ -246,7 +246,8 @@ def compare_recipes(
             ``delayed`` only for a model with amax histories. Without histories, the scales of
             ``delayed`` are those of ``tensorwise``.
         module_filter_fn: as in ``convert_to_float8_training``. Default: the converted layers, or
-            all linear layers if none is converted.
+            all linear layers if none is converted. Other converted layers, and converted experts,
+            compute in float8 in all runs.
 
     Returns:
         A :class:`RecipeComparison`, the same on all ranks except for its losses.

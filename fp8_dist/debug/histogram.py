@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from fp8_dist.debug.capturing import CapturedCast
-from fp8_dist.debug.measures import saturation_limit
+from fp8_dist.debug.measures import matrix_scales, saturation_limit
 from fp8_dist.dtypes import short_name
-from fp8_dist.scaling import as_matrix
 from fp8_dist.tensor.ops import as_bytes
 
 
@@ -77,8 +76,7 @@ def histogram(cast: CapturedCast) -> Histogram:
     dtype, relative = cast.qdata.dtype, any(scale.ndim for scale in cast.scales)
     columns = cast.high.shape[-1] if cast.high.ndim else 1
     shape = math.prod(cast.high.shape[:-1]), columns
-    matrix = as_matrix(cast.low)
-    scale = matrix.scheme.element_scales(matrix.scales, shape, matrix.start).double()
+    scale = matrix_scales(cast.low).double()
     high = cast.high.reshape(shape).double()
     units = high / scale
     counted = units.isfinite() & (units != 0)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fp8_dist.kernels.cpu import upcast
 from fp8_dist.mesh import local_tensor
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Quantized, as_matrix
+from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import funcol
 
 # An operand is read in parts of so many elements. On a CPU a part fits into a cache. On a GPU the
@@ -81,7 +81,7 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
     columns = high.shape[-1] if high.ndim else 1
     matrix = high.detach().reshape(-1, columns)
     qdatas = [low.qdata.detach().reshape(matrix.shape) for low in lows]
-    scales = [_element_scales(low, matrix.shape) for low in lows]
+    scales = [matrix_scales(low) for low in lows]
     size = max(1, (_CPU_PART if high.is_cpu else _PART) // columns)
     for start in range(0, len(matrix), size):
         part = matrix[start : start + size]
@@ -104,10 +104,15 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
     return totals
 
 
-def _element_scales(low: Quantized, shape: torch.Size) -> torch.Tensor:
-    """Return the scales of a cast of a matrix ``[M, K]``: 0-dim, or of 1 or M rows and columns."""
-    scales = tuple([scale.detach() for scale in as_matrix(low).scales])
-    return low.scheme.element_scales(scales, shape, low.start)
+def matrix_scales(low: Quantized) -> torch.Tensor:
+    """Return the scales of a cast as a matrix: 0-dim, or ``[1 or M, 1 or K]`` for ``[M, K]``."""
+    scales = tuple([scale.detach() for scale in low.scales])
+    found = low.scheme.element_scales(scales, low.qdata.shape, low.start)
+    if found.ndim in (0, 2):
+        return found
+    *leading, columns = found.shape
+    rows = leading if set(leading) <= {1} else low.qdata.shape[:-1]
+    return found.expand(*rows, columns).reshape(-1, columns)
 
 
 def _losses(

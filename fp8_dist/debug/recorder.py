@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self, get_args
 import torch.distributed as dist
 from torch import nn
 
-from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.observing import Observer, Owner, casts_of, observed_by
+from fp8_dist.linear.observing import Observer, Owner, observed_by
+from fp8_dist.linear.weight import CONVERT_FIRST, weights_by_layer
 from fp8_dist.names import without_wrappers
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
@@ -21,7 +21,10 @@ Patterns = str | Iterable[str] | None
 
 
 class Slot(NamedTuple):
-    """A cast that a layer makes in each step, or a float8 GEMM, whose ``operand`` is None."""
+    """A cast that a layer makes in each step, or a float8 GEMM, whose ``operand`` is None.
+
+    The ``fqn`` is that of the layer, or of the weight ``[E, N, K]`` of experts.
+    """
 
     fqn: str
     owner: Owner
@@ -38,10 +41,10 @@ class Slot(NamedTuple):
 
 def slots_of(model: nn.Module, gemms: bool = False) -> Iterator[Slot]:
     """Yield the casts, and with ``gemms`` the float8 GEMMs, of each converted layer in order."""
-    for name, layer in float8_layers(model).items():
-        of, config = (without_wrappers(name) or layer.fqn, layer.float8_weight), layer.config
+    for name, weight in weights_by_layer(model).items():
+        of, config = (without_wrappers(name) or weight.fqn, weight), weight.config
         for operand in get_args(Operand):
-            for taken_by, scheme in casts_of(config, operand).items():
+            for taken_by, scheme in weight.casts_of(operand).items():
                 yield Slot(*of, operand, taken_by, scheme, operand in config.recipe.delayed)
         for gemm in get_args(Gemm):
             if gemms and config.gemm_enabled(gemm):
@@ -60,9 +63,7 @@ def choose_slots(
     """
     slots = [*slots_of(model)]
     if not slots:
-        raise ValueError(
-            f"{caller}: the model has no converted layer; call convert_to_float8_training first"
-        )
+        raise ValueError(f"{caller}: the model has no converted layer; {CONVERT_FIRST}")
     fqns = list(dict.fromkeys(slot.fqn for slot in slots))
     chosen_fqns = _matching(caller, "fqn", fqn, fqns, "converted layer")
     operands = _matching(caller, "operand", operand, get_args(Operand), "operand")

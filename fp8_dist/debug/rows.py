@@ -26,7 +26,7 @@ class CastStats:
 
     Attributes:
         step: the number of the step.
-        fqn: the layer.
+        fqn: the layer; the weight, such as ``layers.0.experts.down_proj``, for experts.
         operand: ``"input"``, ``"weight"`` or ``"grad_output"``.
         gemms: the GEMMs that multiply this float8 copy: ``"output"``, ``"grad_input"``,
             ``"grad_weight"``.

@@ -1,4 +1,7 @@
-"""``float8_stats``: statistics of the float8 casts of a model, by layer and operand."""
+"""``float8_stats``: statistics of the float8 casts of a model, by layer and operand.
+
+A layer is a Float8Linear, or one weight of a module of experts.
+"""
 
 import math
 import warnings
@@ -37,8 +40,8 @@ from fp8_dist.debug.rows import (
     decibels,
     table,
 )
-from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.observing import Owner, casts_of, gemms_observed_by
+from fp8_dist.linear.observing import Owner, gemms_observed_by
+from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, weights_by_layer
 from fp8_dist.mesh import GroupNames, first_difference, make_group
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
@@ -138,7 +141,7 @@ class Float8Stats(StepRecorder):
     def on_prepared_use(self, owner: Owner, kept: torch.Tensor | None) -> None:
         """Add the measures of a prepared input to those of a layer that takes it."""
         if kept is not None and owner in self._ranks.owners:
-            (gemms,) = casts_of(owner.config, "input")
+            (gemms,) = owner.casts_of("input")
             self._add((owner, "input", gemms), kept)
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -242,10 +245,10 @@ class _RanksOfLayers:
 
     def look(self) -> None:
         """Update the meshes of the layers. FSDP2 may swap in parameters that are on no mesh."""
-        layers = float8_layers(self._model)
-        self.owners = {layer.float8_weight: name for name, layer in layers.items()}
-        for name, layer in layers.items():
-            for mesh in layer.meshes():
+        weights = weights_by_layer(self._model)
+        self.owners = {weight: name for name, weight in weights.items()}
+        for name, weight in weights.items():
+            for mesh in weight.meshes():
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
                     self._meshes[name] = mesh
 
@@ -262,10 +265,10 @@ class _RanksOfLayers:
         ``owners`` whose layer is on it.
         """
         self.look()
-        layers = float8_layers(self._model)
-        groups = self._groups_of = self._groups(layers)
+        weights = weights_by_layer(self._model)
+        groups = self._groups_of = self._groups(weights)
         # Use the device of a mesh if there is one, because FSDP2 may offload weights to the CPU.
-        device = next(iter(layers.values())).weight.device
+        device = next(iter(weights.values())).parameter().device
         for mesh in self._meshes.values():
             device = torch.device(mesh.device_type)
         alike: dict[GroupNames, list[int]] = {}
@@ -282,13 +285,13 @@ class _RanksOfLayers:
         """Return whether this rank is the first one whose measures of a layer were combined."""
         return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
 
-    def _groups(self, layers: dict[str, Float8Linear]) -> dict[str, GroupNames]:
+    def _groups(self, weights: dict[str, Float8Weight]) -> dict[str, GroupNames]:
         """Return the process groups of each layer.
 
         Collectives: the first time, if no layer is on a mesh, an all-reduce of 16 bytes.
         """
         if self._given is not None:
-            return dict.fromkeys(layers, make_group([self._given]))
+            return dict.fromkeys(weights, make_group([self._given]))
         made = {mesh: make_group([mesh]) for mesh in dict.fromkeys(self._meshes.values())}
         others: GroupNames = ()
         if made:
@@ -297,17 +300,17 @@ class _RanksOfLayers:
             assert dist.group.WORLD is not None
             others = (str(dist.group.WORLD.group_name),)
             if not self._agrees:
-                _check_same_layers(layers, dist.group.WORLD)
+                _check_same_layers(weights, dist.group.WORLD)
             self._agrees = True
         return {
-            name: made[self._meshes[name]] if name in self._meshes else others for name in layers
+            name: made[self._meshes[name]] if name in self._meshes else others for name in weights
         }
 
 
-def _check_same_layers(layers: dict[str, Float8Linear], world: dist.ProcessGroup) -> None:
+def _check_same_layers(weights: dict[str, Float8Weight], world: dist.ProcessGroup) -> None:
     """Raise an error if ranks have different layers."""
-    facts = {name: f"{layer.weight.shape} {layer.config}" for name, layer in layers.items()}
-    device = next(iter(layers.values())).weight.device.type
+    facts = {name: f"{w.parameter().shape} {w.config}" for name, w in weights.items()}
+    device = next(iter(weights.values())).parameter().device.type
     if (difference := first_difference(facts, [world], device)) is not None:
         raise ValueError(
             f"float8_stats: the ranks have different layers ({difference}), and weights on no "
@@ -360,9 +363,10 @@ def float8_stats(
         model: a model that is already converted and parallelized.
         every: record only steps whose numbers are multiples of this. The first step is 0.
         gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
-            float8 GEMM's result. Then all code in recorded blocks runs eagerly, and every rank
-            gathers full operands and results. Inputs, including those of checkpointed blocks, are
-            kept in high precision until the backward.
+            float8 GEMM's result. GEMMs of experts are left out, because tokens reach them in
+            float8. Then all code in recorded blocks runs eagerly, and every rank gathers full
+            operands and results. Inputs, including those of checkpointed blocks, are kept in high
+            precision until the backward.
         mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
@@ -389,10 +393,8 @@ def float8_stats(
             layers.
         RuntimeError: the context manager is entered again inside its own block.
     """
-    if not float8_layers(model):
-        raise ValueError(
-            "float8_stats: the model has no Float8Linear; call convert_to_float8_training first"
-        )
+    if not weights_by_layer(model):
+        raise ValueError(f"float8_stats: the model has no converted layer; {CONVERT_FIRST}")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"float8_stats: every={every!r} must be a positive integer")
     if not (on_anomaly in (None, "warn") or callable(on_anomaly)):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import check_transforms
@@ -270,12 +269,6 @@ class Float8Linear(nn.Linear):
         differ = (ScaleState.UNKNOWN, ScaleState.PENDING, ScaleState.STALE)
         return state.name.lower() if state in differ else "fresh"
 
-    def meshes(self) -> list[DeviceMesh]:
-        """The meshes that the layer's operands are distributed over."""
-        layout = self.float8_weight.layout()
-        own = [] if layout is None else [layout.mesh]
-        return own + [h.mesh for h in self.histories.values() if h.mesh is not None]
-
     def __setattr__(self, name: str, value: Any) -> None:
         if "float8_weight" in self.__dict__:
             # FSDP2 exchanges parameters through __setattr__ if a module class defines it.
@@ -290,7 +283,7 @@ class Float8Linear(nn.Linear):
 
     def _become_linear(self, weight_type: str) -> None:
         """Turn into an nn.Linear, so that a weight of another type can use its own GEMM."""
-        if self.float8_weight.is_exchanged or self.meshes():
+        if self.float8_weight.is_exchanged or self.float8_weight.meshes():
             raise NotImplementedError(
                 f"{self.fqn}: a {weight_type} can't replace the weight of a layer that is "
                 "distributed. Load the state dict into a model on one device, and quantize that"
@@ -342,7 +335,8 @@ class Float8Linear(nn.Linear):
         if self.histories:  # loading them needs a collective
             self.float8_weight.compare("load_state_dict")
         device = self.weight.device
-        load_from_metadata(self.histories, local_metadata, self.meshes(), device, self.fqn, is_own)
+        meshes = self.float8_weight.meshes()
+        load_from_metadata(self.histories, local_metadata, meshes, device, self.fqn, is_own)
 
 
 @lru_cache

@@ -53,6 +53,12 @@ class Owner(Protocol):
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
         """The high-precision parameter of a forward's weight, detached: plain or a DTensor."""
 
+    def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
+        """The schemes of the casts of an operand, by the GEMMs that take each."""
+
+    def gemms_of(self, operand: Operand, scheme: Scheme) -> tuple[Gemm, ...]:
+        """The GEMMs that take the cast of an operand by a scheme."""
+
 
 class Observer:
     """Base class of observers of casts and GEMMs.
@@ -166,22 +172,6 @@ def _tell(method: Callable[..., R], *arguments: Any) -> R:
         return method(*arguments)
 
 
-def casts_of(config: Float8LinearConfig, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
-    """The schemes of the casts of an operand that observers see, by the GEMMs that take each."""
-    recipe = config.recipe
-    if recipe.folds and operand == "grad_output":
-        # Each cast has the scales of another operand folded in. The cast for grad_weight has one
-        # scale per column.
-        uses = [(gemm, scheme) for gemm, scheme in recipe.uses[operand].items() if scheme]
-        return {(gemm,): s if gemm == "grad_input" else s.second for gemm, s in uses}
-    return {_gemms_of(config, operand, each): each for each in recipe.schemes[operand]}
-
-
-def _gemms_of(config: Float8LinearConfig, operand: Operand, scheme: Scheme) -> tuple[Gemm, ...]:
-    # A list, because dynamo does not support a generator here.
-    return tuple([gemm for gemm, each in config.recipe.uses[operand].items() if each == scheme])
-
-
 def observe(
     owner: Owner,
     operand: Operand,
@@ -222,14 +212,14 @@ def observe_copies(
     if not torch.compiler.is_compiling():
         lows: dict[tuple[Gemm, ...], Quantized] = {}
         for copy, quantized in made.items():
-            lows.setdefault(_gemms_of(owner.config, operand, copy.scheme), quantized)
+            lows.setdefault(owner.gemms_of(operand, copy.scheme), quantized)
         _show(owner, operand, high, lows, repeats)
         return made
     found: Copies = {}
     shown: dict[Scheme, torch.Tensor] = {}
     for copy, quantized in made.items():
         if copy.scheme not in shown:
-            gemms = _gemms_of(owner.config, operand, copy.scheme)
+            gemms = owner.gemms_of(operand, copy.scheme)
             shown[copy.scheme] = observe(owner, operand, gemms, high, quantized, repeats)
         scales = (shown[copy.scheme], *quantized.scales[1:])
         found[copy] = quantized._replace(scales=scales)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.cast import (
     Copies,
@@ -51,7 +52,7 @@ from fp8_dist.linear.queries import (
 )
 from fp8_dist.linear.weight_cache import ScaleState, WeightCache
 from fp8_dist.mesh import Layout, local_tensor, with_local
-from fp8_dist.recipe import Gemm
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import (
     Copy,
     Quantized,
@@ -67,6 +68,12 @@ from fp8_dist.torch_internals import (
     is_selectively_checkpointed,
 )
 from fp8_dist.warn import warn_once
+
+# The remedy in messages about models without float8 weights.
+CONVERT_FIRST = (
+    "call convert_to_float8_training first (for experts, "
+    "fp8_dist.moe.convert_experts_to_float8_training)"
+)
 
 
 class Float8Weight(LayerParameter):
@@ -121,6 +128,28 @@ class Float8Weight(LayerParameter):
     def copies(self, device: torch.device) -> dict[Gemm, Copy]:
         """The float8 copy for each GEMM that takes the weight in float8."""
         return self.config.copies("weight", device)
+
+    def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
+        """The casts of an operand that observers see; see :class:`observing.Owner`."""
+        recipe = self.config.recipe
+        if recipe.folds and operand == "grad_output":
+            # Each cast has the scales of another operand folded in. The cast for grad_weight has
+            # one scale per column.
+            uses = [(gemm, scheme) for gemm, scheme in recipe.uses[operand].items() if scheme]
+            return {(gemm,): s if gemm == "grad_input" else s.second for gemm, s in uses}
+        return {self.gemms_of(operand, each): each for each in recipe.schemes[operand]}
+
+    def gemms_of(self, operand: Operand, scheme: Scheme) -> tuple[Gemm, ...]:
+        """The GEMMs that take the cast of an operand by a scheme."""
+        uses = self.config.recipe.uses[operand].items()
+        # A list, because dynamo does not support a generator here.
+        return tuple([gemm for gemm, each in uses if each == scheme])
+
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes that the operands of the weight's layer are distributed over."""
+        layout = self.layout()
+        own = [] if layout is None else [layout.mesh]
+        return own + [h.mesh for h in self._histories.values() if h.mesh is not None]
 
     def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
         """Return the casts of the parameter that a forward and its backward take.
@@ -541,6 +570,18 @@ def note_made(weights: Iterable[Float8Weight]) -> None:
         event = torch.cuda.current_stream().record_event()
         for weight in on_gpu:
             weight.made = event
+
+
+def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:
+    """All float8 parameters in ``module``, by the name of the layer whose ``weight`` it is.
+
+    A parameter of another name, such as one of experts, has its FQN.
+    """
+    weights = float8_weights(module)
+    return {
+        fqn.removesuffix("weight").removesuffix(".") if weight.name == "weight" else fqn: weight
+        for fqn, weight in weights.items()
+    }
 
 
 def float8_modules(module: nn.Module) -> dict[str, nn.Module]:

@@ -3,7 +3,8 @@
 Rounding errors cost more in the logits, the output of the head, than elsewhere; and the head's
 weight is often tied to the embedding. In a low-rank adapter the inner dim is too small for a gain.
 The float8 GEMM of a GPU refuses sizes that are not multiples of 16. In a small layer, the casts
-cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``.
+cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``; those of
+experts are of the weight of one expert.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.names import is_part
 from fp8_dist.text import aligned
 
@@ -70,23 +72,25 @@ class LayerFilter:
         self._reasons: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        """Return whether to convert a layer; False for any module that is not an nn.Linear."""
-        if not isinstance(module, nn.Linear):
+        """Return whether to convert a layer or experts; False for any other module."""
+        shapes = _shapes(module)
+        if not shapes:
             return False
-        self._reasons[fqn] = self._why_not(module, fqn)
+        self._reasons[fqn] = self._why_not(module, fqn, shapes)
         return not self._reasons[fqn]
 
     def reason(self, fqn: str) -> str:
         """Return the reason why a layer was left out, for messages."""
         return self._reasons[fqn]
 
-    def _why_not(self, module: nn.Linear, fqn: str) -> str:
+    def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
         """Return the reason to leave a layer out, or an empty string."""
         for name in self._names:
             if is_part(name, fqn):
                 return f"modules_to_not_convert: {name}"
         reason = self._why_head_or_adapter(module, fqn)
-        reason = reason or why_misaligned(module.out_features, module.in_features)
+        misaligned = (why_misaligned(*shape) for shape in shapes.values())
+        reason = reason or next(filter(None, misaligned), "")
         return reason and f"skip_head: {reason}"
 
     def _why_head_or_adapter(self, module: nn.Module, fqn: str) -> str:
@@ -98,10 +102,10 @@ class LayerFilter:
 
 @dataclass(frozen=True)
 class FilterDecision:
-    """The decision about one linear layer, and its reason."""
+    """The decision about one linear layer or one weight of experts, and its reason."""
 
-    fqn: str  # "" for a model that is itself a linear layer
-    shape: Shape  # global (out_features, in_features)
+    fqn: str  # of the layer, "" if it is the model itself; of the weight of experts
+    shape: Shape  # global (out_features, in_features), of one expert
     local_shape: Shape  # the smallest part on any tensor-parallel rank
     convert: bool  # whether the filter admits the layer
     reason: str
@@ -114,14 +118,14 @@ class AutoFilterReport:
     recipe: str
     tp_size: int
     planned: bool  # whether a plan says how layers are divided
-    rows: tuple[FilterDecision, ...]  # one for each layer, in the order of their first calls
+    rows: tuple[FilterDecision, ...]  # one for each weight, in the order of their first calls
     unmatched_fqns: tuple[str, ...]  # entries of filter_fqns that no layer's name contains
     unmatched_exclude: tuple[str, ...] = ()  # entries of exclude that are not a layer's name
 
     def __str__(self) -> str:
         converted, n = sum(row.convert for row in self.rows), len(self.rows)
         lines = [
-            f"auto_filter: {converted} of {n} linear layer{'s' * (n != 1)} to float8, recipe "
+            f"auto_filter: {converted} of {n} weight{'s' * (n != 1)} to float8, recipe "
             f"{self.recipe} (thresholds: H100)"
         ]
         if self.planned or self.tp_size > 1:
@@ -158,31 +162,40 @@ class AutoFilter(LayerFilter):
         self._filter_fqns, self._exclude = filter_fqns, exclude
         self._rows: dict[str, FilterDecision] = {}
 
-    def _why_not(self, module: nn.Linear, fqn: str) -> str:
+    def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
         reason = ""
         if named := [entry for entry in self._filter_fqns if entry in fqn]:
             reason = f"filter_fqns: {', '.join(map(repr, named))}"
         elif fqn in self._exclude:
             reason = "named in exclude"
-        elif is_lazy(module.weight):
+        elif isinstance(module, nn.Linear) and is_lazy(module.weight):
             raise ValueError(
                 f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
                 "before the conversion, or name it in filter_fqns"
             )
-        shape = (module.out_features, module.in_features)
-        divisions = self._possible_divisions(fqn)
-        judged = [why_too_small(self._recipe, shape, dim, self._tp_size) for dim in divisions]
-        # If one division skips the layer, that one decides. If both agree, take the smaller side.
-        local, small = min(judged, key=lambda each: (not each[1], min(each[0])))
-        reason = reason or self._why_head_or_adapter(module, fqn) or small
-        self._rows[fqn] = FilterDecision(fqn, shape, local, not reason, reason or "large enough")
+        reason = reason or self._why_head_or_adapter(module, fqn)
+        # Tensor parallelism leaves experts whole.
+        divisions = self._possible_divisions(fqn) if isinstance(module, nn.Linear) else (None,)
+        locals_, small = {}, ""
+        for name, shape in shapes.items():
+            judged = [why_too_small(self._recipe, shape, dim, self._tp_size) for dim in divisions]
+            # If one division skips the layer, that one decides. If both agree, take the smaller
+            # side.
+            locals_[name], why = min(judged, key=lambda each: (not each[1], min(each[0])))
+            # Experts are converted with all of their weights, or not at all.
+            small = small or (f"{name}: {why}" if why and len(shapes) > 1 else why)
+        reason = reason or small
+        for name, shape in shapes.items():
+            row = fqn if name == "weight" else f"{fqn}.{name}".removeprefix(".")
+            verdict = not reason, reason or "large enough"
+            self._rows[row] = FilterDecision(row, shape, locals_[name], *verdict)
         return reason and f"auto_filter: {reason}"
 
     @property
     def report(self) -> AutoFilterReport:
-        """The decisions so far, with one row per layer."""
-        fqns = tuple(e for e in self._filter_fqns if not any(e in fqn for fqn in self._rows))
-        exclude = tuple(entry for entry in self._exclude if entry not in self._rows)
+        """The decisions so far, with one row per weight."""
+        fqns = tuple(e for e in self._filter_fqns if not any(e in fqn for fqn in self._reasons))
+        exclude = tuple(entry for entry in self._exclude if entry not in self._reasons)
         planned, rows = self._plan is not None, tuple(self._rows.values())
         return AutoFilterReport(self._recipe, self._tp_size, planned, rows, fqns, exclude)
 
@@ -219,13 +232,15 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
       ``model``, ``base_model``, ``_orig_mod``, ...).
     * low-rank adapters: layers within a module whose name begins with ``lora_``.
     * layers whose in_features or out_features is not a multiple of 16, because a GPU's float8 GEMM
-      refuses them. With ``pad_inner_dim=True`` such a layer would run, but without a gain.
+      refuses them. With ``pad_inner_dim=True`` such a layer would run, but without a gain. The same
+      holds for experts, whose GEMMs are padded.
 
     ::
 
         convert_to_float8_training(model, module_filter_fn=skip_head(model))
 
-    To combine it with another filter, call both in a function of a module and its FQN.
+    It serves :func:`fp8_dist.moe.convert_experts_to_float8_training` too. To combine it with
+    another filter, call both in a function of a module and its FQN.
 
     Args:
         model: the model that will be converted. Without it, heads are recognized by their names
@@ -254,7 +269,7 @@ def auto_filter(
     exclude: Iterable[str] = (),
     model: nn.Module | None = None,
 ) -> AutoFilter:
-    """Make a filter for :func:`fp8_dist.convert_to_float8_training` that skips small layers.
+    """Make a filter for conversions of layers and of experts that skips small ones.
 
     ::
 
@@ -268,6 +283,9 @@ def auto_filter(
     its smallest local part is within one of the limits of the recipe (``TOO_SMALL``). The number of
     tokens and the savings in communication are not considered. ``docs/support.md`` lists the limits
     and explains how to measure a device.
+
+    Experts are skipped if a weight of one expert, ``[N, K]``, is skipped as a linear layer of this
+    size would be. They are not divided: expert parallelism moves whole experts.
 
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.
@@ -341,6 +359,13 @@ def why_too_small(recipe: str, shape: Shape, dim: int | None, ranks: int) -> tup
             reason = " and ".join(f"{name} <= {limit}" for name, _, limit in bounds)
             break
     return smallest, reason
+
+
+def _shapes(module: nn.Module) -> dict[str, Shape]:
+    """Return the shapes of the weights that can be in float8, by name; of experts, those of one."""
+    if isinstance(module, nn.Linear):
+        return {"weight": (module.out_features, module.in_features)}
+    return {name: (shape[-2], shape[-1]) for name, shape in expert_shapes(module).items()}
 
 
 def note_left_out(layer: nn.Module, reason: str) -> None:

@@ -19,7 +19,7 @@ from fp8_dist.linear.weight import Float8Weight, checked_module
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.moe.functions import Weight, local_part
-from fp8_dist.recipe import Gemm
+from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.scaling import Copy, Quantized, Scheme, covering
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -77,6 +77,14 @@ class ExpertWeight(Float8Weight):
         copy = Copy(self.schemes[0])
         return {"output": copy, "grad_input": copy}
 
+    def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
+        # Scales are folded into the float8 copy of a gradient, so it is cast once.
+        schemes = self.schemes if operand == "weight" else self.config.recipe.schemes[operand]
+        return {self.gemms_of(operand, schemes[0]): schemes[0]}
+
+    def gemms_of(self, operand: Operand, scheme: Scheme) -> tuple[Gemm, ...]:
+        return tuple([gemm for gemm, taken in GEMM_OPERANDS.items() if operand in taken])
+
     def note_sharded(self, parameter: torch.Tensor) -> None:
         self.sharded, self.is_exchanged = parameter, True
 
@@ -93,7 +101,7 @@ class ExpertWeight(Float8Weight):
         """
         casts, tensor = self.forward_casts(parameter), local_part(parameter)
         if not self.is_transposed:
-            return Weight(tensor, casts)
+            return Weight(tensor, casts, self)
         (scheme,), (output, grad_input, recast) = super().schemes, casts
         if recast is not None:
             statistics, _, start, is_cut = recast
@@ -101,11 +109,19 @@ class ExpertWeight(Float8Weight):
         assert output is not None
         qdata, scales, _, start, is_cut = output
         cast = Quantized(qdata.transpose(1, 2), _turned(scales), scheme, start[::-1], is_cut)
-        return Weight(tensor.transpose(1, 2), WeightCasts(cast, grad_input and cast, recast))
+        turned = WeightCasts(cast, grad_input and cast, recast)
+        return Weight(tensor.transpose(1, 2), turned, self)
 
 
 def _turned(numbers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple([each.transpose(1, 2) for each in numbers])
+
+
+def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of the weights of experts that a module has, by name; empty if none are known."""
+    kind = _kind_of(module)
+    names = () if kind is None else kind.weights(module)
+    return {name: module.get_parameter(name).shape for name in names}
 
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:

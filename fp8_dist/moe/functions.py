@@ -9,7 +9,7 @@ a stand-in of the slots, whose gradient is that of the slots. *Combine* saves no
 checkpointing does not repeat it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +20,28 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.cast import quantize
 from fp8_dist.dtypes import autocast
 from fp8_dist.linear.autograd import Form, flattened
+from fp8_dist.linear.observing import Owner, is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.grouped import Groups, grouped_gradients, grouped_mm
+from fp8_dist.recipe import Operand
 from fp8_dist.scaling import Copy, Quantized, cast, planned
 
 
 class Weight(NamedTuple):
-    """A weight ``[E, N, K]``: the local tensor that gradients flow to, and its casts."""
+    """A weight ``[E, N, K]``.
+
+    Attributes:
+        tensor: the local tensor that gradients flow to.
+        casts: its casts.
+        owner: the owner of its casts, for observers; ``None`` if they are not shown.
+    """
 
     tensor: Tensor
     casts: WeightCasts
+    owner: Owner | None = None
 
 
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
@@ -57,6 +66,7 @@ class _Saved(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]  # of rows and of weights
     groups: Groups
     config: Float8ExpertsConfig
+    owners: tuple[Owner | None, ...]  # for each weight
 
 
 def _save(
@@ -72,7 +82,8 @@ def _save(
     tensors, forms = flattened(rows, *operands)
     recasts = tuple([weight.casts.recast for weight in weights])
     dtypes = dtype, weights[0].tensor.dtype
-    ctx.saved = _Saved(forms, recasts, dtypes, groups, config)
+    owners = tuple([weight.owner for weight in weights])
+    ctx.saved = _Saved(forms, recasts, dtypes, groups, config, owners)
     ctx.save_for_backward(*tensors)
 
 
@@ -84,7 +95,7 @@ def _products(
     config: Float8ExpertsConfig,
 ) -> tuple[Tensor, ...]:
     found = []
-    for _, casts in weights:
+    for _, casts, _ in weights:
         assert casts.output is not None
         found.append(grouped_mm(rows, casts.output, True, groups, dtype, config))
     return tuple(found)
@@ -123,8 +134,15 @@ def _cast_again(weight: Tensor, recast: Recast) -> Quantized:
     return Quantized(qdata, scales, scheme, start, is_cut)
 
 
-def _cast_rows(rows: Tensor, config: Float8ExpertsConfig) -> Quantized:
-    return quantize(rows.detach().contiguous(), config.rows)
+def _cast_rows(
+    rows: Tensor, config: Float8ExpertsConfig, operand: Operand, owners: Iterable[Owner | None]
+) -> Quantized:
+    rows, copy = rows.detach().contiguous(), Copy(config.rows)
+    made = {copy: quantize(rows, config.rows)}
+    for owner in owners if is_observed() else ():
+        if owner is not None:
+            observe_copies(owner, operand, rows, made, operand == "input")
+    return made[copy]
 
 
 class _Up(torch.autograd.Function):
@@ -137,13 +155,13 @@ class _Up(torch.autograd.Function):
         groups: Groups,
         routing: Routing | None,
         config: Float8ExpertsConfig,
-        casts: tuple[WeightCasts, ...],
+        casts: tuple[tuple[WeightCasts, Owner | None], ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        rows = _cast_rows(x, config)
+        rows = _cast_rows(x, config, "input", [owner for _, owner in casts])
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
-        operands = [Weight(*each) for each in zip(weights, casts, strict=True)]
+        operands = [Weight(w, *each) for w, each in zip(weights, casts, strict=True)]
         _save(ctx, rows, operands, x.dtype, groups, config)
         ctx.routing = routing
         return _products(rows, operands, groups, x.dtype, config)
@@ -153,7 +171,9 @@ class _Up(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         config, routing = ctx.saved.config, ctx.routing
         needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
-        of_rows, of_weights = _gradients(ctx, [_cast_rows(g, config) for g in grads], needs)
+        each = zip(grads, ctx.saved.owners, strict=True)
+        rows = [_cast_rows(grad, config, "grad_output", [owner]) for grad, owner in each]
+        of_rows, of_weights = _gradients(ctx, rows, needs)
         if of_rows is not None and routing is not None:
             slots = _returned(of_rows, routing, config)
             of_slots = slots.view(routing.tokens, routing.top_k, slots.shape[1])
@@ -165,7 +185,7 @@ def grouped_product(
     x: Tensor, weights: Sequence[Weight], groups: Groups, config: Float8ExpertsConfig
 ) -> tuple[Tensor, ...]:
     """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`."""
-    casts = tuple([weight.casts for weight in weights])
+    casts = tuple([weight[1:] for weight in weights])
     return _Up.apply(autocast(x), groups, None, config, casts, *[w.tensor for w in weights])
 
 
@@ -173,7 +193,7 @@ def dispatched_product(
     x: Tensor, weights: Sequence[Weight], routing: Routing, config: Float8ExpertsConfig
 ) -> tuple[Tensor, ...]:
     """Send tokens to their experts, and multiply; see :func:`fp8_dist.moe.dispatch_linear`."""
-    casts, tensors = tuple([w.casts for w in weights]), [w.tensor for w in weights]
+    casts, tensors = tuple([w[1:] for w in weights]), [w.tensor for w in weights]
     return _Up.apply(autocast(x), routing.groups, routing, config, casts, *tensors)
 
 
@@ -194,10 +214,10 @@ class _Down(torch.autograd.Function):
         bias: Tensor | None,
         routing: Routing,
         config: Float8ExpertsConfig,
-        casts: WeightCasts,
+        casts: tuple[WeightCasts, Owner | None],
     ) -> tuple[Tensor, Tensor]:
-        rows = _cast_rows(hidden, config)
-        operands, dtype = [Weight(weight, casts)], hidden.dtype
+        rows = _cast_rows(hidden, config, "input", casts[1:])
+        operands, dtype = [Weight(weight, *casts)], hidden.dtype
         (output,) = _products(rows, operands, routing.groups, dtype, config)
         if bias is not None:
             output = output + bias.detach()[routing.groups.of_row].to(dtype)
@@ -213,7 +233,8 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         assert grad is not None  # Combine's backward returns one on every rank.
         routing, config = ctx.routing, ctx.saved.config
-        rows = send_rows(_cast_rows(grad, config), routing.slots, routing)
+        of_slots = _cast_rows(grad, config, "grad_output", ctx.saved.owners)
+        rows = send_rows(of_slots, routing.slots, routing)
         of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2])
         of_bias = None
         if ctx.needs_input_grad[2]:
@@ -246,5 +267,5 @@ def combined_product(
 ) -> Tensor:
     """Multiply, and return the outputs to their slots; see :func:`fp8_dist.moe.linear_combine`."""
     hidden = autocast(hidden)
-    output, stand_in = _Down.apply(hidden, weight.tensor, bias, routing, config, weight.casts)
+    output, stand_in = _Down.apply(hidden, weight.tensor, bias, routing, config, weight[1:])
     return _Combine.apply(output, stand_in, routing, config)

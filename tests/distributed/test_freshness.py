@@ -315,7 +315,7 @@ def test_precompute_of_nothing_is_an_error() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for call in (precompute_float8_dynamic_scale, partial(attach_precompute, optimizer)):
         text = raised(ValueError, partial(call, net))
-        assert "the module has no Float8Linear with a float8 weight of dynamic scale" in text
+        assert "the module has no layer with a float8 weight of dynamic scale" in text
 
 
 @on_ranks(2)

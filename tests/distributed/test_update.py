@@ -169,7 +169,7 @@ def test_a_model_that_was_not_converted() -> None:
     attach = partial(attach_update, torch.optim.SGD(Net().parameters()))
     for name, call in (("update_float8_scales", update_float8_scales), ("attach_update", attach)):
         text = raised(ValueError, partial(call, Net()))
-        assert text.startswith(f"{name}: the module has no Float8Linear; call convert_to")
+        assert text.startswith(f"{name}: the module has no converted layer; call convert_to")
 
 
 def scales_of_a_step(recipe: str, float8: bool) -> list[str]:

@@ -204,7 +204,7 @@ def test_conversion_and_report() -> None:
     assert_expected_inline(
         str(filter_fn.report),
         """\
-auto_filter: 3 of 7 linear layers to float8, recipe tensorwise (thresholds: H100)
+auto_filter: 3 of 7 weights to float8, recipe tensorwise (thresholds: H100)
 local: tp_size 4, out or in divided, whichever gains less (no plan)
   layer          out x in      local                 reason
   layers.0.up    8192 x 4096   8192 x 1024   float8  large enough

@@ -60,8 +60,12 @@ VALUES: Refused = {
     "torch.cat of float8 tensors with one scale per row and per column": lambda: torch.cat(
         [lines(-1), lines(0)]
     ),
-    "rewrap_float8_weights: the module has no Float8Lin": lambda: rewrap_float8_weights(nn.ReLU()),
-    "update_float8_scales: the module has no Float8Lin": lambda: update_float8_scales(nn.ReLU()),
+    "rewrap_float8_weights: the module has no converted l": lambda: rewrap_float8_weights(
+        nn.ReLU()
+    ),
+    "update_float8_scales: the module has no converted layer; call convert": lambda: (
+        update_float8_scales(nn.ReLU())
+    ),
 }
 OPERATIONS: Refused = {
     "its rows would be others; if one row was sharded": lambda: lines(-1).view(8, 4),

@@ -86,7 +86,7 @@ def test_a_sub_package_is_linked_and_has_no_second_name(folder: str) -> None:
 def test_sub_packages_are_attributes_that_are_imported_when_used() -> None:
     lines = (
         "import sys, fp8_dist",
-        "late = {'debug', 'doctor', 'integrations', 'moe', 'tensor_parallel'}",
+        "late = {'debug', 'doctor', 'integrations', 'tensor_parallel'}",
         "assert late <= set(dir(fp8_dist)) and 'fsdp' in dir(fp8_dist)",
         "assert not [n for n in late if f'fp8_dist.{n}' in sys.modules]",
         "print(fp8_dist.debug.comm_audit.__name__, fp8_dist.tensor_parallel.llama_tp_plan.__name__)",

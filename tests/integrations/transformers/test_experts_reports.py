@@ -1,0 +1,377 @@
+"""Statistics, captures, collectives, filters and the doctor's report of converted experts."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from hf_experts import IDS, made, step
+from hf_models import build
+from moe_layers import rounded
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fp8_dist import (
+    Float8Tensor,
+    attach_precompute,
+    attach_update,
+    auto_filter,
+    conversion_summary,
+    convert_to_float8_training,
+    doctor,
+    precompute_float8_dynamic_scale,
+    skip_head,
+    update_float8_scales,
+)
+from fp8_dist.debug import (
+    CapturedCast,
+    CastStats,
+    capture,
+    comm_audit,
+    compare_recipes,
+    float8_stats,
+    load_capture,
+)
+from fp8_dist.debug.histogram import histogram
+from fp8_dist.moe import convert_experts_to_float8_training, float8_experts
+from fp8_dist.moe.config import ExpertsRecipe
+from fp8_dist.tensor_parallel import Float8ExpertParallel
+
+EXPERTS = "model.layers.1.mlp.experts"
+# The rows and columns of an operand that share a scale; None: all.
+BLOCKS: dict[ExpertsRecipe, tuple[tuple[int, int | None], tuple[int | None, int | None]]] = {
+    "rowwise_folded": ((1, None), (1, None)),
+    "tensorwise": ((1, None), (None, None)),
+    "blockwise": ((1, 128), (128, 128)),
+    "mxfp8": ((1, 32), (32, 32)),
+}
+
+
+def operands(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Some operands of the experts of a layer in a step, by weight and operand, from hooks."""
+    experts, found = model.get_submodule(EXPERTS), {}
+
+    def before(_: Any, args: Any) -> None:
+        found["gate_up_proj input"], found["weights"] = args[0].detach(), args[2].detach()
+
+    def after(_: Any, __: Any, grads: Any) -> None:
+        found["down_proj grad_output"] = (grads[0][:, None] * found["weights"][..., None]).flatten(
+            0, 1
+        )
+
+    handles = experts.register_forward_pre_hook(before), experts.register_full_backward_hook(after)
+    step(model)
+    for handle in handles:
+        handle.remove()
+    del found["weights"]
+    weights = {f"{name} weight": p.detach() for name, p in experts.named_parameters()}
+    return found | weights
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_casts_of_experts(tmp_path: Path, recipe: ExpertsRecipe) -> None:
+    model = made("mixtral", recipe)
+    stats, captured = float8_stats(model, gemms=True), capture(model, tmp_path, fqn=f"{EXPERTS}.*")
+    with stats, captured:
+        expected = operands(model)
+    rows = {f"{row.fqn} {getattr(row, 'operand', '')}": row for row in stats.rows}
+    assert len(rows) == len(stats.rows) == 2 * 2 * 3  # layers, weights, operands; no GEMMs
+    casts = {f"{c.fqn} {c.operand}": c for c in map(load_capture, captured.files)}
+    assert casts.keys() == {name for name in rows if name.startswith(EXPERTS)}
+    of_rows, of_weight = BLOCKS[recipe]
+    rule = "ceil" if recipe == "mxfp8" else None
+    for name, high in expected.items():
+        row, cast = rows[f"{EXPERTS}.{name}"], casts[f"{EXPERTS}.{name}"]
+        assert isinstance(row, CastStats)
+        assert dataclasses.replace(cast.stats(), step=row.step) == row
+        assert same_bits(cast.high, high)
+        blocks = of_weight if high.ndim == 3 else of_rows
+        matrices = high if high.ndim == 3 else high[None]
+        low = torch.stack(
+            [
+                rounded(m.double(), *[b or n for b, n in zip(blocks, m.shape, strict=True)], rule)
+                for m in matrices
+            ]
+        ).view_as(high)
+        assert same_bits(Float8Tensor.of(cast.low, torch.float32).dequantize(), low.float())
+        assert row.amax == high.abs().max().item()
+        values = high.count_nonzero().item()
+        assert row.underflow == pytest.approx(100 * (1 - low.count_nonzero().item() / values))
+        noise = (low - high.double()).square().sum() / high.double().square().sum()
+        assert row.sqnr == pytest.approx(-10 * noise.log10().item(), abs=1e-3)
+        counts = histogram(cast)
+        to_zero = sum(octave.to_zero for octave in counts.octaves)
+        assert (counts.values, to_zero) == (values, values - low.count_nonzero().item())
+
+
+def test_table_of_statistics() -> None:
+    model = made("deepseek_v3", "blockwise")
+    stats = float8_stats(model)
+    with stats:
+        step(model)
+    shown = [(row.fqn, row.operand, row.gemms, row.granularity) for row in stats.rows]  # type: ignore[union-attr]
+    assert_expected_inline(
+        "\n".join(f"{fqn} {operand} for {', '.join(g)}: {per}" for fqn, operand, g, per in shown),
+        """\
+model.layers.1.mlp.experts.gate_up_proj input for output, grad_weight: block of 1 x 128
+model.layers.1.mlp.experts.gate_up_proj weight for output, grad_input: block of 128 x 128
+model.layers.1.mlp.experts.gate_up_proj grad_output for grad_input, grad_weight: block of 1 x 128
+model.layers.1.mlp.experts.down_proj input for output, grad_weight: block of 1 x 128
+model.layers.1.mlp.experts.down_proj weight for output, grad_input: block of 128 x 128
+model.layers.1.mlp.experts.down_proj grad_output for grad_input, grad_weight: block of 1 x 128""",
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe"])
+def test_repeated_forwards_are_shown_once(kind: str) -> None:
+    model, checkpointed = made(kind), made(kind)
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    both = float8_stats(model), float8_stats(checkpointed)
+    for stats, each in zip(both, (model, checkpointed), strict=True):
+        with stats:
+            step(each.train())
+    assert both[0].rows == both[1].rows
+
+
+def parallel(model: Any, dp: int, ep: int, dim: int) -> nn.Module:
+    """Divide experts over ``ep``, and shard them along ``dim`` over ``dp``."""
+    mesh = device_mesh(dp=dp, ep=ep)
+    for experts in float8_experts(model).values():
+        if ep > 1:
+            parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
+        if dp > 1:
+            fully_shard(experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
+            experts.set_gradient_divide_factor(float(dp * ep))  # type: ignore[operator]
+            experts.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    if dp > 1:
+        fully_shard(model, mesh=mesh._flatten("all"))
+    return model  # type: ignore[no-any-return]
+
+
+Recorded = tuple[list[Any], list[Any], list[Path], list[Path]]
+
+
+def recorded(dp: int, ep: int, dim: int, fields: dict[str, Any], folder: Path) -> Recorded:
+    """Statistics and captures of a step on ranks, which have a text each, and on one device."""
+    rank, texts = dist.get_rank(), len(IDS) // (dp * ep)
+    model, twin = parallel(made("mixtral", **fields), dp, ep, dim), made("mixtral", **fields)
+    mine, its = float8_stats(model), float8_stats(twin)
+    my_files = capture(model, folder / "ranks")
+    its_files = capture(twin, folder / f"twin {rank}")
+    with my_files:
+        mine.__enter__()
+        step(model, IDS[texts * rank : texts * (rank + 1)])
+        with comm_audit() as audit:
+            mine.__exit__(None)
+        assert audit.count() == 1
+    with its, its_files:
+        step(twin)
+    return mine.rows, its.rows, my_files.files, its_files.files
+
+
+def values(files: list[Path]) -> dict[tuple[str, str], list[float]]:
+    """All values in high precision, and all dequantized ones, sorted, of each cast."""
+    found: dict[tuple[str, str], list[CapturedCast]] = {}
+    for each in map(load_capture, files):
+        found.setdefault((each.fqn, each.operand), []).append(each)
+    casts = {
+        k: [(c.high, Float8Tensor.of(c.low, c.high.dtype)) for c in v] for k, v in found.items()
+    }
+    return {
+        key: [
+            *torch.cat([high.flatten() for high, _ in each]).sort().values.tolist(),
+            *torch.cat([low.dequantize().flatten() for _, low in each]).sort().values.tolist(),
+        ]
+        for key, each in casts.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("dp", "ep", "dim", "fields"),
+    [
+        (1, 2, 0, {"recipe": "blockwise"}),
+        (2, 1, 1, {"recipe": "rowwise_folded", "enable_fsdp_float8_all_gather": False}),
+        (2, 1, 1, {"recipe": "tensorwise"}),
+        (2, 2, 0, {"recipe": "mxfp8", "combine": "float8"}),
+    ],
+)
+def test_casts_on_ranks_are_those_of_one_device(
+    ranks: RankPools, tmp_path: Path, dp: int, ep: int, dim: int, fields: dict[str, Any]
+) -> None:
+    results = ranks(dp * ep).run(recorded, dp, ep, dim, fields, tmp_path)
+    for mine, its, *_ in results:
+        assert len(mine) == len(its) == 2 * 2 * 3
+        for row, expected in zip(mine, its, strict=True):
+            assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
+            assert dataclasses.replace(row, sqnr=expected.sqnr) == expected
+        assert any(row.underflow for row in its)
+    files = [path for result in results for path in result[2]]
+    assert sorted(files) == sorted((tmp_path / "ranks").iterdir())
+    gathers = fields.get("enable_fsdp_float8_all_gather", True)
+    if not gathers:  # each rank casts the whole weight
+        files = [path for path in files if "-weight-" not in path.name or "rank000" in path.name]
+    assert values(files) == values(results[0][3])
+
+
+def messages(checkpointing: bool) -> list[tuple[str, ...]]:
+    mesh, rank = device_mesh(ep=2), dist.get_rank()
+    model = parallel(made("mixtral"), 1, 2, 0)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    with comm_audit(mesh) as audit:
+        step(model, IDS[2 * rank : 2 * rank + 2])
+    counts, rows, scales, outputs, *_ = audit.rows
+    assert counts.bytes == (1 + checkpointing) * 4 * 8
+    assert rows.bytes // 64 * 4 == scales.bytes
+    assert outputs.elements % 64 == 0
+    shown = [
+        (r.op, r.axis, str(r.dtype), "+" if r.in_mixed_gather else str(r.count), r.module)
+        for r in audit.rows
+    ]
+    return sorted(shown, key=lambda row: row[-1])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_messages_have_the_names_of_their_experts(ranks: RankPools, checkpointing: bool) -> None:
+    """Counts, rows with their scales, and outputs; each in the forward, and in the backward."""
+    found, _ = ranks(2).run(messages, checkpointing)
+    again = int(checkpointing)
+    expected = [("int64", 1 + again), ("float8_e4m3fn", 2 + again), ("float32", "+")]
+    assert found == [
+        ("all_to_all", "ep", f"torch.{dtype}", str(count), f"model.layers.{layer}.mlp.experts")
+        for layer in range(2)
+        for dtype, count in [*expected, ("float32", 2 + again)]
+    ]
+
+
+def test_auto_filter() -> None:
+    with torch.device("meta"):
+        sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 64}
+        model = build("mixtral", **sizes, num_hidden_layers=1, head_dim=128)
+        small = build("qwen3_moe", hidden_size=2048, moe_intermediate_size=768)
+    admits = auto_filter("tensorwise", ["layers.7"], tp_size=2)
+    convert_to_float8_training(model, module_filter_fn=admits)
+    convert_experts_to_float8_training(model, module_filter_fn=admits)
+    assert_expected_inline(
+        str(admits.report),
+        """\
+auto_filter: 4 of 7 weights to float8, recipe tensorwise (thresholds: H100)
+local: tp_size 2, out or in divided, whichever gains less (no plan)
+  layer                                    out x in      local                reason
+  model.layers.0.self_attn.q_proj          8192 x 4096   8192 x 2048  float8  large enough
+  model.layers.0.self_attn.k_proj          256 x 4096    128 x 4096   skip    out <= 1024 and in <= 4096
+  model.layers.0.self_attn.v_proj          256 x 4096    128 x 4096   skip    out <= 1024 and in <= 4096
+  model.layers.0.self_attn.o_proj          4096 x 8192   2048 x 8192  float8  large enough
+  lm_head                                  256 x 4096    128 x 4096   skip    it is the model's head
+  model.layers.0.mlp.experts.gate_up_proj  28672 x 4096  not divided  float8  large enough
+  model.layers.0.mlp.experts.down_proj     4096 x 14336  not divided  float8  large enough
+filter_fqns: 'layers.7' matched no layer""",
+    )
+    assert sum(row.kind == "experts" for row in conversion_summary(model).converted) == 2
+    admits = auto_filter("blockwise")
+    call = partial(convert_experts_to_float8_training, small, module_filter_fn=admits)
+    assert "module_filter_fn admits none" in raised(ValueError, call)
+    (*_, last) = admits.report.rows
+    assert (last.fqn, last.shape) == ("model.layers.1.mlp.experts.down_proj", (2048, 768))
+    assert_expected_inline(
+        admits.reason("model.layers.1.mlp.experts"), """auto_filter: gate_up_proj: out <= 2048"""
+    )
+
+
+def test_skip_head() -> None:
+    model = build("qwen3_moe")
+    convert_experts_to_float8_training(model, module_filter_fn=skip_head(model))
+    assert len(float8_experts(model)) == 2
+    odd = build("qwen3_moe", moe_intermediate_size=24)
+    skips = skip_head(odd)
+    assert not skips(odd.model.layers[0].mlp.experts, "model.layers.0.mlp.experts")
+    assert_expected_inline(
+        skips.reason("model.layers.0.mlp.experts"), """skip_head: in = 24 is not a multiple of 16"""
+    )
+    assert not skips(odd.model.layers[0].mlp, "model.layers.0.mlp")
+
+
+def small_mixtral() -> nn.Module:
+    return build("mixtral", vocab_size=64)
+
+
+def report_of(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> Iterator[str]:
+    doctor.main(["--model", f"test_experts_reports:{model}", *options])
+    text = capsys.readouterr().out
+    return iter(text[text.index("module_filter_fn") :].splitlines())
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--recipe", "rowwise_folded", "--dp", "4", "--tp", "2"
+    assert_expected_inline(
+        "\n".join(report_of(capsys, "small_mixtral", *options)),
+        """\
+module_filter_fn=skip_head(model)
+experts: Float8ExpertsConfig('rowwise_folded')
+
+conversion_summary: 12 of 15 weights in float8, 96.1% of 230,208 parameters, 96.8% of FLOPs
+FLOPs: of products with weights, without attention's own products and convolutions
+  weight                                       shape                 parameters  FLOPs  reason
+  model.layers.*.self_attn.q_proj (2)          64 x 64       float8        3.6%   6.5%
+  model.layers.*.self_attn.k_proj (2)          32 x 64       float8        1.8%   3.2%
+  model.layers.*.self_attn.v_proj (2)          32 x 64       float8        1.8%   3.2%
+  model.layers.*.self_attn.o_proj (2)          64 x 64       float8        3.6%   6.5%
+  model.layers.*.mlp.gate.weight (2)           4 x 64        skip          0.2%   0.0%  no nn.Linear, but a parameter of MixtralTopKRouter (may be a table or a matrix; not counted in FLOPs)
+  model.layers.*.mlp.experts.gate_up_proj (2)  4 x 256 x 64  float8       56.9%  51.6%
+  model.layers.*.mlp.experts.down_proj (2)     4 x 64 x 128  float8       28.5%  25.8%
+  lm_head                                      64 x 64       skip          1.8%   3.2%  skip_head: it is the model's head
+  (embeddings, norms, biases, ...)                                         1.9%
+
+gathers
+  FSDP2, 4 ranks: 12 weights, 221,184 elements, in float8 (1 byte per element); all other parameters in high precision
+  TP + SP, 2 ranks: inputs of converted layers in float8 (1 byte per element)
+  TP + SP, 2 ranks: their output gradients in float8 (1 byte per element)
+  expert parallelism: tokens and gradients of outputs in float8 (1 byte per element), outputs and gradients of tokens in high precision (float8 with combine="float8")
+
+float8 layers that auto_filter("rowwise_folded", tp_size=2) would leave out (a GPU refuses dims that are not multiples of 16, unless pad_inner_dim=True)
+  model.layers.*.self_attn.q_proj (2), 64 x 64: out <= 2048 (ColwiseParallel, RowwiseParallel)
+  model.layers.*.self_attn.k_proj (2), 32 x 64: out <= 2048 (ColwiseParallel, RowwiseParallel)
+  model.layers.*.self_attn.v_proj (2), 32 x 64: out <= 2048 (ColwiseParallel, RowwiseParallel)
+  model.layers.*.self_attn.o_proj (2), 64 x 64: out <= 2048 (ColwiseParallel, RowwiseParallel)
+  model.layers.*.mlp.experts.gate_up_proj (2), 256 x 64: out <= 2048
+  model.layers.*.mlp.experts.down_proj (2), 64 x 128: out <= 2048""",
+    )
+    lines = list(report_of(capsys, "small_mixtral", "--recipe", "delayed"))
+    assert_expected_inline(
+        lines[1],
+        """experts stay in high precision: Float8ExpertsConfig.recipe='delayed': use one of 'rowwise_folded', 'tensorwise', 'blockwise', 'mxfp8'""",
+    )
+
+
+def test_comparison_leaves_experts_as_they_are() -> None:
+    """In the run in high precision, too: experts of float8 give the same loss as themselves."""
+    model = made("mixtral", dense=True)
+    comparison = compare_recipes(model, {"input_ids": IDS, "labels": IDS}, recipes=["tensorwise"])
+    assert not any("experts" in row.fqn for row in comparison.layers)
+    plain = made("mixtral")
+    with torch.no_grad():
+        assert comparison.losses["high precision"] == plain(input_ids=IDS, labels=IDS).loss.item()
+
+
+def test_messages_name_both_conversions() -> None:
+    model = build("mixtral")
+    optimizer = torch.optim.SGD(model.parameters())
+    for call in (
+        partial(precompute_float8_dynamic_scale, model),
+        partial(update_float8_scales, model),
+        partial(attach_precompute, optimizer, model),
+        partial(attach_update, optimizer, model),
+        partial(float8_stats, model),
+        partial(capture, model, "never"),
+    ):
+        text = raised(ValueError, call)
+        assert "convert_to_float8_training first (for experts, fp8_dist.moe.convert_exp" in text
