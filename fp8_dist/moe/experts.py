@@ -26,19 +26,22 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 
 class Kind(NamedTuple):
-    """How the experts of a library are converted.
+    """How the experts of a library are converted and exported.
 
     Attributes:
         weights: the names of the weights ``[E, N, K]`` of a module; empty if it has no experts.
         are_transposed: whether the weights of a module are stored as ``[E, K, N]``.
         unfit: the reason why these experts can't be converted, or ``None``.
         use: makes a module use float8, once its weights are converted.
+        entries: the entries of a checkpoint for a weight, or the scales of its blocks, given the
+            model and the name in its state dict.
     """
 
     weights: Callable[[nn.Module], tuple[str, ...]]
     are_transposed: Callable[[nn.Module], bool]
     unfit: Callable[[nn.Module], str | None]
     use: Callable[[nn.Module], None]
+    entries: Callable[[nn.Module, str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 # The modules that define a ``KIND``, by the package of the experts' classes.
@@ -122,6 +125,19 @@ def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
     kind = _kind_of(module)
     names = () if kind is None else kind.weights(module)
     return {name: module.get_parameter(name).shape for name in names}
+
+
+def checkpoint_entries(
+    model: nn.Module, weight: ExpertWeight, name: str, tensor: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The entries of a checkpoint of ``model`` for a weight of experts.
+
+    Args:
+        name: the name of the weight in the state dict.
+        tensor: the plain tensor ``[E, N, K]``, or the scales of its blocks.
+    """
+    kind = weight.kind
+    return {name: tensor} if kind is None else kind.entries(model, name, tensor)
 
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8_dist.linear.weight import weights_of
@@ -123,6 +125,13 @@ def _check_converted(module: nn.Module, argument: str) -> None:
         )
 
 
+def _entries(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if not isinstance(model, PreTrainedModel):
+        return {name: tensor}
+    # Clones, because views of one tensor can't be saved as safetensors.
+    return {n: t.clone() for n, t in revert_weight_conversion(model, {name: tensor}).items()}
+
+
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 if find_spec("transformers.distributed.expert_parallel"):  # in later releases of transformers 5
@@ -171,4 +180,4 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)
 
-KIND = Kind(_weights, _are_transposed, _unfit, _use)
+KIND = Kind(_weights, _are_transposed, _unfit, _use, _entries)

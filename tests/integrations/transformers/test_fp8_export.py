@@ -7,15 +7,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from hf_models import batch, build
+from moe_layers import cast
 from nets import full
 from ranks import RankPools, device_mesh
-from reference import same_bits, weights_used
+from reference import raised, same_bits, weights_used
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.core_model_loading import revert_weight_conversion
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -27,7 +32,12 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.integrations.transformers import hf_tp_plan
-from fp8_dist.tensor_parallel import apply_tp_plan
+from fp8_dist.moe import (
+    Float8ExpertsConfig,
+    convert_experts_to_float8_training,
+    float8_experts,
+)
+from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 IDS = batch(7)
@@ -114,7 +124,7 @@ def test_transformers_loads_what_four_ranks_have_trained(
 
 
 def test_experts_biases_and_tied_embeddings(tmp_path: Path) -> None:
-    """Routers and fused experts stay in high precision, and are named in the config."""
+    """Routers and unconverted experts stay in high precision, and are named in the config."""
     sizes = {**SIZES, "attention_bias": True, "tie_word_embeddings": True}
     model: Any = converted("qwen3_moe", "blockwise", **sizes)
     model.config.quantization_config = config = float8_quantization_config(model)
@@ -126,3 +136,105 @@ def test_experts_biases_and_tied_embeddings(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = with_weights_of_forward(model)(input_ids=IDS).logits
         assert same_bits(found(input_ids=IDS).logits, expected)
+
+
+EXPERTS = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256}
+# The names of the matrices of an expert in checkpoints: gate, up and down.
+NAMES = {
+    "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+}
+
+
+def with_experts(kind: str, recipe: Any, **sizes: int) -> Any:
+    """Linear layers and experts are converted. The weights of experts differ in size."""
+    model = converted(kind, recipe, "auto", **EXPERTS | sizes)
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            parameter.data *= torch.logspace(0, -3, parameter.shape[1])[:, None]
+    return convert_experts_to_float8_training(model, config=Float8ExpertsConfig(recipe))
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "block"), [("qwen3_moe", "blockwise", 128), ("mixtral", "mxfp8", 32)]
+)
+def test_experts_are_entries_of_their_own(
+    tmp_path: Path, kind: str, recipe: str, block: int
+) -> None:
+    model, twin = with_experts(kind, recipe), converted(kind, recipe, "auto", **EXPERTS)
+    twin.load_state_dict(model.state_dict())
+    state = float8_state_dict(model)
+    model.config.quantization_config = config = float8_quantization_config(model)
+    assert not any("experts" in name for name in config["modules_to_not_convert"])
+    model.save_pretrained(tmp_path, state_dict=state)
+    stored = load_file(tmp_path / "model.safetensors")
+    module, (gate, up, down) = NAMES[kind]
+    with torch.no_grad():
+        for i, layer in enumerate(twin.model.layers):
+            pairs = zip(layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj, strict=True)
+            for e, (both, last) in enumerate(pairs):
+                for name, weight in zip((gate, up, down), (*both.chunk(2), last), strict=True):
+                    key = f"model.layers.{i}.{module}.{e}.{name}.weight"
+                    values, scales = cast(weight, block, block, "ceil" if block == 32 else None)
+                    assert same_bits(stored[key].double(), values)
+                    found = stored[f"{key}_scale_inv"]
+                    assert same_bits(found, scales[::block, ::block].float())
+                    weight.copy_(values * scales)
+    assert sum("experts" in name for name in stored) == 2 * 4 * 3 * 2
+    with torch.no_grad():
+        expected = with_weights_of_forward(twin)(input_ids=IDS).logits
+        assert same_bits(loaded(tmp_path, torch.float32)(input_ids=IDS).logits, expected)
+
+
+def exported_experts(dim: int) -> list[str]:
+    """Differences between the exports of dp 2 x ep 2 and of one device."""
+    mesh = device_mesh(dp=2, ep=2)
+    model, twin = with_experts("mixtral", "blockwise"), with_experts("mixtral", "blockwise")
+    for experts in float8_experts(model).values():
+        parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
+        fully_shard(experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
+    fully_shard(model, mesh=mesh._flatten("all"))
+    expected = float8_state_dict(twin)
+    found = float8_state_dict(model, full_state_dict=True)
+    wrong = [name for name in expected if not same_bits(found[name], expected[name])]
+    # In shards, an entry is the weight of all experts of a module.
+    for name, tensor in float8_state_dict(model).items():
+        if ".experts." in name:
+            assert isinstance(tensor, DTensor)
+            assert tensor.ndim == 3
+            is_scale = name.endswith("_scale_inv")
+            local = tensor.to_local()
+            tensor = DTensor.from_local(
+                local if is_scale else local.view(torch.uint8),
+                tensor.device_mesh,
+                tensor.placements,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            ).full_tensor()
+            matrices = tensor if is_scale else tensor.view(E4M3)
+            own, end = name.removesuffix("_scale_inv"), "_scale_inv" if is_scale else ""
+            entries = revert_weight_conversion(twin, {own: matrices})
+            wrong += [n for n, t in entries.items() if not same_bits(t, expected[f"{n}{end}"])]
+    return wrong if found.keys() == expected.keys() else ["keys"]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_experts_of_ranks_are_exported_as_those_of_one_device(ranks: RankPools, dim: int) -> None:
+    assert ranks(4).run_same(exported_experts, dim) == []
+
+
+def test_experts_that_are_refused() -> None:
+    folded = convert_experts_to_float8_training(converted("qwen3_moe", "blockwise"))
+    cut = with_experts("qwen3_moe", "blockwise", moe_intermediate_size=64)
+    texts = [raised(ValueError, lambda: float8_state_dict(each)) for each in (folded, cut)]  # noqa: B023
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+float8_state_dict: model.layers.0.mlp.experts.gate_up_proj was converted with Float8ExpertsConfig(recipe='rowwise_folded', combine='high_precision', enable_fsdp_float8_all_gather='auto', emulate=False), but FP8 block checkpoints hold float8_e4m3fn weights with one scale per square block; load the state dict into a model that was converted with the recipe "blockwise", and export that
+float8_state_dict: checkpoints divide model.layers.0.mlp.experts.gate_up_proj, [128, 128], into parts of [64, 128], which cut blocks of 128 x 128; leave the experts unconverted (module_filter_fn), or convert with the recipe "mxfp8", whose blocks are 32 x 32""",
+    )
+    alone = convert_experts_to_float8_training(
+        build("qwen3_moe"), config=Float8ExpertsConfig("mxfp8")
+    )
+    assert "self_attn.q_proj" in str(float8_quantization_config(alone)["modules_to_not_convert"])
+    assert float8_state_dict(alone)["model.layers.0.mlp.experts.3.up_proj.weight"].dtype is E4M3
