@@ -44,11 +44,25 @@ class Kind(NamedTuple):
     entries: Callable[[nn.Module, str, torch.Tensor], dict[str, torch.Tensor]]
 
 
+def _own_names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(getattr(module, "float8_weight_names", ()))
+
+
+def _own_unfit(module: nn.Module) -> str | None:
+    found = {name: module._parameters.get(name) for name in _own_names(module)}
+    wrong = [name for name, weight in found.items() if weight is None or weight.ndim != 3]
+    return f"it has no parameter {', '.join(wrong)} of shape [E, N, K]" if wrong else None
+
+
+# Experts of a class that names its weights, whose forward calls the functions of ``layers``.
+_OWN = Kind(_own_names, lambda module: False, _own_unfit, lambda module: None)
 # The modules that define a ``KIND``, by the package of the experts' classes.
 _KINDS = {"transformers": "fp8_dist.integrations.transformers.experts"}
 
 
 def _kind_of(module: nn.Module) -> Kind | None:
+    if _own_names(module):
+        return _OWN
     packages = [cls.__module__.partition(".")[0] for cls in type(module).__mro__]
     known = [_KINDS[package] for package in packages if package in _KINDS]
     return import_module(known[0]).KIND if known else None
@@ -171,6 +185,10 @@ def convert_experts_to_float8_training(
     Experts of transformers are converted if they have the weights ``gate_up_proj`` (or ``up_proj``)
     and ``down_proj`` of shape ``[E, N, K]`` or ``[E, K, N]``: those of Mixtral, Qwen3-MoE, OLMoE,
     DeepSeek-V3, GPT-OSS.
+    Experts of your own are converted if their class has the attribute ``float8_weight_names``, the
+    names of such weights. Their forward passes these to :func:`dispatch_linear`,
+    :func:`linear_combine` or :func:`grouped_linear`, with ``self.float8_experts_config``; FSDP2
+    then gathers them in float8.
 
     Args:
         module: the model.
@@ -208,8 +226,8 @@ def convert_experts_to_float8_training(
     if not chosen and not float8_experts(module):
         raise ValueError(
             "convert_experts_to_float8_training: the model has no experts that are known, or "
-            "module_filter_fn admits none; multiply experts of your own by "
-            "fp8_dist.moe.grouped_linear"
+            "module_filter_fn admits none; experts of your own need the attribute "
+            "float8_weight_names"
         )
     for fqn, (part, kind) in chosen.items():
         add_weights(part, kind.weights(part), config, fqn)

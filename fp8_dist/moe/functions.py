@@ -17,17 +17,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import quantize
+from fp8_dist.cast import cast_copies, quantize
 from fp8_dist.dtypes import autocast
 from fp8_dist.linear.autograd import Form, flattened
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.grouped import Groups, grouped_gradients, grouped_mm
 from fp8_dist.recipe import Operand
 from fp8_dist.scaling import Copy, Quantized, cast, planned
+from fp8_dist.tensor import Float8Tensor, quantized_as
 
 
 class Weight(NamedTuple):
@@ -45,11 +47,24 @@ class Weight(NamedTuple):
 
 
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
-    """Cast a weight that no module keeps casts of.
+    """Cast a weight, unless FSDP2 gathered it in float8.
 
     Collectives: as :func:`fp8_dist.cast.cast_copies`.
+
+    Raises:
+        ValueError: FSDP2 gathered the weight for another config.
     """
-    found = quantize(weight.detach(), config.weight)
+    local, copy = local_tensor(weight), Copy(config.weight)
+    if isinstance(local, Float8Tensor):
+        if local.key != config.weight.key:
+            raise ValueError(
+                f"experts: FSDP2 gathered a weight as {local.scheme}, and the config has "
+                f"{config.weight}; pass the module's float8_experts_config"
+            )
+        found = quantized_as(local, config.weight)
+    else:
+        shard = Float8Weight.gather_type.unwrap(local)
+        found = cast_copies(weight.detach(), (copy,), local=shard.detach())[1][copy]
     return Weight(local_part(weight), WeightCasts(found, found))
 
 

@@ -1,0 +1,133 @@
+"""Experts of a class of one's own: converted, divided between ranks, gathered by FSDP2 in float8."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from moe_layers import RECIPES
+from rank_tests import on_ranks
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits, sqnr
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fp8_dist import precompute_float8_dynamic_scale
+from fp8_dist.debug import comm_audit
+from fp8_dist.moe import (
+    Float8ExpertsConfig,
+    convert_experts_to_float8_training,
+    dispatch_linear,
+    grouped_linear,
+    linear_combine,
+    route,
+)
+from fp8_dist.tensor_parallel import Float8ExpertParallel
+
+EXPERTS, DIM, INNER = 8, 64, 96
+
+
+class Experts(nn.Module):
+    float8_weight_names = ("up", "down")
+    float8_experts_config: Float8ExpertsConfig | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(EXPERTS, n, k, generator=generator))
+            for n, k in ((INNER, DIM), (DIM, INNER))
+        )
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        group = self.up.device_mesh.get_group() if isinstance(self.up, DTensor) else None
+        routing, config = route(ids, EXPERTS, group), self.float8_experts_config
+        return linear_combine(
+            dispatch_linear(x, self.up, routing, config).relu(), self.down, routing, config
+        )
+
+
+def batch(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.rand(24, EXPERTS, generator=generator).topk(2)[1]
+    return torch.randn(24, DIM, generator=generator), ids
+
+
+def converted(recipe: Any) -> Experts:
+    model = Experts()
+    convert_experts_to_float8_training(model, config=Float8ExpertsConfig(recipe))
+    return model
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(4, returns=[])
+def test_bits_of_one_device(recipe: Any, dim: int) -> list[str]:
+    """Differences from unconverted experts, which cast their weights in each call."""
+    mesh, rank, wrong = device_mesh(dp=2, ep=2), dist.get_rank(), []
+    model, twin = converted(recipe), Experts()
+    twin.float8_experts_config = Float8ExpertsConfig(recipe)
+    parallelize_module(model, mesh["ep"], Float8ExpertParallel())
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(1.0)
+    for _ in range(2):
+        with comm_audit(mesh) as audit:
+            precompute_float8_dynamic_scale(model)
+        if audit.count() != dim:
+            wrong.append(f"precompute sent {audit.count()} messages")
+        with comm_audit(mesh) as audit:
+            found = model(*batch(rank))
+            found.square().sum().backward()
+        dtypes = {row.dtype for row in audit.rows if row.op == "all_gather"}
+        if not torch.float8_e4m3fn in dtypes <= {torch.float8_e4m3fn, torch.float32, torch.uint8}:
+            wrong.append(f"gathers of {dtypes}")
+        if audit.count("all_reduce"):
+            wrong.append("amaxes in a step")
+        for each in range(4):
+            expected = twin(*batch(each))
+            expected.square().sum().backward()
+            if each == rank and not same_bits(found, expected):
+                wrong.append("output")
+        for name, parameter in model.named_parameters():
+            own = twin.get_parameter(name)
+            if sqnr(own.grad, parameter.grad.full_tensor()) < 100:  # other orders of sums
+                wrong.append(name)
+            with torch.no_grad():
+                parameter -= 0.01 * parameter.grad
+                own.copy_(parameter.full_tensor())
+            parameter.grad = own.grad = None
+    return wrong
+
+
+def refused() -> list[str]:
+    model = converted("mxfp8")
+    fully_shard(model, mesh=device_mesh(dp=2)["dp"])
+    model.float8_experts_config = Float8ExpertsConfig()
+    texts = [re.sub(r"\(.*?\)\)?", "", raised(ValueError, lambda: model(*batch(0))))]
+    model = Experts()
+    model.float8_weight_names = ("up", "middle")  # type: ignore[assignment]
+    return [*texts, raised(NotImplementedError, lambda: convert_experts_to_float8_training(model))]
+
+
+def test_what_is_refused(ranks: RankPools) -> None:
+    assert_expected_inline(
+        "\n".join(ranks(2).run_same(refused)),
+        """\
+experts: FSDP2 gathered a weight as Blocks, and the config has Dense; pass the module's float8_experts_config
+convert_experts_to_float8_training: the module can't be converted: it has no parameter middle of shape [E, N, K]. Exclude it in module_filter_fn""",
+    )
+
+
+def test_without_ranks() -> None:
+    model, (x, _) = converted("rowwise_folded"), batch(0)
+    offs = torch.arange(3, 25, 3)
+    found = grouped_linear(x, model.up, offs, model.float8_experts_config)
+    assert torch.equal(found, grouped_linear(x, Experts().up, offs))
+    found.sum().backward()
+    assert model.up.grad is not None
+    assert model.state_dict().keys() == Experts().state_dict().keys()
