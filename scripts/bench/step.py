@@ -111,7 +111,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = timing.make_parser("scripts.bench.step", __doc__, repeat=7)
     add = parser.add_argument
-    add("--model", choices=MODELS, nargs="+", default=["debug"], help="default: debug")
+    dense = [name for name, sizes in MODELS.items() if sizes.mixture is None]
+    add("--model", choices=dense, nargs="+", default=["debug"], help="default: debug")
     add("--layers", type=positive, help="so many of its layers, with 256 tokens to predict")
     add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")
     add("--batch-size", type=positive, default=64, help="rows per rank of dp; %(default)s")

@@ -18,7 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from scripts.common.mixture import Mixture, MixtureOfExperts
+
 INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of an attention with low-rank queries, keys and values."""
+
+    q_rank: int
+    kv_rank: int
+    content_dim: int  # channels of a query or key without positions
+    rope_dim: int  # channels with positions; all heads share those of the key
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,8 @@ class LlamaConfig:
     max_seq_len: int = 8192  # length of the rotary tables
     rope_theta: float = 500000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5
+    mixture: Mixture | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         if self.dim % self.n_heads:
@@ -56,26 +71,48 @@ class LlamaConfig:
         """Channels of one head (k)."""
         return self.dim // self.n_heads
 
+    @property
+    def rope_dim(self) -> int:
+        """Channels of one head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
 
 # debug and small are for CPUs: every dim stays a multiple of 16 when sharded 4 ways.
-# 1b has the shapes of Llama-3.2-1B (whose head is tied; ours is not), the others Llama-3(.1)'s.
+# 1b has the shapes of Llama-3.2-1B (whose head is tied; ours is not), the others Llama-3(.1)'s;
+# deepseek_v3 those of DeepSeek-V3 without its multi-token prediction.
 MODELS: dict[str, LlamaConfig] = {
     "debug": LlamaConfig(128, 4, 8, 4, 384, vocab_size=256, max_seq_len=512),
     "small": LlamaConfig(256, 6, 8, 4, 768, vocab_size=256, max_seq_len=1024),
+    "moe": LlamaConfig(
+        128, 2, 8, 4, 384, vocab_size=256, max_seq_len=512, mixture=Mixture(8, 2, 128)
+    ),
     "1b": LlamaConfig(2048, 16, 32, 8, 8192),
     "8b": LlamaConfig(4096, 32, 32, 8, 14336),
     "70b": LlamaConfig(8192, 80, 64, 8, 28672),
     "405b": LlamaConfig(16384, 126, 128, 8, 53248),
+    "deepseek_v3": LlamaConfig(
+        7168,
+        61,
+        128,
+        128,
+        18432,
+        vocab_size=129280,
+        max_seq_len=4096,
+        rope_theta=10000.0,
+        norm_eps=1e-6,
+        mixture=Mixture(256, 8, 2048, shared=1, first_dense=3),
+        latent=Latent(1536, 512, 128, 64, 128),
+    ),
 }
 
 
 def rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Factors of `apply_rope`: two fp32 tensors of shape (max_seq_len, k).
+    """Factors of `apply_rope`: two fp32 tensors of shape (max_seq_len, rope_dim).
 
     cos and sin of position times frequency, each for both halves of the channels; sin with the sign
     that it has in a rotation.
     """
-    half = config.head_dim // 2
+    half = config.rope_dim // 2
     exponents = torch.arange(half, dtype=torch.float64, device=device) / half
     positions = torch.arange(config.max_seq_len, dtype=torch.float64, device=device)
     angles = torch.outer(positions, config.rope_theta**-exponents)
@@ -133,28 +170,73 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2).to(given))
 
 
+class LatentAttention(nn.Module):
+    """Causal self-attention of DeepSeek-V3: (b, s, d) -> (b, s, d).
+
+    `shared_key` passes on the part of the keys that all heads share: a place for parallel styles.
+    """
+
+    def __init__(self, config: LlamaConfig, latent: Latent) -> None:
+        super().__init__()
+        self.n_heads, self.latent = config.n_heads, latent
+        query_dim = latent.content_dim + latent.rope_dim
+        kv_dim = latent.content_dim + latent.value_dim
+        self.wq_a = nn.Linear(config.dim, latent.q_rank, bias=False)
+        self.q_norm = nn.RMSNorm(latent.q_rank, eps=config.norm_eps)
+        self.wq_b = nn.Linear(latent.q_rank, config.n_heads * query_dim, bias=False)
+        self.wkv_a = nn.Linear(config.dim, latent.kv_rank + latent.rope_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(latent.kv_rank, eps=config.norm_eps)
+        self.wkv_b = nn.Linear(latent.kv_rank, config.n_heads * kv_dim, bias=False)
+        self.shared_key = nn.Identity()
+        self.wo = nn.Linear(config.n_heads * latent.value_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+        content, rope, value = self.latent.content_dim, self.latent.rope_dim, self.latent.value_dim
+        q = self.wq_b(self.q_norm(self.wq_a(x))).unflatten(-1, (-1, content + rope))
+        low_rank, shared = self.wkv_a(x).split([self.latent.kv_rank, rope], dim=-1)
+        kv = self.wkv_b(self.kv_norm(low_rank)).unflatten(-1, (-1, content + value))
+        shared = apply_rope(self.shared_key(shared).unsqueeze(2), cos, sin)
+        k, v = kv.split([content, value], dim=-1)
+        k = torch.cat((k, shared.expand(*k.shape[:3], -1)), dim=-1)
+        q = torch.cat((q[..., :content], apply_rope(q[..., content:], cos, sin)), dim=-1)
+        heads = [each.transpose(1, 2) for each in (q, k, v)]
+        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
 class FeedForward(nn.Module):
     """SwiGLU: (b, s, d) -> (b, s, d)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+def feed_forward(config: LlamaConfig, index: int) -> nn.Module:
+    """The feed-forward of a block: dense, or a mixture of experts."""
+    mixture = config.mixture
+    if mixture is None or index < mixture.first_dense:
+        return FeedForward(config.dim, config.ffn_dim)
+    width = mixture.shared * mixture.ffn_dim
+    shared = FeedForward(config.dim, width) if width else None
+    return MixtureOfExperts(config.dim, mixture, shared)
+
+
 class Block(nn.Module):
     """One transformer block, pre-norm: (b, s, d) -> (b, s, d)."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, index: int = 0) -> None:
         super().__init__()
+        latent = config.latent
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config) if latent is None else LatentAttention(config, latent)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = feed_forward(config, index)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos=cos, sin=sin)
@@ -175,7 +257,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         for name, table in zip(("cos", "sin"), rope_tables(config), strict=True):
@@ -210,7 +292,7 @@ class Llama(nn.Module):
             full = torch.ones(parameter.shape, device="cpu")
             if parameter.ndim > 1:
                 generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-                residual = name.endswith(("wo.weight", "w2.weight"))
+                residual = name.endswith(("wo.weight", "w2.weight", "experts.w2"))
                 scale = (2 * self.config.n_layers) ** -0.5 if residual else 1.0
                 full.normal_(std=INIT_STD * scale, generator=generator)
             full = full.to(parameter.device)

@@ -1,6 +1,13 @@
-"""The reference Llama on a mesh, for each candidate (names: scripts/common/candidates.py)."""
+"""The reference Llama on a mesh, for each candidate (names: scripts/common/candidates.py).
 
-from collections.abc import Callable
+Axes of a mesh are "tp", "ep" for a mixture of experts, and others for data parallelism. Ranks of
+"ep" have different sequences, and ranks of "tp" have different parts of a sequence wherever each
+token is computed alone. So experts are divided over both, and the rest of what computes each token
+alone, such as routers, is sharded by FSDP2 over all axes.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -8,17 +15,38 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist import convert_to_float8_training, update_float8_scales
-from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from fp8_dist.mesh import local_tensor
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
+from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan, llama_tp_plan
+from fp8_dist.tensor_parallel.plans import (
+    EmbeddingRowwiseParallel,
+    colwise_style,
+    prepare_style,
+    residual_style,
+)
 from fp8_dist.transport import Encoding
 from scripts.common import candidates
 from scripts.common.candidates import BF16, config_of, is_torchaos
-from scripts.common.llama import Block, Llama, LlamaConfig
+from scripts.common.llama import (
+    Attention,
+    Block,
+    FeedForward,
+    LatentAttention,
+    Llama,
+    LlamaConfig,
+)
+from scripts.common.mixture import Experts, GatherSequence, MixtureOfExperts, Router
 
-TP = "tp"
+TP, EP = "tp", "ep"
 GATHERED_PEER = "torchao tensorwise"  # torchao's only recipe whose weights FSDP2 gathers in float8
 
 
@@ -41,11 +69,12 @@ def build(
     Args:
         name: the candidate.
         sizes: of the model.
-        mesh: TP with sequence parallelism over its axis "tp", FSDP2 over the others. None: one
-            process.
+        mesh: TP with sequence parallelism over its axis "tp", experts divided over "ep" and "tp",
+            FSDP2 over all but "tp". None: one process.
         device: where the model is; on "meta" it stays without values.
         shard: with FSDP2: fp32 parameters, which are gathered in float8 or `param_dtype`. Otherwise
-            parameters are bf16. None: if the axes but "tp" have more than one rank.
+            parameters are bf16. None: if the axes but "tp" have more than one rank, or there are
+            experts.
         compiled: torch.compile each block.
         seed: of the parameters, which are the same for all candidates and meshes.
         param_dtype: of what FSDP2 gathers, which is that of all computation but float8's.
@@ -56,12 +85,14 @@ def build(
     """
     tp = 1 if mesh is None else mesh[TP].size()
     if shard is None:
-        shard = mesh is not None and mesh.size() > tp
+        shard = mesh is not None and (mesh.size() > tp or sizes.mixture is not None)
     with torch.device("meta"):
         model = Llama(sizes)
     convert(name, model, shard, **float8)
     if mesh is not None and tp > 1:
         apply_tp_plan(model, mesh[TP], tp_plan(name, model, reduce_transport))
+    if mesh is not None and sizes.mixture is not None:
+        divide_experts(name, model, mesh)
     if compiled:
         compile_blocks(name, model)
     if shard:
@@ -70,6 +101,8 @@ def build(
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
+        if sizes.mixture is not None:
+            shard_token_wise(model, mesh, policy)
         for module in (*model.layers, model):
             fully_shard(module, mesh=data_parallel_mesh(mesh), mp_policy=policy)
     else:
@@ -81,14 +114,67 @@ def build(
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that FSDP2 shards, or replicates, over: all but "tp"."""
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return mesh[tuple(name for name in names if name != TP)]
+    """The axes that FSDP2 shards, or replicates, over: all but "tp". Those with "ep" are one."""
+    names = [name for name in mesh.mesh_dim_names or () if name != TP]
+    return flat(mesh, names) if EP in names else mesh[tuple(names)]
+
+
+def flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Some axes of a mesh as one."""
+    return mesh[tuple(names)]._flatten() if len(names) > 1 else mesh[names[0]]
+
+
+def divide_experts(name: str, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give each rank of "ep" and "tp" an equal number of whole experts."""
+    axes = [axis for axis in mesh.mesh_dim_names or () if axis in (EP, TP)]
+    mesh = flat(mesh, [axis for axis in axes if axis == EP or mesh[axis].size() > 1] or axes)
+    if mesh.size() == 1:
+        return
+    for experts in experts_of(model):
+        if name != BF16:
+            parallelize_module(experts, mesh, Float8ExpertParallel())
+            continue
+        for weight, whole in list(experts.named_parameters()):
+            part = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+            setattr(experts, weight, nn.Parameter(part))
+
+
+def shard_token_wise(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shard by FSDP2 what computes each token alone: experts, and what the tp plan leaves out."""
+    names = list(mesh.mesh_dim_names or ())
+    sequences = data_parallel_mesh(mesh).size()
+    for module in model.modules():
+        parts, over = [], flat(mesh, names)
+        if isinstance(module, Router):
+            module.balance_weight /= mesh[
+                TP
+            ].size()  # each rank adds the loss of its part of a sequence
+            parts = [module]
+        elif isinstance(module, LatentAttention):
+            parts = [module.wq_a, module.wkv_a]
+        elif isinstance(module, Experts):
+            parts, over = [module], flat(mesh, [name for name in names if name not in (EP, TP)])
+        place = partial(without_padding, over.size())
+        for part in parts:
+            fully_shard(part, mesh=over, mp_policy=policy, shard_placement_fn=place)
+            # Gradients are sums over the tokens of all ranks; a loss is a mean over sequences.
+            part.set_gradient_divide_factor(sequences)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no other division
+
+
+def without_padding(ranks: int, parameter: nn.Parameter) -> Shard:
+    """The dim that FSDP2 shards: the first one, unless the second can be divided and it can't."""
+    rows, columns = local_tensor(parameter).shape[:2]
+    return Shard(1 if rows % ranks and not columns % ranks else 0)
+
+
+def experts_of(model: nn.Module) -> list[Experts]:
+    """The experts of all blocks."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) -> None:
-    """Converts all linear layers of a model but its head, in place.
+    """Converts experts and linear layers of a model, but its head and routers, in place.
 
     shard: FSDP2 will gather the weights, in float8 where the recipe allows it. changes: fields of
     the config that differ from the recipe's.
@@ -100,7 +186,15 @@ def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) ->
         call = candidates.torchao.convert_to_float8_training
         gather = shard and name == GATHERED_PEER
     config = config_of(name, enable_fsdp_float8_all_gather=gather, **changes)
-    call(model, module_filter_fn=lambda _, fqn: fqn != "output", config=config)
+    if experts_of(model):
+        experts = Float8ExpertsConfig(recipe=name, enable_fsdp_float8_all_gather=gather)
+        convert_experts_to_float8_training(model, config=experts)
+    call(model, module_filter_fn=is_float8, config=config)
+
+
+def is_float8(module: nn.Module, fqn: str) -> bool:
+    """Whether a linear layer is converted: neither the head nor a router."""
+    return fqn != "output" and not fqn.endswith("router.gate")
 
 
 def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
@@ -134,6 +228,8 @@ def tp_plan(
 
     torchao's float8 styles cast tensorwise whatever the recipe: its other recipes get torch's.
     """
+    if experts_of(model):
+        return mixture_tp_plan(model, reduce_transport)
     plan = llama_tp_plan(model, reduce_transport=reduce_transport)
     if name != GATHERED_PEER:
         return plan
@@ -149,6 +245,45 @@ def tp_plan(
         elif part in ("wo", "w2"):
             plan[path] = styles.Float8RowwiseParallel(output_layouts=Shard(1))
     _let_gloo_gather()
+    return plan
+
+
+def mixture_tp_plan(
+    model: nn.Module, reduce_transport: Encoding = None
+) -> dict[str, ParallelStyle]:
+    """As `llama_tp_plan`, without what computes each token alone."""
+    between, wire = Shard(1), reduce_transport
+    local = PrepareModuleInput(
+        input_layouts=between, desired_input_layouts=between, use_local_output=True
+    )
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": EmbeddingRowwiseParallel(
+            input_layouts=Replicate(), output_layouts=between
+        ),
+        "output": colwise_style(
+            model.get_submodule("output"), input_layouts=between, output_layouts=Replicate()
+        ),
+    }
+    for path, module in model.named_modules():
+        parts = dict(module.named_children())
+        if isinstance(module, nn.RMSNorm):
+            plan[path] = SequenceParallel()
+        elif isinstance(module, MixtureOfExperts):
+            plan[path] = local
+        elif isinstance(module, LatentAttention):
+            plan[path] = local
+            for part in ("wq_b", "wkv_b"):
+                plan[f"{path}.{part}"] = colwise_style(parts[part], wire, input_layouts=between)
+            plan[f"{path}.shared_key"] = GatherSequence()
+            plan[f"{path}.wo"] = residual_style(module.wo, wire, output_layouts=between)
+        elif isinstance(module, Attention | FeedForward):
+            readers, writer = (("w1", "w3"), "w2")
+            if isinstance(module, Attention):
+                readers, writer = (("wq", "wk", "wv"), "wo")
+            layers = {reader: parts[reader] for reader in readers}
+            plan[path] = prepare_style(layers, between, wire)
+            plan |= {f"{path}.{reader}": colwise_style(layer) for reader, layer in layers.items()}
+            plan[f"{path}.{writer}"] = residual_style(parts[writer], wire, output_layouts=between)
     return plan
 
 

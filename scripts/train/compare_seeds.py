@@ -1,14 +1,16 @@
-"""Trains the debug Llama in variants that differ in one thing, from several seeds; compares losses.
+"""Trains a small model in variants that differ in one thing, from several seeds; compares losses.
 
     python -m scripts.train.compare_seeds --assert
     python -m scripts.train.compare_seeds --of gradients --steps 1000 --assert
     python -m scripts.train.compare_seeds --of fp32-compute --steps 1000 --assert
     python -m scripts.train.compare_seeds --of tensor-parallel --assert
+    python -m scripts.train.compare_seeds --of experts --steps 500 --assert
 
-Variants are recipes beside bf16, one process each; transports of FSDP2's gradients on 4 ranks,
-after a backward in bf16 or, with fp32-compute, in fp32; or those of tensor parallelism's sums on 2
-ranks, in tensorwise. The runs of one seed have the same weights and data. Each is a run of
-scripts.train.train, one thread for each rank, --jobs of them at a time. They stay in --out.
+Variants are recipes beside bf16, one process each, of the debug Llama or of a mixture of experts;
+transports of FSDP2's gradients on 4 ranks, after a backward in bf16 or, with fp32-compute, in fp32;
+or those of tensor parallelism's sums on 2 ranks, in tensorwise. The runs of one seed have the same
+weights and data. Each is a run of scripts.train.train, one thread for each rank, --jobs of them at
+a time. They stay in --out.
 """
 
 import argparse
@@ -21,11 +23,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from tqdm import tqdm
 
+from fp8_dist.moe.config import ExpertsRecipe
 from scripts.common.candidates import BF16, OURS
 from scripts.common.markdown import table
 from scripts.common.options import positive
@@ -74,6 +77,10 @@ COMPARISONS = {
             *(Limit(name, BF16, 0.3 if name in ("blockwise", "mxfp8") else 1.0) for name in OURS),
             Limit("rowwise_folded", "rowwise", 0.3),
         ],
+    ),
+    "experts": Comparison(
+        {name: {"model": "moe", "recipe": name} for name in (BF16, *get_args(ExpertsRecipe))},
+        [Limit(name, BF16, 0.3) for name in get_args(ExpertsRecipe)],
     ),
     "gradients": Comparison(
         {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from fp8_dist.fsdp.gradient_transport import Transport
+from fp8_dist.moe.config import ExpertsRecipe
 from scripts.common.candidates import BF16, RECIPES
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS
@@ -20,12 +21,17 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     """A parser with the options of a training run."""
     parser = command_parser(module, description)
     add = parser.add_argument
-    add("--model", choices=MODELS, default="debug", help="size of the Llama")
+    add("--model", choices=MODELS, default="debug", help="size of the Llama; moe: with experts")
     add("--recipe", choices=RECIPES, default=BF16, help="bf16, or a float8 recipe")
     dtype = "of what is not in float8: of gathered weights, activations and their gradients"
     add("--compute", choices=["bf16", "fp32"], default="bf16", help=f"dtype {dtype}")
-    add("--dp", type=positive, help="data-parallel (FSDP2) ranks; default: all that --tp leaves")
+    add(
+        "--dp",
+        type=positive,
+        help="data-parallel (FSDP2) ranks; default: all that the others leave",
+    )
     add("--tp", type=positive, default=1, help="tensor-parallel ranks, with sequence parallelism")
+    add("--ep", type=positive, default=1, help="data-parallel ranks that divide experts")
     add("--compile", action="store_true", help="torch.compile each transformer block")
     wire = "how FSDP2's gradients travel; default: in fp32, by its own reduce-scatter"
     add("--gradient-transport", choices=get_args(Transport), help=wire)
@@ -77,6 +83,7 @@ def parse_options(
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     _check_numbers(parser, args)
     _check_mesh(parser, args, world_size)
+    _check_experts(parser, args)
     _check_transport(parser, args)
     args.out = args.out or Path("runs") / args.recipe
     _check_checkpoints(parser, args)
@@ -100,6 +107,28 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--timeout must be positive and finite, got {args.timeout}")
     if not 0 <= args.seed < 2**31:
         parser.error(f"--seed must lie in [0, 2**31), got {args.seed}")
+
+
+def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Checks what a mixture of experts can't do, and what only it can."""
+    mixture = MODELS[args.model].mixture
+    if mixture is None:
+        if args.ep > 1:
+            parser.error(f"--ep {args.ep} needs a --model with experts")
+        return
+    if args.recipe not in (BF16, *get_args(ExpertsRecipe)):
+        known = ", ".join((BF16, *get_args(ExpertsRecipe)))
+        parser.error(f"--recipe {args.recipe} is not for experts: use one of {known}")
+    if mixture.experts % (args.ep * args.tp):
+        parser.error(
+            f"--ep {args.ep} times --tp {args.tp} does not divide the {mixture.experts} experts"
+        )
+    if args.seq_len % args.tp:
+        parser.error(f"--tp {args.tp} does not divide the --seq-len {args.seq_len}")
+    if args.compile:
+        parser.error("--compile is not for --model moe: experts stay out of graphs")
+    if args.gradient_transport is not None:
+        parser.error("--gradient-transport is not for --model moe: experts have axes of their own")
 
 
 def _check_transport(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -134,16 +163,19 @@ def _check_checkpoints(parser: argparse.ArgumentParser, args: argparse.Namespace
 
 
 def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int) -> None:
-    """Checks what the two axes must divide; fills in --dp."""
+    """Checks what the axes must divide; fills in --dp."""
+    others = args.ep * args.tp
     if args.dp is None:
-        args.dp = max(world_size // args.tp, 1)
-    if args.dp * args.tp != world_size:
+        args.dp = max(world_size // others, 1)
+    if args.dp * others != world_size:
+        times = f" times --ep {args.ep}" if args.ep > 1 else ""
         parser.error(
-            f"--dp {args.dp} times --tp {args.tp} is {args.dp * args.tp}, but there are "
-            f"{world_size} ranks: start that many (torchrun --nproc-per-node {args.dp * args.tp})"
+            f"--dp {args.dp}{times} times --tp {args.tp} is {args.dp * others}, but there are "
+            f"{world_size} ranks: start that many (torchrun --nproc-per-node {args.dp * others})"
         )
-    if args.batch_size % args.dp:
-        parser.error(f"--batch-size {args.batch_size} is not a multiple of --dp {args.dp}")
+    if args.batch_size % (args.dp * args.ep):
+        times = f" times --ep {args.ep}" if args.ep > 1 else ""
+        parser.error(f"--batch-size {args.batch_size} is not a multiple of --dp {args.dp}{times}")
     heads = MODELS[args.model].n_kv_heads
     if heads % args.tp:
         parser.error(

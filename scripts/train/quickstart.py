@@ -40,7 +40,7 @@ def parse_args(argv: list[str]) -> Namespace:
         parser.error(
             f"--recipe {BF16} is what the float8 recipe is compared with: name a float8 one"
         )
-    return parse_options(parser, argv, world_size=asked.dp * asked.tp)
+    return parse_options(parser, argv, world_size=asked.dp * asked.ep * asked.tp)
 
 
 def options_of(args: Namespace, recipe: str) -> Namespace:
@@ -51,14 +51,14 @@ def options_of(args: Namespace, recipe: str) -> Namespace:
 
 def train_rank(args: Namespace) -> None:
     """Trains; called on every rank."""
-    ranks = args.dp * args.tp
+    ranks = args.dp * args.ep * args.tp
     train(args, *choose_device(torch.distributed.get_rank(), ranks))
 
 
 def main(argv: list[str]) -> int:
     """Entry point; returns the exit status."""
     args = parse_args(argv)
-    ranks = args.dp * args.tp
+    ranks = args.dp * args.ep * args.tp
     device, _ = choose_device(0, ranks)
     runs = [options_of(args, recipe) for recipe in (BF16, args.recipe)]
     for run in runs:

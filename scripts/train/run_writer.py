@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from fp8_dist import float8_layers
 from fp8_dist.debug import Anomaly, CommAudit, Float8Stats, anomaly_dict, append_jsonl
+from fp8_dist.linear.weight import float8_weights
 from fp8_dist.version import __version__
 
 STATS, ANOMALIES = "float8_stats.jsonl", "anomalies.jsonl"
@@ -61,8 +62,9 @@ class RunWriter:
         args, corpus = self.args, self.args.corpus
         parameters = sum(p.numel() for p in model.parameters())
         where = f"{device.type} with {dist.get_backend()}{f' ({reason})' if reason else ''}"
+        ep = f"ep {args.ep} x " if args.ep > 1 else ""
         print(
-            f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x tp "
+            f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x {ep}tp "
             f"{args.tp} on {where}; {corpus.tokens.numel():,} bytes of {corpus.source}",
             flush=True,
         )
@@ -73,7 +75,7 @@ class RunWriter:
             "device": str(device),
             "parameters": parameters,
             "float8_layers": list(float8_layers(model)),
-            "high_precision_gather": high_precision_gather(model, args.dp),
+            "high_precision_gather": high_precision_gather(model, args.dp * args.ep),
             "memory": MEMORY[device.type],
             "torch": torch.__version__,
             "fp8_dist": __version__,
@@ -185,14 +187,14 @@ def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:
     ]
 
 
-def high_precision_gather(model: nn.Module, dp: int) -> dict[str, int]:
-    """Elements that an FSDP2 gather of each parameter outside of float8 layers moves.
+def high_precision_gather(model: nn.Module, ranks: int) -> dict[str, int]:
+    """Elements that an FSDP2 gather over so many ranks moves of each weight that is not float8.
 
     Called on rank 0, whose shard is the largest: FSDP2 pads the others to its size.
     """
-    float8 = {f"{name}.weight" for name in float8_layers(model)}
+    float8 = float8_weights(model)
     return {
-        name: dp * parameter.to_local().numel()
+        name: ranks * parameter.to_local().numel()
         for name, parameter in model.named_parameters()
         if name not in float8
     }

@@ -1,6 +1,7 @@
 """Trains the reference Llama on text, in bf16 or with float8 GEMMs and communication.
 
     torchrun --nproc-per-node 4 -m scripts.train.train --recipe tensorwise --dp 2 --tp 2
+    torchrun --nproc-per-node 4 -m scripts.train.train --model moe --recipe mxfp8 --dp 2 --ep 2
 
 Byte-level language modelling. Masters and optimizer state are fp32. What is not in float8 computes
 in bf16, in every recipe, unless --compute says fp32. With the same --seed, --batch-size and
@@ -31,7 +32,7 @@ from fp8_dist.debug import Float8Stats, comm_audit, float8_stats
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.llama import MODELS
-from scripts.common.models import after_step, build
+from scripts.common.models import after_step, build, data_parallel_mesh
 from scripts.train import checkpoints
 from scripts.train.checkpoints import Checkpoints
 from scripts.train.manifest import RefusedCheckpoint
@@ -59,7 +60,7 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
         self.args = args
         self.corpus: Corpus = args.corpus
-        self.dp = mesh["dp"]
+        self.dp = data_parallel_mesh(mesh)
         self.device = device
         self.model = build(
             args.recipe,
@@ -183,7 +184,8 @@ def train(
         raise RefusedCheckpoint(
             f"{found[0]} is of --model {found[1]['model']}, and this run of --model {args.model}"
         )
-    mesh = init_device_mesh(device.type, (args.dp, args.tp), mesh_dim_names=("dp", "tp"))
+    axes = mesh_of(args)
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     trainer = Trainer(args, mesh, device)
     first = 1
     if found is not None:
@@ -298,8 +300,13 @@ def facts_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.gradient_transport is not None:
         options = ("gradient_transport", "error_feedback", "stochastic_rounding")
         wire = {name: getattr(args, name) for name in options}
-    mesh = {"dp": args.dp, "tp": args.tp}
-    return facts | {"gradients": wire, "mesh": mesh, "data": args.corpus.source}
+    return facts | {"gradients": wire, "mesh": mesh_of(args), "data": args.corpus.source}
+
+
+def mesh_of(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes of the mesh's axes; "ep" is one if experts are divided."""
+    experts = {"ep": args.ep} if args.ep > 1 else {}
+    return {"dp": args.dp, **experts, "tp": args.tp}
 
 
 def describe_resume(

@@ -72,14 +72,16 @@ def test_sizes():
         for name, config in MODELS.items():
             counts[name] = sum(p.numel() for p in Llama(config).parameters())
     assert_expected_inline(
-        "\n".join(f"{name:<6}{count:>16,}" for name, count in counts.items()),
+        "\n".join(f"{name:<12}{count:>16,}" for name, count in counts.items()),
         """\
-debug          853,120
-small        4,852,992
-1b       1,498,482,688
-8b       8,030,261,248
-70b     70,553,706,496
-405b   405,853,388,800""",
+debug                853,120
+small              4,852,992
+moe                  952,960
+1b             1,498,482,688
+8b             8,030,261,248
+70b           70,553,706,496
+405b         405,853,388,800
+deepseek_v3  671,026,404,352""",
     )
 
 
