@@ -1,6 +1,7 @@
 """Parsers of command lines, and types of their options."""
 
 import argparse
+from collections.abc import Sequence
 
 
 def positive(text: str) -> int:
@@ -11,13 +12,14 @@ def positive(text: str) -> int:
     return value
 
 
-def mesh_type(text: str) -> dict[str, int]:
-    """The type of `--mesh`: sizes of dp and tp as in "dp=2,tp=2"; 1 if left out; "none" is both."""
-    sizes = {"dp": 1, "tp": 1}
+def mesh_type(text: str, axes: Sequence[str] = ("dp", "tp")) -> dict[str, int]:
+    """The type of `--mesh`: sizes of the axes as in "dp=2,tp=2"; 1 if left out; "none" is all."""
+    sizes = dict.fromkeys(axes, 1)
     for part in [] if text == "none" else text.split(","):
         name, _, size = part.partition("=")
         if name not in sizes or not (size.isdecimal() and int(size)):
-            raise argparse.ArgumentTypeError(f"{text}: {part!r} is not dp=SIZE or tp=SIZE")
+            known = " or ".join(f"{axis}=SIZE" for axis in axes)
+            raise argparse.ArgumentTypeError(f"{text}: {part!r} is not {known}")
         sizes[name] = int(size)
     return sizes
 

@@ -1,11 +1,13 @@
 """Communication and memory of a training step on thousands of ranks, before it is run.
 
     python -m scripts.plan --model 405b --mesh dp=2048,tp=8 --recipe tensorwise
+    python -m scripts.plan --model deepseek_v3 --mesh dp=8,ep=8,tp=8 --recipe rowwise_folded
 
-Builds the real model under the library (TP + SP over tp, FSDP2 over dp, AdamW) in one process that
-plays rank 0 of a fake world with fake tensors, and runs one real step of it, as it is from the
-second one on. All counts and sizes are those of this run. bf16 and, where it is installed, torchao
-(tensorwise, its own styles and precompute) run in the same way beside it.
+Builds the real model under the library (TP + SP over tp, FSDP2 over dp, AdamW; experts divided over
+ep and tp, with as many tokens for each) in one process that plays rank 0 of a fake world with fake
+tensors, and runs one real step of it, as it is from the second one on. All counts and sizes are
+those of this run. bf16 and, where it is installed, torchao (tensorwise, its own styles and
+precompute; without experts) run in the same way beside it.
 
     python -m scripts.plan --gradient-transport float8 --nodes 256 --reduce-transport float8
 
@@ -16,16 +18,18 @@ import argparse
 import dataclasses
 import math
 import sys
+from functools import partial
 from typing import get_args
 
 from fp8_dist.fsdp.gradient_transport import Transport
+from fp8_dist.moe.config import ExpertsRecipe
 from scripts.common.candidates import BF16, RECIPES, TORCHAO
 from scripts.common.llama import MODELS
 from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.report import finish, make_parser, start
 from scripts.plan.run import run_all
 from scripts.plan.step import PEER, Gradients, Plan, Step
-from scripts.plan.tables import collectives_table, memory_table, summary_table
+from scripts.plan.tables import axes_table, collectives_table, memory_table, summary_table
 
 MOST_RANKS = 16_384
 
@@ -35,7 +39,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("scripts.plan", __doc__)
     add = parser.add_argument
     add("--model", choices=MODELS, default="405b", help="default: %(default)s")
-    add("--mesh", type=mesh_type, default="dp=2048,tp=8", help=f"up to {MOST_RANKS:,} ranks")
+    axes = partial(mesh_type, axes=("dp", "ep", "tp"))
+    add("--mesh", type=axes, default="dp=2048,tp=8", help=f"up to {MOST_RANKS:,} ranks")
     add("--layers", type=positive, help="blocks of the model; default: all")
     add("--recipe", nargs="+", choices=RECIPES, default=["tensorwise"], metavar="NAME")
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
@@ -48,7 +53,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--reduce-transport", choices=ways, help=f"{needs} with tensor parallelism's sums in this")
     args = start(parser, argv)
     model, tp = MODELS[args.model], args.mesh["tp"]
-    dp = args.mesh["dp"]
+    dp, ep = args.mesh["dp"], args.mesh["ep"]
+    if model.mixture is None and ep > 1:
+        parser.error(f"ep={ep} needs a --model with experts")
+    if model.mixture is not None:
+        if model.mixture.experts % (ep * tp):
+            parser.error(f"ep x tp = {ep * tp} does not divide {model.mixture.experts} experts")
+        if unknown := [name for name in args.recipe if name not in get_args(ExpertsRecipe)]:
+            parser.error(f"--recipe {' '.join(unknown)} is not for experts")
+        if args.gradient_transport:
+            parser.error("--gradient-transport is not for experts, which have axes of their own")
+    if ep == 1:
+        del args.mesh["ep"]
     args.gradients = None
     if args.gradient_transport:
         wire = (args.gradient_transport, args.nodes, args.error_feedback, args.reduce_transport)
@@ -72,7 +88,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def plans_of(args: argparse.Namespace) -> list[Plan]:
     """The recipes, with --gradient-transport in its way too, bf16 and torchao."""
     sizes = (args.sizes, args.mesh, args.batch_size, args.seq_len)
-    others = [BF16, *([PEER] if PEER in TORCHAO else [])]
+    others = [BF16, *([PEER] if PEER in TORCHAO and args.sizes.mixture is None else [])]
     plans = [Plan(*sizes, variant) for variant in dict.fromkeys((*args.recipe, *others))]
     if args.gradients is not None:
         plans += [Plan(*sizes, variant, args.gradients) for variant in args.recipe]
@@ -95,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{first.model.n_layers} blocks; {first.ranks:,} ranks ({mesh}); {args.batch_size} x "
         f"{args.seq_len:,} tokens on each data-parallel rank.",
         "summary": summary_table(runs),
+        "axes": axes_table(runs),
         "collectives": collectives_table(runs),
         "memory": memory_table(runs),
     }

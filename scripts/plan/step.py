@@ -1,7 +1,7 @@
 """One training step on one rank: what it communicates, and what memory it holds.
 
-The model is the reference Llama with SP over "tp", FSDP2 over "dp", and AdamW. The same code runs
-on real ranks and in a fake world (scripts/plan/world.py).
+The model is the reference Llama with SP over "tp", FSDP2 over "dp", experts over "ep" and "tp", and
+AdamW. The same code runs on real ranks and in a fake world (scripts/plan/world.py).
 
 A *phase* is a part of a step: what is called for the scales after the previous optimizer step
 ("precompute", which is the sync for delayed scales), "forward", "backward", and clipping with the
@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from fp8_dist.debug.audit import CommTable
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport, gradient_errors
 from scripts.common.llama import Llama, LlamaConfig
-from scripts.common.models import after_step, build
+from scripts.common.mixture import Router
+from scripts.common.models import after_step, build, experts_of, is_float8
 from scripts.common.saved_bytes import bytes_of, saved_bytes
 from scripts.plan.world import fake
 
@@ -142,10 +144,21 @@ def run_step(
                 error_feedback=plan.gradients.error_feedback,
                 hierarchy=hierarchy,
             )
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.choose = MethodType(in_turn, module)  # type: ignore[method-assign]
         step = _step(plan, model, mesh)
     step.parameters = sum(parameter.numel() for parameter in model.parameters())
-    step.weights = sum(isinstance(module, nn.Linear) for module in model.modules()) - 1  # the head
+    linear = sum(isinstance(m, nn.Linear) and is_float8(m, n) for n, m in model.named_modules())
+    step.weights = linear + sum(len(part.float8_weight_names) for part in experts_of(model))
     return step
+
+
+def in_turn(router: Router, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For `Router.choose`: all experts get equal numbers of tokens, in fake tensors too."""
+    (batch, length, experts), k = scores.shape, router.top_k
+    ids = (torch.arange(batch * length * k) % experts).view(batch, length, k)
+    return scores.gather(-1, ids), ids
 
 
 def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:

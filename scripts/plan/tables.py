@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from scripts.common.markdown import table
 from scripts.plan.step import PHASES, Collectives, Plan, Step
 
-OPS = ("all_gather", "reduce_scatter", "all_reduce")
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 Runs = Sequence[tuple[Plan, Step]]
 
 
@@ -23,6 +23,16 @@ def collectives_table(runs: Runs) -> str:
             lines.append([f"all of {phase}", "", "", "", *map(_cell, inside)])
     lines.append(["all", "", "", "", *(_cell(step.collectives) for _, step in runs)])
     return table(["phase", "axis", "op", "dtype", *_variants(runs)], lines, "llllr")
+
+
+def axes_table(runs: Runs) -> str:
+    """Bytes by axis; a column per variant."""
+    axes = sorted({row.axis for _, step in runs for row in step.collectives})
+    lines = [
+        [axis, *(f"{sum(r.bytes for r in s.collectives if r.axis == axis):,}" for _, s in runs)]
+        for axis in axes
+    ]
+    return table(["bytes over", *_variants(runs)], lines, "lr")
 
 
 def memory_table(runs: Runs) -> str:

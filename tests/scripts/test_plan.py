@@ -9,7 +9,8 @@ import torch.distributed as dist
 from ranks import RankPool, RankPools, device_mesh
 
 from scripts.common.candidates import TORCHAO
-from scripts.common.llama import MODELS, LlamaConfig
+from scripts.common.llama import MODELS, Latent, LlamaConfig
+from scripts.common.mixture import Mixture
 from scripts.plan import __main__ as plan
 from scripts.plan import run
 from scripts.plan.step import (
@@ -29,6 +30,13 @@ SMALL = LlamaConfig(64, 2, 8, 4, 96, vocab_size=128, max_seq_len=32)
 # Feed-forward weights of 90 rows: 4 FSDP2 shards of them are uneven.
 UNEVEN = replace(SMALL, ffn_dim=90)
 DP_TP, DP, TP = {"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}, {"dp": 1, "tp": 4}
+EP, EP_TP = {"dp": 2, "ep": 2, "tp": 1}, {"dp": 1, "ep": 2, "tp": 2}
+MIXTURE = replace(SMALL, mixture=Mixture(8, 2, 64))
+# FSDP2 has more ranks than there are experts on one.
+FEW = replace(SMALL, mixture=Mixture(2, 2, 64))
+LATENT = replace(
+    SMALL, mixture=Mixture(8, 2, 64, shared=1, first_dense=1), latent=Latent(32, 46, 16, 16, 16)
+)
 PEERS = [PEER] if PEER in TORCHAO else []
 PLANS = [
     *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("bf16", "rowwise_folded", *PEERS)),
@@ -36,6 +44,9 @@ PLANS = [
     *(Plan(SMALL, DP, 2, 32, variant) for variant in ("tensorwise", "rowwise_with_gw_hp")),
     *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("blockwise", "mxfp8")),
     *(Plan(UNEVEN, DP, 2, 32, variant) for variant in ("rowwise_folded", "mxfp8")),
+    *(Plan(MIXTURE, EP, 2, 32, variant) for variant in ("bf16", "tensorwise", "blockwise")),
+    Plan(FEW, EP, 2, 32, "rowwise_folded"),
+    *(Plan(LATENT, EP_TP, 2, 32, variant) for variant in ("bf16", "rowwise_folded", "mxfp8")),
     Plan(SMALL, DP_TP, 2, 32, "tensorwise", Gradients("bf16", reduce_transport="float8")),
     Plan(UNEVEN, DP, 2, 32, "bf16", Gradients("bf16")),
     Plan(UNEVEN, DP, 2, 32, "tensorwise", Gradients("float8", error_feedback=True)),
@@ -46,7 +57,7 @@ PLANS = [
 
 def plan_name(plan: Plan) -> str:
     mesh = "-".join(f"{name}{size}" for name, size in plan.axes.items())
-    return f"{plan.name}-{mesh}-ffn{plan.model.ffn_dim}"
+    return f"{plan.name}-{mesh}-ffn{plan.model.ffn_dim}-{plan.model.latent and 'latent'}"
 
 
 def on_real_ranks(plan: Plan) -> Step:
@@ -89,9 +100,14 @@ def test_a_plan_counts_what_real_ranks_count(
     # Rank 0 is the one that is planned.
     assert real[0].memory == fake.memory
     kept = sum(each.memory["parameters"] for each in real)
-    if PLANS[position].axes["tp"] == 1:  # tensor parallelism has the norms on all ranks
+    plan = PLANS[position]
+    if plan.axes["tp"] == 1:  # tensor parallelism has the norms on all ranks
         assert kept == 4 * fake.parameters
-    assert fake.weights == real[0].weights == 7 * PLANS[position].model.n_layers
+    assert fake.weights == real[0].weights
+    if plan.model.latent is None:  # q, k, v, o, and three of a feed-forward
+        assert fake.weights == 7 * plan.model.n_layers
+    sent = [row.axis for row in fake.collectives if row.op == "all_to_all" and row.dtype == "int64"]
+    assert len(sent) == (plan.model.mixture is not None)
 
 
 def test_gradients_that_travel_in_fewer_bytes(planned: list[Step]) -> None:
@@ -133,11 +149,24 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     [
         ("--mesh dp=4096,tp=8", "--mesh dp=4096,tp=8: more than 16,384 ranks"),
         ("--mesh dp=2,tp=16", "tp=16 does not divide the 8 key/value heads of the model"),
-        ("--mesh dp:2", "argument --mesh: dp:2: 'dp:2' is not dp=SIZE or tp=SIZE"),
-        ("--mesh dp=0", "argument --mesh: dp=0: 'dp=0' is not dp=SIZE or tp=SIZE"),
-        ("--mesh shard=2", "argument --mesh: shard=2: 'shard=2' is not dp=SIZE or tp=SIZE"),
+        ("--mesh dp:2", "argument --mesh: dp:2: 'dp:2' is not dp=SIZE or ep=SIZE or tp=SIZE"),
+        ("--mesh dp=0", "argument --mesh: dp=0: 'dp=0' is not dp=SIZE or ep=SIZE or tp=SIZE"),
+        (
+            "--mesh shard=2",
+            "argument --mesh: shard=2: 'shard=2' is not dp=SIZE or ep=SIZE or tp=SIZE",
+        ),
         ("--seq-len 8193", "--seq-len 8193 is above the model's max_seq_len=8192"),
         ("--batch-size 0", "argument --batch-size: 0 is not positive"),
+        ("--mesh dp=2,ep=2", "ep=2 needs a --model with experts"),
+        (
+            "--model deepseek_v3 --mesh ep=3 --recipe mxfp8",
+            "ep x tp = 3 does not divide 256 experts",
+        ),
+        ("--model moe --mesh dp=2 --recipe delayed", "--recipe delayed is not for experts"),
+        (
+            "--model moe --mesh dp=2 --gradient-transport bf16",
+            "--gradient-transport is not for experts, which have axes of their own",
+        ),
         ("--nodes 2", "--nodes, --error-feedback, --reduce-transport need --gradient-transport"),
         (
             "--gradient-transport bf16 --nodes 3",
@@ -166,12 +195,16 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     argv = ["--model", "debug", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--layers=2"]
     assert plan.main([*argv, "--gradient-transport", "float8", "--error-feedback"]) == 0
     found = tables_of(capsys.readouterr().out)
-    assert found.keys() == {"summary", "collectives", "memory"}
+    assert found.keys() == {"summary", "axes", "collectives", "memory"}
     summary = {line[0]: line for line in found["summary"]}
     encoded = "tensorwise, float8 gradients, error feedback"
     assert [*summary] == ["tensorwise", "bf16", *PEERS, encoded]
     # One all-reduce of a number per weight.
-    assert (summary["tensorwise"][4], summary["tensorwise"][7]) == ("1", str(4 * 14))
+    assert (summary["tensorwise"][5], summary["tensorwise"][8]) == ("1", str(4 * 14))
+    by_axis = {axis: [int(n.replace(",", "")) for n in sent] for axis, *sent in found["axes"]}
+    assert by_axis.keys() == {"dp", "tp", "world"}
+    assert by_axis["dp"][0] < by_axis["dp"][1]
+    assert by_axis["tp"][0] < by_axis["tp"][1]
 
 
 def test_a_run_that_torchao_cannot_make(monkeypatch: pytest.MonkeyPatch) -> None:
