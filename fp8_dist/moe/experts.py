@@ -55,7 +55,13 @@ def _own_unfit(module: nn.Module) -> str | None:
 
 
 # Experts of a class that names its weights, whose forward calls the functions of ``layers``.
-_OWN = Kind(_own_names, lambda module: False, _own_unfit, lambda module: None)
+_OWN = Kind(
+    _own_names,
+    are_transposed=lambda module: False,
+    unfit=_own_unfit,
+    use=lambda module: None,
+    entries=lambda model, name, tensor: {name: tensor},
+)
 # The modules that define a ``KIND``, by the package of the experts' classes.
 _KINDS = {"transformers": "fp8_dist.integrations.transformers.experts"}
 

@@ -18,6 +18,10 @@ EXAMPLES = ROOT / "scripts" / "examples"
 GATHERED = {
     "ddp": {},
     "fsdp2": {("dp", "float8_e4m3fn"): (4, 786_432)},
+    "experts": {
+        ("dp", "float8_e4m3fn"): (4, 786_432),
+        ("world", "float8_e4m3fn"): (4, 196_608),
+    },
     "transformers_fsdp2": {("dp", "float8_e4m3fn"): (4, 655_360)},
     # Per block and axis: the input of attention and of the feed-forward, two output gradients.
     "tensor_parallel": {

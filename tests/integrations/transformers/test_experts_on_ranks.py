@@ -275,10 +275,10 @@ def test_gradients_of_the_router(ranks: RankPools, combine: str) -> None:
 
 
 def page() -> list[bool]:
-    """Runs the page's programs: whether the loss falls, and grouped and dispatched products agree."""
+    """Runs the page's programs: whether the loss falls, and products and outputs agree."""
     torch.manual_seed(0)
     scope: dict[str, Any] = {"torch": torch, "F": F, "mesh": device_mesh(dp=2, ep=2), "group": None}
-    first, second, third = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    first, second, third, fourth = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(first + second, scope)
     ids, losses = torch.randint(0, 256, (2, 16)) + dist.get_rank(), []
     for _ in range(4):
@@ -295,11 +295,18 @@ def page() -> list[bool]:
     }
     scope |= {"weight": w1, "offs": torch.tensor([2, 6])}
     exec(third, scope)
-    return [losses[-1] < losses[0], torch.equal(scope["hidden"], scope["gate"])]
+    exec(fourth, scope | {"nn": nn, "DTensor": DTensor}, own := {})
+    experts = own["Experts"]()
+    for name in ("w1", "w2", "w3"):
+        setattr(experts, name, nn.Parameter(scope[name]))
+    convert_experts_to_float8_training(experts)
+    output = experts(tokens, scope["expert_ids"], scope["routing_weights"])
+    agree = torch.equal(scope["hidden"], scope["gate"]), torch.equal(output, scope["output"])
+    return [losses[-1] < losses[0], *agree]
 
 
 def test_the_page(ranks: RankPools) -> None:
-    assert ranks(4).run(page) == [[True, True]] * 4
+    assert ranks(4).run(page) == [[True] * 3] * 4
 
 
 def refused() -> list[str]:
