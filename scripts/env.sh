@@ -25,13 +25,23 @@ esac
 
 # constraints: the exact versions to install.
 constraints() {
-    if [ -z "${FP8_DIST_TORCH:-}" ]; then
-        cat "$REPO_ROOT/constraints.txt"
-    else
-        # Which of these it can do with differs between releases.
-        sed "s/^torch==.*/torch==$FP8_DIST_TORCH/; /^setuptools==/d; /^triton==/d" \
-            "$REPO_ROOT/constraints.txt"
+    local edits=(-e "")
+    if [ -n "${FP8_DIST_TORCH:-}" ]; then
+        # A release of torch asks for its own triton, and may limit setuptools.
+        edits+=(-e "s/^torch==.*/torch==$FP8_DIST_TORCH/" -e "/^setuptools==/d" -e "/^triton==/d")
+        # The interpreter of its Triton (3.6) fails with NumPy 2.4.
+        case "$FP8_DIST_TORCH" in 2.11.*) edits+=(-e "s/^numpy==.*/numpy<2.4/") ;; esac
     fi
+    sed "${edits[@]}" "$REPO_ROOT/constraints.txt"
+}
+
+# other_releases: what is installed in other releases than those of constraints.txt, on one line.
+other_releases() {
+    "$PY" -P -m pip list --format=freeze --disable-pip-version-check |
+        awk -F== 'NR == FNR { if (NF == 2) pinned[tolower($1)] = $2; next }
+            { name = tolower($1); sub(/[+].*/, "", $2) }
+            name in pinned && $2 != pinned[name] { printf " %s %s (not %s)", $1, $2, pinned[name] }
+        ' "$REPO_ROOT/constraints.txt" -
 }
 
 # ensure_env EXTRAS: installs the checkout, editable, with the named extras ("train,test") and the
@@ -56,6 +66,7 @@ ensure_env() {
         pip_install "$backend" || return 1
         pip_install --no-build-isolation -e "$REPO_ROOT[$extras]" || return 1
         printf '%s' "$wanted" > "$stamp"
+        [ -z "${FP8_DIST_TORCH:-}" ] || echo "== other releases than CI's:$(other_releases)"
     fi
 }
 

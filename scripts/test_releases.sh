@@ -3,11 +3,12 @@
 # environment of its own:
 #   bash scripts/test_releases.sh                   the oldest that is supported, CI's, the newest
 #   bash scripts/test_releases.sh 2.14.1 newest     these
-#   bash scripts/test_releases.sh 2.11.0 -- -k fp8  with arguments for pytest after the --
+#   bash scripts/test_releases.sh 2.11.0 -- tests/unit -k fp8   what test.sh takes, after the --
 # Every release is tried, also after a failed one; a table of pytest's last lines ends the run, and
 # the exit status is 0 if all passed. The environments (.venv-torch-<release>, or
-# $FP8_DIST_VENV-torch-<release>) are kept and used again. Releases other than CI's may come with
-# their GPU libraries: 6 GB each.
+# $FP8_DIST_VENV-torch-<release>) are kept and used again; what they have in other releases than
+# constraints.txt is printed when they are made. Releases other than CI's may come with their GPU
+# libraries: 6 GB each.
 set -u
 unset CDPATH
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -44,10 +45,11 @@ for release in "${releases[@]}"; do
     echo "== torch $release"
     log="$(mktemp)"
     FP8_DIST_VENV="$kept-torch-$release" FP8_DIST_TORCH="$release" \
-        bash scripts/test.sh tests "$@" 2>&1 | tee "$log"
+        bash scripts/test.sh "$@" 2>&1 | tee "$log"
     [ "${PIPESTATUS[0]}" -eq 0 ] || status=1
     # pytest's last line, or that of what kept it from running.
-    lines+=("$(printf '%-10s %s' "$release" "$(grep -E '(passed|failed|error).* in ' "$log" | tail -1)")")
+    line="$(grep -E '(passed|failed|error).* in [0-9.]+s' "$log" | tail -1)"
+    lines+=("$(printf '%-10s %s' "$release" "${line:-$(tail -1 "$log")}")")
     rm -f "$log"
 done
 printf '\n== torch     tests\n'
