@@ -157,6 +157,11 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting()``, which in torch 2.11 is True in every graph of dynamo."""
+    return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
+
+
 def stable_hash(tensor: torch.Tensor) -> str:
     """Key of a tensor subclass in torch's cache of compiled graphs.
 

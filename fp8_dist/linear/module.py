@@ -29,7 +29,7 @@ from fp8_dist.linear.weight_cache import Change, ScaleState
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import dtensor_local, innermost, storage_address
+from fp8_dist.torch_internals import dtensor_local, innermost, is_exporting, storage_address
 from fp8_dist.transport import Encoding
 from fp8_dist.warn import warn_once
 
@@ -197,8 +197,10 @@ class Float8Linear(nn.Linear):
                 f"got an input of shape {tuple(input.shape)}"
             )
         compiling = torch.compiler.is_compiling()
-        check_transforms(self.fqn, input, weight, bias)
-        if self.histories and torch.compiler.is_exporting():
+        # A graph would guard on the name (torch 2.11), so no two layers could share a graph.
+        fqn = "" if compiling else self.fqn
+        check_transforms(fqn, input, weight, bias)
+        if self.histories and is_exporting():
             raise NotImplementedError(
                 f"{self.fqn}: a layer with DELAYED scales can't be exported, because its amax "
                 "histories are kept by Python; convert the model with another recipe (the "
@@ -227,8 +229,6 @@ class Float8Linear(nn.Linear):
         training = torch.is_grad_enabled()
         if not compiling and not self.float8_weight.leaves_something(weight, training):
             self.float8_weight.end_of_evaluation(weight)
-        # A graph would guard on the name (torch 2.11), so no two layers could share a graph.
-        fqn = "" if compiling else self.fqn
         owner = self.float8_weight
         placements, histories = self.output_placements, self.histories
         spec = LinearSpec(self.config, placements, fqn, histories, owner, training, transport)

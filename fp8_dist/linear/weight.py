@@ -65,6 +65,7 @@ from fp8_dist.scaling import (
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import (
     in_backward,
+    is_exporting,
     is_selectively_checkpointed,
 )
 from fp8_dist.warn import warn_once
@@ -184,7 +185,7 @@ class Float8Weight(LayerParameter):
             return WeightCasts()
         if compiling:
             with torch.no_grad():
-                if torch.compiler.is_exporting():  # the graph outlives this object
+                if is_exporting():  # the graph outlives this object
                     tensor = self._distributed(parameter, shard)
                     float8 = cast_copies(tensor, copies, local=shard)[1]
                 else:
@@ -195,7 +196,7 @@ class Float8Weight(LayerParameter):
             if self.history is not None:
                 scales = self._recorded(next(iter(float8.values()))).scales
                 float8 = {copy: q._replace(scales=scales) for copy, q in float8.items()}
-        if is_observed() and not torch.compiler.is_exporting():
+        if is_observed() and not is_exporting():
             float8 = observe_copies(self, "weight", shard, float8)
         first, second = by_gemm.get("output"), by_gemm.get("grad_input")
         return WeightCasts(first and float8[first], second and float8[second])

@@ -109,7 +109,6 @@ class Scheme:
     needs_alignment: ClassVar[bool] = False
     key: ClassVar[str]
     levels: ClassVar[tuple[Level, ...]]
-    _hash: ClassVar[int]
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling() and "family" not in type(self).__dict__:
@@ -121,7 +120,6 @@ class Scheme:
         # Attributes, because dynamo does not trace a cached_property.
         object.__setattr__(self, "key", f"{self.family}({', '.join(values)})")
         object.__setattr__(self, "levels", self.make_levels())
-        object.__setattr__(self, "_hash", hash(self.key))
         if not torch.compiler.is_compiling() and _FAMILIES[self.family] is type(self):
             _BY_KEY.setdefault(self.key, self)
 
@@ -130,7 +128,7 @@ class Scheme:
         return type(self) is type(other) and self.key == other.key
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.key)  # which the string keeps
 
     def __init_subclass__(cls) -> None:
         family = cls.__dict__.get("family")
