@@ -368,11 +368,11 @@ def _check_fsdp(module: FSDPModule) -> None:
         else:
             groups = _groups_of_state(state)
     for group in groups[:1]:
-        missing += _missing(group, "modules fsdp_params mesh_info post_forward_mesh_info mp_policy")
+        missing += _missing(group, "modules fsdp_params mesh_info post_forward_mesh_info")
         missing += _missing(group, "comm_ctx lazy_init _reset_sharded_params _training_state")
         for parameter in getattr(group, "fsdp_params", ())[:1]:
             missing += _missing(parameter, "sharded_param _extensions_data _unsharded_param")
-            missing += _missing(parameter, "_module_info")
+            missing += _missing(parameter, "_module_info mp_policy")
             if info := getattr(parameter, "_module_info", None):
                 missing += _missing(info, "module param_name shared_modules shared_param_names")
     if missing:
@@ -480,7 +480,7 @@ def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
                 [(info.module, info.param_name), *shared],
                 hasattr(parameter, "_extensions_data"),
                 hasattr(parameter, "_unsharded_param"),
-                group.mp_policy.param_dtype,
+                parameter.mp_policy.param_dtype,
             )
 
 
@@ -501,8 +501,11 @@ def check_fsdp_reduction(group: Any) -> None:
     missing += _missing(group.mesh_info, "mesh shard_mesh_dim replicate_mesh_dim")
     if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None:
         missing += _missing(group.mesh_info, "replicate_process_group")
-    names = "padded_sharded_param_size unsharded_param unsharded_accumulated_grad"
-    missing += _missing(group.fsdp_params[0], names)
+    missing += _missing(group.fsdp_params[0], "padded_sharded_param_size unsharded_param")
+    if hasattr(group, "_reduce_scatter_param_indices"):
+        missing += _missing(group, "_partial_reduce_output _partial_reduce_output_layout")
+    else:  # torch < 2.15
+        missing += _missing(group.fsdp_params[0], "unsharded_accumulated_grad")
     if isinstance(_DefaultReduceScatter, _Absent):
         missing.append(_DefaultReduceScatter.name)
     if missing:
@@ -567,21 +570,38 @@ def set_fsdp_reduction(
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def with_call(*unused: Any) -> None:
         if group.reduce_grads:
-            note([i for i, p in enumerate(group.fsdp_params) if _is_reduced(p, group)])
+            note(_reduced(group))
         post_backward(*unused)
 
     with_call.in_place_of = post_backward
     group.post_backward = with_call
 
 
-def _is_reduced(parameter: Any, group: Any) -> bool:
-    if not hasattr(parameter, "_unsharded_param"):
-        return False
-    unsharded = parameter.unsharded_param
-    if parameter.unsharded_accumulated_grad is not None or unsharded.grad is not None:
-        return True
+def _reduced(group: Any) -> list[int]:
+    """Indices of the parameters whose gradients a group reduces next, in the order of its buffer.
+
+    torch 2.15 sorts them by the dtypes of their gradients, and adds those that wait for HSDP's
+    all-reduce. Until then, gradients that wait for a reduction have an attribute of their own.
+    """
+    everything = range(len(group.fsdp_params))
+    order = getattr(group, "_reduce_scatter_param_indices", everything)
+    waits = getattr(group, "_partial_reduce_output", None) is not None
+    waiting = getattr(group, "_partial_reduce_output_layout", ()) if waits else ()
     # (A setting of torch after 2.11.)
-    return getattr(group, "reduce_scatter_unused_params", False) and unsharded.requires_grad
+    unused = getattr(group, "reduce_scatter_unused_params", False)
+
+    def is_reduced(parameter: Any) -> bool:
+        if not hasattr(parameter, "_unsharded_param"):
+            return False
+        unsharded = parameter.unsharded_param
+        return (
+            unsharded.grad is not None
+            or getattr(parameter, "unsharded_accumulated_grad", None) is not None
+            or parameter in waiting
+            or (unused and unsharded.requires_grad)
+        )
+
+    return [i for i in order if is_reduced(group.fsdp_params[i])]
 
 
 def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:

@@ -76,7 +76,7 @@ class Param:
 
     _extensions_data: Any
     _unsharded_param: Any
-    sharded_param = unsharded_accumulated_grad = unsharded_param = None
+    sharded_param = unsharded_accumulated_grad = unsharded_param = mp_policy = None
 
     def __init__(self, **attributes: Any) -> None:
         self._module_info = SimpleNamespace(
@@ -86,12 +86,12 @@ class Param:
 
 
 class RenamedParam:
-    _module_info = sharded_param = _unsharded_param = None
+    _module_info = sharded_param = _unsharded_param = mp_policy = None
 
 
 def sharded(parameter: Any, **renamed: str) -> Any:
     """A module of FSDP2 with one parameter group."""
-    names = "modules fsdp_params mesh_info post_forward_mesh_info mp_policy comm_ctx lazy_init"
+    names = "modules fsdp_params mesh_info post_forward_mesh_info comm_ctx lazy_init"
     names += " _reset_sharded_params _training_state"
     group = SimpleNamespace(**{renamed.get(name, name): None for name in names.split()})
     group.fsdp_params = [parameter]
@@ -129,3 +129,29 @@ def test_renamed_attributes_of_fsdps_reductions() -> None:
     ) in raised(ImportError, lambda: torch_internals.check_fsdp_reduction(group))
     group._reduce_scatter_comm = group.mesh_info.replicate_process_group = None
     torch_internals.check_fsdp_reduction(group)
+    group._reduce_scatter_param_indices = [0]  # as in torch 2.15
+    assert (
+        "needs SimpleNamespace._partial_reduce_output, "
+        "SimpleNamespace._partial_reduce_output_layout of FSDP2. Install"
+    ) in raised(ImportError, lambda: torch_internals.check_fsdp_reduction(group))
+
+
+def test_parameters_of_a_reduction_are_in_the_order_of_its_buffer() -> None:
+    parameters = [
+        Param(_unsharded_param=None, unsharded_param=SimpleNamespace(grad=grad, requires_grad=True))
+        for grad in (1, None, 1, None)
+    ]
+    group = SimpleNamespace(fsdp_params=[*parameters, Param()], reduce_grads=True)
+    group.post_backward = lambda: None
+    noted: list[list[int]] = []
+    torch_internals.set_fsdp_reduction(group, None, noted.append)
+    group.post_backward()
+    group._reduce_scatter_param_indices = [4, 3, 2, 1, 0]  # from here on as in torch 2.15
+    group._partial_reduce_output_layout = {parameters[1]: (0, 1)}
+    group._partial_reduce_output = None
+    group.post_backward()
+    group._partial_reduce_output = torch.ones(1)
+    group.post_backward()
+    group.reduce_scatter_unused_params = True
+    group.post_backward()
+    assert noted == [[0, 2], [2, 0], [2, 1, 0], [3, 2, 1, 0]]
