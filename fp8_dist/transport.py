@@ -20,7 +20,6 @@ from fp8_dist.kernels.encoding import (
     encode_float8,
     join_bytes,
     stochastic_bfloat16,
-    sum_of_float8,
     sum_of_rows,
 )
 from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
@@ -116,8 +115,8 @@ def encode(
 def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
     """Decode the bytes of :func:`encode` to fp32."""
     found = [
-        decode_float8(numbers, exponents) if encoding == "float8" else numbers.to(torch.float32)
-        for encoding, numbers, exponents in _parts(wire, runs, dtype)
+        numbers.to(torch.float32) if exponents is None else decode_float8(numbers, exponents)
+        for numbers, exponents in _parts(wire, runs, dtype)
     ]
     return torch.cat(found, -1) if len(found) > 1 else found[0]
 
@@ -132,33 +131,29 @@ def sum_of(
         own: ``[..., S]``, the summand of this rank, which is added instead of its encoded bytes.
         rank: index of this rank along the first dim.
     """
-    sums = []
-    for run, part in zip(runs, _parts(wire, runs, dtype), strict=True):
-        mine = own.narrow(-1, run.start, run.size)
-        encoding, numbers, exponents = part
-        if encoding == "float8":
-            sums.append(sum_of_float8(numbers, exponents, mine, rank))
-        else:
-            sums.append(sum_of_rows(numbers, mine, rank))
+    sums = [
+        sum_of_rows(*part, own.narrow(-1, run.start, run.size), rank)
+        for run, part in zip(runs, _parts(wire, runs, dtype), strict=True)
+    ]
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
 
 
 def _parts(
     wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype
-) -> Iterable[tuple[Encoding, torch.Tensor, torch.Tensor]]:
-    """Yield each run's encoding with its codes and exponents, or its numbers and nothing."""
+) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yield each run's codes and exponents, or its numbers and None."""
     start = 0
     for run in runs:
         length = run.bytes(dtype)
         part = wire.narrow(-1, start, length)
         start += length
         if run.encoding == "float8":
-            yield run.encoding, part[..., : run.size], part[..., run.size :]
+            yield part[..., : run.size], part[..., run.size :]
         else:
             number = torch.bfloat16 if run.encoding == "bf16" else dtype
             if len(runs) > 1:  # a view might not be aligned for the dtype
                 part = part.clone(memory_format=torch.contiguous_format)
-            yield run.encoding, part.view(number), part[..., :0]
+            yield part.view(number), None
 
 
 class GradientErrors:

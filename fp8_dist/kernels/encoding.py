@@ -93,40 +93,31 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 @custom_op(
-    "sum_of_float8(Tensor codes, Tensor exponents, Tensor own, int rank) -> Tensor",
-    fake=lambda codes, *_: codes.new_empty(codes.shape[1:], dtype=torch.float32),
+    "sum_of_rows(Tensor rows, Tensor? exponents, Tensor own, int rank) -> Tensor",
+    fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32),
 )
-def sum_of_float8(
-    codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
+def sum_of_rows(
+    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Decode codes and sum them over the first dim, in order of its index.
+    """Sum rows over the first dim in fp32, in order of its index.
 
     Args:
-        codes, exponents: ``[W, ..., n]`` and ``[W, ..., ceil(n / 128)]``.
-        own: ``[..., n]``, added in place of ``codes[rank]``.
+        rows: numbers ``[W, ..., n]``, or codes.
+        exponents: ``[W, ..., ceil(n / 128)]``, those of codes; None for numbers.
+        own: ``[..., n]``, added in place of ``rows[rank]``.
         rank: index of the summand that ``own`` replaces.
 
     Returns:
         The sum, fp32 ``[..., n]``.
     """
-    total = codes.new_zeros(codes.shape[1:], dtype=torch.float32)
-    for first in range(0, len(codes), _DECODED_AT_ONCE):
-        last = first + _DECODED_AT_ONCE
-        values = decode_float8.portable(codes[first:last], exponents[first:last])
+    total = rows.new_zeros(rows.shape[1:], dtype=torch.float32)
+    for first in range(0, len(rows), _DECODED_AT_ONCE):
+        some = slice(first, first + _DECODED_AT_ONCE)
+        values = rows[some]
+        if exponents is not None:
+            values = decode_float8.portable(values, exponents[some])
         for i, summand in enumerate(values, first):
             total.add_(own if i == rank else summand)
-    return total
-
-
-@custom_op(
-    "sum_of_rows(Tensor rows, Tensor own, int rank) -> Tensor",
-    fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32),
-)
-def sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
-    """Sum ``rows`` of unencoded numbers, ``[W, ..., n]``, as :func:`sum_of_float8` does."""
-    total = rows.new_zeros(rows.shape[1:], dtype=torch.float32)
-    for i, row in enumerate(rows):
-        total.add_(own if i == rank else row)
     return total
 
 

@@ -95,8 +95,8 @@ def call_all() -> None:
     codes, each = run(encoding.encode_float8, x, 1)
     run(encoding.encode_float8, x, -1)
     codes, each = codes.view(2, 128, 512), each.view(2, 128, 4)
-    run(encoding.sum_of_float8, codes, each, x[:128], 1)
-    run(encoding.sum_of_rows, x.view(2, 128, 512), x[:128].float(), 1)
+    run(encoding.sum_of_rows, codes, each, x[:128], 1)
+    run(encoding.sum_of_rows, x.view(2, 128, 512), None, x[:128].float(), 1)
     run(kernels.transposed_copy, data)
 
 

@@ -69,11 +69,11 @@ def test_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     views = wire.split([codes.shape[-1], exponents.shape[-1]], -1)
     for rank in (0, 2):
         own = x[min(rank, shape[0] - 1)]
-        expected = portable.sum_of_float8.portable(codes, exponents, own, rank)
-        assert same_values(
-            implementation(portable.sum_of_float8)(codes, exponents, own, rank), expected
-        )
-        assert same_values(implementation(portable.sum_of_float8)(*views, own, rank), expected)
-        expected = portable.sum_of_rows.portable(x, own, rank)
-        assert same_values(implementation(portable.sum_of_rows)(x, own, rank), expected)
-        assert same_values(implementation(portable.sum_of_rows)(x, own.float(), rank), expected)
+        expected = portable.sum_of_rows.portable(codes, exponents, own, rank)
+        for summands in ((codes, exponents), views):
+            found = implementation(portable.sum_of_rows)(*summands, own, rank)
+            assert same_values(found, expected)
+        expected = portable.sum_of_rows.portable(x, None, own, rank)
+        for mine in (own, own.float()):
+            found = implementation(portable.sum_of_rows)(x, None, mine, rank)
+            assert same_values(found, expected)

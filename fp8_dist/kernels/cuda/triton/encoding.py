@@ -26,7 +26,6 @@ from fp8_dist.kernels.encoding import (
     blocks_of,
     decode_float8,
     encode_float8,
-    sum_of_float8,
     sum_of_rows,
 )
 from fp8_dist.kernels.quantization import as_matrix
@@ -105,11 +104,21 @@ def _encode(
     tl.store(exponents + row * count + b, exponent.to(tl.uint8), mask=b < count)
 
 
+@triton.jit
+def _decoded(
+    code: tl.tensor, exponent: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr
+) -> tl.tensor:
+    scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    v, c = from_float8(code, BIAS, SOFT), code.to(tl.int32)
+    v = tl.where(c == 0x7F, float("inf"), tl.where(c == 0xFF, float("-inf"), v))
+    return tl.where(c == 0x80, float("nan"), v) * scale[:, None]
+
+
 @tuned(blocks(4, BB=8), blocks(4, BB=16), blocks(8, BB=16))
 @triton.jit
 def _sum(
-    codes: tl.tuple,
-    exponents: tl.tuple,
+    rows: tl.tuple,
+    exponents: tl.tuple | None,
     own: tl.tuple,
     total: tl.tensor,
     summands: tl.tensor,
@@ -119,51 +128,26 @@ def _sum(
     SOFT: tl.constexpr,
     BB: tl.constexpr,
 ) -> None:
-    # One instance: BB blocks of a row. Codes and exponents come with their strides of summands and
-    # of rows.
+    # One instance: BB blocks of a row. Rows and exponents come with their strides of summands and
+    # of rows. Rows without exponents are numbers.
     count = tl.cdiv(size, _BLOCK)
     row, b, j = _places(count, BB)
     mask = j < size
-    of_codes, of_exponents = codes[0] + row * codes[2], exponents[0] + row * exponents[2]
     found = tl.zeros([BB, _BLOCK], tl.float32)
     for w in range(summands):
         if w == rank:
             v = as_fp32(tl.load(own[0] + row * own[3] + j, mask=mask, other=0.0))
         else:
             w64 = tl.cast(w, tl.int64)
-            code = tl.load(of_codes + w64 * codes[1] + j, mask=mask, other=0)
-            at = of_exponents + w64 * exponents[1] + b
-            exponent = tl.load(at, mask=b < count, other=127)
-            scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-            v = from_float8(code, BIAS, SOFT)
-            c = code.to(tl.int32)
-            v = tl.where(c == 0x7F, float("inf"), tl.where(c == 0xFF, float("-inf"), v))
-            v = tl.where(c == 0x80, float("nan"), v) * scale[:, None]
+            given = tl.load(rows[0] + w64 * rows[1] + row * rows[2] + j, mask=mask, other=0)
+            if exponents is None:
+                v = as_fp32(given)
+            else:
+                at = exponents[0] + w64 * exponents[1] + row * exponents[2] + b
+                exponent = tl.load(at, mask=b < count, other=127)
+                v = _decoded(given, exponent, BIAS, SOFT)
         found = found + v
     tl.store(total + row * size + j, found, mask=mask)
-
-
-@tuned(blocks(4, BN=1024), blocks(8, BN=2048))
-@triton.jit
-def _sum_rows(
-    rows: tl.tensor,
-    own: tl.tensor,
-    total: tl.tensor,
-    summands: tl.tensor,
-    rank: tl.tensor,
-    size: tl.tensor,
-    BN: tl.constexpr,
-) -> None:
-    j = indices(tl.program_id(0), BN)
-    found = tl.zeros([BN], tl.float32)
-    for w in range(summands):
-        if w == rank:
-            v = as_fp32(tl.load(own + j, mask=j < size, other=0.0))
-        else:
-            at = rows + tl.cast(w, tl.int64) * size + j
-            v = as_fp32(tl.load(at, mask=j < size, other=0.0))
-        found = found + v
-    tl.store(total + j, found, mask=j < size)
 
 
 @fused(encode_float8, lambda x, seed: x.dtype in DTYPES)
@@ -184,45 +168,34 @@ def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tens
     return codes, exponents
 
 
-@fused(sum_of_float8, lambda codes, exponents, own, rank: own.dtype in DTYPES)
-def _sum_of_float8(
-    codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
+def _takes_rows(
+    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
+) -> bool:
+    return own.dtype in DTYPES and (exponents is not None or rows.dtype in DTYPES)
+
+
+@fused(sum_of_rows, _takes_rows)
+def _sum_of_rows(
+    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    return _sum_of(codes, exponents, _rows(as_matrix(own)), rank)
+    return _sum_of(rows, exponents, _rows(as_matrix(own)), rank)
 
 
 def _sum_of(
-    codes: torch.Tensor, exponents: torch.Tensor, own: torch.Tensor, rank: int
+    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """Sum codes, and ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
-    shape, size, count = codes.shape[1:], codes.shape[-1], exponents.shape[-1]
-    total = torch.empty(shape, dtype=torch.float32, device=codes.device)
+    """Sum rows, and ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
+    shape, size, summands = rows.shape[1:], rows.shape[-1], len(rows)
+    total = torch.empty(shape, dtype=torch.float32, device=rows.device)
     if total.numel():
-        # [W, ..., n] as [W, rows, n]
-        codes, exponents = (
-            _rows(t.flatten(1, -2) if t.ndim > 2 else t.unsqueeze(1)) for t in (codes, exponents)
-        )
         _sum(
-            lambda chosen: (total.numel() // size * programs(count, chosen["BB"]),),
-            (own.dtype, *size_class(len(codes), total.numel())),
-            codes.device,
-            *((t, *t.stride()[:2]) for t in (codes, exponents)),
-            *(matrix(own), total, len(codes), rank, size),
-            **float8_constants(_FLOAT8, codes.device),
-        )
-    return total
-
-
-@fused(sum_of_rows, lambda rows, own, rank: rows.dtype in DTYPES and own.dtype in DTYPES)
-def _sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tensor:
-    total = torch.empty(rows.shape[1:], dtype=torch.float32, device=rows.device)
-    size = total.numel()
-    if size:
-        _sum_rows(
-            lambda chosen: (programs(size, chosen["BN"]),),
-            (rows.dtype, own.dtype, *size_class(len(rows), size)),
+            lambda chosen: (total.numel() // size * programs(blocks_of(size), chosen["BB"]),),
+            (rows.dtype, own.dtype, *size_class(summands, total.numel())),
             rows.device,
-            *(rows.contiguous(), own.contiguous(), total, len(rows), rank, size),
+            _stacked(rows),
+            None if exponents is None else _stacked(exponents),
+            *(matrix(own), total, summands, rank, size),
+            **float8_constants(_FLOAT8, rows.device),
         )
     return total
 
@@ -231,6 +204,12 @@ def _sum_of_rows(rows: torch.Tensor, own: torch.Tensor, rank: int) -> torch.Tens
 def _decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     none = codes.new_empty(1, 1, dtype=torch.float32)
     return _sum_of(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
+
+
+def _stacked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """Return ``[W, ..., n]`` as ``[W, rows, n]``, with the strides of the first two dims."""
+    x = _rows(x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1))
+    return x, x.stride(0), x.stride(1)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
