@@ -18,7 +18,7 @@ from fp8_dist.kernels.encoding import (
     blocks_of,
     decode_float8,
     encode_float8,
-    join_bytes,
+    pack_rows,
     stochastic_bfloat16,
     sum_of_rows,
 )
@@ -109,7 +109,7 @@ def encode(
         else:
             part = part.to(dtype)
         pieces.append(part.contiguous().view(torch.uint8))
-    return join_bytes(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
+    return pack_rows(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
 
 
 def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:

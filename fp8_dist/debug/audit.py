@@ -22,10 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8_dist.debug.collectives import Collective, CollectiveTimer, read_collective
 from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.dtypes import is_float8
-from fp8_dist.kernels.encoding import encode_float8, join_bytes
+from fp8_dist.kernels.encoding import encode_float8, pack_rows
 from fp8_dist.linear.queries import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.tensor.ops import pack_rows
 from fp8_dist.text import aligned
 from fp8_dist.torch_internals import (
     STAND_INS,
@@ -409,7 +408,7 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_payload(args[0], args[0].dtype)
         elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
             self._audit._note_joined(message=args[1], parts=args[0])
-        elif func in (pack_rows.overload, join_bytes.overload):
+        elif func is pack_rows.overload:
             message = func(*args, **kwargs)
             self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
             return message

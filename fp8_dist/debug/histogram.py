@@ -9,7 +9,7 @@ import torch
 from fp8_dist.debug.capturing import CapturedCast
 from fp8_dist.debug.measures import matrix_scales, saturation_limit
 from fp8_dist.dtypes import short_name
-from fp8_dist.tensor.ops import as_bytes
+from fp8_dist.kernels.encoding import as_bytes
 
 
 @dataclass(frozen=True)

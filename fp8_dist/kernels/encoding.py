@@ -1,4 +1,4 @@
-"""Encodings of tensors that ranks exchange and sum: float8 with block exponents, or bf16.
+"""Messages of ranks: encoded summands, in float8 with block exponents or bf16, and packed rows.
 
 In float8, a block is 128 values along the last dim; the last block of a row may be shorter. Its
 exponent is a byte, ``scale = 2 ** (byte - 127)``. The scale is the smallest power of two, at least
@@ -121,15 +121,6 @@ def sum_of_rows(
     return total
 
 
-@custom_op("join_bytes(Tensor first, Tensor[] others) -> Tensor")
-def join_bytes(first: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate uint8 tensors along the last dim.
-
-    As an operator it is visible to ``comm_audit`` in graphs too.
-    """
-    return torch.cat([first, *others], -1)
-
-
 @custom_op(
     "stochastic_bfloat16(Tensor x, int seed) -> Tensor",
     fake=lambda x, seed: x.new_empty(x.shape, dtype=torch.bfloat16),
@@ -163,3 +154,65 @@ def _hash(bits: torch.Tensor, seed: int) -> torch.Tensor:
     h = (h ^ (h >> 16 & 0xFFFF)).mul_(-2048144789)
     h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-1028477387)
     return h ^ (h >> 16 & 0xFFFF)
+
+
+def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
+    """A uint8 view of float8 data."""
+    return qdata.view(torch.uint8)
+
+
+def _empty_message(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    size, columns = max(each.itemsize for each in numbers), qdata.shape[-1]
+    columns += -columns % size + sum(each.itemsize * each.shape[-1] for each in numbers)
+    return qdata.new_empty((*qdata.shape[:-1], columns + -columns % size))
+
+
+@custom_op("pack_rows(Tensor qdata, Tensor[] numbers) -> Tensor", fake=_empty_message)
+def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Pack rows of float8 data ``[..., K]`` and of numbers, ``[..., C]`` each, into one message.
+
+    The message is ``[..., K']`` in the dtype of the data. A row consists of the data and the bytes
+    of its numbers, those of the widest dtype first. Both are padded with zeros to a multiple of the
+    widest number's size. This is an operator so that ``comm_audit`` can tell the parts of a message
+    in a compiled graph.
+    """
+    size = max(each.itemsize for each in numbers)
+    parts = [_rounded_up(as_bytes(qdata), size)]
+    for each in _widest_first(numbers):
+        # Flatten first: torch calls a column contiguous whatever the stride of its last dim, but
+        # view(dtype) refuses strides other than 1.
+        flat = each.reshape(-1).contiguous().view(torch.uint8)
+        parts.append(flat.view(*each.shape[:-1], each.itemsize * each.shape[-1]))
+    return _rounded_up(torch.cat(parts, dim=-1), size).view(qdata.dtype)
+
+
+def _rounded_up(rows: torch.Tensor, size: int) -> torch.Tensor:
+    missing = -rows.shape[-1] % size
+    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows  # padding by 0 copies
+
+
+def _widest_first(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return sorted(numbers, key=lambda each: -each.itemsize)
+
+
+def unpack_rows(
+    packed: torch.Tensor,
+    dtype: torch.dtype,
+    columns: int,
+    like: Sequence[tuple[int, torch.dtype]],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Unpack a message of :func:`pack_rows` into views of the data and the numbers.
+
+    Args:
+        packed: the message as uint8, which may still be in flight.
+        dtype, columns: the dtype and the last size of the data.
+        like: for each tensor of numbers, its size per row and its dtype.
+    """
+    size = max(dtype.itemsize for _, dtype in like)
+    begin, found = columns + -columns % size, [torch.empty(0)] * len(like)
+    for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
+        count, number = like[i]
+        end = begin + count * number.itemsize
+        found[i] = packed[..., begin:end].view(number)
+        begin = end
+    return packed[..., :columns].view(dtype), found

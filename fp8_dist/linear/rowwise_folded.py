@@ -43,13 +43,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.kernels import amax, quantize, scaling_from_amax
+from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
 from fp8_dist.linear.observing import Owner, is_observed, observe
 from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, Scheme, reduced_statistics
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.tensor.ops import as_bytes, pack_rows, unpack_rows
 
 
 def folded_gradients(

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fp8_dist import kernels
 from fp8_dist.dtypes import is_float8
+from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.scaling import Level, Scheme, covering
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized
 from fp8_dist.torch_internals import (
@@ -38,11 +38,6 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
-    """A uint8 view of float8 data."""
-    return qdata.view(torch.uint8)
 
 
 @implements(
@@ -445,64 +440,6 @@ def _check_not_cut(func: Any, x: Float8Tensor) -> None:
 def _is_traced(x: Float8Tensor) -> bool:
     """Whether ``x`` is a stand-in without data, while torch.compile traces."""
     return isinstance(x.qdata, STAND_INS)
-
-
-@kernels.custom_op("pack_rows(Tensor qdata, Tensor[] numbers) -> Tensor")
-def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Pack rows of float8 data ``[..., K]`` and of numbers, ``[..., C]`` each, into one message.
-
-    The message is ``[..., K']`` in the dtype of the data. A row consists of the data and the bytes
-    of its numbers, those of the widest dtype first. Both are padded with zeros to a multiple of the
-    widest number's size. This is an operator so that ``comm_audit`` can tell the parts of a message
-    in a compiled graph.
-    """
-    size = max(each.itemsize for each in numbers)
-    parts = [_rounded_up(as_bytes(qdata), size)]
-    for each in _widest_first(numbers):
-        # Flatten first: torch calls a column contiguous whatever the stride of its last dim, but
-        # view(dtype) refuses strides other than 1.
-        flat = each.reshape(-1).contiguous().view(torch.uint8)
-        parts.append(flat.view(*each.shape[:-1], each.itemsize * each.shape[-1]))
-    return _rounded_up(torch.cat(parts, dim=-1), size).view(qdata.dtype)
-
-
-def _rounded_up(rows: torch.Tensor, size: int) -> torch.Tensor:
-    missing = -rows.shape[-1] % size
-    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows  # padding by 0 copies
-
-
-def _widest_first(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return sorted(numbers, key=lambda each: -each.itemsize)
-
-
-@pack_rows.register_fake
-def _pack_rows_fake(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    size, columns = max(each.itemsize for each in numbers), qdata.shape[-1]
-    columns += -columns % size + sum(each.itemsize * each.shape[-1] for each in numbers)
-    return qdata.new_empty((*qdata.shape[:-1], columns + -columns % size))
-
-
-def unpack_rows(
-    packed: torch.Tensor,
-    dtype: torch.dtype,
-    columns: int,
-    like: Sequence[tuple[int, torch.dtype]] = ((1, torch.float32),),
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Unpack a message of :func:`pack_rows` into views of the data and the numbers.
-
-    Args:
-        packed: the message as uint8, which may still be in flight.
-        dtype, columns: the dtype and the last size of the data.
-        like: for each tensor of numbers, its size per row and its dtype.
-    """
-    size = max(dtype.itemsize for _, dtype in like)
-    begin, found = columns + -columns % size, [torch.empty(0)] * len(like)
-    for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
-        count, number = like[i]
-        end = begin + count * number.itemsize
-        found[i] = packed[..., begin:end].view(number)
-        begin = end
-    return packed[..., :columns].view(dtype), found
 
 
 # torch >= 2.13 wraps the result of a collective with an operator, older releases with a plain call.

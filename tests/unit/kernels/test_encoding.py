@@ -14,7 +14,7 @@ from fp8_dist.kernels.encoding import (
     NEAREST,
     decode_float8,
     encode_float8,
-    join_bytes,
+    pack_rows,
     stochastic_bfloat16,
     sum_of_rows,
 )
@@ -243,7 +243,7 @@ def test_fake_tensors_have_the_same_shapes() -> None:
         (encode_float8, (x, 1)),
         (decode_float8, (codes, exponents)),
         (sum_of_rows, (codes, exponents, x[1], 1)),
-        (join_bytes, (codes, [exponents, codes])),
+        (pack_rows, (codes, [exponents, codes])),
         (sum_of_rows, (x, None, x[1], 1)),
         (stochastic_bfloat16, (x, 1)),
     ):
