@@ -20,7 +20,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     programs,
     size_class,
     starts_of,
-    tiles,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
@@ -70,53 +69,24 @@ def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> No
 @tuned(blocks(4, BM=32, BN=64), blocks(4, BM=16, BN=128), blocks(8, BM=32, BN=128))
 @triton.jit
 def _columns(
-    x: tl.tuple, out: tl.tensor, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    x: tl.tuple,
+    rows: tl.tensor | None,
+    columns: tl.tensor,
+    STEPS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
 ) -> None:
-    # One instance: BN columns of STEPS * BM rows. Moves the bytes of x once.
+    # One instance: BN columns of STEPS * BM rows, and their part of these rows. Moves the bytes of
+    # x once.
     j = indices(tl.program_id(1), BN)
     largest = tl.zeros([BM, BN], tl.int32)
     for step in range(STEPS):
         i = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BM)
-        largest = tl.maximum(largest, magnitude(load_tile(x, i, j)))
-    tl.atomic_max(out + j, tl.max(largest, 0), mask=j < x[2], sem="relaxed")
-
-
-@tuned(blocks(4, BM=64, BN=64), blocks(8, BM=64, BN=128), blocks(8, BM=128, BN=128))
-@triton.jit
-def _rows_and_columns(
-    x: tl.tuple, rows: tl.tensor, columns: tl.tensor, BM: tl.constexpr, BN: tl.constexpr
-) -> None:
-    # One instance: a tile of [BM, BN]. Moves the bytes of x once.
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
-    bits = magnitude(load_tile(x, i, j))
-    tl.atomic_max(rows + i, tl.max(bits, 1), mask=i < x[1], sem="relaxed")
-    tl.atomic_max(columns + j, tl.max(bits, 0), mask=j < x[2], sem="relaxed")
-
-
-@tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096))
-@triton.jit
-def _many(
-    table: tl.tensor,
-    out: tl.tensor,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    # One instance: every SPLITS-th block of one tensor, whose address and size are in the table.
-    # Moves the bytes of all tensors once.
-    tensor = tl.program_id(0)
-    x = tl.load(table + 2 * tensor).to(tl.pointer_type(DTYPE))
-    size = tl.load(table + 2 * tensor + 1)
-    if ALIGNED:
-        x = tl.multiple_of(x, 16)
-        size = tl.multiple_of(size, 16)
-    largest = tl.zeros([BLOCK], tl.int32)
-    for block in range(tl.program_id(1), tl.cdiv(size, BLOCK), SPLITS):
-        n = indices(block, BLOCK)
-        largest = tl.maximum(largest, magnitude(tl.load(x + n, mask=n < size, other=0.0)))
-    tl.atomic_max(out + tensor, tl.max(largest, 0), sem="relaxed")
+        bits = magnitude(load_tile(x, i, j))
+        if rows is not None:
+            tl.atomic_max(rows + i, tl.max(bits, 1), mask=i < x[1], sem="relaxed")
+        largest = tl.maximum(largest, bits)
+    tl.atomic_max(columns + j, tl.max(largest, 0), mask=j < x[2], sem="relaxed")
 
 
 @tuned(
@@ -126,17 +96,18 @@ def _many(
     blocks(8, BM=2, BN=2048),
 )
 @triton.jit
-def _rows_of_many(
+def _many(
     table: tl.tensor,
     out: tl.tensor,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
     # One instance: every SPLITS-th block of BM rows of one matrix. The table has the matrix's
-    # address, its sizes, and the index of its first row in out. Moves the bytes of all tensors
+    # address, its sizes, and the index of its first amax in out. Moves the bytes of all tensors
     # once.
     entry = table + 4 * tl.program_id(0)
     x = tl.load(entry).to(tl.pointer_type(DTYPE))
@@ -150,7 +121,11 @@ def _rows_of_many(
         for part in range(tl.cdiv(K, BN)):
             tile = load_tile((x, M, K, K, 1), i, indices(part, BN))
             largest = tl.maximum(largest, magnitude(tile))
-        tl.store(out + first + i, tl.max(largest, 1), mask=i < M)
+        rows = tl.max(largest, 1)
+        if OF_ROWS:
+            tl.store(out + first + i, rows, mask=i < M)
+        else:
+            tl.atomic_max(out + first, tl.max(rows, 0), sem="relaxed")
 
 
 def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
@@ -190,21 +165,28 @@ def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
 
 def _amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
     M, K = x.shape
-    key = (x.dtype, size_class(M, K), x.stride(1) == 1)
     if dim == 1:
         out = torch.empty(M, dtype=torch.float32, device=x.device)
+        key = (x.dtype, size_class(M, K), x.stride(1) == 1)
         arguments = matrix(x), out.view(torch.int32)
         _rows(lambda chosen: (programs(M, chosen["BM"]),), key, x.device, *arguments)
         return out
     out = torch.zeros(K, dtype=torch.float32, device=x.device)
+    _find_columns(x, None, out)
+    return out
+
+
+def _find_columns(x: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor) -> None:
+    """Find the amaxes of columns, and of rows if they are given, both filled with zeros."""
+    M, K = x.shape
     _columns(
         lambda chosen: (programs(M, chosen["BM"] * _STEPS), programs(K, chosen["BN"])),
-        key,
+        (x.dtype, size_class(M, K), x.stride(1) == 1, rows is None),
         x.device,
-        *(matrix(x), out.view(torch.int32)),
+        matrix(x),
+        *(None if t is None else t.view(torch.int32) for t in (rows, columns)),
         STEPS=_STEPS,
     )
-    return out
 
 
 @fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1)
@@ -222,17 +204,10 @@ def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
 
 
 def _amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    M, K = x.shape
     # Two allocations and one fill: an operator may not return two views of one buffer.
-    rows = torch.empty(M, dtype=torch.float32, device=x.device)
-    columns = torch.empty(K, dtype=torch.float32, device=x.device)
+    rows, columns = (torch.empty(n, dtype=torch.float32, device=x.device) for n in x.shape)
     foreach_zero_([rows, columns])
-    _rows_and_columns(
-        tiles(M, K),
-        (x.dtype, size_class(M, K), x.stride(1) == 1),
-        x.device,
-        *(matrix(x), rows.view(torch.int32), columns.view(torch.int32)),
-    )
+    _find_columns(x, rows, columns)
     return rows, columns
 
 
@@ -242,29 +217,19 @@ def _amax_of_each(
 ) -> torch.Tensor:
     """Compute amaxes in two launches, one for rows, and copy a table; 2 bytes per bf16 element."""
     table = Table([first, *others])
-    if not of_rows:
-        out = torch.zeros(len(table.rows), dtype=torch.float32, device=first.device)
-        splits = min(256, programs(max(table.sizes), 2**15))
-        _many(
-            lambda chosen: (len(out), splits),
-            (first.dtype, size_class(len(out), max(table.sizes))),
-            first.device,
-            *(table.of(table.sizes), out.view(torch.int32)),
-            DTYPE=DTYPES[first.dtype],
-            ALIGNED=table.is_aligned(table.sizes),
-            SPLITS=splits,
-        )
-        return out
     rows, columns = table.rows, table.columns
-    out = torch.empty(sum(rows), dtype=torch.float32, device=first.device)
+    counts = rows if of_rows else [1] * len(rows)
+    allocate = torch.empty if of_rows else torch.zeros
+    out = allocate(sum(counts), dtype=torch.float32, device=first.device)
     splits = min(256, programs(max(rows), 32))
-    _rows_of_many(
+    _many(
         lambda chosen: (len(rows), splits),
-        (first.dtype, size_class(len(rows), max(rows), max(columns))),
+        (first.dtype, size_class(len(rows), max(rows), max(columns)), of_rows),
         first.device,
-        *(table.of(rows, columns, starts_of(rows)), out.view(torch.int32)),
+        *(table.of(rows, columns, starts_of(counts)), out.view(torch.int32)),
         DTYPE=DTYPES[first.dtype],
         ALIGNED=table.is_aligned(columns),
+        OF_ROWS=of_rows,
         SPLITS=splits,
     )
     return out
