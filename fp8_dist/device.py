@@ -29,7 +29,7 @@ def device_has_float8_gemm(device: torch.device) -> bool:
 
 
 def fuses_casts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a device that casts several copies, or many tensors, in one pass."""
+    """Whether a tensor is on a device that casts several copies in one pass."""
     return tensor.is_cuda
 
 

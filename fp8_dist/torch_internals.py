@@ -404,11 +404,6 @@ def _fsdp_modules() -> list[FSDPModule]:
     return [module for module in list(_modules_with_state) if isinstance(module, FSDPModule)]
 
 
-def fsdp_groups_of_same_root(group: Any) -> list[Any]:
-    """The parameter groups under the same root as one; only that one before FSDP2 first runs it."""
-    return [other for other in fsdp_groups() if other.comm_ctx is group.comm_ctx]
-
-
 def fsdp_roots_of(group: Any) -> list[nn.Module]:
     """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
 

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.fsdp.gathers import cast_together, check_layer
+from fp8_dist.fsdp.gathers import check_layer
 from fp8_dist.linear.module import other_users
 from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
 from fp8_dist.linear.weight_cache import WeightCache
@@ -254,11 +254,8 @@ class Float8AllGatherWeight(torch.Tensor):
         _check_other_shards(weight, mesh)
         cache = weight.cache
         # FSDP2 gathers under no_grad, so only the module's mode shows an evaluation.
-        evaluates = not (module.training or in_backward())
-        if evaluates and not cache.is_cast_ahead:
+        if not (module.training or in_backward()):
             cache.begin_evaluation()
-        cache.is_cast_ahead = False
-        cast_together(weight, evaluates)
         cast, whole = weight.gather_cast(self._tensor)
         data, layout = _padded_bytes(cast.qdata, outer_size, mesh.size()), weight.layout()
         scheme, scales = cast.scheme, cast.scales

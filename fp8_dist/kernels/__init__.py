@@ -22,7 +22,6 @@ from fp8_dist.kernels.blocks import (
     powers_of_2 as powers_of_2,
     quantize_block_copies as quantize_block_copies,
     quantize_blocks as quantize_blocks,
-    quantize_blocks_of_each as quantize_blocks_of_each,
     reblock as reblock,
     reblock_groups as reblock_groups,
     scaled_by as scaled_by,
@@ -52,7 +51,6 @@ from fp8_dist.kernels.quantization import (
     empty_copies as empty_copies,
     quantize as quantize,
     quantize_copies as quantize_copies,
-    quantize_each as quantize_each,
     transposed_copy as transposed_copy,
 )
 from fp8_dist.kernels.scale import (

@@ -266,39 +266,6 @@ def block_exponents_of_each(
     return torch.cat([block_exponents(x, dtype, of, rule).view(-1) for x, of in each])
 
 
-@custom_op(
-    "quantize_blocks_of_each(Tensor first, Tensor[] others, Tensor exponents, ScalarType dtype, "
-    "int[] blocks) -> Tensor",
-    fake=lambda first, others, exponents, dtype, blocks: first.new_empty(
-        sum(x.numel() for x in (first, *others)), dtype=dtype
-    ),
-)
-def quantize_blocks_of_each(
-    first: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    exponents: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-) -> torch.Tensor:
-    """Apply :func:`quantize_blocks` to each of many local matrices on one device.
-
-    Args:
-        exponents: the result of :func:`block_exponents_of_each`.
-        blocks: as in :func:`block_exponents_of_each`.
-
-    Returns:
-        The data of all matrices, flat, one after the other.
-    """
-    tensors = (first, *others)
-    shapes = shapes_of_each(tensors, blocks)
-    parts = exponents.split([math.prod(shape) for shape in shapes])
-    data = [
-        quantize_blocks(x, part.view(shape), dtype, of).view(torch.uint8).view(-1)
-        for x, part, shape, of in zip(tensors, parts, shapes, of_each(blocks), strict=True)
-    ]
-    return torch.cat(data).view(dtype)
-
-
 def of_each(blocks: Sequence[int]) -> list[Sequence[int]]:
     """Split a flat sequence into the four numbers of each matrix."""
     return [blocks[n : n + 4] for n in range(0, len(blocks), 4)]

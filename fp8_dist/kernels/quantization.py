@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.scale import amax, count_of_each, scaling_from_amax
+from fp8_dist.kernels.scale import amax, scaling_from_amax
 
 Tensors = list[torch.Tensor]
 
@@ -53,38 +53,6 @@ def multiplied(
     # Casts to e5m2 on CPU do not always saturate.
     limit = torch.finfo(dtype).max
     return product.clamp_(-limit, limit)
-
-
-@custom_op(
-    "quantize_each(Tensor first, Tensor[] others, Tensor multipliers, ScalarType dtype, "
-    "bool of_rows) -> Tensor",
-    fake=lambda first, others, multipliers, dtype, of_rows: first.new_empty(
-        sum(x.numel() for x in (first, *others)), dtype=dtype
-    ),
-)
-def quantize_each(
-    first: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    multipliers: torch.Tensor,
-    dtype: torch.dtype,
-    of_rows: bool,
-) -> torch.Tensor:
-    """Apply :func:`quantize` to each of many local tensors on one device.
-
-    Args:
-        multipliers: fp32, flat, one for each tensor.
-        of_rows: there is one multiplier for each row (along the last dim) of each tensor instead.
-
-    Returns:
-        The data of all tensors, flat, one after the other.
-    """
-    tensors = (first, *others)
-    parts = multipliers.split(count_of_each(tensors, of_rows))
-    data = []
-    for x, part in zip(tensors, parts, strict=True):
-        multiplier = part.view(*x.shape[:-1], 1) if of_rows else part.view(())
-        data.append(quantize(x, multiplier, dtype).view(torch.uint8).view(-1))
-    return torch.cat(data).view(dtype)
 
 
 def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:

@@ -137,8 +137,6 @@ class WeightCache:
         state: see the table.
         float8: the float8 copies of the local shard that were used last, if they are kept.
         whole_scales: the scales of the global weight, if FSDP2's gather can't carry scales.
-        is_cast_ahead: whether the current evaluation has already begun for this weight, because it
-            was cast in a batch with other layers, while FSDP2 has not gathered it yet.
         steps_since_sync: optimizer steps since the amax histories of the layer were updated.
     """
 
@@ -146,7 +144,6 @@ class WeightCache:
         self.state = ScaleState.UNKNOWN
         self.float8: Copies | None = None
         self.whole_scales: Scales | None = None
-        self.is_cast_ahead = False
         self._known: Known | PendingScales | None = None
         # The reference is strong, because swap_tensors, which module.to() may use, refuses tensors
         # with weak references.

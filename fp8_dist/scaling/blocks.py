@@ -20,7 +20,6 @@ from fp8_dist.kernels import (
     exponents_of_groups,
     fp32_scales,
     quantize_block_copies,
-    quantize_blocks_of_each,
     quantize_by_scales,
     reblock,
     reblock_by_scales,
@@ -215,17 +214,6 @@ class Blocks(BlockScheme):
 
     def fuses(self, x: Tensor) -> bool:
         return fuses_casts(x)
-
-    def cast_each(
-        self, xs: Sequence[Tensor], statistics: Sequence[Statistics], starts: Sequence[Start]
-    ) -> list[tuple[Scales, Tensor]]:
-        blocks = [number for start in starts for number in self._blocks(start)]
-        exponents = torch.cat([each.reshape(-1) for (each,) in statistics])
-        first, *others = [self._taken(x) for x in xs]
-        flat = quantize_blocks_of_each(first, others, exponents, self.dtype, blocks)
-        data = flat.split([x.numel() for x in xs])
-        each = zip(xs, statistics, data, strict=True)
-        return [(known, qdata.view(x.shape)) for x, known, qdata in each]
 
     def _reblocked(
         self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], transposed: bool

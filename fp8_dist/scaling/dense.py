@@ -16,7 +16,6 @@ from fp8_dist.kernels import (
     amaxes,
     cast_copies,
     cast_rows,
-    quantize_each,
     scaled_mm,
     scaling_from_amax,
 )
@@ -122,21 +121,6 @@ class Dense(Scheme):
             x, values, self.dtype, power_of_2, of, transposed, saturate=saturate
         )
         return tuple(values), (scale,), data
-
-    def cast_each(
-        self, xs: Sequence[Tensor], statistics: Sequence[Statistics], starts: Sequence[Start]
-    ) -> list[tuple[Scales, Tensor]]:
-        if self.per not in ("tensor", "row"):
-            return super().cast_each(xs, statistics, starts)
-        values = torch.cat([value.reshape(-1) for (value,) in statistics])
-        multipliers, scales = scaling_from_amax(values, self.dtype, self.power_of_2)
-        flat = quantize_each(xs[0], list(xs[1:]), multipliers, self.dtype, self.per == "row")
-        data = flat.split([x.numel() for x in xs])
-        each = scales.split([value.numel() for (value,) in statistics])
-        return [
-            ((scale.view(value.shape),), qdata.view(x.shape))
-            for x, (value,), scale, qdata in zip(xs, statistics, each, data, strict=True)
-        ]
 
     def fuses(self, x: Tensor) -> bool:
         return self.per == "row" and fuses_casts(x)

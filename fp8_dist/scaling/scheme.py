@@ -295,15 +295,6 @@ class Scheme:
         matrix = qdata.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if any(transposed) else qdata
         return statistics, scales, [transposed_copy(matrix) if t else qdata for t in transposed]
 
-    def cast_each(
-        self, xs: Sequence[Tensor], statistics: Sequence[Statistics], starts: Sequence[Start]
-    ) -> list[tuple[Scales, Tensor]]:
-        """:meth:`cast` many tensors of one dtype and device by known statistics."""
-        each = zip(xs, statistics, starts, strict=True)
-        return [
-            (s, d) for x, known, at in each for _, s, (d,) in [self.cast(x, known, at, [False])]
-        ]
-
     def fuses(self, x: Tensor) -> bool:
         """Whether :meth:`cast` without statistics reads ``x`` only once on its device."""
         return False

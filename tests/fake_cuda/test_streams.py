@@ -21,7 +21,6 @@ from fp8_dist import (
     invalidate_float8_scales,
     update_float8_scales,
 )
-from fp8_dist.fsdp import gathers
 from fp8_dist.linear import weight
 from scripts.common.candidates import OURS
 from scripts.common.fake_cuda import streams
@@ -179,7 +178,6 @@ _WAIT = f"{streams.__name__}.Event.wait"
 # Statistics of tensors on the network, those of rows, and those of histories.
 _MADE = "(all_reduce on NCCL|(_many|amax) on compute) .*"
 _SCALES_TOO_EARLY = f"(_cast|_record|all_gather_copy_in) on .* reads what {_MADE}"
-_SHARDS_TOO_EARLY = f"(_cast_many|cat|all_gather_copy_in) on .* reads what {_MADE}"
 _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
 
 
@@ -192,25 +190,15 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
             ".*before maximum on compute.*",
         ),
         (_WAIT, Training("delayed", event=True), _SCALES_TOO_EARLY),
-        (_WAIT, Training("tensorwise", event=True), _SHARDS_TOO_EARLY),
+        (_WAIT, Training("tensorwise", event=True), _SCALES_TOO_EARLY),
         (_WAIT, Training("tensorwise", event=True, cache=False), _SCALES_TOO_EARLY),
-        (_WAIT, Training("rowwise_folded", event=True), _SHARDS_TOO_EARLY),
+        (_WAIT, Training("rowwise_folded", event=True), _SCALES_TOO_EARLY),
         (_WAIT, Training("rowwise_folded", event=True, cache=False), _SCALES_TOO_EARLY),
         # What gathers on other streams need.
         (
             f"{weight.__name__}.keep_for_current_stream",
             dataclasses.replace(_INVALIDATED, explicit=True),
-            "memory of compute .* before all_gather_copy_in on .*; made at .*:(empty_copies|_quantize_each) .*",
-        ),
-        (
-            f"{gathers.__name__}.keep_for_current_stream",
-            dataclasses.replace(_INVALIDATED, parts=True, micro_batches=1),
-            "memory of compute .* before cat on .*; made at .*/mesh/amax.py:_start .*",
-        ),
-        (
-            f"{gathers.__name__}.note_made",
-            Training("tensorwise", aside=True, micro_batches=1),
-            "(all_gather_copy_in on .* reads what _cast_many|_scaled_mm on .* reads what _scaling) on .*",
+            "memory of compute .* before all_gather_copy_in on .*; made at .*:empty_copies .*",
         ),
     ],
 )

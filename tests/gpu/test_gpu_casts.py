@@ -13,7 +13,6 @@ from fp8_dist.kernels import (
     block_exponents_of_each,
     cast_blocks,
     quantize_blocks,
-    quantize_blocks_of_each,
     reblock,
 )
 from fp8_dist.kernels.gemm import dequantize_blocks, gemm_scales, tiled_exponents
@@ -114,11 +113,8 @@ def test_many_weights_in_blocks(dtype: torch.dtype) -> None:
     blocks = [number for start in starts for number in (128, 128, *start)]
     first, *others = weights
     exponents = block_exponents_of_each(first, others, TARGETS[0], blocks, None)
-    qdata = quantize_blocks_of_each(first, others, exponents, TARGETS[0], blocks)
     first, *others = [weight.to(DEVICE) for weight in weights]
-    found = block_exponents_of_each(first, others, TARGETS[0], blocks, None)
-    assert same_values(found, exponents)
-    assert same_values(quantize_blocks_of_each(first, others, found, TARGETS[0], blocks), qdata)
+    assert same_values(block_exponents_of_each(first, others, TARGETS[0], blocks, None), exponents)
 
 
 @pytest.mark.parametrize("repeats", [1, 32])

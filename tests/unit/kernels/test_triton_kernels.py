@@ -19,7 +19,6 @@ from fp8_dist.kernels import (
     cast_copies,
     cast_rows,
     quantize_copies,
-    quantize_each,
     scaling_from_amax,
     transposed_copy,
 )
@@ -131,15 +130,12 @@ def test_one_tensor_and_many(used: set[str], of: torch.dtype) -> None:
     tensors[2][1, :4] = torch.tensor([-math.nan, math.nan, math.inf, -math.inf])
     tensors[0][3], tensors[4][0] = -0.0, -math.nan
     parts = (slice(None), slice(1), slice(1, 2), slice(0, None, 2))
-    for (of_rows, part), dtype in zip(product((False, True), parts), cycle(FLOAT8_DTYPES)):
+    for of_rows, part in product((False, True), parts):
         first, *others = tensors[part]
         check_operator(amax_of_each, first, others, of_rows)
         values = implementation(amax_of_each)(first, others, of_rows)
         assert (values.view(torch.int32) >= 0).all()
-        multipliers, _ = scaling_from_amax.portable(values, dtype)
-        multipliers[::3] *= 3  # what does not fit saturates
-        check_operator(quantize_each, first, others, multipliers, dtype, of_rows)
-    assert used == {"_whole", "_many", "_cast_many"}
+    assert used == {"_whole", "_many"}
 
 
 def test_transposes(used: set[str]) -> None:

@@ -19,7 +19,6 @@ from fp8_dist.kernels.blocks import (
     of_each,
     quantize_block_copies,
     quantize_blocks,
-    quantize_blocks_of_each,
     shapes_of_each,
 )
 from fp8_dist.kernels.cuda.triton.launch import (
@@ -27,7 +26,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     Layouts,
     Table,
     are_alike,
-    as_bytes,
     blocks,
     float8_constants,
     fused,
@@ -195,10 +193,9 @@ def _cast_blocks(
 
 @tuned(*_TILES)
 @triton.jit
-def _cast_blocks_of_many(
+def _exponents_of_many(
     table: tl.tensor,
     exponents: tl.tensor,
-    out: tl.tensor,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -211,34 +208,31 @@ def _cast_blocks_of_many(
     BN: tl.constexpr,
 ) -> None:
     # One instance: every SPLITS-th tile of one matrix. The table has the matrix's address, its
-    # sizes, its position within its first block, and the indices of its first exponent and of its
-    # first byte in out. Without out, exponents are computed and written; with out, they are given.
-    # Moves the bytes of all matrices once, and 1 byte per element of out.
+    # sizes, its position within its first block, and the index of its first exponent. Moves the
+    # bytes of all matrices once.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    entry = table + 7 * tl.program_id(0)
+    entry = table + 6 * tl.program_id(0)
     x = tl.load(entry).to(tl.pointer_type(DTYPE))
     M, K = tl.load(entry + 1), tl.load(entry + 2)
     first_row, first_column = tl.load(entry + 3), tl.load(entry + 4)
-    first, start = tl.load(entry + 5), tl.load(entry + 6)
     if ALIGNED:
         x = tl.multiple_of(x, 16)
         K = tl.multiple_of(K, 16)
         first_column = tl.multiple_of(first_column, 16)
-        start = tl.multiple_of(start, 16)
     across = tl.cdiv(first_column + K, TILE_N)
     for tile in range(tl.program_id(1), tl.cdiv(first_row + M, TILE_M) * across, SPLITS):
         _cast_tile(
             (x, M, K, K, 1),
             first_row,
             first_column,
-            exponents + first,
-            (None if out is None else out + start, None),
+            exponents + tl.load(entry + 5),
+            (None, None),
             tile // across,
             tile % across,
             ROWS,
             COLUMNS,
-            out is not None,
+            False,
             RULE,
             BIAS,
             SOFT,
@@ -351,60 +345,28 @@ def _block_exponents_of_each(
     blocks: Sequence[int],
     rule: str | None,
 ) -> torch.Tensor:
-    tensors = [first, *others]
-    count = sum(map(math.prod, shapes_of_each(tensors, blocks)))
-    exponents = torch.empty(count, dtype=torch.uint8, device=first.device)
-    _launch_many(tensors, exponents, None, dtype, blocks, rule)
-    return exponents
-
-
-@fused(
-    quantize_blocks_of_each,
-    lambda first, others, exponents, dtype, blocks: _takes_each([first, *others], blocks),
-)
-def _quantize_blocks_of_each(
-    first: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    exponents: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-) -> torch.Tensor:
-    tensors = [first, *others]
-    out = torch.empty(sum(x.numel() for x in tensors), dtype=dtype, device=first.device)
-    _launch_many(tensors, exponents.contiguous(), as_bytes(out), dtype, blocks, None)
-    return out
-
-
-def _launch_many(
-    tensors: Sequence[torch.Tensor],
-    exponents: torch.Tensor,
-    out: torch.Tensor | None,
-    dtype: torch.dtype,
-    of: Sequence[int],
-    rule: str | None,
-) -> None:
-    """Write ``out`` with the given exponents or, if ``out`` is None, write the exponents.
-
-    One launch, and the copy of a table; 2 bytes per bf16 element, 3 with ``out``.
-    """
-    table, (rows, columns) = Table(tensors), of[:2]
+    """Compute the exponents in one launch, and copy a table; 2 bytes per bf16 element."""
+    tensors, (rows, columns) = [first, *others], blocks[:2]
+    table, shapes = Table(tensors), shapes_of_each(tensors, blocks)
+    counts = list(map(math.prod, shapes))
+    exponents = torch.empty(sum(counts), dtype=torch.uint8, device=first.device)
     # A matrix without elements has no tiles.
-    pairs = zip(tensors, of_each(of), strict=True)
+    pairs = zip(tensors, of_each(blocks), strict=True)
     sizes = [(*x.shape, *each[2:]) if x.numel() else (0, 0, 0, 0) for x, each in pairs]
     M, K, first_row, first_column = map(list, zip(*sizes, strict=True))
-    firsts = starts_of(list(map(math.prod, shapes_of_each(tensors, of))))
     splits = min(256, programs(max(table.sizes), 2**15))
-    _cast_blocks_of_many(
+    _exponents_of_many(
         lambda chosen: (len(tensors), splits),
-        (tensors[0].dtype, size_class(len(tensors), max(table.sizes)), rows, columns, out is None),
-        exponents.device,
-        table.of(M, K, first_row, first_column, firsts, table.starts),
-        *(exponents, out),
-        DTYPE=DTYPES[tensors[0].dtype],
-        ALIGNED=table.is_aligned(K, first_column, table.starts),
+        (first.dtype, size_class(len(tensors), max(table.sizes)), rows, columns),
+        first.device,
+        table.of(M, K, first_row, first_column, starts_of(counts)),
+        exponents,
+        DTYPE=DTYPES[first.dtype],
+        ALIGNED=table.is_aligned(K, first_column),
         ROWS=rows,
         COLUMNS=columns,
         RULE=rule,
         SPLITS=splits,
-        **float8_constants(dtype, exponents.device),
+        **float8_constants(dtype, first.device),
     )
+    return exponents

@@ -13,8 +13,6 @@ import triton.language as tl
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
     Layouts,
-    Table,
-    are_alike,
     as_bytes,
     blocks,
     float8_constants,
@@ -22,7 +20,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     matrix,
     programs,
     size_class,
-    starts_of,
     tiles,
     tuned,
 )
@@ -44,7 +41,6 @@ from fp8_dist.kernels.quantization import (
     cast_rows,
     quantize,
     quantize_copies,
-    quantize_each,
     transposed_copy,
 )
 from fp8_dist.kernels.scale import Scaling, scaling_from_amax
@@ -245,46 +241,6 @@ def _record(
     if recorded is not None:
         bits = tl.maximum(bits, magnitude(tl.load(recorded)))
     tl.store(largest, bits)
-
-
-@tuned(
-    blocks(4, BM=4, BN=1024),
-    blocks(4, BM=8, BN=512),
-    blocks(8, BM=16, BN=256),
-    blocks(8, BM=4, BN=2048),
-)
-@triton.jit
-def _cast_many(
-    table: tl.tensor,
-    multipliers: tl.tensor,
-    out: tl.tensor,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    OF_ROWS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: every SPLITS-th block of BM rows of one matrix. The table has the matrix's
-    # address, its sizes, and the indices of its first multiplier and of its first byte in out.
-    # Moves the bytes of all tensors once, and 1 byte per element.
-    entry = table + 5 * tl.program_id(0)
-    x = tl.load(entry).to(tl.pointer_type(DTYPE))
-    M, K = tl.load(entry + 1), tl.load(entry + 2)
-    first, start = tl.load(entry + 3), tl.load(entry + 4)
-    if ALIGNED:
-        x = tl.multiple_of(x, 16)
-        K = tl.multiple_of(K, 16)
-        start = tl.multiple_of(start, 16)
-    for block in range(tl.program_id(1), tl.cdiv(M, BM), SPLITS):
-        i = indices(block, BM)
-        m = tl.load(multipliers + first + i * OF_ROWS, mask=i < M, other=1.0)
-        for part in range(tl.cdiv(K, BN)):
-            j = indices(part, BN)
-            v = saturated(load_tile((x, M, K, K, 1), i, j) * m[:, None], BIAS)
-            store_tile(out + start, to_float8(v, BIAS, SOFT), i, j, M, K)
 
 
 @tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
@@ -498,35 +454,6 @@ def _cast_and_record(
     arguments = amax, known, scale, recorded, tuple(poisoned), largest.view(torch.int32)
     _record(lambda chosen: (1,), (), x.device, *arguments)
     return [amax, *poisoned, largest, *layouts.copies(transposed)]
-
-
-@fused(quantize_each, lambda first, others, *_, **__: are_alike([first, *others]))
-def _quantize_each(
-    first: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    multipliers: torch.Tensor,
-    dtype: torch.dtype,
-    of_rows: bool,
-) -> torch.Tensor:
-    """Cast many tensors in one launch, and copy a table; 3 bytes per bf16 element."""
-    table = Table([first, *others])
-    rows, columns, device = table.rows, table.columns, first.device
-    out = torch.empty(sum(table.sizes), dtype=dtype, device=device)
-    firsts = starts_of(rows) if of_rows else list(range(len(rows)))
-    splits = min(256, programs(max(rows), 32))
-    _cast_many(
-        lambda chosen: (len(rows), splits),
-        (first.dtype, size_class(len(rows), max(rows), max(columns)), of_rows),
-        device,
-        table.of(rows, columns, firsts, table.starts),
-        *(multipliers.contiguous(), as_bytes(out)),
-        DTYPE=DTYPES[first.dtype],
-        ALIGNED=table.is_aligned(columns, table.starts),
-        OF_ROWS=int(of_rows),
-        SPLITS=splits,
-        **float8_constants(dtype, device),
-    )
-    return out
 
 
 @fused(transposed_copy, lambda x: x.is_contiguous())

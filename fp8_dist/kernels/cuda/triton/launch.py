@@ -210,7 +210,6 @@ class Table:
     Attributes:
         sizes: the number of elements of each matrix.
         rows, columns: the sizes of each matrix.
-        starts: the index of the first element of each matrix, if one follows the other.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -220,7 +219,6 @@ class Table:
         self.sizes = [x.numel() for x in matrices]
         self.rows = [x.shape[0] for x in matrices]
         self.columns = [x.shape[1] for x in matrices]
-        self.starts = starts_of(self.sizes)
 
     def of(self, *columns: Sequence[int]) -> torch.Tensor:
         """Return the table with the address of each tensor, followed by the given numbers."""
