@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from fp8_dist.dtypes import FLOAT8_DTYPES, e4m3, e5m2, short_name
+from fp8_dist.device import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
 from fp8_dist.scaling import Blocks, Copy, Dense, Fp32Blocks, Scheme
 

@@ -1,6 +1,22 @@
-"""Tables as text."""
+"""What users read: names of modules and parameters, tables, and warnings."""
 
+import warnings
 from collections.abc import Iterable, Sequence
+
+# Path segments that wrappers add and ``state_dict`` keys leave out.
+_WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
+_warned: set[str] = set()
+
+
+def without_wrappers(fqn: str) -> str:
+    """Return the name that a module or parameter has in the keys of ``state_dict()``."""
+    return ".".join(s for s in fqn.split(".") if s not in _WRAPPER_SEGMENTS)
+
+
+def is_part(name: str, fqn: str) -> bool:
+    """Whether the path segments of ``name`` occur in ``fqn``, one after the other."""
+    return f".{name}." in f".{fqn}."
 
 
 def aligned(lines: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -18,3 +34,10 @@ def aligned(lines: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
         for pairs in (zip(line, widths, strict=False) for line in lines)
     )
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def warn_once(kind: str, message: str) -> None:
+    """Issue a warning unless one of the same kind was issued before, as in an earlier step."""
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(message, stacklevel=3)

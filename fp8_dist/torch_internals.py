@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParalle
 from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from fp8_dist.warn import warn_once
+from fp8_dist.text import warn_once
 
 
 def _does_not_know(what: object) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.linear.agreement import Facts, has_stand_ins
-from fp8_dist.names import without_wrappers
+from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import (
     check_fsdp_reduction,
     fsdp_divisor,

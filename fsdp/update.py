@@ -24,8 +24,8 @@ from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
 from fp8_dist.linear.weight import Float8Weight, note_made
 from fp8_dist.mesh import all_reduce_max, common_groups
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
-from fp8_dist.warn import warn_once
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from fp8_dist.cast import as_float8_of, quantize
-from fp8_dist.dtypes import autocast
+from fp8_dist.device import autocast
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.autograd import Gradients, differentiable_once
 from fp8_dist.linear.checks import check_summed_in_fp32
@@ -20,8 +20,8 @@ from fp8_dist.linear.operands import reason_to_move_high
 from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
 from fp8_dist.scaling import Copy, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.text import warn_once
 from fp8_dist.transport import Encoding, reduced_to
-from fp8_dist.warn import warn_once
 
 _ALLOWED = ("float8", "bf16", None)
 

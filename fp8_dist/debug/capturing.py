@@ -29,7 +29,7 @@ from torch import nn
 from fp8_dist.debug.measures import Measures, measure
 from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, choose_slots, own_rank
 from fp8_dist.debug.rows import CastStats
-from fp8_dist.dtypes import is_float8
+from fp8_dist.device import is_float8
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Owner
 from fp8_dist.recipe import Gemm, Operand

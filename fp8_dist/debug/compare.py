@@ -30,10 +30,9 @@ from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Observer, Owner, gemms_observed_by
 from fp8_dist.mesh import local_tensor, make_group
-from fp8_dist.names import without_wrappers
 from fp8_dist.recipe import Gemm
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.text import aligned
+from fp8_dist.text import aligned, without_wrappers
 from fp8_dist.torch_internals import (
     has_hooks_after_accumulation,
     in_backward,

@@ -8,7 +8,7 @@ import torch
 
 from fp8_dist.debug.capturing import CapturedCast
 from fp8_dist.debug.measures import matrix_scales, saturation_limit
-from fp8_dist.dtypes import short_name
+from fp8_dist.device import short_name
 from fp8_dist.kernels.encoding import as_bytes
 
 

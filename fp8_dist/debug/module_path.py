@@ -12,7 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.fx import GraphModule
 from torch.utils.hooks import RemovableHandle
 
-from fp8_dist.names import without_wrappers
+from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import tree_leaves, when_backward_ends
 
 # The paths that are entered now, and the ``nn.Module.__call__`` that they replaced. Global module

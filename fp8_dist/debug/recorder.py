@@ -12,9 +12,9 @@ from torch import nn
 
 from fp8_dist.linear.observing import Observer, Owner, observed_by
 from fp8_dist.linear.weight import CONVERT_FIRST, weights_by_layer
-from fp8_dist.names import without_wrappers
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
+from fp8_dist.text import without_wrappers
 
 # One fnmatch pattern or several; None matches everything.
 Patterns = str | Iterable[str] | None

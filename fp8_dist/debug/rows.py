@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from fp8_dist.debug.measures import Measures
-from fp8_dist.dtypes import short_name
+from fp8_dist.device import short_name
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import aligned

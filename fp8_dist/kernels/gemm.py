@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.device import device_has_float8_gemm
-from fp8_dist.dtypes import e4m3
+from fp8_dist.device import device_has_float8_gemm, e4m3
 from fp8_dist.env import strict_alignment
 from fp8_dist.kernels.blocks import fp32_scales, scaled_by
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import transposed_copy
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import native_scaled_mm
-from fp8_dist.warn import warn_once
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 # Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).

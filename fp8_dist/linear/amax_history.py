@@ -25,8 +25,8 @@ from fp8_dist.kernels import amax, cast_and_record, empty_copies
 from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
 from fp8_dist.scaling import Copy, Dense, Statistics, planned, reduction_groups
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import is_selectively_checkpointed
-from fp8_dist.warn import warn_once
 
 _KEY = "float8_amax_histories"  # in the metadata of a state_dict
 # A rank's status of saved histories is 0 if it was given none, 1 if it was given some, and 2 if

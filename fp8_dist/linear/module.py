@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import check_transforms
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
-from fp8_dist.dtypes import autocast
+from fp8_dist.device import autocast
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AmaxHistory, load_from_metadata, save_to_metadata
 from fp8_dist.linear.autograd import float8_linear
@@ -29,9 +29,9 @@ from fp8_dist.linear.weight_cache import Change, ScaleState
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import dtensor_local, innermost, is_exporting, storage_address
 from fp8_dist.transport import Encoding
-from fp8_dist.warn import warn_once
 
 # Attributes of a Float8Linear that an nn.Linear does not have.
 _OWN_ATTRIBUTES = (

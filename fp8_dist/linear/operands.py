@@ -35,9 +35,9 @@ from fp8_dist.mesh import (
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Copy, Quantized, Scheme, Start, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local, version_of
 from fp8_dist.transport import Encoding
-from fp8_dist.warn import warn_once
 
 
 class LinearSpec(NamedTuple):

@@ -63,12 +63,12 @@ from fp8_dist.scaling import (
     whole_statistics,
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     in_backward,
     is_exporting,
     is_selectively_checkpointed,
 )
-from fp8_dist.warn import warn_once
 
 # The remedy in messages about models without float8 weights.
 CONVERT_FIRST = (

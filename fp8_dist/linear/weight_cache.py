@@ -44,8 +44,8 @@ from fp8_dist.cast import Copies, Known
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
 from fp8_dist.scaling import Scales
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import in_backward, innermost, storage_address, version_of
-from fp8_dist.warn import warn_once
 
 # A parameter, its version, and the version of its local tensor: they identify its values.
 _Values = tuple[torch.Tensor, int | None, int | None]

@@ -27,8 +27,8 @@ from fp8_dist.linear.weight import (
 )
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.moe.experts import ExpertWeight, checkpoint_entries, experts_config
-from fp8_dist.names import without_wrappers
 from fp8_dist.scaling import BlockScheme, whole_statistics
+from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 
 

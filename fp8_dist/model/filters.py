@@ -25,8 +25,7 @@ from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.moe.experts import expert_shapes
-from fp8_dist.names import is_part
-from fp8_dist.text import aligned
+from fp8_dist.text import aligned, is_part
 
 FilterFn = Callable[[nn.Module, str], bool]
 Shape = tuple[int, int]

@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8_dist.fsdp.gradient_transport import gradient_errors
 from fp8_dist.linear.amax_history import saved_rows
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.names import without_wrappers
-from fp8_dist.warn import warn_once
+from fp8_dist.text import warn_once, without_wrappers
 
 _ERRORS = "gradient_errors"
 

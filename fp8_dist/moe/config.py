@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from fp8_dist.config import CastConfig, Float8LinearConfig
-from fp8_dist.dtypes import e4m3
+from fp8_dist.device import e4m3
 from fp8_dist.scaling import Dense, Scheme
 
 ExpertsRecipe = Literal["rowwise_folded", "tensorwise", "blockwise", "mxfp8"]

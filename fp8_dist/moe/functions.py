@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_copies, quantize
-from fp8_dist.dtypes import autocast
+from fp8_dist.device import autocast
 from fp8_dist.linear.autograd import Form, flattened
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts

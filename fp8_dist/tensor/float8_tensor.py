@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fp8_dist.dtypes import is_float8, short_name
+from fp8_dist.device import is_float8, short_name
 from fp8_dist.scaling import Dense, Quantized, Scales, Scheme, Start, covering, scheme_named
 from fp8_dist.torch_internals import (
     STAND_INS,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fp8_dist.dtypes import is_float8
+from fp8_dist.device import is_float8
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.scaling import Level, Scheme, covering
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized

@@ -24,7 +24,7 @@ from fp8_dist import (
     convert_to_float8_training,
     float8_layers,
     precompute_float8_dynamic_scale,
-    warn,
+    text,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear.weight_cache import ScaleState
@@ -256,13 +256,15 @@ def test_an_optimizer_of_other_parameters_is_refused(ranks: RankPools) -> None:
             before = wrap(AdamW(net.parameters()))
             convert_to_float8_training(net, config=gathered)
             texts.append(raised(ValueError, partial(attach, before, net)))
-    for text in texts:
-        assert "updates none of the module's 6 float8 weights (such as layers.0.w1.weight)" in text
-        assert "Make the optimizer after convert_to_float8_training, apply_tp_plan and" in text
+    for message in texts:
+        assert (
+            "updates none of the module's 6 float8 weights (such as layers.0.w1.weight)" in message
+        )
+        assert "Make the optimizer after convert_to_float8_training, apply_tp_plan and" in message
 
 
 def warnings_of_attaching(world_size: str) -> list[str]:
-    warn._warned.clear()
+    text._warned.clear()
     net = convert_to_float8_training(Net())
     with patch.dict(os.environ, WORLD_SIZE=world_size), catch_warnings(record=True) as caught:
         simplefilter("always")

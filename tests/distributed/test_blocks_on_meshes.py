@@ -41,7 +41,7 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
-    warn,
+    text,
 )
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.linear.observing import record_gemms
@@ -223,7 +223,7 @@ def prepared(size: int, recipe: str, features: int) -> tuple[list[bool], str]:
     part = distribute_tensor(x, mesh, [Shard(1)])
     with record_gemms() as found, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        warn._warned.discard("prepared in parts")  # of an earlier test on these ranks
+        text._warned.discard("prepared in parts")  # of an earlier test on these ranks
         model(part)
     same = [
         torch.equal(a.a.qdata.view(torch.uint8), b.a.qdata.view(torch.uint8))

@@ -203,7 +203,7 @@ def lost_histories(folder: str) -> list[str]:
             state = get_model_state_dict(net, options=options)
             set_model_state_dict(new.net, state, options=options)
         assert amaxes(new.net) == before
-        fp8_dist.warn._warned.clear()
+        fp8_dist.text._warned.clear()
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             new.train(2, seed=3)

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-import fp8_dist.warn
+import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
     attach_precompute,
@@ -134,7 +134,7 @@ def test_a_first_forward_in_inference_mode() -> list[str]:
 
 @on_ranks(2)
 def test_a_forgotten_precompute_is_said_once() -> None:
-    fp8_dist.warn._warned.clear()
+    fp8_dist.text._warned.clear()
     world = Distributed(2, 1)
     precompute_float8_dynamic_scale(world.net)
     optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
@@ -156,7 +156,7 @@ def test_the_warning_says_what_has_changed() -> None:
         (lambda n: set_model_state_dict(n, get_model_state_dict(n)), "a state_dict was loaded"),
         (lambda net: [p.detach().mul_(10) for p in net.parameters()], "the weight was written to"),
     ):
-        fp8_dist.warn._warned.clear()
+        fp8_dist.text._warned.clear()
         net = convert_to_float8_training(Net())
         precompute_float8_dynamic_scale(net)
         change(net)
@@ -320,7 +320,7 @@ def test_precompute_of_nothing_is_an_error() -> None:
 
 @on_ranks(2)
 def test_a_weight_gathered_in_high_precision_is_scaled_as_it_comes() -> None:
-    fp8_dist.warn._warned.clear()
+    fp8_dist.text._warned.clear()
     world = Distributed(2, 1, gather=False)
     precompute_float8_dynamic_scale(world.net)
     optimizer = torch.optim.SGD(world.net.parameters(), lr=10.0)

@@ -522,7 +522,7 @@ def errors_that_do_not_fit() -> list[str]:
             state.load_state_dict({"gradient_errors": damaged})
         found.append(str(error.value).replace(f".rank{dist.get_rank()}.shard{dist.get_rank()}", ""))
     assert all(torch.equal(saved[name], tensor) for name, tensor in errors_of(net).items())
-    fp8_dist.warn._warned.clear()
+    fp8_dist.text._warned.clear()
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         state.load_state_dict({"gradient_errors": saved})

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-import fp8_dist.warn
+import fp8_dist.text
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
@@ -54,7 +54,7 @@ def shard(model: Net) -> None:
 
 def gathers(model: Net) -> tuple[dict[str, int], list[str]]:
     """The number of all-gathers of one step, by dtype; and the warnings of lost types."""
-    fp8_dist.warn._warned.clear()
+    fp8_dist.text._warned.clear()
     with warnings.catch_warnings(record=True) as caught, comm_audit() as audit:
         warnings.simplefilter("always")
         model(torch.randn(2, 8, 64)).sum().backward()

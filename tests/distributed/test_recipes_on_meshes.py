@@ -16,7 +16,7 @@ from reference import kinds, raised, same_bits, sqnr, weights_used
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-import fp8_dist.warn
+import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -221,7 +221,7 @@ def test_layers_that_share_a_gathered_weight_round_its_scale_alike(ranks: RankPo
 
 
 def rows_in_parts(style: str) -> list[str]:
-    fp8_dist.warn._warned.clear()
+    fp8_dist.text._warned.clear()
     config = Float8LinearConfig.from_recipe_name("rowwise_folded")
     net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
     styles = {

@@ -15,7 +15,7 @@ from reference import raised, same_bits
 from torch import randn
 from torch.distributed.fsdp import fully_shard
 
-import fp8_dist.warn
+import fp8_dist.text
 from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
@@ -46,7 +46,7 @@ def updated_step(dp: int, tp: int, recipe: str) -> tuple[str, int]:
     Returns:
         Collectives of the update, and how many all-reduces it saves in the step.
     """
-    fp8_dist.warn._warned.clear()
+    fp8_dist.text._warned.clear()
     sync = sync_float8_amax_and_scale_history if recipe == "delayed" else lambda module: None
     found, reduces, results = [], [], []
     for update in (update_float8_scales, sync):
@@ -65,7 +65,7 @@ def updated_step(dp: int, tp: int, recipe: str) -> tuple[str, int]:
         reduces.append(step.count("all_reduce"))
         results.append([output, *(local_tensor(p.grad) for p in world.net.parameters())])
     assert all(map(same_bits, *results))
-    assert not fp8_dist.warn._warned
+    assert not fp8_dist.text._warned
     return found[0], reduces[1] - reduces[0]
 
 

@@ -201,14 +201,14 @@ def test_what_a_soak_notices() -> None:
         return sum(not check.holds for check in checks)
 
     assert broken(usage, {"table": (3, 3)}) == 0
-    assert broken(usage, {"fp8_dist.warn._warned": (3, 4)}) == 1
+    assert broken(usage, {"fp8_dist.text._warned": (3, 4)}) == 1
     for more in ({"rss": 500}, {"tensors": 101}, {"entries": 21}, {"graphs": 3}, {"works": 1}):
         assert broken(dataclasses.replace(usage, **more), {}) == 1
 
 
 def test_tables_of_modules_classes_and_caches_are_found() -> None:
     found = soak.tables()
-    assert "fp8_dist.warn._warned" in found
+    assert "fp8_dist.text._warned" in found
     assert "fp8_dist.linear.operands.plan_operand (cache)" in found
 
 

@@ -18,7 +18,7 @@ from fp8_dist import (
     fsdp,
     tensor_parallel,
 )
-from fp8_dist.dtypes import short_name
+from fp8_dist.device import short_name
 from fp8_dist.recipe import Operand
 
 ROOT = Path(__file__).parents[2]

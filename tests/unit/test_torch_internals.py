@@ -11,7 +11,7 @@ from reference import raised
 from torch.distributed.tensor import DTensor
 from torch.utils import _python_dispatch
 
-from fp8_dist import torch_internals, warn
+from fp8_dist import torch_internals
 
 
 def imported_again() -> ModuleType:
@@ -26,7 +26,7 @@ def imported_again() -> ModuleType:
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an import replaces in torch, and notes of warnings, are as they were after a test."""
-    monkeypatch.setattr(warn, "_warned", set())
+    monkeypatch.setattr("fp8_dist.text._warned", set())
     if "_stable_hash_for_caching" in vars(DTensor):
         monkeypatch.setattr(
             DTensor, "_stable_hash_for_caching", vars(DTensor)["_stable_hash_for_caching"]

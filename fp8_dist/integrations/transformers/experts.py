@@ -22,7 +22,7 @@ from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.experts import Kind, expert_group, experts_config, weight_of
 from fp8_dist.moe.functions import combined_product, dispatched_product, local_part
 from fp8_dist.moe.grouped import add_bias
-from fp8_dist.warn import warn_once
+from fp8_dist.text import warn_once
 
 IMPLEMENTATION = "fp8_dist"
 

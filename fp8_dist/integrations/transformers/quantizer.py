@@ -29,7 +29,7 @@ from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import LayerFilter
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
-from fp8_dist.names import is_part
+from fp8_dist.text import is_part
 
 METHOD = "fp8_dist"
 

@@ -16,8 +16,7 @@ from fp8_dist.linear.amax_history import load_histories
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import FilterFn, skip_head
 from fp8_dist.model.state import Float8State
-from fp8_dist.names import without_wrappers
-from fp8_dist.warn import warn_once
+from fp8_dist.text import warn_once, without_wrappers
 
 
 class Float8Callback(TrainerCallback, ExportableState):

@@ -14,7 +14,7 @@ from fp8_dist.kernels.blocks import quantize_blocks
 from fp8_dist.kernels.cuda import gemm
 from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.kernels.quantization import quantize
-from fp8_dist.warn import warn_once
+from fp8_dist.text import warn_once
 
 __all__ = ["HAS_TRITON", "gemm"]
 

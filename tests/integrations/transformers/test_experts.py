@@ -16,7 +16,6 @@ from reference import raised, same_bits, sqnr
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from fp8_dist import warn
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -228,7 +227,7 @@ def test_compiled_block_has_the_bits_of_an_eager_one() -> None:
 def test_implementations_that_are_set_after_the_conversion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(warn, "_warned", set())
+    monkeypatch.setattr("fp8_dist.text._warned", set())
     model, expected = made("qwen3_moe"), step(made("qwen3_moe"))
     copied = copy.deepcopy(model)
     with warnings.catch_warnings():

@@ -37,7 +37,7 @@ from transformers import (
 
 import fp8_dist.integrations.transformers as integration
 import fp8_dist.integrations.transformers.trainer as trainer_module
-import fp8_dist.warn
+import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
     attach_update,
@@ -74,7 +74,7 @@ def trained_and_resumed(
         return get_peft_model(llama(), lora) if adapters else llama(seed).to(dtype)
 
     config = Float8LinearConfig.from_recipe_name(recipe) if recipe else None
-    fp8_dist.warn._warned.clear()
+    fp8_dist.text._warned.clear()
     with launched(fsdp="fsdp" in arguments), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         audit = Audit()
@@ -232,7 +232,7 @@ def warnings_of(folder: str) -> list[list[str]]:
     """Those of the callback, in two trainings one after the other, by arguments."""
     found = []
     for arguments in (FSDP, {}, {"use_cpu": False}):
-        fp8_dist.warn._warned.clear()
+        fp8_dist.text._warned.clear()
         with launched(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):

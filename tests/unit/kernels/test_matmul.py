@@ -14,7 +14,6 @@ from fp8_dist import (
     Float8Tensor,
     ScalingGranularity,
     cast_to_float8,
-    warn,
 )
 from fp8_dist.kernels import gemm
 from fp8_dist.tensor import scaled_mm
@@ -154,7 +153,7 @@ def test_the_rowwise_kernel_takes_what_all_devices_take(
 def test_a_slow_rowwise_kernel_is_told(
     cuda: str, fast: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warn, "_warned", set())
+    monkeypatch.setattr("fp8_dist.text._warned", set())
     monkeypatch.setattr(torch.version, "cuda", cuda)
     a, b = (cast_to_float8(torch.randn(16, 32), ROWS, dim=-1) for _ in range(2))
     with warnings.catch_warnings(record=True) as found:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from implementations import check_operator, implementation, note_launches
 from reference import same_values
 
-from fp8_dist.dtypes import FLOAT8_DTYPES
+from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels import (
     CustomOp,
     block_exponents,

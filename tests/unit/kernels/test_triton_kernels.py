@@ -12,7 +12,7 @@ import torch
 from implementations import check_operator, implementation, note_launches
 
 from fp8_dist import kernels
-from fp8_dist.dtypes import FLOAT8_DTYPES
+from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels import (
     amax,
     amax_of_each,

@@ -9,8 +9,7 @@ import triton.language as tl
 from reference import same_values
 from rounding_kernels import BLOCK, DEVICE, decoded, encoded
 
-from fp8_dist.device import device_has_float8_gemm
-from fp8_dist.dtypes import FLOAT8_DTYPES
+from fp8_dist.device import FLOAT8_DTYPES, device_has_float8_gemm
 from fp8_dist.kernels import scaling_from_amax
 from fp8_dist.kernels.cuda.triton.launch import BIAS
 from fp8_dist.kernels.cuda.triton.rounding import multiplier_of, reciprocal

@@ -28,7 +28,7 @@ from nets import Net
 from reference import float8_gemms, raised, same_bits
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import fp8_dist.warn
+import fp8_dist.text
 from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
@@ -260,7 +260,7 @@ def test_a_non_finite_value_is_seen_at_once_and_forgotten(where: str, value: flo
 
 
 def steps_with_warnings(config: Float8LinearConfig, syncs: bool, precompute: bool) -> list[str]:
-    fp8_dist.warn._warned.clear()
+    fp8_dist.text._warned.clear()
     net = convert_to_float8_training(Net(), config=config)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if precompute:

@@ -23,7 +23,6 @@ from fp8_dist import (
     Float8State,
     convert_to_float8_training,
     float8_layers,
-    warn,
 )
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 
@@ -66,7 +65,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(assign: bool, gather: bool) -> N
 def warned(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The kinds of warnings that were given; none yet, so that each may be given again."""
     kinds: set[str] = set()
-    monkeypatch.setattr(warn, "_warned", kinds)
+    monkeypatch.setattr("fp8_dist.text._warned", kinds)
     return kinds
 
 

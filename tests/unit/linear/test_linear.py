@@ -11,7 +11,7 @@ import torch.nn as nn
 from recipe_algebra import step
 from reference import Watching, raised, same_bits, sqnr
 
-import fp8_dist.warn
+import fp8_dist.text
 from fp8_dist import (
     CastConfig,
     Float8GemmConfig,
@@ -39,7 +39,7 @@ def twins(
 
 
 def test_a_gather_that_cannot_happen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_dist.warn, "_warned", set())
+    monkeypatch.setattr(fp8_dist.text, "_warned", set())
     model = nn.Sequential(nn.Linear(16, 16))
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
     text = "0: enable_fsdp_float8_all_gather=True has no effect on this layer: FSDP2 does not"
@@ -51,7 +51,7 @@ def test_a_gather_that_cannot_happen_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_auto_says_nothing_of_a_model_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_dist.warn, "_warned", set())
+    monkeypatch.setattr(fp8_dist.text, "_warned", set())
     config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
     assert isinstance(model[0].weight, Float8AllGatherWeight)

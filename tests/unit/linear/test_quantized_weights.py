@@ -17,7 +17,7 @@ from torchao.quantization import (
     quantize_,
 )
 
-import fp8_dist.warn
+import fp8_dist.text
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
@@ -104,7 +104,7 @@ def test_a_quantized_model_is_as_if_never_converted(recipe: str) -> None:
 
 
 def test_the_layers_that_are_not_quantized_stay_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_dist.warn, "_warned", set())
+    monkeypatch.setattr(fp8_dist.text, "_warned", set())
     model = converted()
     with pytest.warns(
         UserWarning, match=r"0: the weight was replaced by a torchao\.\S+\.Float8Tensor, which"
