@@ -12,7 +12,6 @@ from fp8_dist.kernels import cpu as cpu
 from fp8_dist.kernels.blocks import (
     block_amaxes as block_amaxes,
     block_exponents as block_exponents,
-    block_exponents_of_each as block_exponents_of_each,
     blocks_along as blocks_along,
     cast_blocks as cast_blocks,
     expanded as expanded,

@@ -240,43 +240,6 @@ def quantize_block_copies(
     return [transposed_copy(as_matrix(qdata)) if turned else qdata for turned in transposed]
 
 
-@custom_op(
-    "block_exponents_of_each(Tensor first, Tensor[] others, ScalarType dtype, int[] blocks, "
-    "str? rule) -> Tensor",
-    fake=lambda first, others, dtype, blocks, rule: first.new_empty(
-        sum(map(math.prod, shapes_of_each([first, *others], blocks))), dtype=torch.uint8
-    ),
-)
-def block_exponents_of_each(
-    first: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-    rule: str | None,
-) -> torch.Tensor:
-    """Apply :func:`block_exponents` to each of many local matrices on one device.
-
-    Args:
-        blocks: four numbers for each matrix.
-
-    Returns:
-        The exponents of all matrices, uint8, flat, one matrix after the other.
-    """
-    each = zip((first, *others), of_each(blocks), strict=True)
-    return torch.cat([block_exponents(x, dtype, of, rule).view(-1) for x, of in each])
-
-
-def of_each(blocks: Sequence[int]) -> list[Sequence[int]]:
-    """Split a flat sequence into the four numbers of each matrix."""
-    return [blocks[n : n + 4] for n in range(0, len(blocks), 4)]
-
-
-def shapes_of_each(tensors: Sequence[torch.Tensor], blocks: Sequence[int]) -> list[list[int]]:
-    """Return the shape of the exponents of each matrix."""
-    each = zip(tensors, of_each(blocks), strict=True)
-    return [exponents_shape(x.shape, of) for x, of in each]
-
-
 def empty_reblocked(
     qdata: torch.Tensor,
     exponents: torch.Tensor,

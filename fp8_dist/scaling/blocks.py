@@ -13,7 +13,6 @@ from fp8_dist.kernels import (
     GemmOptions,
     block_amaxes,
     block_exponents,
-    block_exponents_of_each,
     block_scaled_mm,
     cast_blocks,
     dequantized_amaxes,
@@ -185,14 +184,6 @@ class Blocks(BlockScheme):
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         blocks = self._blocks(start)
         return (block_exponents(self._taken(x), self.dtype, blocks, self.rule),)
-
-    def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
-        blocks = [number for start in starts for number in self._blocks(start)]
-        shapes = [self.levels[0].shape(x.shape, at) for x, at in zip(xs, starts, strict=True)]
-        first, *others = [self._taken(x) for x in xs]
-        flat = block_exponents_of_each(first, others, self.dtype, blocks, self.rule)
-        parts = flat.split([math.prod(shape) for shape in shapes])
-        return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
 
     def scales_from(self, statistics: Statistics) -> Scales:
         return statistics

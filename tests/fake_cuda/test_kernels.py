@@ -92,15 +92,18 @@ def test_blocks_under_fsdp(name: str, kernels: int, fake_cuda: FakeCudaProcess) 
 @pytest.mark.parametrize(
     ("blocks", "kernels"),
     [
-        (2, (3, 1, 1, 1, 9)),
-        (3, (3, 1, 1, 1, 9)),
-        pytest.param(20, (4, 1, 1, 1, 15), marks=FULL),
+        (2, (3, 1, 14, 14, 9)),
+        (3, (3, 1, 21, 21, 9)),
+        pytest.param(20, (4, 1, 140, 140, 15), marks=FULL),
     ],
 )
 def test_updates_of_many_weights(
     blocks: int, kernels: tuple[int, ...], fake_cuda: FakeCudaProcess
 ) -> None:
-    """As many kernels for 14 weights as for 21; for 140, torch.cat takes several launches."""
+    """As many kernels for 14 weights as for 21, but one per weight in blocks.
+
+    For 140, torch.cat takes several launches.
+    """
     names = ("tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed")
     for name, launches in zip(names, kernels, strict=True):
         counts = fake_cuda.run(count_update, name, blocks)

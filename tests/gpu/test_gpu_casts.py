@@ -10,7 +10,6 @@ from rounding_kernels import decoded, encoded
 from fp8_dist import CastConfig, ScalingGranularity, cast_to_float8
 from fp8_dist.kernels import (
     block_exponents,
-    block_exponents_of_each,
     cast_blocks,
     quantize_blocks,
     reblock,
@@ -103,18 +102,6 @@ def test_casts_of_any_shape(shape: tuple[int, int]) -> None:
         strided = torch.empty_like(x, device=DEVICE).copy_(x)
         on_gpu = cast_blocks(strided, TARGETS[0], blocks, "ceil", [False, True])
         assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_weights_in_blocks(dtype: torch.dtype) -> None:
-    shapes = [(256, 512), (0, 512), (130, 77), (1024, 1024)]
-    weights = [values("ordinary", dtype, shape) for shape in shapes]
-    starts = [(0, 0), (5, 0), (100, 3), (0, 16)]
-    blocks = [number for start in starts for number in (128, 128, *start)]
-    first, *others = weights
-    exponents = block_exponents_of_each(first, others, TARGETS[0], blocks, None)
-    first, *others = [weight.to(DEVICE) for weight in weights]
-    assert same_values(block_exponents_of_each(first, others, TARGETS[0], blocks, None), exponents)
 
 
 @pytest.mark.parametrize("repeats", [1, 32])

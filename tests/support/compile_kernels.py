@@ -86,8 +86,6 @@ def call_all() -> None:
     run(kernels.block_exponents, x, e4m3, (32, 32, 0, 0), "floor")
     run(kernels.reblock, data, numbers, (1, 128, 0, 0), 128, "ceil", True)
     run(gemm.dequantize_blocks, data, numbers, (1, 128, 0, 0), torch.bfloat16)
-    parts = [128, 128, 0, 0] * 2
-    run(kernels.block_exponents_of_each, x, [x], e4m3, parts, "ceil")
     run(gemm.gemm_scales, numbers, numbers, 4)
     run(gemm.tiled_exponents, numbers, numbers, 1)
     codes, each = run(encoding.encode_float8, x, 1)

@@ -11,7 +11,6 @@ from reference import reference_blocks, same_bits, sqnr
 
 from fp8_dist.kernels import (
     block_exponents,
-    block_exponents_of_each,
     block_scaled_mm,
     cast_blocks,
     exponents_of_groups,
@@ -319,8 +318,5 @@ def test_operators_describe_their_results() -> None:
             b, of_b, blocks_b = turned((qdata, exponents, blocks))
             given = (qdata, b, exponents, of_b, blocks, blocks_b, torch.bfloat16, True)
             calls.append((block_scaled_mm, given))
-    parts = [4, 4, 1, 3, 4, 4, 0, 0]
-    many = torch.randn(6, 10), [torch.randn(3, 4)], E4M3, parts, None
-    calls.append((block_exponents_of_each, many))
     for op, arguments in calls:
         torch.library.opcheck(op.overload, arguments, test_utils="test_faketensor")

@@ -19,13 +19,11 @@ from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels import (
     CustomOp,
     block_exponents,
-    block_exponents_of_each,
     cast_blocks,
     quantize_block_copies,
     quantize_blocks,
     reblock,
 )
-from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.gemm import dequantize_blocks, gemm_scales, tiled_exponents
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -206,53 +204,7 @@ def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
         assert same_values(found, dequantize_blocks.portable(data, scales, blocks, of))
 
 
-MANY: list[tuple[tuple[int, int], tuple[int, int]]] = [
-    ((40, 300), (0, 0)),
-    ((16, 32), (3, 31)),
-    ((0, 32), (5, 0)),
-    ((3, 0), (5, 7)),
-    ((1, 1), (31, 0)),
-    ((33, 64), (16, 16)),
-]
 IMPLEMENTATIONS = pytest.mark.parametrize("name", ["cuda", "portable"])
-
-
-@pytest.mark.parametrize(
-    ("size", "rule"), [((32, 32), None), ((32, 32), "floor"), ((1, 32), "ceil")]
-)
-def test_many_matrices(used: set[str], size: tuple[int, int], rule: str | None) -> None:
-    blocks = [(*size, start[0] % size[0], start[1]) for _, start in MANY]
-    chosen = [(of, slice(None)) for of in DTYPES]
-    chosen += [(torch.float32, part) for part in (slice(1), slice(2, 3), slice(0, None, 5))]
-    for of, part in chosen:
-        tensors = [matrix(shape, of) for shape, _ in MANY]
-        tensors[0][5, 7], tensors[1][3] = math.nan, -math.inf
-        check_many(tensors[part], blocks[part], rule)
-    assert used == {"_exponents_of_many"}
-
-
-def check_many(tensors: list[torch.Tensor], each: list[Blocks], rule: str | None) -> None:
-    blocks = [number for part in each for number in part]
-    first, *others = tensors
-    check_operator(block_exponents_of_each, first, others, E4M3, blocks, rule)
-    exponents = block_exponents_of_each.portable(first, others, E4M3, blocks, rule)
-    pairs = zip(tensors, each, strict=True)
-    alone = [block_exponents.portable(x, E4M3, b, rule).view(-1) for x, b in pairs]
-    assert torch.equal(exponents, torch.cat(alone))
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [(4, 8, 0, 0), (4, 8, 3, 1), (4, 8, 0, 7)],
-        [(4, 8, 0, 0), (1, 8, 0, 1), (4, 4, 0, 0)],  # not alike
-        [(3, 8, 0, 0), (3, 8, 0, 1), (3, 8, 0, 7)],
-    ],
-)
-def test_matrices_that_are_not_alike(parts: list[Blocks]) -> None:
-    x, *others = [matrix(shape, torch.bfloat16) for shape in ((6, 32), (0, 32), (5, 7))]
-    for first in (x, x.float(), x.t().contiguous().t()):
-        check_many([first, *others], parts, "floor")
 
 
 def chosen(op: CustomOp[..., Any], name: str) -> Callable[..., Any]:

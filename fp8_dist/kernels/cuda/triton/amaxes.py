@@ -5,21 +5,21 @@ several program instances share is filled with zeros first, by another launch.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 
+from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
-    Table,
-    are_alike,
     blocks,
     fused,
     matrix,
     programs,
     size_class,
-    starts_of,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
@@ -211,25 +211,49 @@ def _amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return rows, columns
 
 
-@fused(amax_of_each, lambda first, others, of_rows=False: are_alike([first, *others]))
+def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False) -> bool:
+    """Return whether one launch can read all of the tensors by their addresses.
+
+    This is not the case while a CUDA graph is captured, because the graph would outlive them.
+    """
+    alike = all(x.dtype is first.dtype and x.is_contiguous() for x in others)
+    return first.dtype in DTYPES and first.is_contiguous() and alike and not is_captured(first)
+
+
+@fused(amax_of_each, _are_alike)
 def _amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
 ) -> torch.Tensor:
     """Compute amaxes in two launches, one for rows, and copy a table; 2 bytes per bf16 element."""
-    table = Table([first, *others])
-    rows, columns = table.rows, table.columns
+    matrices, device = [as_matrix(x) for x in (first, *others)], first.device
+    addresses = [x.data_ptr() for x in matrices]
+    rows, columns = [x.shape[0] for x in matrices], [x.shape[1] for x in matrices]
     counts = rows if of_rows else [1] * len(rows)
+    starts = list(accumulate(counts, initial=0))[:-1]
+    table = tuple(zip(addresses, rows, columns, starts, strict=True))
     allocate = torch.empty if of_rows else torch.zeros
-    out = allocate(sum(counts), dtype=torch.float32, device=first.device)
+    out = allocate(sum(counts), dtype=torch.float32, device=device)
     splits = min(256, programs(max(rows), 32))
     _many(
         lambda chosen: (len(rows), splits),
         (first.dtype, size_class(len(rows), max(rows), max(columns)), of_rows),
-        first.device,
-        *(table.of(rows, columns, starts_of(counts)), out.view(torch.int32)),
+        device,
+        *(_table_of(table, device, current_stream(device)), out.view(torch.int32)),
         DTYPE=DTYPES[first.dtype],
-        ALIGNED=table.is_aligned(columns),
+        ALIGNED=all(n % 16 == 0 for n in (*addresses, *columns)),
         OF_ROWS=of_rows,
         SPLITS=splits,
     )
     return out
+
+
+@lru_cache(maxsize=16)
+def _table_of(
+    rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.Stream | None
+) -> torch.Tensor:
+    """Copy a table to the device, once for the same tensors; the host waits for the copy.
+
+    Shards of weights keep their addresses. There is one table per stream, because the memory of a
+    dropped table is reused on its stream only.
+    """
+    return torch.tensor(rows, dtype=torch.int64).to(device)

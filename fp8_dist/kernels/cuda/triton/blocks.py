@@ -1,10 +1,9 @@
-"""Casts with block scales, of a tensor to several layouts or of many matrices, in one launch each.
+"""Casts with block scales, to several layouts in one launch.
 
 Block sizes are powers of two. A tile consists of whole blocks, so program instances share nothing.
 Scales and their reciprocals are made from exponent bits.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -13,26 +12,20 @@ import triton.language as tl
 
 from fp8_dist.kernels.blocks import (
     block_exponents,
-    block_exponents_of_each,
     cast_blocks,
     empty_exponents,
-    of_each,
     quantize_block_copies,
     quantize_blocks,
-    shapes_of_each,
 )
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
     Layouts,
-    Table,
-    are_alike,
     blocks,
     float8_constants,
     fused,
     matrix,
     programs,
     size_class,
-    starts_of,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.launch import Blocks as Sizes
@@ -49,13 +42,6 @@ from fp8_dist.kernels.quantization import Tensors
 
 # Limits of a block's sides and area: a tile of whole blocks must fit into registers.
 _LONGEST, _LARGEST = 256, 128 * 128
-
-_TILES = (
-    blocks(4, BM=32, BN=128),
-    blocks(8, BM=32, BN=256),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=128),
-)
 
 
 @triton.jit
@@ -106,52 +92,13 @@ def spread(values: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.t
     return tl.reshape(wide, [R * ROWS, C * COLUMNS])
 
 
-@triton.jit
-def _cast_tile(
-    x: tl.tuple,
-    first_row: tl.tensor,
-    first_column: tl.tensor,
-    exponents: tl.tensor,
-    copies: tl.tuple,
-    row: tl.tensor,
-    column: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GIVEN: tl.constexpr,
-    RULE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # Cast the tile of [BM, BN] at (row, column) in the grid of tiles. The exponents are contiguous.
-    # They are read if GIVEN, and otherwise computed by RULE and written.
-    data, M, K, stride_m, stride_k = x
-    i = indices(row, BM) - first_row
-    j = indices(column, BN) - first_column
-    mask = ((i >= 0) & (i < M))[:, None] & ((j >= 0) & (j < K))[None, :]
-    v = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0)
-    v = as_fp32(v)
-    down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
-    r, c = indices(row, BM // ROWS), indices(column, BN // COLUMNS)
-    of_blocks = exponents + r[:, None] * across + c[None, :]
-    is_block = (r < down)[:, None] & (c < across)[None, :]
-    if GIVEN:
-        found = tl.load(of_blocks, mask=is_block, other=127).to(tl.int32)
-    else:
-        found = exponents_of(largest_of_each(magnitude(v), ROWS, COLUMNS), RULE, BIAS)
-        tl.store(of_blocks, found.to(tl.uint8), mask=is_block)
-    if (copies[0] is not None) or (copies[1] is not None):
-        v = saturated(v * spread(multipliers_by(found), ROWS, COLUMNS), BIAS)
-        code = to_float8(v, BIAS, SOFT)
-        if copies[0] is not None:
-            tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
-        if copies[1] is not None:
-            out = copies[1] + j[:, None] * M + i[None, :]
-            tl.store(out, tl.trans(code), mask=tl.trans(mask))
-
-
-@tuned(*_TILES, blocks(8, BM=128, BN=64))
+@tuned(
+    blocks(4, BM=32, BN=128),
+    blocks(8, BM=32, BN=256),
+    blocks(8, BM=64, BN=128),
+    blocks(8, BM=128, BN=128),
+    blocks(8, BM=128, BN=64),
+)
 @triton.jit
 def _cast_blocks(
     x: tl.tuple,
@@ -168,77 +115,35 @@ def _cast_blocks(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN], enlarged to whole blocks. Moves the bytes of x once, and
+    # One instance: a tile of [BM, BN], enlarged to whole blocks. The exponents are contiguous. They
+    # are read if GIVEN, and otherwise computed by RULE and written. Moves the bytes of x once, and
     # 1 byte per element and layout.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    _cast_tile(
-        x,
-        first_row,
-        first_column,
-        exponents,
-        copies,
-        tl.program_id(0),
-        tl.program_id(1),
-        ROWS,
-        COLUMNS,
-        GIVEN,
-        RULE,
-        BIAS,
-        SOFT,
-        TILE_M,
-        TILE_N,
-    )
-
-
-@tuned(*_TILES)
-@triton.jit
-def _exponents_of_many(
-    table: tl.tensor,
-    exponents: tl.tensor,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    RULE: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: every SPLITS-th tile of one matrix. The table has the matrix's address, its
-    # sizes, its position within its first block, and the index of its first exponent. Moves the
-    # bytes of all matrices once.
-    TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
-    TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    entry = table + 6 * tl.program_id(0)
-    x = tl.load(entry).to(tl.pointer_type(DTYPE))
-    M, K = tl.load(entry + 1), tl.load(entry + 2)
-    first_row, first_column = tl.load(entry + 3), tl.load(entry + 4)
-    if ALIGNED:
-        x = tl.multiple_of(x, 16)
-        K = tl.multiple_of(K, 16)
-        first_column = tl.multiple_of(first_column, 16)
-    across = tl.cdiv(first_column + K, TILE_N)
-    for tile in range(tl.program_id(1), tl.cdiv(first_row + M, TILE_M) * across, SPLITS):
-        _cast_tile(
-            (x, M, K, K, 1),
-            first_row,
-            first_column,
-            exponents + tl.load(entry + 5),
-            (None, None),
-            tile // across,
-            tile % across,
-            ROWS,
-            COLUMNS,
-            False,
-            RULE,
-            BIAS,
-            SOFT,
-            TILE_M,
-            TILE_N,
-        )
+    data, M, K, stride_m, stride_k = x
+    i = indices(tl.program_id(0), TILE_M) - first_row
+    j = indices(tl.program_id(1), TILE_N) - first_column
+    mask = ((i >= 0) & (i < M))[:, None] & ((j >= 0) & (j < K))[None, :]
+    v = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0)
+    v = as_fp32(v)
+    down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
+    r = indices(tl.program_id(0), TILE_M // ROWS)
+    c = indices(tl.program_id(1), TILE_N // COLUMNS)
+    of_blocks = exponents + r[:, None] * across + c[None, :]
+    is_block = (r < down)[:, None] & (c < across)[None, :]
+    if GIVEN:
+        found = tl.load(of_blocks, mask=is_block, other=127).to(tl.int32)
+    else:
+        found = exponents_of(largest_of_each(magnitude(v), ROWS, COLUMNS), RULE, BIAS)
+        tl.store(of_blocks, found.to(tl.uint8), mask=is_block)
+    if (copies[0] is not None) or (copies[1] is not None):
+        v = saturated(v * spread(multipliers_by(found), ROWS, COLUMNS), BIAS)
+        code = to_float8(v, BIAS, SOFT)
+        if copies[0] is not None:
+            tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
+        if copies[1] is not None:
+            out = copies[1] + j[:, None] * M + i[None, :]
+            tl.store(out, tl.trans(code), mask=tl.trans(mask))
 
 
 def takes_size(rows: int, columns: int) -> bool:
@@ -327,46 +232,3 @@ def _quantize_copies(
     transposed: Sequence[bool],
 ) -> Tensors:
     return _launch(x, exponents.contiguous(), dtype, blocks, transposed, given=True)
-
-
-def _takes_each(tensors: Sequence[torch.Tensor], of: Sequence[int]) -> bool:
-    same = all(each[:2] == of[:2] for each in of_each(of))
-    return same and are_alike(tensors) and all(x.ndim == 2 and _takes(x, of) for x in tensors)
-
-
-@fused(
-    block_exponents_of_each,
-    lambda first, others, dtype, blocks, rule: _takes_each([first, *others], blocks),
-)
-def _block_exponents_of_each(
-    first: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-    rule: str | None,
-) -> torch.Tensor:
-    """Compute the exponents in one launch, and copy a table; 2 bytes per bf16 element."""
-    tensors, (rows, columns) = [first, *others], blocks[:2]
-    table, shapes = Table(tensors), shapes_of_each(tensors, blocks)
-    counts = list(map(math.prod, shapes))
-    exponents = torch.empty(sum(counts), dtype=torch.uint8, device=first.device)
-    # A matrix without elements has no tiles.
-    pairs = zip(tensors, of_each(blocks), strict=True)
-    sizes = [(*x.shape, *each[2:]) if x.numel() else (0, 0, 0, 0) for x, each in pairs]
-    M, K, first_row, first_column = map(list, zip(*sizes, strict=True))
-    splits = min(256, programs(max(table.sizes), 2**15))
-    _exponents_of_many(
-        lambda chosen: (len(tensors), splits),
-        (first.dtype, size_class(len(tensors), max(table.sizes)), rows, columns),
-        first.device,
-        table.of(M, K, first_row, first_column, starts_of(counts)),
-        exponents,
-        DTYPE=DTYPES[first.dtype],
-        ALIGNED=table.is_aligned(K, first_column),
-        ROWS=rows,
-        COLUMNS=columns,
-        RULE=rule,
-        SPLITS=splits,
-        **float8_constants(dtype, first.device),
-    )
-    return exponents
