@@ -73,7 +73,7 @@ def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2:
         multipliers = [scaling_from_amax.portable(each, dtype, power_of_2)[0] for each in values]
         check_operator(quantize_copies, x, multipliers, dtype, of, transposed, fits=True)
     check_operator(cast_rows, x, dtype, power_of_2, [False, True])
-    assert used >= {"_whole", "_rows", "_columns"}
+    assert used >= {"_rows", "_tiles"}
     assert used >= {"_cast", "_cast_rows", "_cast_rows_and_columns"}
 
 
@@ -135,7 +135,7 @@ def test_one_tensor_and_many(used: set[str], of: torch.dtype) -> None:
         check_operator(amax_of_each, first, others, of_rows)
         values = implementation(amax_of_each)(first, others, of_rows)
         assert (values.view(torch.int32) >= 0).all()
-    assert used == {"_whole", "_many"}
+    assert used == {"_tiles", "_many"}
 
 
 def test_transposes(used: set[str]) -> None:

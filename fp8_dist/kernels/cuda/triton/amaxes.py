@@ -27,35 +27,17 @@ from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, covered_dims
 from fp8_dist.torch_internals import foreach_zero_
 
-_STEPS = 8  # number of blocks that one instance reads for amaxes of a tensor or of columns
+_STEPS = 8  # number of tiles that one instance reads
 
-
-@tuned(blocks(4, BLOCK=2048), blocks(8, BLOCK=4096), blocks(8, BLOCK=8192))
-@triton.jit
-def _whole(
-    x: tl.tuple,
-    out: tl.tensor,
-    size: tl.tensor,
-    CONTIGUOUS: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    # One instance: STEPS * BLOCK elements. Moves the bytes of x once.
-    data, _, columns, stride_m, stride_k = x
-    largest = tl.zeros([BLOCK], tl.int32)
-    for step in range(STEPS):
-        n = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BLOCK)
-        offsets = n if CONTIGUOUS else n // columns * stride_m + n % columns * stride_k
-        largest = tl.maximum(largest, magnitude(tl.load(data + offsets, mask=n < size, other=0.0)))
-    tl.atomic_max(out, tl.max(largest, 0), sem="relaxed")
-
-
-@tuned(
+_OF_ROWS = (
     blocks(4, BM=8, BN=256),
     blocks(4, BM=4, BN=1024),
     blocks(8, BM=16, BN=256),
     blocks(8, BM=2, BN=2048),
 )
+
+
+@tuned(*_OF_ROWS)
 @triton.jit
 def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> None:
     # One instance: BM rows. Moves the bytes of x once.
@@ -68,16 +50,16 @@ def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> No
 
 @tuned(blocks(4, BM=32, BN=64), blocks(4, BM=16, BN=128), blocks(8, BM=32, BN=128))
 @triton.jit
-def _columns(
+def _tiles(
     x: tl.tuple,
     rows: tl.tensor | None,
-    columns: tl.tensor,
+    columns: tl.tensor | None,
+    whole: tl.tensor | None,
     STEPS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: BN columns of STEPS * BM rows, and their part of these rows. Moves the bytes of
-    # x once.
+    # One instance: the part of STEPS * BM rows in BN columns. Moves the bytes of x once.
     j = indices(tl.program_id(1), BN)
     largest = tl.zeros([BM, BN], tl.int32)
     for step in range(STEPS):
@@ -86,15 +68,14 @@ def _columns(
         if rows is not None:
             tl.atomic_max(rows + i, tl.max(bits, 1), mask=i < x[1], sem="relaxed")
         largest = tl.maximum(largest, bits)
-    tl.atomic_max(columns + j, tl.max(largest, 0), mask=j < x[2], sem="relaxed")
+    of_columns = tl.max(largest, 0)
+    if columns is not None:
+        tl.atomic_max(columns + j, of_columns, mask=j < x[2], sem="relaxed")
+    if whole is not None:
+        tl.atomic_max(whole, tl.max(of_columns, 0), sem="relaxed")
 
 
-@tuned(
-    blocks(4, BM=4, BN=1024),
-    blocks(4, BM=8, BN=256),
-    blocks(8, BM=16, BN=256),
-    blocks(8, BM=2, BN=2048),
-)
+@tuned(*_OF_ROWS)
 @triton.jit
 def _many(
     table: tl.tensor,
@@ -136,55 +117,37 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
 @fused(amax, _takes)
 def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Compute an amax in two launches, one for rows; 2 bytes per bf16 element."""
-    if dims is None:
-        return _amax_of_tensor(as_matrix(x))
-    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
-    flat, dim = as_matrix(x), int(tuple(dims) == covered_dims("row", x.ndim))
+    flat, of_rows = as_matrix(x), dims is not None and tuple(dims) == covered_dims("row", x.ndim)
     # If columns are contiguous in memory, read the rows of the transpose instead.
     if flat.stride(0) == 1 and flat.stride(1) != 1:
-        flat, dim = flat.t(), 1 - dim
-    return _amax_along(flat, dim).view(shape)
-
-
-def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
-    contiguous = x.is_contiguous()
-    if not contiguous and x.stride(0) < x.stride(1):
-        x = x.t()
-        contiguous = x.is_contiguous()
-    size, out = x.numel(), torch.zeros((), dtype=torch.float32, device=x.device)
-    _whole(
-        lambda chosen: (programs(size, chosen["BLOCK"] * _STEPS),),
-        (x.dtype, size_class(size), contiguous),
-        x.device,
-        *(matrix(x), out.view(torch.int32), size),
-        CONTIGUOUS=contiguous,
-        STEPS=_STEPS,
-    )
-    return out
-
-
-def _amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:
-    M, K = x.shape
-    if dim == 1:
+        flat, of_rows = flat.t(), dims is not None and not of_rows
+    M, K = flat.shape
+    if of_rows:
         out = torch.empty(M, dtype=torch.float32, device=x.device)
-        key = (x.dtype, size_class(M, K), x.stride(1) == 1)
-        arguments = matrix(x), out.view(torch.int32)
+        key = (x.dtype, size_class(M, K), flat.stride(1) == 1)
+        arguments = matrix(flat), out.view(torch.int32)
         _rows(lambda chosen: (programs(M, chosen["BM"]),), key, x.device, *arguments)
-        return out
-    out = torch.zeros(K, dtype=torch.float32, device=x.device)
-    _find_columns(x, None, out)
-    return out
+    else:
+        out = torch.zeros([] if dims is None else K, dtype=torch.float32, device=x.device)
+        _find(flat, None, *((None, out) if dims is None else (out, None)))
+    return out.view([] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)])
 
 
-def _find_columns(x: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor) -> None:
-    """Find the amaxes of columns, and of rows if they are given, both filled with zeros."""
+def _find(
+    x: torch.Tensor,
+    rows: torch.Tensor | None,
+    columns: torch.Tensor | None,
+    whole: torch.Tensor | None = None,
+) -> None:
+    """Find the amaxes of a matrix that are given, filled with zeros."""
     M, K = x.shape
-    _columns(
+    wanted = (rows, columns, whole)
+    _tiles(
         lambda chosen: (programs(M, chosen["BM"] * _STEPS), programs(K, chosen["BN"])),
-        (x.dtype, size_class(M, K), x.stride(1) == 1, rows is None),
+        (x.dtype, size_class(M, K), x.stride(1) == 1, *(t is None for t in wanted)),
         x.device,
         matrix(x),
-        *(None if t is None else t.view(torch.int32) for t in (rows, columns)),
+        *(None if t is None else t.view(torch.int32) for t in wanted),
         STEPS=_STEPS,
     )
 
@@ -207,7 +170,7 @@ def _amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     # Two allocations and one fill: an operator may not return two views of one buffer.
     rows, columns = (torch.empty(n, dtype=torch.float32, device=x.device) for n in x.shape)
     foreach_zero_([rows, columns])
-    _find_columns(x, rows, columns)
+    _find(x, rows, columns)
     return rows, columns
 
 

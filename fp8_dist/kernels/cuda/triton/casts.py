@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
+    TILES,
     Layouts,
     as_bytes,
     blocks,
@@ -49,13 +50,6 @@ from fp8_dist.kernels.scale import Scaling, scaling_from_amax
 TENSOR = tl.constexpr(0)
 ROW = tl.constexpr(1)
 COLUMN = tl.constexpr(2)
-
-_TILES = (
-    blocks(4, BM=64, BN=64),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=64),
-    blocks(4, BM=32, BN=128),
-)
 
 
 @tuned(blocks(4, BLOCK=1024))
@@ -113,7 +107,7 @@ def _times(x: tl.tensor, m: tl.tensor, OF: tl.constexpr) -> tl.tensor:
     return product
 
 
-@tuned(*_TILES)
+@tuned(*TILES)
 @triton.jit
 def _cast(
     x: tl.tuple,
@@ -191,7 +185,7 @@ def _cast_rows(
         store_layouts(copies, code, i, j, M, K)
 
 
-@tuned(*_TILES)
+@tuned(*TILES)
 @triton.jit
 def _cast_rows_and_columns(
     x: tl.tuple,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
+    TILES,
     as_bytes,
     blocks,
     float8_constants,
@@ -35,13 +36,6 @@ from fp8_dist.kernels.folding import UNIT as FOLDED_UNIT
 from fp8_dist.kernels.folding import empty_folds, fold_gradient
 
 UNIT = tl.constexpr(FOLDED_UNIT)
-
-_ROWS = (
-    blocks(4, BM=16, BN=128),
-    blocks(8, BM=16, BN=256),
-    blocks(8, BM=32, BN=128),
-    blocks(8, BM=64, BN=128),
-)
 
 
 @triton.jit
@@ -77,7 +71,12 @@ def _g0(
     return from_float8(to_float8(v, BIAS, SOFT), BIAS, SOFT) * reciprocal(m)[:, None]
 
 
-@tuned(*_ROWS)
+@tuned(
+    blocks(4, BM=16, BN=128),
+    blocks(8, BM=16, BN=256),
+    blocks(8, BM=32, BN=128),
+    blocks(8, BM=64, BN=128),
+)
 @triton.jit
 def _fold_rows(
     grad: tl.tuple,
@@ -116,12 +115,7 @@ def _fold_rows(
             tl.atomic_max(column_amax + j, largest, mask=j < N, sem="relaxed")
 
 
-@tuned(
-    blocks(4, BM=64, BN=64),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=64),
-    blocks(4, BM=32, BN=128),
-)
+@tuned(*TILES)
 @triton.jit
 def _fold_columns(
     grad: tl.tuple,

@@ -62,6 +62,15 @@ def blocks(warps: int, **sizes: int) -> triton.Config:
     return triton.Config(sizes, num_warps=warps)
 
 
+# Choices for kernels whose instances each cast one tile.
+TILES = (
+    blocks(4, BM=64, BN=64),
+    blocks(8, BM=64, BN=128),
+    blocks(8, BM=128, BN=64),
+    blocks(4, BM=32, BN=128),
+)
+
+
 class Tuned:
     """Kernel with several choices of block sizes. The first call with a key finds the fastest.
 
