@@ -34,8 +34,8 @@ from fp8_dist.linear.weight import (
     float8_weights,
     note_made,
 )
-from fp8_dist.linear.weight_cache import PendingScales, ScaleState, WeightCache
-from fp8_dist.mesh import AmaxReduction, Layout, common_groups, local_tensor
+from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor
 from fp8_dist.scaling import Placed, Scales, Scheme, Statistics, message_dtype, sharded_axes
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_init_shards
@@ -114,14 +114,6 @@ def _placed(
     return WeightStatistics(local, layout, axes, tuple(places), everywhere)
 
 
-class _Reduction(NamedTuple):
-    """All-reduce in flight, and the sizes of the parts of its vector."""
-
-    vector: AmaxReduction
-    dtype: torch.dtype
-    sizes: list[int]  # three for each reduced level: slots before this rank's, its own, slots after
-
-
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     """Compute the scales of all float8 weights of a model after their values have changed.
 
@@ -140,9 +132,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     Collectives: one all-reduce (MAX) of 4 bytes per scale that depends on several ranks; none if no
     scale does. With one scale per row, these are the scales of row-parallel weights, and of weights
     that FSDP2 shards unevenly. If all of the scales are those of blocks that shards cut, there is 1
-    byte per block. There are more bytes if weights live on different axes of the mesh. On CPUs the
-    all-reduce runs in the background, and the first use of a scale waits for it. If the mesh was
-    sliced from one that leaves out ranks of the world, there is one all-reduce for each axis.
+    byte per block. There are more bytes if weights live on different axes of the mesh. If the mesh
+    was sliced from one that leaves out ranks of the world, there is one all-reduce for each axis.
 
     A stage of a pipeline has no group over its axes at first. The first call makes the groups of
     all stages, so all ranks of the world must make it (or see ``fp8_dist.fsdp.make_amax_group``).
@@ -180,23 +171,12 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
     _check_weights(chosen)
-    # The id of each weight's parameter now, because FSDP2 will replace the parameter.
-    weights = {
-        weight: id(weight.parameter())
-        for weight in chosen.values()
-        if not weight.may_change_unnoticed(weight.parameter())
-    }
-    local = local_statistics(weights)
-    reduction = _start(local.values())
-    pending = PendingScales(lambda: _known(weights, local, reduction))
-    for weight in weights:
-        weight.cache.store(weight.parameter(), pending, ScaleState.PENDING)
-    if reduction is None or not reduction.vector.blocks_host:
-        # On a GPU this only queues the wait on the current stream. Later it would be queued on the
-        # first stream that needs a scale, such as FSDP2's for gathers, and other streams would not
-        # wait.
-        pending.wait()
-        note_made(weights)
+    weights = [
+        weight for weight in chosen.values() if not weight.may_change_unnoticed(weight.parameter())
+    ]
+    for weight, known, whole_scales in _known(weights):
+        weight.cache.store(weight.parameter(), known, ScaleState.PRECOMPUTED, whole_scales)
+    note_made(weights)
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:
@@ -246,12 +226,12 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
         )
 
 
-def _start(weights: Iterable[WeightStatistics]) -> _Reduction | None:
-    """Start the all-reduce of the statistics that depend on other ranks, if there are any."""
+def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
+    """All-reduce the statistics that depend on other ranks, and return those of each level."""
     distributed = [(w.layout.mesh, w) for w in weights if w.layout is not None]
     chosen = [(mesh, place) for mesh, w in distributed for place in w.places if place is not None]
     if not chosen:
-        return None
+        return iter(())
     pairs = ((mesh, over) for mesh, w in distributed for over in w.axes if over)
     groups, missing = common_groups(_axes_by_mesh(pairs))
     rank = dist.get_rank()
@@ -268,7 +248,7 @@ def _start(weights: Iterable[WeightStatistics]) -> _Reduction | None:
         whole = place.flat(dtype)
         parts.append(pad(whole, (before, after)) if slots > 1 else whole)
         sizes += [before, place.size, after]
-    return _Reduction(AmaxReduction(torch.cat(parts), groups), dtype, sizes)
+    return iter(all_reduce_max(torch.cat(parts), groups).split(sizes)[1::3])
 
 
 def _axes_by_mesh(
@@ -285,24 +265,20 @@ def _axes_by_mesh(
 
 
 def _known(
-    weights: dict[Float8Weight, int],
-    local: dict[Key, WeightStatistics],
-    reduction: _Reduction | None,
-) -> list[tuple[WeightCache, Known, Scales | None]]:
-    """Return for each layer its cache, its statistics by scheme, and perhaps all scales.
+    weights: Sequence[Float8Weight],
+) -> Iterator[tuple[Float8Weight, Known, Scales | None]]:
+    """Yield each weight with its statistics by scheme, and perhaps the scales of all of it.
 
     These are the scales of the global weight, if FSDP2's gather can't carry them.
     """
-    parts: Iterator[torch.Tensor] = iter(())
-    if reduction is not None:
-        vector = reduction.vector.wait().view(reduction.dtype)
-        parts = iter(vector.split(reduction.sizes)[1::3])
+    local = local_statistics(weights)
+    parts = _reduced(local.values())
     by_key = {
         key: [None if place is None else place.whole(next(parts)) for place in own.places]
         for key, own in local.items()
     }
-    found = []
-    for weight, parameter in weights.items():
+    for weight in weights:
+        parameter = id(weight.parameter())
         known: Known = {}
         whole_scales: Scales | None = None
         for scheme in weight.schemes:
@@ -316,5 +292,4 @@ def _known(
                 whole_scales = scheme.scales_from(
                     tuple([n if whole is None else whole for n, whole in every])
                 )
-        found.append((weight.cache, known, whole_scales))
-    return found
+        yield weight, known, whole_scales

@@ -266,7 +266,7 @@ class Float8Linear(nn.Linear):
             state = ScaleState.FROM_GATHER
         elif weight is not None:
             state = self.float8_weight.cache.state_of(weight)
-        differ = (ScaleState.UNKNOWN, ScaleState.PENDING, ScaleState.STALE)
+        differ = (ScaleState.UNKNOWN, ScaleState.STALE)
         return state.name.lower() if state in differ else "fresh"
 
     def __setattr__(self, name: str, value: Any) -> None:

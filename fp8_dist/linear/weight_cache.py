@@ -33,9 +33,7 @@ The state depends only on the sequence of calls, which is the same on all ranks,
 about which weights need a collective. A compiled graph queries it when it runs, by an operator.
 """
 
-from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -55,7 +53,6 @@ class ScaleState(Enum):
     """State of a weight's scales.
 
     * ``UNKNOWN``: not known. The next use computes them.
-    * ``PENDING``: precompute's all-reduce is in flight.
     * ``PRECOMPUTED``: precompute has computed them.
     * ``STALE``: precompute has computed them, and the weight has changed since. The next use warns.
     * ``FROM_GATHER``: computed when FSDP2 gathered the sharded parameter.
@@ -63,7 +60,6 @@ class ScaleState(Enum):
     """
 
     UNKNOWN = auto()
-    PENDING = auto()
     PRECOMPUTED = auto()
     STALE = auto()
     FROM_GATHER = auto()
@@ -79,43 +75,17 @@ class Change(Enum):
 
 
 # Tuples instead of sets, because the hash of an enum member is computed in Python.
-_OF_PRECOMPUTE = (ScaleState.PENDING, ScaleState.PRECOMPUTED, ScaleState.STALE)
+_OF_PRECOMPUTE = (ScaleState.PRECOMPUTED, ScaleState.STALE)
 _WITHOUT_SCALES = (ScaleState.UNKNOWN, ScaleState.STALE)
-
-
-class PendingScales:
-    """Scales of several weights that depend on a collective in flight.
-
-    Args:
-        find: waits for the collective, and returns (cache, statistics by scheme, ``whole_scales``)
-            for each cache.
-    """
-
-    def __init__(self, find: Callable[[], list[tuple["WeightCache", Known, Any]]]) -> None:
-        self._find: Callable[[], Any] | None = find
-
-    def wait(self) -> None:
-        """Wait for the scales, and store them in the caches that are PENDING on them."""
-        if self._find is not None:
-            find, self._find = self._find, None
-            # Autograd can't save inference tensors, and an evaluation may be the first use.
-            with torch.inference_mode(False), torch.no_grad():
-                found = find()
-            for cache, known, whole_scales in found:
-                if cache._known is self:  # not dropped in the meantime
-                    cache.state, cache._known = ScaleState.PRECOMPUTED, known
-                    cache.whole_scales = whole_scales
 
 
 class WeightCache:
     """Scales and float8 copies for the current values of one weight.
 
     =========================  =============  =============  ===========  =========================
-    event                      UNKNOWN        PENDING,       STALE        FROM_GATHER, FROM_FORWARD
-                                              PRECOMPUTED
+    event                      UNKNOWN        PRECOMPUTED    STALE        FROM_GATHER, FROM_FORWARD
     =========================  =============  =============  ===========  =========================
-    ``store`` PENDING          PENDING        PENDING        PENDING      PENDING
-    ``PendingScales.wait``                    PRECOMPUTED
+    ``store`` PRECOMPUTED      PRECOMPUTED    PRECOMPUTED    PRECOMPUTED  PRECOMPUTED
     ``store`` FROM_...         FROM_...       FROM_... (a)   FROM_...     FROM_...
     ``drop``; a step of its                   STALE                       UNKNOWN
     optimizer; a new version
@@ -136,6 +106,7 @@ class WeightCache:
     Attributes:
         state: see the table.
         float8: the float8 copies of the local shard that were used last, if they are kept.
+        known: the statistics of the local shard for each scheme.
         whole_scales: the scales of the global weight, if FSDP2's gather can't carry scales.
         steps_since_sync: optimizer steps since the amax histories of the layer were updated.
     """
@@ -144,7 +115,7 @@ class WeightCache:
         self.state = ScaleState.UNKNOWN
         self.float8: Copies | None = None
         self.whole_scales: Scales | None = None
-        self._known: Known | PendingScales | None = None
+        self.known: Known | None = None
         # The reference is strong, because swap_tensors, which module.to() may use, refuses tensors
         # with weak references.
         self._param: torch.Tensor | None = None
@@ -159,30 +130,21 @@ class WeightCache:
         self._change = Change.WRITE  # the change that made the scale STALE
         self.steps_since_sync = 0
 
-    @property
-    def known(self) -> Known | None:
-        """The statistics of the local shard for each scheme. Waits for PENDING ones."""
-        known = self._known  # another thread may drop it
-        if isinstance(known, PendingScales):
-            known.wait()
-            known = self._known
-        return None if isinstance(known, PendingScales) else known
-
     def store(
         self,
         param: torch.Tensor,
-        known: Known | PendingScales,
+        known: Known,
         state: ScaleState,
         whole_scales: Scales | None = None,
     ) -> None:
         """Store the statistics for the current values of ``param``.
 
-        ``state`` is FROM_GATHER, FROM_FORWARD, or PENDING.
+        ``state`` is FROM_GATHER, FROM_FORWARD, or PRECOMPUTED.
         """
         origin = self._origin
         self.drop()
         self._origin = origin
-        self.state, self._known, self.whole_scales = state, known, whole_scales
+        self.state, self.known, self.whole_scales = state, known, whole_scales
         self._was_frozen, self._values = not param.requires_grad, _values(param)
         if not self._has_same_storage(param):
             # A weak reference to the storage keeps its address from being reused.
@@ -193,7 +155,7 @@ class WeightCache:
             watch_steps(self)
 
     def is_fresh(self, param: torch.Tensor) -> bool:
-        """Whether scales are known (or PENDING) for the current values of ``param``."""
+        """Whether scales are known for the current values of ``param``."""
         if self._param is not param or self.state in _WITHOUT_SCALES:
             return False
         if not self._has_same_values(param):
@@ -257,7 +219,7 @@ class WeightCache:
     def _forget_found(self) -> None:
         """Drop the scale that a forward or a gather has computed."""
         self.state, self._of_evaluation = ScaleState.UNKNOWN, False
-        self._known = self.float8 = self.whole_scales = None
+        self.known = self.float8 = self.whole_scales = None
 
     def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         """Called when the layer's parameter is replaced. It may return with other values.
@@ -293,12 +255,10 @@ class WeightCache:
 
         ``change``: the kind of change of the weight, if it changed.
         """
-        if isinstance(self._known, PendingScales):
-            self._known.wait()  # every collective must be waited for
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change
-        self._known = self.float8 = self.whole_scales = self._origin = None
+        self.known = self.float8 = self.whole_scales = self._origin = None
         self._of_evaluation = False
 
     def reset(self) -> None:

@@ -6,7 +6,6 @@ only ``torch_internals``.
 
 from fp8_dist.mesh.agreement import first_difference as first_difference
 from fp8_dist.mesh.amax import (
-    AmaxReduction as AmaxReduction,
     GroupNames as GroupNames,
     all_reduce_max as all_reduce_max,
     common_groups as common_groups,
