@@ -1,10 +1,10 @@
 """Checks of weights before FSDP2 gathers them in float8, and before it puts them back.
 
-Importing this module makes FSDP2 compare layers between ranks before its first gather.
+Importing this module makes FSDP2 check its groups, and compare layers between ranks, before its
+first gather.
 """
 
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,7 +18,6 @@ from fp8_dist.linear.agreement import (
 from fp8_dist.linear.weight import float8_modules, weights_of
 from fp8_dist.torch_internals import (
     before_fsdp_gathers,
-    fsdp_groups,
     fsdp_groups_of_module,
     fsdp_is_running,
     fsdp_parameters,
@@ -27,17 +26,15 @@ from fp8_dist.torch_internals import (
     in_backward,
 )
 
-# FSDP2's parameter group of each layer whose weight it gathers in float8. The layer itself, a child
-# of the sharded module, has no reference to its group.
-_groups: "WeakKeyDictionary[nn.Module, ReferenceType[Any]]" = WeakKeyDictionary()
-
 
 def _before_first_gather(group: Any) -> None:
-    """Compare the layers of a parameter group between ranks, and note its sharded parameters."""
+    """Compare a parameter group's layers between ranks, check it, and note its parameters."""
     _compare_between_ranks(group)
     for parameter in fsdp_parameters([group]):
         for module, name in parameter.users:
             weight = weights_of(module).get(name)
+            if weight is not None and parameter.has_hooks:
+                _check_reshards(group, weight.fqn)
             if weight is not None and not weight.is_exchanged:
                 weight.note_sharded(parameter.parameter)
 
@@ -82,17 +79,6 @@ def reshard(module: nn.Module, caller: str) -> None:
             if any(parameter.has_hooks for parameter in fsdp_parameters([group])):
                 _check_reshards(group, name)
         part.reshard()
-
-
-def check_layer(layer: nn.Module, name: str) -> None:
-    """Check a layer whose weight FSDP2 is about to gather."""
-    if layer not in _groups or _groups[layer]() is None:  # first gather: look up all layers at once
-        for group in fsdp_groups():
-            for parameter in fsdp_parameters([group]):
-                if parameter.has_hooks:
-                    _groups.update((module, ref(group)) for module, _ in parameter.users)
-    if layer in _groups and (group := _groups[layer]()) is not None:
-        _check_reshards(group, name)
 
 
 def _check_reshards(group: Any, name: str) -> None:

@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist.fsdp.gathers import check_layer
 from fp8_dist.linear.module import other_users
 from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
 from fp8_dist.linear.weight_cache import WeightCache
@@ -239,9 +238,8 @@ class Float8AllGatherWeight(torch.Tensor):
         none if shards cut no block.
 
         Raises:
-            ValueError: the module is not a Float8Linear; FSDP2 is to reshard to a smaller mesh
-                (``reshard_after_forward=<int>``); or tensor parallelism leaves some rank with an
-                empty shard, whose gradient FSDP2 can't reduce.
+            ValueError: the module is not a Float8Linear; or tensor parallelism leaves some rank
+                with an empty shard, whose gradient FSDP2 can't reduce.
         """
         weight = weights_of(module).get(self._name)
         if weight is None:
@@ -250,7 +248,6 @@ class Float8AllGatherWeight(torch.Tensor):
                 "Float8Linear can use it. Share a converted layer's weight with no other module, "
                 "or leave the layer unconverted"
             )
-        check_layer(module, weight.fqn)
         _check_other_shards(weight, mesh)
         cache = weight.cache
         # FSDP2 gathers under no_grad, so only the module's mode shows an evaluation.
