@@ -76,37 +76,6 @@ def _store_scaling(scaling: tl.tuple, m: tl.tensor, i: tl.tensor, size: tl.tenso
     tl.store(scaling[1] + i, reciprocal(m), mask=i < size)
 
 
-@triton.jit
-def _load_scales(
-    given: tl.tensor,
-    stride: tl.tensor,
-    i: tl.tensor,
-    j: tl.tensor,
-    M: tl.tensor,
-    K: tl.tensor,
-    OF: tl.constexpr,
-) -> tl.tensor:
-    # Load an amax or a multiplier for each row or each column of a tile, or one for all of it.
-    if OF == ROW:
-        scales = tl.load(given + i * stride, mask=i < M, other=1.0)
-    elif OF == COLUMN:
-        scales = tl.load(given + j * stride, mask=j < K, other=1.0)
-    else:
-        scales = tl.load(given)
-    return scales
-
-
-@triton.jit
-def _times(x: tl.tensor, m: tl.tensor, OF: tl.constexpr) -> tl.tensor:
-    if OF == ROW:
-        product = x * m[:, None]
-    elif OF == COLUMN:
-        product = x * m[None, :]
-    else:
-        product = x * m
-    return product
-
-
 @tuned(*TILES)
 @triton.jit
 def _cast(
@@ -129,23 +98,29 @@ def _cast(
     M, K = x[1], x[2]
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
-    m = _load_scales(given, stride_given, i, j, M, K, OF)
+    row, column = i[:, None], j[None, :]
+    if OF == ROW:
+        m = tl.load(given + row * stride_given, mask=row < M, other=1.0)
+    elif OF == COLUMN:
+        m = tl.load(given + column * stride_given, mask=column < K, other=1.0)
+    else:
+        m = tl.load(given)
     if scaling is not None:
         m = multiplier_of(m, POWER_OF_2, BIAS)
         # Each number is stored once: by the tiles of the first column or row, or by the first tile.
         if OF == ROW:
             if tl.program_id(1) == 0:
-                _store_scaling(scaling, m, i, M)
+                _store_scaling(scaling, m, row, M)
         elif OF == COLUMN:
             if tl.program_id(0) == 0:
-                _store_scaling(scaling, m, j, K)
+                _store_scaling(scaling, m, column, K)
         elif tl.program_id(0) + tl.program_id(1) == 0:
             tl.store(scaling[0], m)
             tl.store(scaling[1], reciprocal(m))
     v = load_tile(x, i, j)
     if amax is not None:
         tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0))
-    v = _times(v, m, OF)
+    v = v * m
     if SATURATE:
         v = saturated(v, BIAS)
     store_layouts(copies, to_float8(v, BIAS, SOFT), i, j, M, K)
