@@ -141,10 +141,12 @@ def _turned(numbers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of the weights of experts that a module has, by name; empty if none are known."""
+    """The shapes ``[E, N, K]`` of a module's weights of experts; empty if none are known."""
     kind = _kind_of(module)
-    names = () if kind is None else kind.weights(module)
-    return {name: module.get_parameter(name).shape for name in names}
+    if kind is None:
+        return {}
+    weights = {name: module.get_parameter(name) for name in kind.weights(module)}
+    return {n: (w.mT if kind.are_transposed(module) else w).shape for n, w in weights.items()}
 
 
 def checkpoint_entries(

@@ -73,13 +73,15 @@ def operands(model: nn.Module) -> dict[str, torch.Tensor]:
     for handle in handles:
         handle.remove()
     del found["weights"]
-    weights = {f"{name} weight": p.detach() for name, p in experts.named_parameters()}
+    weights = {f"{n} weight": p.detach() for n, p in experts.named_parameters() if p.ndim == 3}
     return found | weights
 
 
-@pytest.mark.parametrize("recipe", BLOCKS)
-def test_casts_of_experts(tmp_path: Path, recipe: ExpertsRecipe) -> None:
-    model = made("mixtral", recipe)
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [*(("mixtral", recipe) for recipe in BLOCKS), ("gpt_oss", "rowwise_folded")]
+)
+def test_casts_of_experts(tmp_path: Path, kind: str, recipe: ExpertsRecipe) -> None:
+    model = made(kind, recipe)
     stats, captured = float8_stats(model, gemms=True), capture(model, tmp_path, fqn=f"{EXPERTS}.*")
     with stats, captured:
         expected = operands(model)
@@ -96,12 +98,11 @@ def test_casts_of_experts(tmp_path: Path, recipe: ExpertsRecipe) -> None:
         assert same_bits(cast.high, high)
         blocks = of_weight if high.ndim == 3 else of_rows
         matrices = high if high.ndim == 3 else high[None]
-        low = torch.stack(
-            [
-                rounded(m.double(), *[b or n for b, n in zip(blocks, m.shape, strict=True)], rule)
-                for m in matrices
-            ]
-        ).view_as(high)
+        is_turned = kind == "gpt_oss" and high.ndim == 3  # its weights are stored as [E, K, N]
+        matrices = matrices.mT if is_turned else matrices
+        sizes = [b or n for b, n in zip(blocks, matrices.shape[1:], strict=True)]
+        low = torch.stack([rounded(matrix.double(), *sizes, rule) for matrix in matrices])
+        low = (low.mT if is_turned else low).reshape(high.shape)
         assert same_bits(Float8Tensor.of(cast.low, torch.float32).dequantize(), low.float())
         assert row.amax == high.abs().max().item()
         values = high.count_nonzero().item()
@@ -298,6 +299,13 @@ def test_skip_head() -> None:
         skips.reason("model.layers.0.mlp.experts"), """skip_head: in = 24 is not a multiple of 16"""
     )
     assert not skips(odd.model.layers[0].mlp, "model.layers.0.mlp")
+
+
+def test_sizes_of_transposed_experts() -> None:
+    admits, experts = auto_filter("tensorwise"), build("gpt_oss").model.layers[0].mlp.experts
+    admits(experts, "experts")
+    sizes = {row.fqn: row.shape for row in admits.report.rows}  # [E, 64, 256] and [E, 128, 64]
+    assert sizes == {"experts.gate_up_proj": (256, 64), "experts.down_proj": (64, 128)}
 
 
 def small_mixtral() -> nn.Module:
