@@ -64,8 +64,7 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x.rewrap(qdata=moved, scale=tuple([func(scale) for scale in x.scales]))
     if func in _PARTS and any(level.has_blocks for level in scheme.levels):
         return _parts_in_blocks(func, x, moved, rest, kwargs)
-    turns = func in (aten.t.default, aten.transpose.int, aten.permute.default) and x.ndim == 2
-    if turns and (turned := scheme.turned()) is not None:
+    if (turned := _turned_scheme(func, x, rest)) is not None:
         return _turn(x, moved, turned)
     scales = [func(e, *rest, **kwargs) for e in _expanded(x)]
     if isinstance(moved, torch.Tensor):
@@ -84,11 +83,25 @@ _PARTS = (
 )
 
 
+def _turned_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme | None:
+    """The scheme of transposed matrices, if ``func`` makes those."""
+    turned = x.scheme.turned()
+    if turned is None or func not in (aten.t.default, aten.transpose.int, aten.permute.default):
+        return None
+    if x.ndim > 2:
+        last_two = {x.ndim - 2, x.ndim - 1}
+        if func is not aten.transpose.int or {dim % x.ndim for dim in rest} != last_two:
+            return None
+        if any(level.leading != 1 for level in turned.levels):
+            return None
+    return turned
+
+
 def _turn(x: Float8Tensor, moved: torch.Tensor, turned: Scheme) -> Float8Tensor:
-    """Rewrap a matrix whose data was transposed, or permuted without effect."""
+    """Rewrap matrices whose data was transposed, or permuted without effect."""
     if moved.shape == x.shape and moved.stride() == x.qdata.stride():
         return x.rewrap(qdata=moved)
-    scales = tuple([scale.t() if scale.ndim else scale for scale in x.scales])
+    scales = tuple([scale.transpose(-2, -1) if scale.ndim else scale for scale in x.scales])
     return x.rewrap(qdata=moved, scale=scales, scheme=turned, start=x.start[::-1])
 
 

@@ -113,6 +113,13 @@ def test_a_transposed_matrix(kind: str) -> None:
     assert x.t().scheme == Blocks(E4M3, 4, 1 if kind == "rows" else 4)
 
 
+def test_transposed_matrices() -> None:
+    x = of_3_dims()
+    check(x.mT, x.dequantize().mT)  # type: ignore[arg-type]
+    assert x.mT.scheme == Blocks(E4M3, 4, 1)
+    assert same_cast(x.mT.transpose(-1, 1), x)
+
+
 PARTS: list[Callable[[torch.Tensor, int], Any]] = [
     lambda x, dim: x.chunk(2, dim),
     lambda x, dim: x.chunk(3, dim),
@@ -197,7 +204,7 @@ def test_what_no_scales_of_blocks_fit_is_refused() -> None:
         lambda: squares.unbind(),
         lambda: squares.unsqueeze(0),
         lambda: squares.view(2, 5, 14),
-        lambda: deep.mT,
+        lambda: deep.transpose(0, 2),
         lambda: x.expand(2, 10, 14),
         lambda: F.pad(x, (1, 0)),
         lambda: F.pad(x, (0, 3)),
