@@ -71,6 +71,20 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@cache
+def device_has_grouped_gemm(device: torch.device) -> bool:
+    """Whether ``torch._scaled_grouped_mm`` runs on a device.
+
+    These are NVIDIA GPUs of compute capability 9.0 (Hopper) and 10.0 (Blackwell), and AMD's gfx942
+    and gfx950.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    if torch.version.hip is not None:
+        return rocm_arch() in ("gfx942", "gfx950")
+    return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+
+
 def fuses_casts(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a device that casts several copies in one pass."""
     return tensor.is_cuda

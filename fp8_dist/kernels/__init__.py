@@ -38,11 +38,19 @@ from fp8_dist.kernels.gemm import (
     ALIGNMENT as ALIGNMENT,
     GemmOptions as GemmOptions,
     block_scaled_mm as block_scaled_mm,
+    dequantize_blocks as dequantize_blocks,
     needs_alignment as needs_alignment,
     scaled_mm as scaled_mm,
     takes_transposed as takes_transposed,
 )
-from fp8_dist.kernels.grouped import Groups as Groups
+from fp8_dist.kernels.grouped import (
+    Groups as Groups,
+    grouped_scaled_mm as grouped_scaled_mm,
+    grouped_scaled_sums as grouped_scaled_sums,
+    has_grouped_gemm as has_grouped_gemm,
+    transposed_groups as transposed_groups,
+    without_empty as without_empty,
+)
 from fp8_dist.kernels.quantization import (
     cast_and_record as cast_and_record,
     cast_copies as cast_copies,

@@ -264,7 +264,11 @@ def _fold_groups(
     input_scale: Tensor | None,
     group: Tensor,
     groups: int,
+    source: Tensor | None = None,
 ) -> list[Tensor]:
+    if source is not None:
+        arguments = g0, scale, weight_scale, input_scale, group, groups
+        return fold_groups.portable(*arguments, source)
     # In bf16, because float8 data times powers of two is exact, in whatever order. A product that
     # is subnormal there is too small for float8.
     made = empty_group_folds(g0, scale, weight_scale, input_scale, group, groups)

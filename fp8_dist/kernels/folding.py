@@ -7,6 +7,7 @@ import torch
 
 from fp8_dist.kernels.blocks import amaxes_of_groups
 from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import empty_copies, quantize, transposed_copy
 from fp8_dist.kernels.scale import amax, scaling_from_amax
 
@@ -80,19 +81,21 @@ def empty_group_folds(
     input_scale: torch.Tensor | None,
     group: torch.Tensor,
     groups: int,
+    source: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Allocate the results of :func:`fold_groups`, uninitialized."""
     made: list[torch.Tensor] = []
     if weight_scale is not None:
         made += [torch.empty_like(g0), torch.empty_like(scale)]
     if input_scale is not None:
-        made += [torch.empty_like(g0), scale.new_empty((groups, g0.shape[1]))]
+        shape = g0.shape if source is None else (g0.shape[1], len(source))
+        made += [g0.new_empty(shape), scale.new_empty((groups, g0.shape[1]))]
     return made
 
 
 @custom_op(
     "fold_groups(Tensor g0, Tensor scale, Tensor? weight_scale, Tensor? input_scale, "
-    "Tensor group, int groups) -> Tensor[]",
+    "Tensor group, int groups, Tensor? source=None) -> Tensor[]",
     fake=empty_group_folds,
 )
 def fold_groups(
@@ -102,6 +105,7 @@ def fold_groups(
     input_scale: torch.Tensor | None,
     group: torch.Tensor,
     groups: int,
+    source: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Fold the scales of several layers into their gradients, which were cast by rows already.
 
@@ -112,10 +116,11 @@ def fold_groups(
         input_scale: t, ``[M]``; ``None`` if g2 is not needed.
         group: the layer of each row, int64 ``[M]``.
         groups: the number of layers, E.
+        source: write g2 as :func:`fp8_dist.kernels.transposed_groups` does.
 
     Returns:
-        If needed, g1 ``[M, N]`` and its scale ``[M, 1]``; then, if needed, g2 ``[M, N]`` and its
-        scale ``[E, N]``.
+        If needed, g1 ``[M, N]`` and its scale ``[M, 1]``; then, if needed, g2 ``[M, N]``, or
+        ``[N, P]`` with ``source``, and its scale ``[E, N]``.
     """
     values, dtype = g0.to(torch.float32) * scale, g0.dtype
     made: list[torch.Tensor] = []
@@ -125,11 +130,10 @@ def fold_groups(
         made += first_fold(values, fold, multiplier, dtype)
     if input_scale is not None:
         values = values * (input_scale * UNIT).view(-1, 1)
-        multiplier, of_columns = scaling_from_amax(
-            amaxes_of_groups(values.clone(), group, groups), dtype, True
-        )
+        amaxes = amaxes_of_groups(values.clone(), group, groups)
+        multiplier, of_columns = scaling_from_amax(amaxes, dtype, True)
         g2 = quantize(values, multiplier.index_select(0, group), dtype, fits=True)
-        made += [g2, of_columns / UNIT]
+        made += [g2 if source is None else transposed_groups(g2, source), of_columns / UNIT]
     return made
 
 

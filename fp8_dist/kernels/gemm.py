@@ -83,7 +83,7 @@ def scaled_mm_with(
     aligned = not (inner % ALIGNMENT or columns % ALIGNMENT)
     if not aligned and needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
-        if scale_b.ndim and b.shape[1] > columns:
+        if scale_b.numel() > 1 and b.shape[1] > columns:
             scale_b = pad(scale_b, (0, b.shape[1] - columns))
     if not emulate and device_has_float8_gemm(a.device):
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)

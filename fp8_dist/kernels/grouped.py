@@ -1,36 +1,174 @@
-"""Groups of rows: ``[R, ...]``, the rows of one group after those of the other."""
+"""GEMMs of groups of rows: ``[R, ...]``, the rows of one group after those of the other.
 
-from collections.abc import Iterator
+``torch._scaled_grouped_mm`` multiplies all groups in one kernel. It takes e4m3 data with one fp32
+scale per row or column, and writes bf16. If it sums over rows, these must be contiguous in memory,
+and groups must begin at multiples of 16 bytes. So both operands are transposed, and groups padded
+in the same pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8_dist.device import device_has_grouped_gemm, e4m3
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.gemm import ALIGNMENT
+from fp8_dist.kernels.quantization import transposed_copy
+from fp8_dist.torch_internals import native_scaled_grouped_mm
 
-class Groups(NamedTuple):
+
+class Padded(NamedTuple):
+    """Groups of which each is padded to a multiple of some number of rows.
+
+    Attributes:
+        source: the row at each place, int64 ``[P]``; -1 for padding.
+        ends: the end of each group's places, int32 ``[E]``.
+    """
+
+    source: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
     """The rows of each group, among rows that are sorted by group.
 
     Attributes:
         counts: the number of rows of each group, on the host.
+        sizes: the same, int64 ``[E]``, on the device.
         of_row: the group of each row, int64 ``[R]``.
         ends: the end of each group's rows, int32 ``[E]``.
     """
 
     counts: list[int]
+    sizes: Tensor
     of_row: Tensor
     ends: Tensor
+    _padded: dict[int, Padded] = field(default_factory=dict)
 
     @staticmethod
     def of(sizes: Tensor, counts: list[int]) -> "Groups":
-        """The groups of given sizes, int64 ``[E]``, which are on the host too."""
-        indices = torch.arange(len(sizes), device=sizes.device)
-        of_row = torch.repeat_interleave(indices, sizes, output_size=sum(counts))
-        return Groups(counts, of_row, sizes.cumsum(0, dtype=torch.int32))
+        """The groups of given sizes, as a tensor and on the host."""
+        return Groups(counts, sizes, _group_of_each(sizes, sum(counts)), _ends(sizes))
 
     def slices(self) -> Iterator[tuple[int, int, int]]:
         """Yield each group that has rows, their begin, and their number."""
-        begin = 0
-        for group, count in enumerate(self.counts):
+        begins = accumulate(self.counts, initial=0)
+        for group, (begin, count) in enumerate(zip(begins, self.counts, strict=False)):
             if count:
                 yield group, begin, count
-            begin += count
+
+    def is_aligned(self, multiple: int) -> bool:
+        """Whether all groups have multiples of so many rows."""
+        return not any(count % multiple for count in self.counts)
+
+    def padded(self, multiple: int) -> Padded:
+        """Pad each group to a multiple of so many rows. The host does not wait."""
+        if multiple not in self._padded:
+            self._padded[multiple] = self._pad(multiple)
+        return self._padded[multiple]
+
+    def _pad(self, multiple: int) -> Padded:
+        if self.is_aligned(multiple):
+            return Padded(torch.arange(len(self.of_row), device=self.of_row.device), self.ends)
+        more = self.sizes.neg() % multiple
+        sizes = self.sizes + more
+        group = _group_of_each(sizes, sum(n + -n % multiple for n in self.counts))
+        before = more.cumsum(0) - more  # padding before a group
+        source = torch.arange(len(group), device=group.device) - before[group]
+        return Padded(source.masked_fill_(source >= self.ends[group], -1), _ends(sizes))
+
+
+def _group_of_each(sizes: Tensor, rows: int) -> Tensor:
+    groups = torch.arange(len(sizes), device=sizes.device)
+    return torch.repeat_interleave(groups, sizes, output_size=rows)
+
+
+def _ends(sizes: Tensor) -> Tensor:
+    return sizes.cumsum(0, dtype=torch.int32)
+
+
+@custom_op(
+    "transposed_groups(Tensor x, Tensor source) -> Tensor",
+    fake=lambda x, source: x.new_empty((x.shape[1], len(source))),
+)
+def transposed_groups(x: Tensor, source: Tensor) -> Tensor:
+    """Copy rows of float8 data ``[R, K]`` to the columns of ``[K, P]``.
+
+    ``source``: the row of each column, int64 ``[P]``; a column of -1 becomes 0.
+    """
+    rows = x.view(torch.uint8).index_select(0, source.clamp(min=0))
+    return rows.masked_fill_((source < 0).unsqueeze(1), 0).t().contiguous().view(x.dtype)
+
+
+def has_grouped_gemm(
+    x: Tensor, sizes: Sequence[int], out_dtype: torch.dtype, emulate: bool
+) -> bool:
+    """Return whether the device multiplies groups of float8 data in one kernel.
+
+    Args:
+        x: an operand.
+        sizes: the sizes of a matrix of a group, apart from its rows.
+    """
+    return (
+        not emulate
+        and x.dtype == e4m3()
+        and out_dtype is torch.bfloat16
+        and device_has_grouped_gemm(x.device)
+        and not any(size % ALIGNMENT for size in sizes)
+        and len(x) > 0
+    )
+
+
+def grouped_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: Groups
+) -> Tensor:
+    """Multiply the rows of each group by its matrix, where :func:`has_grouped_gemm`.
+
+    Args:
+        a: float8 ``[R, K]``.
+        b: float8 ``[E, K, N]``. Unless its columns are contiguous, it is copied.
+        scale_a: fp32 ``[R, 1]``.
+        scale_b: fp32, expandable to ``[E, 1, N]``.
+
+    Returns:
+        bf16 ``[R, N]``.
+    """
+    experts, _, columns = b.shape
+    if not b.mT.is_contiguous():
+        b = transposed_copy(b.contiguous()).mT
+    of_columns = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
+    return native_scaled_grouped_mm(
+        a, b, scale_a.reshape(-1), of_columns, groups.ends, out_dtype=torch.bfloat16
+    )
+
+
+def grouped_scaled_sums(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: Groups
+) -> Tensor:
+    """Sum ``a[r] b[r]^T`` over the rows of each group, where :func:`has_grouped_gemm`.
+
+    Args:
+        a, b: float8 ``[N, P]`` and ``[K, P]``, of :func:`transposed_groups`, padded to 16 rows.
+        scale_a, scale_b: fp32, expandable to ``[E, 1, N]`` and ``[E, 1, K]``.
+
+    Returns:
+        bf16 ``[E, N, K]``.
+    """
+    experts, ends = len(groups.counts), groups.padded(ALIGNMENT).ends
+    each = ((scale_a, a), (scale_b, b))
+    scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in each]
+    sums = native_scaled_grouped_mm(a, b.t(), *scales, ends, out_dtype=torch.bfloat16)
+    return without_empty(sums, groups)
+
+
+def without_empty(sums: Tensor, groups: Groups) -> Tensor:
+    """Set the sums ``[E, N, K]`` of groups without rows to 0, in place."""
+    for group, count in enumerate(groups.counts):
+        if not count:
+            sums[group].zero_()
+    return sums

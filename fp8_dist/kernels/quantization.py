@@ -81,10 +81,13 @@ def quantize_copies(
     return [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies]
 
 
-@custom_op("transposed_copy(Tensor x) -> Tensor", fake=lambda x: x.new_empty(x.shape[::-1]))
+@custom_op(
+    "transposed_copy(Tensor x) -> Tensor",
+    fake=lambda x: x.new_empty((*x.shape[:-2], x.shape[-1], x.shape[-2])),
+)
 def transposed_copy(x: torch.Tensor) -> torch.Tensor:
-    """Copy a contiguous matrix ``[M, K]`` to its contiguous transpose ``[K, M]``."""
-    return x.t().contiguous()
+    """Copy contiguous matrices ``[..., M, K]`` to their contiguous transposes ``[..., K, M]``."""
+    return x.mT.contiguous()
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

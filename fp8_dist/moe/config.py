@@ -27,6 +27,9 @@ class Float8ExpertsConfig:
             the gradients of their inputs in the backward.
         enable_fsdp_float8_all_gather: whether FSDP2 gathers the weights in float8. ``"auto"`` means
             yes, because every recipe here has one copy of the weight.
+        pad_token_groups_for_grouped_mm: pad the tokens of each expert to a multiple of 16 for the
+            grouped GEMM of grad_weight on a GPU, which takes no other numbers. If False, the
+            experts are multiplied one after the other where a number is another.
         emulate: compute in a wider type even on devices with a float8 GEMM.
 
     Raises:
@@ -36,6 +39,7 @@ class Float8ExpertsConfig:
     recipe: ExpertsRecipe = "rowwise_folded"
     combine: Literal["high_precision", "float8"] = "high_precision"
     enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto"
+    pad_token_groups_for_grouped_mm: bool = True
     emulate: bool = False
 
     def __post_init__(self) -> None:
@@ -43,6 +47,7 @@ class Float8ExpertsConfig:
             "recipe": get_args(ExpertsRecipe),
             "combine": ("high_precision", "float8"),
             "enable_fsdp_float8_all_gather": (True, False, "auto"),
+            "pad_token_groups_for_grouped_mm": (True, False),
             "emulate": (True, False),
         }
         for field, values in allowed.items():

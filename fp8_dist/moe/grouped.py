@@ -16,13 +16,24 @@ float8 copy of g, so the result does not depend on the rank that cast it.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fp8_dist.kernels import (
+    ALIGNMENT,
+    fold_groups,
+    grouped_scaled_mm,
+    grouped_scaled_sums,
+    has_grouped_gemm,
+    transposed_groups,
+    unit_scales,
+    without_empty,
+)
 from fp8_dist.kernels import Groups as Groups
-from fp8_dist.kernels import fold_groups, unit_scales
 from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Quantized, multiply
+from fp8_dist.scaling import BlockScheme, Quantized, multiply
+from fp8_dist.text import warn_once
 
 
 def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
@@ -51,33 +62,21 @@ def grouped_mm(
     Returns:
         ``[R, N]``; ``[R, K]`` without ``turn``.
     """
-    columns = weights.qdata.shape[1 if turn else 2]
-    product = rows.qdata.new_empty((len(rows.qdata), columns), dtype=out_dtype)
+    n, k = dims = weights.qdata.shape[1:]
+    if has_grouped_gemm(rows.qdata, dims, out_dtype, config.emulate):
+        if rows.scheme.is_recast_for_rows:
+            wide = _as_bf16(weights)
+            return F.grouped_mm(_as_bf16(rows), wide.mT if turn else wide, offs=groups.ends)
+        data, scale = weights.qdata, weights.scales[0]
+        if turn:
+            data, scale = data.mT, scale.mT
+        return grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
+    product = rows.qdata.new_empty((len(rows.qdata), n if turn else k), dtype=out_dtype)
     for group in groups.slices():
         own = _own(rows, *group), _own(weights, *group)
         part = product.narrow(0, *group[1:])
         part.copy_(multiply(*own, (False, turn), out_dtype, _options(config)))
     return product
-
-
-def grouped_sums(
-    grad: Quantized,
-    input: Quantized,
-    groups: Groups,
-    out_dtype: torch.dtype,
-    config: Float8ExpertsConfig,
-) -> Tensor:
-    """Sum ``grad[r] input[r]^T`` over the rows of each expert: ``[E, N, K]``."""
-    shape = len(groups.counts), grad.qdata.shape[1], input.qdata.shape[1]
-    sums = grad.qdata.new_empty(shape, dtype=out_dtype)
-    for expert, count in enumerate(groups.counts):
-        if not count:
-            sums[expert].zero_()
-    for group in groups.slices():
-        own = [_own(each, *group) for each in (grad, input)]
-        left, right = (each.scheme.for_rows(each, None) for each in own)
-        sums[group[0]] = multiply(left, right, (True, False), out_dtype, _options(config))
-    return sums
 
 
 def grouped_gradients(
@@ -95,13 +94,73 @@ def grouped_gradients(
         grad, input: ``[R, N]`` and ``[R, K]``, by rows.
         needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
     """
-    operands = _gradient_operands(grad, input, weights, groups, needs, config)
+    dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
+    at_once = has_grouped_gemm(grad.qdata, dims, dtypes[1], config.emulate) and (
+        blocks or config.pad_token_groups_for_grouped_mm or groups.is_aligned(ALIGNMENT)
+    )
+    source = groups.padded(ALIGNMENT).source if at_once and needs[1] and not blocks else None
+    operands = _gradient_operands(grad, input, weights, groups, needs, source, config)
     of_rows = of_weights = None
     if needs[0]:
         of_rows = grouped_mm(*operands["grad_input"], False, groups, dtypes[0], config)
     if needs[1]:
-        of_weights = grouped_sums(*operands["grad_weight"], groups, dtypes[1], config)
+        left, right = operands["grad_weight"]
+        if source is not None:
+            of_weights = grouped_scaled_sums(
+                left.qdata, right.qdata, left.scales[0], right.scales[0], groups
+            )
+        elif at_once:
+            of_weights = _sums_of_blocks(left, right, groups)
+        else:
+            of_weights = _sums(left, right, groups, dtypes[1], config)
     return of_rows, of_weights
+
+
+def _sums(
+    grad: Quantized,
+    input: Quantized,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    config: Float8ExpertsConfig,
+) -> Tensor:
+    """grad_weight ``[E, N, K]``, one expert after the other."""
+    shape = len(groups.counts), grad.qdata.shape[1], input.qdata.shape[1]
+    sums = without_empty(grad.qdata.new_empty(shape, dtype=out_dtype), groups)
+    for group in groups.slices():
+        own = [_own(each, *group) for each in (grad, input)]
+        left, right = (each.scheme.for_rows(each, None) for each in own)
+        sums[group[0]] = multiply(left, right, (True, False), out_dtype, _options(config))
+    return sums
+
+
+def _sums_of_blocks(grad: Quantized, input: Quantized, groups: Groups) -> Tensor:
+    """grad_weight ``[E, N, K]`` of rows in blocks, in one GEMM.
+
+    Groups are padded to whole blocks, so that new blocks of rows have rows of one expert.
+    """
+    (level,) = grad.scheme.levels
+    source, ends = groups.padded(level.columns or 1)
+    pads, taken = (source < 0).unsqueeze(1), source.clamp(min=0)
+
+    def wide(operand: Quantized) -> Tensor:
+        data, scale = (
+            each.index_select(0, taken).masked_fill_(pads, 0)
+            for each in (operand.qdata.view(torch.uint8), operand.scales[0])
+        )
+        padded = operand._replace(qdata=data.view(operand.qdata.dtype), scales=(scale,))
+        return _as_bf16(padded.scheme.for_rows(padded, None))
+
+    return without_empty(F.grouped_mm(wide(grad).t(), wide(input), offs=ends), groups)
+
+
+def _as_bf16(operand: Quantized) -> Tensor:
+    assert isinstance(operand.scheme, BlockScheme)
+    warn_once(
+        "grouped GEMM of blocks",
+        "torch's grouped GEMM takes no scales of blocks, so experts in the recipes 'blockwise' and "
+        "'mxfp8' are multiplied in bf16; 'rowwise_folded' and 'tensorwise' are in float8",
+    )
+    return operand.scheme.as_bf16(operand)
 
 
 def _gradient_operands(
@@ -110,9 +169,13 @@ def _gradient_operands(
     weights: Quantized,
     groups: Groups,
     needs: tuple[bool, bool],
+    source: Tensor | None,
     config: Float8ExpertsConfig,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """The operands of both gradient GEMMs, with scales that these can apply."""
+    """The operands of both gradient GEMMs, with scales that these can apply.
+
+    ``source``: transpose those of grad_weight, as :func:`transposed_groups`.
+    """
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {
         "grad_input": (grad, weights),
         "grad_weight": (grad, input),
@@ -122,8 +185,8 @@ def _gradient_operands(
     t = input.scales[0].view(-1) if needs[1] and not scheme.is_recast_for_rows else None
     if s is None and t is None:
         return operands
-    experts = len(groups.counts)
-    made = iter(fold_groups(grad.qdata, grad.scales[0], s, t, groups.of_row, experts))
+    of_row, experts = groups.of_row, len(groups.counts)
+    made = iter(fold_groups(grad.qdata, grad.scales[0], s, t, of_row, experts, source))
     # The scales of the other operand are 1, because they were folded in.
     ones = (unit_scales(input.qdata),)
     if s is not None:
@@ -132,8 +195,8 @@ def _gradient_operands(
         operands["grad_input"] = left, right
     if t is not None:
         left = Quantized(next(made), (next(made).unsqueeze(1),), scheme.second)
-        right = input._replace(scales=ones, scheme=scheme.second)
-        operands["grad_weight"] = left, right
+        data = input.qdata if source is None else transposed_groups(input.qdata, source)
+        operands["grad_weight"] = left, Quantized(data, ones, scheme.second)
     return operands
 
 

@@ -15,6 +15,7 @@ from fp8_dist.kernels import (
     block_exponents,
     block_scaled_mm,
     cast_blocks,
+    dequantize_blocks,
     dequantized_amaxes,
     exponents_of_groups,
     fp32_scales,
@@ -79,6 +80,16 @@ class BlockScheme(Scheme):
 
     def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
         return scaled_by(qdata.to(torch.float32), fp32_scales(scales[0]), self._blocks(start))
+
+    def as_bf16(self, operand: Quantized) -> Tensor:
+        """An operand in bf16, where a product with a power of two is exact unless subnormal."""
+        x, (scales,) = operand.qdata, operand.scales
+        blocks = self._blocks(operand.start)
+        if x.ndim > 2 and (x.shape[-2] % self.rows or blocks[2]):
+            return self.dequantize(x, (scales,), operand.start).bfloat16()
+        # Matrices of whole blocks are one matrix.
+        a, b = (each if each.ndim == 2 else each.flatten(0, -2) for each in (x, scales))
+        return dequantize_blocks(a, b, blocks, torch.bfloat16).view(x.shape)
 
     def unfit_for(self, operand: str, second: bool) -> str | None:
         wanted = "a square" if operand == "weight" else "one row"

@@ -89,6 +89,8 @@ class Dense(Scheme):
         return super().unfit_for(operand, second)
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
+        if self._is_cast_by_rows(x):
+            return (amax(x, (x.ndim - 1,)).amax(-2, keepdim=True),)
         return (amax(x, self.levels[0].covered_dims(x.ndim)),)
 
     def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
@@ -116,11 +118,19 @@ class Dense(Scheme):
             return (value,), (scale,), data
         saturate = not (fits or statistics is None)
         values = list(self.measure(x) if statistics is None else statistics)
-        power_of_2 = self.power_of_2
+        power_of_2, taken = self.power_of_2, values
+        if self._is_cast_by_rows(x):
+            taken = [values[0].expand(*x.shape[:-1], 1)]
         _, scale, *data = cast_copies(
-            x, values, self.dtype, power_of_2, of, transposed, saturate=saturate
+            x, taken, self.dtype, power_of_2, of, transposed, saturate=saturate
         )
+        if taken is not values:
+            scale = scale[..., :1, :].contiguous()
         return tuple(values), (scale,), data
+
+    def _is_cast_by_rows(self, x: Tensor) -> bool:
+        """Whether kernels for rows serve, because there are none for matrices."""
+        return self.per == "matrix" and fuses_casts(x) and x.numel() > 0
 
     def fuses(self, x: Tensor) -> bool:
         return self.per == "row" and fuses_casts(x)

@@ -5,8 +5,8 @@
 Tensors are fake ones, on a CUDA device that does not exist (scripts/common/fake_cuda). Eager code
 runs on them as it would run on the device, and Inductor generates its code for it. What would
 launch a kernel is counted, with the bytes that it reads and writes: forward and backward of one
-linear layer beside nn.Linear and torchao; two blocks of Llama 8B under FSDP2 over 8 ranks; and what
-updates the scales of all of its 224 weights after an optimizer step.
+linear layer beside nn.Linear and torchao; of a layer of experts; two blocks of Llama 8B under FSDP2
+over 8 ranks; and what updates the scales of all of its 224 weights after an optimizer step.
 
 Times on the device are a roofline: what those operations and bytes take at assumed rates
 (scripts/common/fake_cuda/roofline.py), and a least time for each kernel. The CPU time to dispatch a
@@ -16,12 +16,15 @@ layer's step is measured, on tensors without memory.
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
+from fp8_dist.moe.config import ExpertsRecipe
 from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
 from scripts.common.fake_cuda.dispatch import Dispatched, seconds_to_dispatch
+from scripts.common.fake_cuda.experts import ExpertsShape, count_experts
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
 from scripts.common.fake_cuda.roofline import Rates, milliseconds
@@ -107,6 +110,19 @@ def _gigabytes(counts: Counts) -> str:
     return f"{counts.bytes_besides_gemms / 1e9:.2f}"
 
 
+def experts_table(counted: Mapping[str, Counts], rates: Rates) -> str:
+    """Kernels and bytes of experts, and their time beside bf16's."""
+    bf16 = milliseconds(counted[BF16], rates).total()
+    lines = []
+    for name, counts in counted.items():
+        times = milliseconds(counts, rates)
+        cells = [str(counts.launches), str(len(counts.of_kind("tiny"))), _gigabytes(counts)]
+        cells += [f"{times['gemm']:.2f}", f"{times.total():.2f}", f"{bf16 / times.total():.2f}"]
+        lines.append([name, *cells])
+    header = ["experts", "kernels", "tiny ones", "GB besides GEMMs", "GEMMs, ms", "all, ms"]
+    return table([*header, "x bf16's speed"], lines, "lr")
+
+
 def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
     """CPU time of a step of each layer, and how many times that is bf16's in eager code."""
     bf16 = seconds[BF16].eager
@@ -141,12 +157,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             for name in names
         }
+        shape_of_experts = ExpertsShape()
+        experts = {
+            name: process.run(count_experts, name, shape_of_experts)
+            for name in (BF16, *get_args(ExpertsRecipe))
+        }
     with FakeCudaProcess() as process:
         layers = (BF16, *OURS, *TORCHAO)
         seconds = process.run(seconds_to_dispatch, layers, LayerShape(*args.shape), args.turns)
     tables = {
         "gpu layer": counts_table(rows),
         f"gpu roofline, {rates}": roofline_table(rows, rates),
+        f"gpu experts, {shape_of_experts}": experts_table(experts, rates),
         "gpu blocks": blocks_table(counted),
         "gpu dispatch": dispatch_table(seconds),
     }

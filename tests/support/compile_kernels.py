@@ -94,6 +94,10 @@ def call_all() -> None:
     run(encoding.sum_of_rows, codes, each, x[:128], 1)
     run(encoding.sum_of_rows, x.view(2, 128, 512), None, x[:128].float(), 1)
     run(kernels.transposed_copy, data)
+    source = torch.arange(256)
+    run(kernels.transposed_groups, data, source)
+    s, group = columns.repeat(2, 1), source // 128
+    run(kernels.fold_groups, data, rows, s, rows.view(-1), group, 2, source)
 
 
 def main(architecture: str) -> None:

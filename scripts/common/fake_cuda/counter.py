@@ -23,6 +23,7 @@ from scripts.common.fake_cuda.layouts import block_mm_problems, scaled_mm_proble
 from scripts.common.saved_bytes import rewrites_ops
 
 GEMMS = ("_scaled_mm", "_scaled_mm_v2", "mm", "addmm", "bmm")
+GROUPED_GEMMS = ("_grouped_mm", "_scaled_grouped_mm")
 REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_foreach_norm")
 COPIES = ("clone", "contiguous", "copy_", "reshape", "to", "_to_copy")
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -152,8 +153,10 @@ class KernelCounter(TorchDispatchMode):
         if kind == "gemm":
             left = reads[1 if name == "addmm" else 0]
             flops = 2 * math.prod(writes[0].shape) * left.shape[-1]
+            if name in GROUPED_GEMMS and writes[0].ndim == 3:
+                flops //= len(writes[0])  # each group sums over some of the rows
             precision = "bf16"
-            if name.startswith("_scaled_mm"):
+            if name.startswith("_scaled"):
                 fast = _arguments(func, args, kwargs).get("use_fast_accum")
                 precision = "float8 fast" if fast else "float8"
             kernel = kernel._replace(flops=flops, precision=precision)
@@ -221,7 +224,7 @@ _OVERWRITE = (
 
 
 def _kind(name: str, reads: Any, writes: Any, size: int) -> str:
-    if name in GEMMS:
+    if name in (*GEMMS, *GROUPED_GEMMS):
         return "gemm"
     if size < _LARGE:
         return "tiny"

@@ -14,13 +14,16 @@ from implementations import check_operator, implementation, note_launches
 from fp8_dist import kernels
 from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels import (
+    Groups,
     amax,
     amax_of_each,
     cast_copies,
     cast_rows,
+    fold_groups,
     quantize_copies,
     scaling_from_amax,
     transposed_copy,
+    transposed_groups,
 )
 from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.folding import fold_gradient
@@ -174,3 +177,31 @@ def test_folded_casts(used: set[str]) -> None:
     found = implementation(fold_gradient)(grad, E5M2, s, t, True)[0]
     assert (found.float() == torch.finfo(E5M2).max).all()
     assert used == {"_fold_rows", "_fold_columns"}
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 33, 1], [16, 32], [0, 70, 0]])
+def test_groups(used: set[str], counts: list[int]) -> None:
+    groups = Groups.of(torch.tensor(counts, device=DEVICE), counts)
+    (rows, columns), experts = (sum(counts), 130), len(counts)
+    grad = matrix((rows, columns), torch.bfloat16)
+    _, scale, qdata = cast_rows.portable(grad, E4M3, True, [False])
+    for source in (groups.padded(16).source, groups.padded(16).source.flip(0)):
+        check_operator(transposed_groups, qdata, source)
+    s, t = (scales_of_rows(n) for n in (experts * columns, rows))
+    s, of_row = s.view(experts, columns), groups.of_row
+    for place, value in ((None, 0.0), ((2, 0), math.nan), ((1, 0), math.inf), ((3, 0), 0.0)):
+        if place is not None:
+            scale[place] = value
+        check_operator(fold_groups, qdata, scale, s, t, of_row, experts, groups.padded(16).source)
+        check_operator(
+            fold_groups, qdata, scale, None, t, of_row, experts, groups.padded(16).source
+        )
+        check_operator(fold_groups, qdata, scale, s, None, of_row, experts)
+    matrices = qdata.view(torch.uint8)[: rows // 2 * 2].view(2, -1, columns).view(E4M3)
+    check_operator(transposed_copy, matrices)
+    assert used == {
+        "_fold_columns_of_groups",
+        "_fold_rows_of_groups",
+        "_transpose",
+        "_transpose_groups",
+    }

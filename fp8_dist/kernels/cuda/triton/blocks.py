@@ -154,7 +154,9 @@ def takes_size(rows: int, columns: int) -> bool:
 
 def _takes(x: torch.Tensor, of: Sequence[int]) -> bool:
     """Return whether the kernels support a tensor in these blocks."""
-    return x.dtype in DTYPES and (x.ndim == 2 or of[0] == 1) and takes_size(*of[:2])
+    # Matrices of whole blocks are one matrix.
+    is_matrix = x.ndim == 2 or of[0] == 1 or not (x.shape[-2] % of[0] or of[2])
+    return x.dtype in DTYPES and is_matrix and takes_size(*of[:2])
 
 
 def _launch(

@@ -4,6 +4,7 @@ A cast writes one layout or both. Writing both in one pass moves 4 bytes per bf1
 then need no transposed copies.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     store_tile,
     to_float8,
 )
+from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import (
     Tensors,
     cast_and_record,
@@ -222,12 +224,33 @@ def _transpose(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN]. Moves 2 bytes per element.
+    # One instance: a tile of [BM, BN] of one matrix. Moves 2 bytes per element.
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
+    matrix = tl.program_id(2).to(tl.int64) * M * K
     mask = (i[:, None] < M) & (j[None, :] < K)
+    data = tl.load(x + matrix + i[:, None] * K + j[None, :], mask=mask, other=0)
+    store_tile(out + matrix, tl.trans(data), j, i, K, M)
+
+
+@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
+@triton.jit
+def _transpose_groups(
+    x: tl.tensor,
+    source: tl.tensor,
+    out: tl.tensor,
+    P: tl.tensor,
+    K: tl.tensor,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of BM places and BN columns. Moves 2 bytes per element.
+    p = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    i = tl.load(source + p, mask=p < P, other=-1)
+    mask = (i[:, None] >= 0) & (j[None, :] < K)
     data = tl.load(x + i[:, None] * K + j[None, :], mask=mask, other=0)
-    store_tile(out, tl.trans(data), j, i, K, M)
+    store_tile(out, tl.trans(data), j, p, K, P)
 
 
 @fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
@@ -427,7 +450,23 @@ def _cast_and_record(
 
 @fused(transposed_copy, lambda x: x.is_contiguous())
 def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
-    """Transpose a matrix in one launch; 2 bytes per element."""
-    (M, K), out = x.shape, x.new_empty(x.shape[::-1])
-    _transpose(tiles(M, K), (size_class(M, K),), x.device, as_bytes(x), as_bytes(out), M, K)
+    """Transpose matrices in one launch; 2 bytes per element."""
+    *others, M, K = x.shape
+    out = x.new_empty((*others, K, M))
+    _transpose(
+        lambda chosen: (*tiles(M, K)(chosen), math.prod(others)),
+        (size_class(M, K),),
+        x.device,
+        *(as_bytes(x), as_bytes(out), M, K),
+    )
+    return out
+
+
+@fused(transposed_groups, lambda x, source: x.is_contiguous())
+def _transposed_groups(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy rows to columns in one launch; 2 bytes per element."""
+    (P,), K = source.shape, x.shape[1]
+    out = x.new_empty((K, P))
+    key = (size_class(P, K),)
+    _transpose_groups(tiles(P, K), key, x.device, as_bytes(x), source, as_bytes(out), P, K)
     return out

@@ -33,7 +33,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     to_float8,
 )
 from fp8_dist.kernels.folding import UNIT as FOLDED_UNIT
-from fp8_dist.kernels.folding import empty_folds, fold_gradient
+from fp8_dist.kernels.folding import empty_folds, empty_group_folds, fold_gradient, fold_groups
 
 UNIT = tl.constexpr(FOLDED_UNIT)
 
@@ -184,6 +184,154 @@ def _fold_gradient(
             (grad.dtype, size_class(M, N), grad.stride(1) == 1),
             device,
             *(matrix(grad), multiplier, input_scale, column_amax, as_bytes(qdata), scale),
+            **float8_constants(dtype, device),
+        )
+    return made
+
+
+@tuned(blocks(4, BM=16, BN=128), blocks(8, BM=16, BN=256), blocks(8, BM=32, BN=128))
+@triton.jit
+def _fold_rows_of_groups(
+    g0: tl.tensor,
+    scale0: tl.tensor,
+    weight_scale: tl.tensor,
+    input_scale: tl.tensor,
+    group: tl.tensor,
+    g1: tl.tensor,
+    scale: tl.tensor,
+    column_amax: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: BM rows. Moves 1 byte per element, and with weight_scale 2 more, of which one is
+    # mostly read from the L2 cache.
+    i = indices(tl.program_id(0), BM)
+    e = tl.load(group + i, mask=i < M, other=0)
+    first = tl.load(group + tl.program_id(0).to(tl.int64) * BM)
+    is_one = tl.max(tl.where((i < M) & (e != first), 1, 0), 0) == 0
+    r = tl.load(scale0 + i, mask=i < M, other=0.0)
+    if input_scale is not None:
+        t = tl.load(input_scale + i, mask=i < M, other=0.0) * UNIT
+    largest = tl.zeros([BM, BN], tl.int32)
+    for block in range(tl.cdiv(N, BN)):
+        j = indices(block, BN)
+        mask = (i[:, None] < M) & (j[None, :] < N)
+        code = tl.load(g0 + i[:, None] * N + j[None, :], mask=mask, other=0)
+        v = tl.where(mask, from_float8(code, BIAS, SOFT) * r[:, None], 0.0)
+        if weight_scale is not None:
+            s = tl.load(weight_scale + e[:, None] * N + j[None, :], mask=mask, other=0.0) * UNIT
+            largest = tl.maximum(largest, magnitude(v * s))
+        if input_scale is not None:
+            bits = magnitude(v * t[:, None])
+            if is_one:
+                tl.atomic_max(
+                    column_amax + first * N + j, tl.max(bits, 0), mask=j < N, sem="relaxed"
+                )
+            else:
+                tl.atomic_max(
+                    column_amax + e[:, None] * N + j[None, :], bits, mask=mask, sem="relaxed"
+                )
+    if weight_scale is not None:
+        m = multiplier_of(tl.max(largest, 1).to(tl.float32, bitcast=True), True, BIAS)
+        tl.store(scale + i, reciprocal(m * UNIT), mask=i < M)
+        for block in range(tl.cdiv(N, BN)):
+            j = indices(block, BN)
+            mask = (i[:, None] < M) & (j[None, :] < N)
+            code = tl.load(g0 + i[:, None] * N + j[None, :], mask=mask, other=0)
+            v = from_float8(code, BIAS, SOFT) * r[:, None]
+            s = tl.load(weight_scale + e[:, None] * N + j[None, :], mask=mask, other=0.0) * UNIT
+            v = saturated(v * s * m[:, None], BIAS)
+            store_tile(g1, to_float8(v, BIAS, SOFT), i, j, M, N)
+
+
+@tuned(blocks(4, BM=64, BN=64), blocks(8, BM=64, BN=128), blocks(8, BM=128, BN=64))
+@triton.jit
+def _fold_columns_of_groups(
+    g0: tl.tensor,
+    scale0: tl.tensor,
+    input_scale: tl.tensor,
+    group: tl.tensor,
+    source: tl.tensor,
+    column_amax: tl.tensor,
+    g2_t: tl.tensor,
+    scale: tl.tensor,
+    E: tl.tensor,
+    P: tl.tensor,
+    N: tl.tensor,
+    BIAS: tl.constexpr,
+    SOFT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+) -> None:
+    # One instance: a tile of BM places and BN columns. Moves 2 bytes per element.
+    p = indices(tl.program_id(0), BM)
+    j = indices(tl.program_id(1), BN)
+    if tl.program_id(0) == 0:
+        for each in range(E):
+            value = tl.load(column_amax + each * N + j, mask=j < N, other=0.0)
+            m = multiplier_of(value, True, BIAS)
+            tl.store(scale + each * N + j, reciprocal(m) * (1 / UNIT), mask=j < N)
+    i = tl.load(source + p, mask=p < P, other=-1)
+    e = tl.load(group + i, mask=i >= 0, other=0)
+    r = tl.load(scale0 + i, mask=i >= 0, other=0.0)
+    t = tl.load(input_scale + i, mask=i >= 0, other=0.0) * UNIT
+    mask = (i[:, None] >= 0) & (j[None, :] < N)
+    value = tl.load(column_amax + e[:, None] * N + j[None, :], mask=mask, other=0.0)
+    code = tl.load(g0 + i[:, None] * N + j[None, :], mask=mask, other=0)
+    v = from_float8(code, BIAS, SOFT) * r[:, None] * t[:, None] * multiplier_of(value, True, BIAS)
+    code = to_float8(tl.where(mask, v, 0.0), BIAS, SOFT)
+    store_tile(g2_t, tl.trans(code), j, p, N, P)
+
+
+def _takes_groups(g0: torch.Tensor, *arguments: object) -> bool:
+    input_scale, source = arguments[2], arguments[5] if len(arguments) > 5 else None
+    return g0.is_contiguous() and len(g0) > 0 and (input_scale is None or source is not None)
+
+
+@fused(fold_groups, _takes_groups)
+def _fold_groups(
+    g0: torch.Tensor,
+    scale: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    group: torch.Tensor,
+    groups: int,
+    source: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Fold and cast in three launches, one without ``input_scale``; 5 bytes per element.
+
+    It moves 3 bytes per element without ``input_scale`` or without ``weight_scale``.
+    """
+    (M, N), device, dtype = g0.shape, g0.device, g0.dtype
+    made = empty_group_folds(g0, scale, weight_scale, input_scale, group, groups, source)
+    first = made[:2] if weight_scale is not None else (None, None)
+    scales = [None if s is None else s.contiguous() for s in (weight_scale, input_scale)]
+    column_amax = None
+    if input_scale is not None:
+        column_amax = torch.zeros(groups, N, dtype=torch.float32, device=device)
+    _fold_rows_of_groups(
+        lambda chosen: (programs(M, chosen["BM"]),),
+        (size_class(M, N), weight_scale is None, input_scale is None),
+        device,
+        *(as_bytes(g0), scale, *scales, group),
+        *(None if t is None else as_bytes(t) for t in first),
+        None if column_amax is None else column_amax.view(torch.int32),
+        *(M, N),
+        **float8_constants(dtype, device),
+    )
+    if column_amax is not None and source is not None:
+        qdata, of_columns = made[-2:]
+        P = len(source)
+        _fold_columns_of_groups(
+            tiles(P, N),
+            (size_class(P, N),),
+            device,
+            *(as_bytes(g0), scale, scales[1], group, source, column_amax),
+            *(as_bytes(qdata), of_columns, groups, P, N),
             **float8_constants(dtype, device),
         )
     return made

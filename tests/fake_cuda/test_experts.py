@@ -1,0 +1,82 @@
+"""Grouped GEMMs on the fake CUDA device: one kernel each, in layouts that torch's checks accept."""
+
+import pytest
+import torch
+
+from fp8_dist.kernels import Groups
+from fp8_dist.moe import Float8ExpertsConfig
+from fp8_dist.moe.functions import cast_weight, grouped_product
+from scripts.common.candidates import BF16
+from scripts.common.fake_cuda.counter import Counts, KernelCounter
+from scripts.common.fake_cuda.device import fake_tensors
+from scripts.common.fake_cuda.experts import ExpertsShape, count_experts
+from scripts.common.fake_cuda.process import FakeCudaProcess
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "gigabytes"),
+    [
+        (BF16, 3, 0.00),
+        ("rowwise_folded", 29, 3.41),
+        ("tensorwise", 34, 4.12),
+        ("blockwise", 39, 7.18),
+        ("mxfp8", 39, 7.23),
+    ],
+)
+def test_a_step(name: str, kernels: int, gigabytes: float, fake_cuda: FakeCudaProcess) -> None:
+    counts = fake_cuda.run(count_experts, name, ExpertsShape())
+    # (No device that is known has a grouped GEMM for blocks in torch.)
+    is_float8 = name in ("rowwise_folded", "tensorwise")
+    gemm = "_scaled_grouped_mm" if is_float8 else "_grouped_mm"
+    assert [kernel.name for kernel in counts.of_kind("gemm")] == [gemm] * 3
+    assert counts.launches == kernels
+    assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)
+    assert counts.syncs == counts.problems == []
+
+
+def products(
+    counts: list[int], sizes: tuple[int, int], dtype: torch.dtype, pads: bool, recipe: str
+) -> tuple[Counts, list[tuple[int, ...]]]:
+    """Forward and backward of groups of these numbers of rows; the shapes of all results."""
+    config = Float8ExpertsConfig(recipe, pad_token_groups_for_grouped_mm=pads)  # type: ignore[arg-type]
+    n, k = sizes
+    with fake_tensors(), torch.device("cuda"):
+        groups = Groups.of(torch.empty(len(counts), dtype=torch.int64), counts)
+        x = torch.empty(sum(counts), k, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.empty(len(counts), n, k, dtype=dtype, requires_grad=True)
+        with KernelCounter() as counter:
+            (output,) = grouped_product(x, [cast_weight(w, config)], groups, config)
+            found = [output, *torch.autograd.grad(output, (x, w), torch.empty_like(output))]
+    return counter.counts, [tuple(each.shape) for each in found]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_folded", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("counts", "sizes", "dtype", "pads", "at_once", "alone"),
+    [
+        ([125, 3, 0, 256], (96, 160), torch.bfloat16, True, 3, 0),
+        ([48, 16, 0, 256], (96, 160), torch.bfloat16, False, 3, 0),
+        ([125, 3, 0, 256], (96, 160), torch.bfloat16, False, 2, 3),
+        ([125, 3, 0, 256], (96, 160), torch.float32, True, 2, 3),  # torch writes bf16 alone
+        ([125, 3, 0, 256], (96, 37), torch.bfloat16, True, 0, 9),  # rows must be 16-byte aligned
+        ([0, 0], (96, 160), torch.bfloat16, True, 0, 0),
+    ],
+)
+def test_any_groups(
+    recipe: str,
+    counts: list[int],
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    pads: bool,
+    at_once: int,
+    alone: int,
+    fake_cuda: FakeCudaProcess,
+) -> None:
+    if recipe in ("blockwise", "mxfp8") and (at_once, alone) == (2, 3) and not pads:
+        at_once, alone = 3, 0  # blocks are padded in any case
+    found, shapes = fake_cuda.run(products, counts, sizes, dtype, pads, recipe)
+    assert shapes == [(sum(counts), sizes[0]), (sum(counts), sizes[1]), (len(counts), *sizes)]
+    names = [kernel.name for kernel in found.of_kind("gemm")]
+    grouped = [name for name in names if "grouped" in name]
+    assert (len(grouped), len(names) - len(grouped)) == (at_once, alone)
+    assert found.syncs == found.problems == []
