@@ -43,6 +43,7 @@ from fp8_dist.kernels.blocks import (
     block_exponents,
     cast_blocks,
     cast_columns_of_blocks,
+    exponents_shape,
     quantize_blocks,
     reblock,
 )
@@ -127,7 +128,15 @@ def _amax(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
         return amax.portable(x, dims)
     # Without the sign, the bits of floats are ordered like their values, with NaN above all others.
     # torch finds the maximum along a dim faster for integers than for floats.
-    bits = x.view(integer).bitwise_and(torch.iinfo(integer).max)
+    largest = torch.iinfo(integer).max
+    kept = x.shape[: x.ndim - len(dims)]
+    are_last = tuple(dims) == tuple(range(len(kept), x.ndim))
+    if are_last and x.numel() > 4 * _PART and x.is_contiguous():
+        rows = x.view(math.prod(kept), -1)
+        parts = rows.split(max(1, 4 * _PART // rows.shape[1]))
+        found = [part.view(integer).bitwise_and(largest).amax(1) for part in parts]
+        return torch.cat(found).view(x.dtype).to(torch.float32).view(*kept, *[1] * len(dims))
+    bits = x.view(integer).bitwise_and(largest)
     return torch.amax(bits, tuple(dims), keepdim=True).view(x.dtype).to(torch.float32)
 
 
@@ -204,8 +213,7 @@ def _quantize_blocks(
     blocks: Sequence[int],
 ) -> Tensor:
     rows, _, first_row, _ = blocks
-    # Matrices of whole blocks are one matrix.
-    if x.numel() <= _PART or first_row or (x.ndim > 2 and x.shape[-2] % rows):
+    if x.numel() <= _PART or first_row or _has_parts(x, rows):
         return quantize_blocks.portable(x, exponents, dtype, blocks)
     x = x.contiguous()
     matrix, qdata = x.view(-1, x.shape[-1]), torch.empty_like(x, dtype=dtype)
@@ -214,6 +222,23 @@ def _quantize_blocks(
         quantized = quantize_blocks.portable(matrix[part], numbers[of_rows], dtype, blocks)
         results[part] = quantized
     return qdata
+
+
+def _block_exponents(
+    x: Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
+) -> Tensor:
+    rows = blocks[0]
+    if x.numel() <= 4 * _PART or blocks[2] or not x.is_contiguous() or _has_parts(x, rows):
+        return block_exponents.portable(x, dtype, blocks, rule)
+    matrix, shape = x.view(-1, x.shape[-1]), exponents_shape(x.shape, blocks)
+    parts = [matrix[part] for part, _ in _slices(matrix, rows)]
+    found = [block_exponents.portable(part, dtype, blocks, rule) for part in parts]
+    return torch.cat(found).view(shape)
+
+
+def _has_parts(x: Tensor, rows: int) -> bool:
+    """Whether some matrices end inside of a block. Otherwise they are one matrix."""
+    return x.ndim > 2 and x.shape[-2] % rows > 0
 
 
 def _cast_blocks(
@@ -225,7 +250,7 @@ def _cast_blocks(
 ) -> list[Tensor]:
     if any(transposed):
         return cast_blocks.portable(x, dtype, blocks, rule, transposed)
-    exponents = block_exponents.portable(x, dtype, blocks, rule)
+    exponents = _block_exponents(x, dtype, blocks, rule)
     return [exponents, *(_quantize_blocks(x, exponents, dtype, blocks) for _ in transposed)]
 
 
@@ -390,6 +415,7 @@ amax.register("cpu", _amax)
 scaling_from_amax.register("cpu", _scaling_from_amax)
 quantize.register("cpu", _quantize)
 cast_copies.register("cpu", _cast_copies)
+block_exponents.register("cpu", _block_exponents)
 quantize_blocks.register("cpu", _quantize_blocks)
 reblock.register("cpu", _reblock)
 dequantize_blocks.register("cpu", _dequantize)

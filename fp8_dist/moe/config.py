@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from fp8_dist.config import CastConfig, Float8LinearConfig
 from fp8_dist.device import e4m3
-from fp8_dist.scaling import Dense, Scheme
+from fp8_dist.scaling import Dense, Scheme, covering
 
 ExpertsRecipe = Literal["rowwise_folded", "tensorwise", "blockwise", "mxfp8"]
 
@@ -94,3 +94,9 @@ class Float8ExpertsConfig:
     def folds(self) -> bool:
         """Whether the scales of weights run along the contraction of grad_input."""
         return self.linear.recipe.folds
+
+
+def stored_transposed(scheme: Scheme) -> Scheme:
+    """The scheme of ``[E, K, N]`` with the scales that ``scheme`` gives ``[E, N, K]``."""
+    (level,) = scheme.levels
+    return scheme if level.rows == level.columns else covering((1,), scheme, 3)

@@ -17,10 +17,10 @@ from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.weight import Float8Weight, checked_module
 from fp8_dist.mesh import local_tensor
-from fp8_dist.moe.config import Float8ExpertsConfig
+from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
-from fp8_dist.scaling import Copy, Quantized, Scheme, covering
+from fp8_dist.scaling import Copy, Quantized, Scheme
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -92,9 +92,8 @@ class ExpertWeight(Float8Weight):
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        (scheme,), (level,) = super().schemes, super().schemes[0].levels
-        is_symmetric = level.rows == level.columns
-        return (scheme if is_symmetric or not self.is_transposed else covering((1,), scheme, 3),)
+        (scheme,) = super().schemes
+        return (stored_transposed(scheme) if self.is_transposed else scheme,)
 
     def copies(self, device: torch.device) -> dict[Gemm, Copy]:
         copy = Copy(self.schemes[0])

@@ -24,11 +24,16 @@ from fp8_dist.linear.observing import Owner, is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import local_tensor
-from fp8_dist.moe.config import Float8ExpertsConfig
+from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
-from fp8_dist.moe.grouped import Groups, grouped_gradients, grouped_mm
+from fp8_dist.moe.grouped import (
+    Groups,
+    grouped_gradients,
+    grouped_mm,
+    is_stored_transposed,
+)
 from fp8_dist.recipe import Operand
-from fp8_dist.scaling import Copy, Quantized, cast, planned
+from fp8_dist.scaling import Copy, Quantized, Scheme, cast, planned
 from fp8_dist.tensor import Float8Tensor, quantized_as
 
 
@@ -47,25 +52,35 @@ class Weight(NamedTuple):
 
 
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
-    """Cast a weight, unless FSDP2 gathered it in float8.
+    """Cast a weight in the order of its memory, unless FSDP2 gathered it in float8.
 
     Collectives: as :func:`fp8_dist.cast.cast_copies`.
 
     Raises:
         ValueError: FSDP2 gathered the weight for another config.
     """
-    local, copy = local_tensor(weight), Copy(config.weight)
+    local, scheme = local_tensor(weight), config.weight
     if isinstance(local, Float8Tensor):
-        if local.key != config.weight.key:
+        if local.key != scheme.key:
             raise ValueError(
                 f"experts: FSDP2 gathered a weight as {local.scheme}, and the config has "
-                f"{config.weight}; pass the module's float8_experts_config"
+                f"{scheme}; pass the module's float8_experts_config"
             )
-        found = quantized_as(local, config.weight)
+        found = quantized_as(local, scheme)
     else:
-        shard = Float8Weight.gather_type.unwrap(local)
-        found = cast_copies(weight.detach(), (copy,), local=shard.detach())[1][copy]
+        found = _cast(weight.detach(), scheme)
     return Weight(local_part(weight), WeightCasts(found, found))
+
+
+def _cast(weight: Tensor, scheme: Scheme) -> Quantized:
+    shard = Float8Weight.gather_type.unwrap(local_tensor(weight)).detach()
+    if not is_stored_transposed(shard):
+        copy = Copy(scheme)
+        return cast_copies(weight, (copy,), local=shard)[1][copy]
+    copy = Copy(stored_transposed(scheme))
+    qdata, scales, _, start, is_cut = cast_copies(weight.mT, (copy,), local=shard.mT)[1][copy]
+    turned = tuple([scale.mT for scale in scales])
+    return Quantized(qdata.mT, turned, scheme, start[::-1], is_cut)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -93,6 +93,8 @@ def grouped_gradients(
     Args:
         grad, input: ``[R, N]`` and ``[R, K]``, by rows.
         needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
+
+    The gradient of weights has the order of their memory.
     """
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
     at_once = has_grouped_gemm(grad.qdata, dims, dtypes[1], config.emulate) and (
@@ -104,7 +106,8 @@ def grouped_gradients(
     if needs[0]:
         of_rows = grouped_mm(*operands["grad_input"], False, groups, dtypes[0], config)
     if needs[1]:
-        left, right = operands["grad_weight"]
+        turns = is_stored_transposed(weights.qdata)
+        left, right = operands["grad_weight"][:: -1 if turns else 1]
         if source is not None:
             of_weights = grouped_scaled_sums(
                 left.qdata, right.qdata, left.scales[0], right.scales[0], groups
@@ -113,32 +116,38 @@ def grouped_gradients(
             of_weights = _sums_of_blocks(left, right, groups)
         else:
             of_weights = _sums(left, right, groups, dtypes[1], config)
+        of_weights = of_weights.mT if turns else of_weights
     return of_rows, of_weights
 
 
+def is_stored_transposed(weights: Tensor) -> bool:
+    """Whether weights ``[E, N, K]`` are a view of contiguous ones ``[E, K, N]``."""
+    return weights.mT.is_contiguous() and not weights.is_contiguous()
+
+
 def _sums(
-    grad: Quantized,
-    input: Quantized,
+    left: Quantized,
+    right: Quantized,
     groups: Groups,
     out_dtype: torch.dtype,
     config: Float8ExpertsConfig,
 ) -> Tensor:
-    """grad_weight ``[E, N, K]``, one expert after the other."""
-    shape = len(groups.counts), grad.qdata.shape[1], input.qdata.shape[1]
-    sums = without_empty(grad.qdata.new_empty(shape, dtype=out_dtype), groups)
+    """The sums of ``[R, N]`` times ``[R, K]``, one expert after the other."""
+    shape = len(groups.counts), left.qdata.shape[1], right.qdata.shape[1]
+    sums = without_empty(left.qdata.new_empty(shape, dtype=out_dtype), groups)
     for group in groups.slices():
-        own = [_own(each, *group) for each in (grad, input)]
-        left, right = (each.scheme.for_rows(each, None) for each in own)
-        sums[group[0]] = multiply(left, right, (True, False), out_dtype, _options(config))
+        own = [_own(each, *group) for each in (left, right)]
+        a, b = (each.scheme.for_rows(each, None) for each in own)
+        sums[group[0]] = multiply(a, b, (True, False), out_dtype, _options(config))
     return sums
 
 
-def _sums_of_blocks(grad: Quantized, input: Quantized, groups: Groups) -> Tensor:
-    """grad_weight ``[E, N, K]`` of rows in blocks, in one GEMM.
+def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor:
+    """The sums of ``[R, N]`` times ``[R, K]``, in blocks, in one GEMM.
 
     Groups are padded to whole blocks, so that new blocks of rows have rows of one expert.
     """
-    (level,) = grad.scheme.levels
+    (level,) = left.scheme.levels
     source, ends = groups.padded(level.columns or 1)
     pads, taken = (source < 0).unsqueeze(1), source.clamp(min=0)
 
@@ -150,7 +159,7 @@ def _sums_of_blocks(grad: Quantized, input: Quantized, groups: Groups) -> Tensor
         padded = operand._replace(qdata=data.view(operand.qdata.dtype), scales=(scale,))
         return _as_bf16(padded.scheme.for_rows(padded, None))
 
-    return without_empty(F.grouped_mm(wide(grad).t(), wide(input), offs=ends), groups)
+    return without_empty(F.grouped_mm(wide(left).t(), wide(right), offs=ends), groups)
 
 
 def _as_bf16(operand: Quantized) -> Tensor:

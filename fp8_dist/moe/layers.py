@@ -30,7 +30,8 @@ def grouped_linear(
     Args:
         x: ``[R, K]``, high precision. It is cast once for all weights.
         weights: ``[E, N, K]``, or several of these, in high precision; plain tensors or DTensors,
-            whose local part is multiplied.
+            whose local part is multiplied. A weight that is stored as ``[E, K, N]`` is passed as
+            ``weight.mT``: it is cast as it is stored, and so is its gradient.
         offs: int32 or int64 ``[E]``: the end of each expert's rows. The rows from ``offs[-1]`` on
             belong to no expert; their outputs are 0.
         config: default ``Float8ExpertsConfig()``.

@@ -11,6 +11,7 @@ from reference import raised, same_bits, sqnr
 from torch import Tensor
 
 from fp8_dist.moe import Float8ExpertsConfig, grouped_linear
+from fp8_dist.moe.functions import cast_weight
 
 COUNTS = [125, 3, 0, 256, 128]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -177,6 +178,7 @@ def test_what_is_refused() -> None:
         lambda: Float8ExpertsConfig.from_recipe_name("rowwise"),
         lambda: Float8ExpertsConfig(combine="fp8"),  # type: ignore[arg-type]
         lambda: Float8ExpertsConfig(enable_fsdp_float8_all_gather="yes"),  # type: ignore[arg-type]
+        lambda: Float8ExpertsConfig(pad_token_groups_for_grouped_mm=32),  # type: ignore[arg-type]
     ]
     assert_expected_inline(
         "\n".join(raised(ValueError, call) for call in calls),
@@ -196,5 +198,34 @@ grouped_linear: offs must grow from 0 to at most 14, the number of rows; got gro
 grouped_linear: offs must grow from 0 to at most 14, the number of rows; got groups of [-1, 9] rows
 Float8ExpertsConfig.recipe='rowwise': use one of 'rowwise_folded', 'tensorwise', 'blockwise', 'mxfp8'
 Float8ExpertsConfig.combine='fp8': use one of 'high_precision', 'float8'
-Float8ExpertsConfig.enable_fsdp_float8_all_gather='yes': use one of True, False, 'auto'""",
+Float8ExpertsConfig.enable_fsdp_float8_all_gather='yes': use one of True, False, 'auto'
+Float8ExpertsConfig.pad_token_groups_for_grouped_mm=32: use one of True, False""",
     )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_transposed_weights(recipe: str, dtype: torch.dtype) -> None:
+    x, w, g, offs = data([40, 0, 33], 75, dtype)
+    w = w * torch.logspace(-2, 2, 96).view(-1, 1).to(dtype)
+    stored = w.mT.contiguous()
+    x.requires_grad_()
+    expected = products(x, w, g, offs, recipe)
+    stored.requires_grad_()
+    config = Float8ExpertsConfig.from_recipe_name(recipe)
+    casts = cast_weight(stored.mT, config).casts.output
+    assert casts is not None
+    assert casts.qdata.mT.is_contiguous()  # in the order of memory, without a copy
+    output = grouped_linear(x, stored.mT, offs, config)
+    assert isinstance(output, Tensor)
+    output.backward(g)
+    found = output.detach(), x.grad, stored.grad
+    for gemm, a, b in zip(GEMMS, expected, found, strict=True):
+        assert b is not None
+        b = b.mT if gemm == "grad_weight" else b
+        if dtype is FP32:
+            assert same_bits(a, b.contiguous()), gemm
+        else:  # sums in another order
+            assert sqnr(a.double(), b.double()) > 50, gemm
+    assert stored.grad is not None
+    assert stored.grad.is_contiguous()
