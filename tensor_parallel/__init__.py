@@ -6,7 +6,7 @@ if __name__ != "fp8_dist.tensor_parallel":
         "fp8_dist.tensor_parallel (from the root of a checkout, or after pip install)"
     )
 
-from fp8_dist.tensor_parallel.experts import Float8ExpertParallel
+from fp8_dist.tensor_parallel.experts import Float8ExpertParallel, Float8ExpertTensorParallel
 from fp8_dist.tensor_parallel.inputs import share_input
 from fp8_dist.tensor_parallel.local import declare_placements
 from fp8_dist.tensor_parallel.plan import apply_tp_plan
@@ -20,6 +20,7 @@ from fp8_dist.tensor_parallel.styles import (
 __all__ = [
     "Float8ColwiseParallel",
     "Float8ExpertParallel",
+    "Float8ExpertTensorParallel",
     "Float8RowwiseParallel",
     "PrepareFloat8ModuleInput",
     "apply_tp_plan",

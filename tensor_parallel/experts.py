@@ -1,18 +1,63 @@
-"""Expert parallelism: each rank has an equal number of whole experts."""
+"""Experts on several ranks: an equal number of whole experts each, or parts of all experts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.weight import float8_modules, weights_of
-from fp8_dist.moe.experts import experts_config, float8_experts
+from fp8_dist.mesh import sharded_dim
+from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
 from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 
 
-class Float8ExpertParallel(CheckedStyle):
+class _ExpertsStyle(CheckedStyle):
+    """Style for converted experts, whose weights get the placements of :meth:`placements`."""
+
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        """The placement of each weight; empty if the style can't divide the experts."""
+        raise NotImplementedError
+
+    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
+        if inside := [fqn for fqn in float8_experts(module) if fqn]:
+            yield (
+                f"{type(self).__name__} is for experts, but a {type(module).__name__} is a module "
+                f"around them; apply the style to its {', '.join(inside)}"
+            )
+            return
+        if experts_config(module) is None:
+            yield (
+                f"{type(self).__name__} is for experts, but a {type(module).__name__} has none in "
+                "float8; call convert_experts_to_float8_training first"
+            )
+            return
+        fqn = next(iter(weights_of(module).values())).fqn
+        yield from (f"{fqn}{misfit}" for misfit in self.misfits_of_experts(module, size))
+
+    def misfits_of_experts(self, module: nn.Module, size: int) -> Iterator[str]:
+        """Yield the reasons, as they follow the name of converted experts."""
+        raise NotImplementedError
+
+    def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        layers = float8_modules(module)
+        check_placed(layers, mesh, "parallelize_module", {"the style": described(self)})
+        for misfit in self.misfits(module, mesh.size()):
+            raise ValueError(f"parallelize_module: {misfit}")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        for name, placement in self.placements(module).items():
+            whole = module.get_parameter(name)
+            part = distribute_tensor(
+                whole.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank
+            )
+            setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        return module
+
+
+class Float8ExpertParallel(_ExpertsStyle):
     """Style for converted experts: their parameters ``[E, ...]`` become ``Shard(0)``.
 
     Tokens travel to the ranks of their experts in float8, and the outputs come back
@@ -27,39 +72,63 @@ class Float8ExpertParallel(CheckedStyle):
             a multiple of the mesh's size, or the ranks' configs differ.
     """
 
-    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        if inside := [fqn for fqn in float8_experts(module) if fqn]:
-            yield (
-                f"Float8ExpertParallel is for experts, but a {type(module).__name__} is a module "
-                f"around them; apply the style to its {', '.join(inside)}"
-            )
-            return
-        if experts_config(module) is None:
-            yield (
-                f"Float8ExpertParallel is for experts, but a {type(module).__name__} has none in "
-                "float8; call convert_experts_to_float8_training first"
-            )
-            return
-        fqn = next(iter(weights_of(module).values())).fqn
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
+
+    def misfits_of_experts(self, module: nn.Module, size: int) -> Iterator[str]:
         for name, parameter in module.named_parameters(recurse=False):
             experts = len(parameter)
             if experts % size:
                 yield (
-                    f"{fqn}.{name}: {experts} experts can't be divided equally between "
-                    f"{size} ranks; choose a number of ranks that divides it"
+                    f".{name}: {experts} experts can't be divided equally between {size} ranks; "
+                    "choose a number of ranks that divides it"
                 )
 
-    def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        layers = float8_modules(module)
-        check_placed(layers, mesh, "parallelize_module", {"the style": described(self)})
-        for misfit in self.misfits(module, mesh.size()):
-            raise ValueError(f"parallelize_module: {misfit}")
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.check(module, device_mesh)
-        for name, whole in list(module.named_parameters(recurse=False)):
-            part = distribute_tensor(
-                whole.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
+class Float8ExpertTensorParallel(_ExpertsStyle):
+    """Style for converted experts: ranks divide the hidden features of each expert.
+
+    The first weight is column-parallel, the last row-parallel: in transformers' experts
+    ``gate_up_proj`` becomes ``_StridedShard(1, split_factor=2)``, so that each rank has parts of
+    gate and of up, and ``down_proj`` ``Shard(2)``. All ranks have the same tokens and routing, and
+    get the same output. With blocks of scales, ranks must have whole blocks.
+
+    The operands of all GEMMs have the bits of one device. The output, and the gradients of tokens
+    and of routing weights, differ by the order of the sum over ranks, as in row-parallel layers.
+
+    Collectives: as for :class:`Float8ExpertParallel` when it is applied. In a step, per module, an
+    all-reduce of the output, one of the gradient of the tokens, and one of that of the routing
+    weights, in high precision. For recipes with scales of rows, all-reduces of 4 bytes per token
+    and chosen expert: one in the forward and one in the backward, two with ``rowwise_folded``.
+
+    Raises:
+        ValueError: on all ranks, if the module is not one of converted experts, their features
+            can't be divided equally, their outputs are to be combined in float8, or the ranks'
+            configs differ.
+    """
+
+    def placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return parts_of(module)
+
+    def misfits_of_experts(self, module: nn.Module, size: int) -> Iterator[str]:
+        config, placements = experts_config(module), self.placements(module)
+        if config is not None and config.combine == "float8":
+            yield (
+                ": combine='float8' would cast the outputs before they are summed over ranks; use "
+                "combine='high_precision'"
             )
-            setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
-        return module
+        if not placements:
+            yield (
+                f": the features of a {type(module).__name__} can't be divided; use "
+                "Float8ExpertParallel"
+            )
+        for name, placement in placements.items():
+            dim = sharded_dim(placement, 3)
+            assert dim is not None
+            features = module.get_parameter(name).shape[dim]
+            features //= getattr(placement, "split_factor", 1)
+            if features % size:
+                yield (
+                    f".{name}: {features} features can't be divided equally between {size} ranks; "
+                    "choose a number of ranks that divides it"
+                )

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
@@ -21,6 +22,7 @@ from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.scaling import Copy, Quantized, Scheme
+from fp8_dist.torch_internals import StridedShard
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -32,6 +34,8 @@ class Kind(NamedTuple):
         weights: the names of the weights ``[E, N, K]`` of a module; empty if it has no experts.
         are_transposed: whether the weights of a module are stored as ``[E, K, N]``.
         unfit: the reason why these experts can't be converted, or ``None``.
+        parts: the placement of each weight if ranks have parts of each expert: of its features,
+            between the first and the last weight. Empty if these can't be divided.
         use: makes a module use float8, once its weights are converted.
         entries: the entries of a checkpoint for a weight, or the scales of its blocks, given the
             model and the name in its state dict.
@@ -40,6 +44,7 @@ class Kind(NamedTuple):
     weights: Callable[[nn.Module], tuple[str, ...]]
     are_transposed: Callable[[nn.Module], bool]
     unfit: Callable[[nn.Module], str | None]
+    parts: Callable[[nn.Module], Mapping[str, Placement]]
     use: Callable[[nn.Module], None]
     entries: Callable[[nn.Module, str, torch.Tensor], dict[str, torch.Tensor]]
 
@@ -59,6 +64,7 @@ _OWN = Kind(
     _own_names,
     are_transposed=lambda module: False,
     unfit=_own_unfit,
+    parts=lambda module: {},
     use=lambda module: None,
     entries=lambda model, name, tensor: {name: tensor},
 )
@@ -108,6 +114,14 @@ class ExpertWeight(Float8Weight):
         return tuple([gemm for gemm, taken in GEMM_OPERANDS.items() if operand in taken])
 
     def note_sharded(self, parameter: torch.Tensor) -> None:
+        layout = self.layout(parameter)
+        strided = [p for p in layout.placements if isinstance(p, StridedShard)] if layout else []
+        if len({p.dim for p in strided}) < len(strided):
+            raise ValueError(
+                f"{self.fqn}: FSDP2 shards dim {strided[0].dim} of {self.name}, of which tensor "
+                "parallelism has given each rank several pieces, and torch would save them in "
+                "another order; shard another dim (shard_placement_fn)"
+            )
         self.sharded, self.is_exchanged = parameter, True
 
     def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
@@ -123,7 +137,8 @@ class ExpertWeight(Float8Weight):
         """
         casts, tensor = self.forward_casts(parameter), local_part(parameter)
         if not self.is_transposed:
-            return Weight(tensor, casts, self)
+            divided = feature_mesh(self.module) is not None
+            return Weight(tensor, casts, self, self.layout(parameter) if divided else None)
         (scheme,), (output, grad_input, recast) = super().schemes, casts
         if recast is not None:
             statistics, _, start, is_cut = recast
@@ -289,6 +304,24 @@ def weight_of(module: nn.Module, name: str) -> Weight:
     return operand
 
 
+def parts_of(module: nn.Module) -> Mapping[str, Placement]:
+    """The placements that divide the features of converted experts; see :class:`Kind`."""
+    kind = _kind_of(module)
+    return {} if kind is None else kind.parts(module)
+
+
+def feature_mesh(module: nn.Module) -> DeviceMesh | None:
+    """The mesh whose ranks have parts of each expert; ``None`` if this rank has whole experts."""
+    weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
+    layouts = {name: weight.layout() for name, weight in weights.items()}
+    meshes = {layout.mesh for layout in layouts.values() if layout is not None}
+    if len(meshes) != 1:
+        return None
+    found = {name: layout.placements for name, layout in layouts.items() if layout is not None}
+    expected = {name: (placement,) for name, placement in parts_of(module).items()}
+    return meshes.pop() if found == expected else None
+
+
 def expert_group(module: nn.Module) -> tuple[int, ProcessGroup | None]:
     """The number of experts of all ranks, and the ranks that share them.
 
@@ -299,6 +332,8 @@ def expert_group(module: nn.Module) -> tuple[int, ProcessGroup | None]:
         ValueError: the weights are distributed in another way.
     """
     weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
+    if feature_mesh(module) is not None:
+        return len(next(iter(weights.values())).parameter()), None
     found = {_group_of(weight) for weight in weights.values()}
     if len(found) > 1:
         fqn = next(iter(weights.values())).fqn
@@ -313,7 +348,7 @@ def _group_of(weight: ExpertWeight) -> tuple[int, ProcessGroup | None]:
     if layout.placements != (Shard(0),):
         raise ValueError(
             f"{weight.fqn}: {weight.name} is placed as {list(layout.placements)} on {layout.mesh} "
-            "in the forward; experts are divided by Shard(0) on one axis, and FSDP2 shards them "
-            "over others"
+            "in the forward; experts are divided by Float8ExpertParallel or "
+            "Float8ExpertTensorParallel on one axis, and FSDP2 shards them over others"
         )
     return layout.shape[0], layout.mesh.get_group() if layout.mesh.size() > 1 else None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.cast import cast_copies, quantize
 from fp8_dist.device import autocast
@@ -23,7 +23,7 @@ from fp8_dist.linear.autograd import Form, flattened
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.mesh import local_tensor
+from fp8_dist.mesh import Layout, local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.grouped import (
@@ -35,6 +35,7 @@ from fp8_dist.moe.grouped import (
 from fp8_dist.recipe import Operand
 from fp8_dist.scaling import Copy, Quantized, Scheme, cast, planned
 from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.torch_internals import StridedShard
 
 
 class Weight(NamedTuple):
@@ -44,11 +45,26 @@ class Weight(NamedTuple):
         tensor: the local tensor that gradients flow to.
         casts: its casts.
         owner: the owner of its casts, for observers; ``None`` if they are not shown.
+        layout: its layout, if ranks have parts of each expert.
     """
 
     tensor: Tensor
     casts: WeightCasts
     owner: Owner | None = None
+    layout: Layout | None = None
+
+    def layout_of_rows(self, rows: int, dim: int) -> Layout | None:
+        """The layout of rows with columns like ``dim`` of the weight; None if these are whole."""
+        if self.layout is None:
+            return None
+        (placement,) = self.layout.placements
+        if sharded_dim(placement, 3) != dim:
+            return None
+        columns: Placement = Shard(1)
+        if isinstance(placement, StridedShard):
+            columns = StridedShard(1, split_factor=placement.split_factor)
+        shape = torch.Size((rows, self.layout.shape[dim]))
+        return self.layout._replace(placements=(columns,), shape=shape)
 
 
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
@@ -93,6 +109,7 @@ class _Saved(NamedTuple):
 
     forms: tuple[Form | None, ...]  # of the rows, then of each weight
     recasts: tuple[Recast | None, ...]  # for each weight
+    layouts: tuple[Layout | None, ...]  # of the gradient of each product
     dtypes: tuple[torch.dtype, torch.dtype]  # of rows and of weights
     groups: Groups
     config: Float8ExpertsConfig
@@ -111,9 +128,10 @@ def _save(
     operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
     tensors, forms = flattened(rows, *operands)
     recasts = tuple([weight.casts.recast for weight in weights])
+    layouts = tuple([weight.layout_of_rows(len(rows.qdata), 1) for weight in weights])
     dtypes = dtype, weights[0].tensor.dtype
     owners = tuple([weight.owner for weight in weights])
-    ctx.saved = _Saved(forms, recasts, dtypes, groups, config, owners)
+    ctx.saved = _Saved(forms, recasts, layouts, dtypes, groups, config, owners)
     ctx.save_for_backward(*tensors)
 
 
@@ -125,9 +143,9 @@ def _products(
     config: Float8ExpertsConfig,
 ) -> tuple[Tensor, ...]:
     found = []
-    for _, casts, _ in weights:
-        assert casts.output is not None
-        found.append(grouped_mm(rows, casts.output, True, groups, dtype, config))
+    for weight in weights:
+        assert weight.casts.output is not None
+        found.append(grouped_mm(rows, weight.casts.output, True, groups, dtype, config))
     return tuple(found)
 
 
@@ -146,11 +164,12 @@ def _gradients(
     assert isinstance(rows, Quantized)
     of_rows: Tensor | None = None
     of_weights: list[Tensor | None] = []
-    for grad, weight, recast, need in zip(grads, weights, saved.recasts, needs[1:], strict=True):
+    each = zip(grads, weights, saved.recasts, saved.layouts, needs[1:], strict=True)
+    for grad, weight, recast, layout, need in each:
         if isinstance(weight, Tensor) and recast is not None:
             weight = _cast_again(weight, recast)
         assert isinstance(weight, Quantized)
-        arguments = saved.groups, (needs[0], need), saved.dtypes, saved.config
+        arguments = saved.groups, (needs[0], need), saved.dtypes, saved.config, layout
         one, of_weight = grouped_gradients(grad, rows, weight, *arguments)
         of_rows = one if of_rows is None else of_rows if one is None else of_rows + one
         of_weights.append(of_weight)
@@ -165,10 +184,15 @@ def _cast_again(weight: Tensor, recast: Recast) -> Quantized:
 
 
 def _cast_rows(
-    rows: Tensor, config: Float8ExpertsConfig, operand: Operand, owners: Iterable[Owner | None]
+    rows: Tensor,
+    config: Float8ExpertsConfig,
+    operand: Operand,
+    owners: Iterable[Owner | None],
+    layout: Layout | None = None,
 ) -> Quantized:
+    """Cast rows. ``layout``: their layout, if ranks have parts of each row."""
     rows, copy = rows.detach().contiguous(), Copy(config.rows)
-    made = {copy: quantize(rows, config.rows)}
+    made = {copy: quantize(rows if layout is None else layout.wrap(rows), config.rows)}
     for owner in owners if is_observed() else ():
         if owner is not None:
             observe_copies(owner, operand, rows, made, operand == "input")
@@ -185,24 +209,23 @@ class _Up(torch.autograd.Function):
         groups: Groups,
         routing: Routing | None,
         config: Float8ExpertsConfig,
-        casts: tuple[tuple[WeightCasts, Owner | None], ...],
-        *weights: Tensor,
+        weights: tuple[Weight, ...],
+        *_: Tensor,  # those of the weights
     ) -> tuple[Tensor, ...]:
-        rows = _cast_rows(x, config, "input", [owner for _, owner in casts])
+        rows = _cast_rows(x, config, "input", [weight.owner for weight in weights])
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
-        operands = [Weight(w, *each) for w, each in zip(weights, casts, strict=True)]
-        _save(ctx, rows, operands, x.dtype, groups, config)
+        _save(ctx, rows, weights, x.dtype, groups, config)
         ctx.routing = routing
-        return _products(rows, operands, groups, x.dtype, config)
+        return _products(rows, weights, groups, x.dtype, config)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        config, routing = ctx.saved.config, ctx.routing
+        config, layouts, routing = ctx.saved.config, ctx.saved.layouts, ctx.routing
         needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
-        each = zip(grads, ctx.saved.owners, strict=True)
-        rows = [_cast_rows(grad, config, "grad_output", [owner]) for grad, owner in each]
+        each = zip(grads, ctx.saved.owners, layouts, strict=True)
+        rows = [_cast_rows(g, config, "grad_output", [owner], own) for g, owner, own in each]
         of_rows, of_weights = _gradients(ctx, rows, needs)
         if of_rows is not None and routing is not None:
             slots = _returned(of_rows, routing, config)
@@ -215,16 +238,16 @@ def grouped_product(
     x: Tensor, weights: Sequence[Weight], groups: Groups, config: Float8ExpertsConfig
 ) -> tuple[Tensor, ...]:
     """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`."""
-    casts = tuple([weight[1:] for weight in weights])
-    return _Up.apply(autocast(x), groups, None, config, casts, *[w.tensor for w in weights])
+    tensors = [weight.tensor for weight in weights]
+    return _Up.apply(autocast(x), groups, None, config, tuple(weights), *tensors)
 
 
 def dispatched_product(
     x: Tensor, weights: Sequence[Weight], routing: Routing, config: Float8ExpertsConfig
 ) -> tuple[Tensor, ...]:
     """Send tokens to their experts, and multiply; see :func:`fp8_dist.moe.dispatch_linear`."""
-    casts, tensors = tuple([w[1:] for w in weights]), [w.tensor for w in weights]
-    return _Up.apply(autocast(x), routing.groups, routing, config, casts, *tensors)
+    tensors = [weight.tensor for weight in weights]
+    return _Up.apply(autocast(x), routing.groups, routing, config, tuple(weights), *tensors)
 
 
 def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Tensor:
@@ -240,18 +263,18 @@ class _Down(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        _: Tensor,  # that of the weight
         bias: Tensor | None,
         routing: Routing,
         config: Float8ExpertsConfig,
-        casts: tuple[WeightCasts, Owner | None],
+        weight: Weight,
     ) -> tuple[Tensor, Tensor]:
-        rows = _cast_rows(hidden, config, "input", casts[1:])
-        operands, dtype = [Weight(weight, *casts)], hidden.dtype
-        (output,) = _products(rows, operands, routing.groups, dtype, config)
+        layout, dtype = weight.layout_of_rows(len(hidden), 2), hidden.dtype
+        rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
+        (output,) = _products(rows, [weight], routing.groups, dtype, config)
         if bias is not None:
             output = output + bias.detach()[routing.groups.of_row].to(dtype)
-        _save(ctx, rows, operands, dtype, routing.groups, config)
+        _save(ctx, rows, [weight], dtype, routing.groups, config)
         ctx.routing, ctx.bias_dtype = routing, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
         ctx.set_materialize_grads(False)  # that of the output
@@ -297,5 +320,5 @@ def combined_product(
 ) -> Tensor:
     """Multiply, and return the outputs to their slots; see :func:`fp8_dist.moe.linear_combine`."""
     hidden = autocast(hidden)
-    output, stand_in = _Down.apply(hidden, weight.tensor, bias, routing, config, weight[1:])
+    output, stand_in = _Down.apply(hidden, weight.tensor, bias, routing, config, weight)
     return _Combine.apply(output, stand_in, routing, config)

@@ -61,10 +61,10 @@ def different(a: Step, b: Step, only: str = "") -> list[str]:
 class Mixture(nn.Module):
     """Converted experts behind a float8 linear layer; the routing is given."""
 
-    def __init__(self, config: Float8ExpertsConfig, experts: int = 8) -> None:
+    def __init__(self, config: Float8ExpertsConfig, experts: int = 8, hidden: int = 96) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = {"hidden_size": 160, "moe_intermediate_size": 96, "num_experts": experts}
+        sizes = {"hidden_size": 160, "moe_intermediate_size": hidden, "num_experts": experts}
         self.linear = nn.Linear(160, 160, bias=False)
         self.experts = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
         for parameter in self.experts.parameters():  # rows and columns of very different sizes

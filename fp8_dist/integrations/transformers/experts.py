@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8_dist.linear.weight import weights_of
 from fp8_dist.moe.dispatch import route
-from fp8_dist.moe.experts import Kind, expert_group, experts_config, weight_of
+from fp8_dist.moe.experts import Kind, expert_group, experts_config, feature_mesh, weight_of
 from fp8_dist.moe.functions import combined_product, dispatched_product, local_part
 from fp8_dist.moe.grouped import add_bias
 from fp8_dist.text import warn_once
+from fp8_dist.torch_internals import StridedShard
 
 IMPLEMENTATION = "fp8_dist"
 
@@ -40,8 +41,8 @@ def experts_forward(
     Returns:
         ``[T, H]``.
 
-    Collectives: if the experts are divided between ranks, those of ``route``, ``dispatch_linear``
-    and ``linear_combine``.
+    Collectives: if ranks have some of the experts, those of ``route``, ``dispatch_linear`` and
+    ``linear_combine``. If they have parts of each expert, those of ``Float8ExpertTensorParallel``.
 
     Raises:
         ValueError: the experts are not converted.
@@ -62,6 +63,9 @@ def _forward(
     config, (first, second) = experts_config(self), _weights(self)
     assert config is not None
     _warn_if_set(self)
+    mesh = feature_mesh(self)
+    if mesh is not None:
+        hidden_states, top_k_weights = _shared(hidden_states, mesh), _shared(top_k_weights, mesh)
     routing = route(top_k_index, num_experts, group)
     (hidden,) = dispatched_product(hidden_states, [weight_of(self, first)], routing, config)
     bias = None
@@ -71,7 +75,17 @@ def _forward(
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
     slots = combined_product(hidden, weight_of(self, second), routing, config, bias)
     slots = slots.view(*top_k_weights.shape, slots.shape[1])
-    return (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+    output = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+    if mesh is None:
+        return output
+    total = DTensor.from_local(output, mesh, [Partial()], run_check=False).full_tensor()
+    return total.clone()  # FSDP2 warns of modules that return views
+
+
+def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A tensor that all ranks have, each of which computes a part of its gradient."""
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
 
 
 def _weights(module: nn.Module) -> tuple[str, ...]:
@@ -92,6 +106,15 @@ def _unfit(module: nn.Module) -> str | None:
             "each token (those of Llama 4 multiply every token, scaled by the router before)"
         )
     return "it has a norm after each expert" if module.has_post_expert_norm else None
+
+
+def _parts(module: nn.Module) -> dict[str, Placement]:
+    if module.is_transposed or module.has_bias or not module.is_concatenated:
+        return {}
+    first, last = _weights(module)
+    # Each rank has parts of gate and of up.
+    divided: Any = StridedShard(1, split_factor=2) if module.has_gate else Shard(1)
+    return {first: divided, last: Shard(2)}
 
 
 def _use(module: nn.Module) -> None:
@@ -180,4 +203,4 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)
 
-KIND = Kind(_weights, _are_transposed, _unfit, _use, _entries)
+KIND = Kind(_weights, _are_transposed, _unfit, _parts, _use, _entries)

@@ -28,7 +28,7 @@ from fp8_dist.fsdp import rewrap_float8_weights
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import LayerFilter
-from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.text import is_part
 
 METHOD = "fp8_dist"
@@ -106,8 +106,9 @@ class Fp8DistConfig(QuantizationConfigMixin):
             no module, if ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the
             model, or if ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
         NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
-            style for a converted layer that passes local tensors (``packed_colwise``), or if this
-            release of transformers has no styles that can be replaced.
+            style for a converted layer or for experts that passes local tensors
+            (``packed_colwise``, ``moe_tp_experts``), or if this release of transformers has no
+            styles that can be replaced.
     """
 
     def __init__(
@@ -213,9 +214,11 @@ def _replace_styles(plan: dict[str, str], names: dict[str, str]) -> None:
 def _check_plan(model: PreTrainedModel) -> None:
     """Check that no style passes local tensors to float8 layers, whose scales would be per rank.
 
+    Expert parallelism takes precedence over the styles of experts, and passes whole experts.
+
     Raises:
-        NotImplementedError: a converted layer has an unknown style, or this release of transformers
-            has no styles that can be replaced.
+        NotImplementedError: a converted layer, or experts, have an unknown style, or this release
+            of transformers has no styles that can be replaced.
         ValueError: ``DistributedConfig(tp_plan=...)`` sets a style for unconverted layers.
     """
     distributed = getattr(model.config, "distributed_config", None)
@@ -235,12 +238,15 @@ def _check_plan(model: PreTrainedModel) -> None:
         )
     plan = model.tp_plan | override
     known = {*_FLOAT8_NAMES.values(), *_WHOLE}
-    keys = {fqn: re.sub(r"\.\d+(?=\.|$)", ".*", fqn) for fqn in float8_layers(model)}
+    experts = float8_experts(model) if distributed.ep_size == 1 else {}
+    names = [*float8_layers(model), *experts]
+    keys = {fqn: re.sub(r"\.\d+(?=\.|$)", ".*", fqn) for fqn in names}
     styles = {fqn: plan.get(key) for fqn, key in keys.items()}
     if unknown := [
         f"{fqn} ({style})" for fqn, style in styles.items() if style not in (None, *known)
     ]:
         raise NotImplementedError(
             "Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: "
-            f"{', '.join(unknown)}. Name them in modules_to_not_convert"
+            f"{', '.join(unknown)}. Name them in modules_to_not_convert; experts can also be "
+            "divided by ep_size"
         )

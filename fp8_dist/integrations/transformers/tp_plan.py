@@ -351,8 +351,9 @@ def hf_tp_plan(
     gradients of query and key norms are summed over all heads.
 
     Routed experts of MoE blocks are not sharded: every rank has all of them and computes all
-    tokens, which is correct but saves nothing. A warning names these blocks. Linear layers that are
-    shared experts are sharded if the model declares it.
+    tokens, which is correct but saves nothing. A warning names these blocks. Add entries with
+    :class:`fp8_dist.tensor_parallel.Float8ExpertTensorParallel` to divide converted experts. Linear
+    layers that are shared experts are sharded if the model declares it.
 
     Args:
         model: a ``PreTrainedModel`` that is not parallelized. Convert it before this call.

@@ -79,17 +79,24 @@ def refused(folder: str) -> list[str]:
     recipes = None, ("mxfp8", "tensorwise")[dist.get_rank()]
     with launched():
         return [
-            raised(ValueError, lambda: load(folder, recipe, fsdp_size=2, ep_size=2))  # noqa: B023
-            for recipe in recipes
+            *(
+                raised(ValueError, lambda: load(folder, recipe, fsdp_size=2, ep_size=2))  # noqa: B023
+                for recipe in recipes
+            ),
+            raised(NotImplementedError, lambda: load(folder, "mxfp8", tp_size=2)),
         ]
 
 
 def test_what_is_refused(ranks: RankPools, tmp_path: Path) -> None:
     folder = saved("qwen3_moe", tmp_path)
-    plain, differing = ranks(2).run_same(refused, folder)
+    plain, differing, divided = ranks(2).run_same(refused, folder)
     assert_expected_inline(
         plain,
         """ep_implementation='fp8_dist' is for experts in float8, but those of a Qwen3MoeExperts are not converted; call convert_experts_to_float8_training, or load the model with quantization_config=Fp8DistConfig(experts_recipe=...)""",
+    )
+    assert_expected_inline(
+        divided,
+        """Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: model.layers.0.mlp.experts (moe_tp_experts), model.layers.1.mlp.experts (moe_tp_experts). Name them in modules_to_not_convert; experts can also be divided by ep_size""",
     )
     assert differing.startswith("from_pretrained of model.layers.0.mlp.experts: the ranks of ")
     assert "mxfp9" in raised(ValueError, lambda: load(folder, "mxfp9"))

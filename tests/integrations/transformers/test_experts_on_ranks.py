@@ -362,6 +362,6 @@ def test_setups_that_do_not_fit(ranks: RankPools) -> None:
 parallelize_module: model.layers.1.mlp.experts.gate_up_proj: 3 experts can't be divided equally between 2 ranks; choose a number of ranks that divides it
 parallelize_module: Float8ExpertParallel is for experts, but a MixtralExperts has none in float8; call convert_experts_to_float8_training first
 parallelize_module: Float8ExpertParallel is for experts, but a MixtralDecoderLayer is a module around them; apply the style to its mlp.experts
-model.layers.1.mlp.experts: gate_up_proj is placed as [Replicate()] on DeviceMesh((ep=2), 'cpu', stride=(1,)) in the forward; experts are divided by Shard(0) on one axis, and FSDP2 shards them over others
+model.layers.1.mlp.experts: gate_up_proj is placed as [Replicate()] on DeviceMesh((ep=2), 'cpu', stride=(1,)) in the forward; experts are divided by Float8ExpertParallel or Float8ExpertTensorParallel on one axis, and FSDP2 shards them over others
 model.layers.1.mlp.experts: the weights of the experts are distributed in different ways""",
     )

@@ -229,7 +229,7 @@ def test_plans_that_hand_layers_local_tensors(ranks: RankPools, checkpoint: Path
         "\n".join(ranks(2).run_same(refused_plans, str(checkpoint))),
         """\
 Fp8DistConfig: DistributedConfig.tp_plan: {'model.layers.*.mlp.up_proj': 'colwise'} are styles for layers that are not converted; write {'model.layers.*.mlp.up_proj': 'fp8_dist_colwise'}
-Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: model.layers.0.mlp.up_proj (packed_colwise), model.layers.1.mlp.up_proj (packed_colwise). Name them in modules_to_not_convert""",
+Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: model.layers.0.mlp.up_proj (packed_colwise), model.layers.1.mlp.up_proj (packed_colwise). Name them in modules_to_not_convert; experts can also be divided by ep_size""",
     )
 
 
