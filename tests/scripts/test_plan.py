@@ -92,6 +92,9 @@ def planned() -> list[Step]:
 def test_a_plan_counts_what_real_ranks_count(
     ranks: RankPools, planned: list[Step], position: int
 ) -> None:
+    if PLANS[position].model.mixture is None:
+        # New ranks: where a mesh was flattened, as for experts, torch sums over its axes at once.
+        ranks(WORLD).close()
     real = ranks(WORLD).run(on_real_ranks, PLANS[position], timeout=120)
     fake = planned[position]
     # All ranks send the same. (bf16 sends too: nothing here is an empty list.)
