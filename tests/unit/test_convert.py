@@ -237,3 +237,11 @@ def test_another_config_for_a_converted_layer_is_refused() -> None:
     convert_to_float8_training(model, config=Float8LinearConfig())
     with pytest.raises(TypeError, match="must be a Float8LinearConfig, got 'tensorwise'"):
         convert_to_float8_training(Model(), config="tensorwise")  # type: ignore[arg-type]
+
+
+def test_a_config_of_another_type_is_refused() -> None:
+    text = raised(TypeError, lambda: convert_to_float8_training(nn.Linear(16, 16), config="mxfp8"))
+    assert text == (
+        "convert_to_float8_training: config must be a Float8LinearConfig, got 'mxfp8'; "
+        "Float8LinearConfig.from_recipe_name(name) makes one from a recipe's name"
+    )
