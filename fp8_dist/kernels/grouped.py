@@ -8,6 +8,7 @@ in the same pass.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -38,22 +39,27 @@ class Groups:
     """The rows of each group, among rows that are sorted by group.
 
     Attributes:
-        counts: the number of rows of each group, on the host.
-        sizes: the same, int64 ``[E]``, on the device.
+        on_host: the number of rows of each group, int64 ``[E]``, on the host.
+        sizes: the same, on the device.
         of_row: the group of each row, int64 ``[R]``.
         ends: the end of each group's rows, int32 ``[E]``.
     """
 
-    counts: list[int]
+    on_host: Tensor
     sizes: Tensor
     of_row: Tensor
     ends: Tensor
     _padded: dict[int, Padded] = field(default_factory=dict)
 
     @staticmethod
-    def of(sizes: Tensor, counts: list[int]) -> "Groups":
-        """The groups of given sizes, as a tensor and on the host."""
-        return Groups(counts, sizes, _group_of_each(sizes, sum(counts)), _ends(sizes))
+    def of(sizes: Tensor, on_host: Tensor, rows: int) -> "Groups":
+        """The groups of given sizes, whose sum is ``rows``."""
+        return Groups(on_host, sizes, _group_of_each(sizes, rows), _ends(sizes))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The sizes as numbers, which operators read. A graph does not know them."""
+        return self.on_host.tolist()
 
     def slices(self) -> Iterator[tuple[int, int, int]]:
         """Yield each group that has rows, their begin, and their number."""

@@ -1,7 +1,6 @@
 """The config of experts, and the schemes that follow from it."""
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from fp8_dist.config import CastConfig, Float8LinearConfig
@@ -31,6 +30,7 @@ class Float8ExpertsConfig:
             grouped GEMM of grad_weight on a GPU, which takes no other numbers. If False, the
             experts are multiplied one after the other where a number is another.
         emulate: compute in a wider type even on devices with a float8 GEMM.
+        linear: the casts as a config of linear layers; it follows from the other fields.
 
     Raises:
         ValueError: a field has another value than these.
@@ -41,6 +41,8 @@ class Float8ExpertsConfig:
     enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto"
     pad_token_groups_for_grouped_mm: bool = True
     emulate: bool = False
+    # A field, because dynamo does not trace a cached_property.
+    linear: Float8LinearConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         allowed = {
@@ -50,12 +52,13 @@ class Float8ExpertsConfig:
             "pad_token_groups_for_grouped_mm": (True, False),
             "emulate": (True, False),
         }
-        for field, values in allowed.items():
-            if (value := getattr(self, field)) not in values:
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
                 raise ValueError(
-                    f"Float8ExpertsConfig.{field}={value!r}: use one of "
+                    f"Float8ExpertsConfig.{name}={value!r}: use one of "
                     f"{', '.join(map(repr, values))}"
                 )
+        object.__setattr__(self, "linear", self._linear())
 
     @staticmethod
     def from_recipe_name(recipe_name: str) -> "Float8ExpertsConfig":
@@ -66,9 +69,7 @@ class Float8ExpertsConfig:
         """
         return Float8ExpertsConfig(recipe=recipe_name)  # type: ignore[arg-type]
 
-    @cached_property
-    def linear(self) -> Float8LinearConfig:
-        """The casts as a config of linear layers."""
+    def _linear(self) -> Float8LinearConfig:
         if self.recipe == "tensorwise":
             row, matrix = (
                 CastConfig(scaling_granularity=Dense(e4m3(), per, True))
@@ -100,3 +101,7 @@ def stored_transposed(scheme: Scheme) -> Scheme:
     """The scheme of ``[E, K, N]`` with the scales that ``scheme`` gives ``[E, N, K]``."""
     (level,) = scheme.levels
     return scheme if level.rows == level.columns else covering((1,), scheme, 3)
+
+
+# Made here, because dynamo does not trace the making of a config.
+DEFAULT = Float8ExpertsConfig()

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8_dist.kernels import custom_op
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.moe.grouped import Groups
 from fp8_dist.scaling import Quantized
+from fp8_dist.torch_internals import funcol
 
 
 class Routing(NamedTuple):
@@ -74,9 +76,7 @@ class Routing(NamedTuple):
     def _exchanged(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         if self.group is None:
             return rows
-        found = rows.new_empty((sum(receive), rows.shape[1]))
-        dist.all_to_all_single(found, rows.contiguous(), receive, send, group=self.group)
-        return found
+        return _all_to_all(rows.contiguous(), receive, send, self.group)
 
 
 def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None = None) -> Routing:
@@ -108,31 +108,69 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
             "expert parallelism; choose a number of ranks that divides it"
         )
     flat = expert_ids.reshape(-1)
-    known = (flat >= 0) & (flat <= num_experts)
-    sizes = torch.bincount(flat.where(known, num_experts), minlength=num_experts + 1)[:-1]
-    # All ranks learn of an id that is out of range by negative numbers of rows.
-    sent = torch.where(known.all(), sizes, -1)
-    received = sent
+    slots, sent = slots_by_expert(flat, num_experts)
+    received, own = sent, num_experts // ranks
     if group is not None:
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-    received = received.view(ranks, -1)
-    of_ranks = torch.stack([sent.view(ranks, -1).sum(1), received.sum(1)])
-    own = received.sum(0)
-    # The host waits here, and nowhere else.
-    numbers = torch.cat([of_ranks.flatten(), own]).tolist()
-    to, back, counts = numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
-    if min([*to, *back], default=0) < 0:
-        wrong = [f"rank {rank} of {ranks}" for rank, count in enumerate(back) if count < 0]
-        raise ValueError(
-            f"route: expert ids must be from 0 to {num_experts}; {' and '.join(wrong)} has others"
-            + (f", such as {flat[~known].tolist()[:5]}" if to[0] < 0 else "")
-        )
-    slots = torch.argsort(flat, stable=True)[: sum(to)]
-    groups = Groups.of(own, counts)
-    arrivals = None if group is None else _arrivals(received, sum(counts))
+        received = _all_to_all(sent, [own] * ranks, [own] * ranks, group)
+    sent, received = sent.view(ranks, own), received.view(ranks, own)
+    numbers = numbers_of_rows(sent, received, flat)
+    to, back = numbers[:ranks].tolist(), numbers[ranks : 2 * ranks].tolist()
+    groups = Groups.of(received.sum(0), numbers[2 * ranks :], sum(back))
+    arrivals = None if group is None else _arrivals(received, sum(back))
     tokens, top_k = expert_ids.shape
+    slots = slots.narrow(0, 0, sum(to))
     return Routing(slots, tokens, top_k, groups, arrivals, to, back, group)
+
+
+def _all_to_all(
+    rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    # A functional collective, because graphs and selective checkpointing know these.
+    found = funcol.all_to_all_single(rows, receive, send, str(group.group_name))
+    return funcol.wait_tensor(found)
+
+
+@custom_op(
+    "slots_by_expert(Tensor ids, int num_experts) -> (Tensor, Tensor)",
+    fake=lambda ids, num_experts: (torch.empty_like(ids), ids.new_empty(num_experts)),
+)
+def slots_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort the slots ``[S]`` by expert, those of none last, and count them.
+
+    Returns:
+        The slots, and the number of slots of each expert; -1 if an id is out of range.
+    """
+    known = (ids >= 0) & (ids <= num_experts)
+    sizes = torch.bincount(ids.where(known, num_experts), minlength=num_experts + 1)[:-1]
+    # All ranks learn of an id that is out of range by negative numbers of rows.
+    return torch.argsort(ids, stable=True), torch.where(known.all(), sizes, -1)
+
+
+def _numbers(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
+    return sent.new_empty(2 * sent.shape[0] + sent.shape[1], device="cpu")
+
+
+@custom_op("numbers_of_rows(Tensor sent, Tensor received, Tensor ids) -> Tensor", fake=_numbers)
+def numbers_of_rows(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
+    """Return the numbers of rows on the host: to and from each rank, then of each own expert.
+
+    ``sent``, ``received``: ``[ranks, E]``, the rows for each expert to and from each rank.
+
+    Raises:
+        ValueError: a number is negative, because an id is out of range.
+    """
+    # The host waits here, and nowhere else in a layer. An operator waits once in a graph, too.
+    found = torch.cat([sent.sum(1), received.sum(1), received.sum(0)]).to("cpu", copy=True)
+    ranks, experts = len(sent), sent.numel()
+    back = found[ranks : 2 * ranks].tolist()
+    if min(found[: 2 * ranks].tolist()) < 0:
+        wrong = [f"rank {rank} of {ranks}" for rank, count in enumerate(back) if count < 0]
+        others = ids[(ids < 0) | (ids > experts)].tolist()[:5]
+        raise ValueError(
+            f"route: expert ids must be from 0 to {experts}; {' and '.join(wrong)} has others"
+            + (f", such as {others}" if others else "")
+        )
+    return found
 
 
 def _arrivals(received: Tensor, rows: int) -> Tensor:

@@ -14,9 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from fp8_dist.cast import Known
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.weight import Float8Weight, checked_module
+from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
@@ -98,7 +100,7 @@ class ExpertWeight(Float8Weight):
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        (scheme,) = super().schemes
+        (scheme,) = self.config.recipe.schemes["weight"]  # dynamo does not trace super().schemes
         return (stored_transposed(scheme) if self.is_transposed else scheme,)
 
     def copies(self, device: torch.device) -> dict[Gemm, Copy]:
@@ -124,11 +126,17 @@ class ExpertWeight(Float8Weight):
             )
         self.sharded, self.is_exchanged = parameter, True
 
-    def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
+    def known_for(
+        self,
+        shard: torch.Tensor,
+        source: ScaleState | None,
+        schemes: Sequence[Scheme],
+        is_own: bool = True,
+    ) -> Known:
         # The module keeps its class, which does not tell of exchanges.
         if self.is_exchanged:
-            self.cache.parameter_replaced(parameter, self.sharded)
-        return super().forward_casts(parameter, needs_grad_input)
+            self.cache.parameter_replaced(self.parameter(), self.sharded)
+        return super().known_for(shard, source, schemes, is_own)
 
     def operand(self, parameter: torch.Tensor) -> Weight:
         """The weight ``[E, N, K]`` for a forward and its backward.
@@ -139,7 +147,7 @@ class ExpertWeight(Float8Weight):
         if not self.is_transposed:
             divided = feature_mesh(self.module) is not None
             return Weight(tensor, casts, self, self.layout(parameter) if divided else None)
-        (scheme,), (output, grad_input, recast) = super().schemes, casts
+        (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
         if recast is not None:
             statistics, _, start, is_cut = recast
             recast = Recast(_turned(statistics), scheme, start[::-1], is_cut)
@@ -296,17 +304,21 @@ def weight_of(module: nn.Module, name: str) -> Weight:
     """
     weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
     weight, parameter = weights[name], getattr(module, name)
-    if isinstance(parameter, DTensor) and not weight.is_compared:
+    compiling = torch.compiler.is_compiling()  # in a graph, the query of the casts does the rest
+    if isinstance(parameter, DTensor) and not (weight.is_compared or compiling):
         weight.compare("the first forward")
-    operand = weight.operand(parameter)
-    if not weight.leaves_something(parameter, torch.is_grad_enabled()):
+    operand, training = weight.operand(parameter), torch.is_grad_enabled()
+    if not compiling and not weight.leaves_something(parameter, training):
         weight.end_of_evaluation(parameter)
     return operand
 
 
 def parts_of(module: nn.Module) -> Mapping[str, Placement]:
     """The placements that divide the features of converted experts; see :class:`Kind`."""
-    kind = _kind_of(module)
+    if experts_config(module) is None:
+        return {}
+    weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
+    kind = next(iter(weights.values())).kind
     return {} if kind is None else kind.parts(module)
 
 

@@ -26,14 +26,10 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
-from fp8_dist.moe.grouped import (
-    Groups,
-    grouped_gradients,
-    grouped_mm,
-    is_stored_transposed,
-)
+from fp8_dist.moe.grouped import Groups, is_stored_transposed
+from fp8_dist.moe.operators import grouped_gradients, grouped_mm
 from fp8_dist.recipe import Operand
-from fp8_dist.scaling import Copy, Quantized, Scheme, cast, planned
+from fp8_dist.scaling import Copy, Quantized, Scheme, cast, dequantize, planned
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import StridedShard
 
@@ -210,7 +206,7 @@ class _Up(torch.autograd.Function):
         routing: Routing | None,
         config: Float8ExpertsConfig,
         weights: tuple[Weight, ...],
-        *_: Tensor,  # those of the weights
+        *_: Tensor | None,  # those of the weights
     ) -> tuple[Tensor, ...]:
         rows = _cast_rows(x, config, "input", [weight.owner for weight in weights])
         if routing is not None:
@@ -223,31 +219,43 @@ class _Up(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         config, layouts, routing = ctx.saved.config, ctx.saved.layouts, ctx.routing
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
+        count = 5 + len(grads)
+        needs, unused = ctx.needs_input_grad[:count], ctx.needs_input_grad[count:]
         each = zip(grads, ctx.saved.owners, layouts, strict=True)
         rows = [_cast_rows(g, config, "grad_output", [owner], own) for g, owner, own in each]
-        of_rows, of_weights = _gradients(ctx, rows, needs)
+        of_rows, of_weights = _gradients(ctx, rows, (needs[0], *needs[5:]))
         if of_rows is not None and routing is not None:
             slots = _returned(of_rows, routing, config)
             of_slots = slots.view(routing.tokens, routing.top_k, slots.shape[1])
             of_rows = of_slots.to(torch.float32).sum(1).to(slots.dtype)
-        return of_rows, None, None, None, None, *of_weights
+        return of_rows, None, None, None, None, *of_weights, *[None for _ in unused]
+
+
+def _first_products(
+    x: Tensor,
+    weights: Sequence[Weight],
+    groups: Groups,
+    routing: Routing | None,
+    config: Float8ExpertsConfig,
+) -> tuple[Tensor, ...]:
+    tensors = [weight.tensor for weight in weights]
+    # As in float8_linear: dynamo miscounts the arguments if the last ones are two.
+    rest = [*tensors, None] if len(tensors) == 2 else tensors
+    return _Up.apply(autocast(x), groups, routing, config, tuple(weights), *rest)
 
 
 def grouped_product(
     x: Tensor, weights: Sequence[Weight], groups: Groups, config: Float8ExpertsConfig
 ) -> tuple[Tensor, ...]:
     """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`."""
-    tensors = [weight.tensor for weight in weights]
-    return _Up.apply(autocast(x), groups, None, config, tuple(weights), *tensors)
+    return _first_products(x, weights, groups, None, config)
 
 
 def dispatched_product(
     x: Tensor, weights: Sequence[Weight], routing: Routing, config: Float8ExpertsConfig
 ) -> tuple[Tensor, ...]:
     """Send tokens to their experts, and multiply; see :func:`fp8_dist.moe.dispatch_linear`."""
-    tensors = [weight.tensor for weight in weights]
-    return _Up.apply(autocast(x), routing.groups, routing, config, tuple(weights), *tensors)
+    return _first_products(x, weights, routing.groups, routing, config)
 
 
 def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Tensor:
@@ -255,7 +263,7 @@ def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Te
     if config.combine == "high_precision":
         return routing.to_slots(rows)
     found = return_rows(quantize(rows, config.rows), routing)
-    return config.rows.dequantize(found.qdata, found.scales).to(rows.dtype)
+    return dequantize(found).to(rows.dtype)
 
 
 class _Down(torch.autograd.Function):
@@ -292,8 +300,8 @@ class _Down(torch.autograd.Function):
         of_bias = None
         if ctx.needs_input_grad[2]:
             # The rows that arrived are those in float8.
-            values = rows.scheme.dequantize(rows.qdata, rows.scales)
-            of_bias = values.new_zeros(len(routing.groups.counts), values.shape[1])
+            values = dequantize(rows)
+            of_bias = values.new_zeros(len(routing.groups.ends), values.shape[1])
             of_bias.index_add_(0, routing.groups.of_row, values)
             of_bias = of_bias.to(ctx.bias_dtype)
         return of_hidden, of_weight, of_bias, None, None, None

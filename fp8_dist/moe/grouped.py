@@ -35,7 +35,7 @@ from fp8_dist.kernels.folding import UNIT
 from fp8_dist.mesh import Layout
 from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import BlockScheme, Quantized, multiply
+from fp8_dist.scaling import BlockScheme, Quantized, dequantize, multiply
 from fp8_dist.text import warn_once
 
 
@@ -90,25 +90,21 @@ def grouped_gradients(
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
     config: Float8ExpertsConfig,
-    layout: Layout | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of rows and of weights.
 
     Args:
         grad, input: ``[R, N]`` and ``[R, K]``, by rows.
         needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
-        layout: the layout of ``grad``, if ranks have parts of each row.
 
     The gradient of weights has the order of their memory.
-
-    Collectives: with a layout and the recipe ``rowwise_folded``, an all-reduce of 4 bytes per row.
     """
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
     at_once = has_grouped_gemm(grad.qdata, dims, dtypes[1], config.emulate) and (
         blocks or config.pad_token_groups_for_grouped_mm or groups.is_aligned(ALIGNMENT)
     )
     source = groups.padded(ALIGNMENT).source if at_once and needs[1] and not blocks else None
-    operands = _gradient_operands(grad, input, weights, groups, needs, source, config, layout)
+    operands = _gradient_operands(grad, input, weights, groups, needs, source, config)
     of_rows = of_weights = None
     if needs[0]:
         of_rows = grouped_mm(*operands["grad_input"], False, groups, dtypes[0], config)
@@ -187,7 +183,6 @@ def _gradient_operands(
     needs: tuple[bool, bool],
     source: Tensor | None,
     config: Float8ExpertsConfig,
-    layout: Layout | None,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     """The operands of both gradient GEMMs, with scales that these can apply.
 
@@ -204,14 +199,10 @@ def _gradient_operands(
         return operands
     # The scales of the other operand are 1, because they were folded in.
     ones = (unit_scales(input.qdata),)
-    right = weights._replace(scales=ones, scheme=weights.scheme.second)
-    if s is not None and layout is not None:
-        operands["grad_input"], s = (_folded_rows(grad, s, groups, layout), right), None
-    if s is None and t is None:
-        return operands
     of_row, experts = groups.of_row, len(groups.counts)
     made = iter(fold_groups(grad.qdata, grad.scales[0], s, t, of_row, experts, source))
     if s is not None:
+        right = weights._replace(scales=ones, scheme=weights.scheme.second)
         operands["grad_input"] = Quantized(next(made), (next(made),), scheme), right
     if t is not None:
         left = Quantized(next(made), (next(made).unsqueeze(1),), scheme.second)
@@ -220,12 +211,20 @@ def _gradient_operands(
     return operands
 
 
-def _folded_rows(grad: Quantized, s: Tensor, groups: Groups, layout: Layout) -> Quantized:
-    """Fold the scales of weights into rows of which this rank has a part."""
-    values = grad.scheme.dequantize(grad.qdata, grad.scales)
-    fold = (s * UNIT).index_select(0, groups.of_row)
-    folded = quantize(layout.wrap(values * fold), grad.scheme)
-    return folded._replace(scales=(folded.scales[0] / UNIT,))
+def folded_parts(
+    grad: Quantized, weights: Quantized, groups: Groups, layout: Layout
+) -> tuple[Quantized, Quantized]:
+    """The operands of grad_input for gradients of which this rank has a part of each row.
+
+    ``layout``: that of ``grad``.
+
+    Collectives: an all-reduce of 4 bytes per row.
+    """
+    fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.of_row)
+    folded = quantize(layout.wrap(dequantize(grad) * fold), grad.scheme)
+    ones = (unit_scales(weights.qdata),)
+    right = weights._replace(scales=ones, scheme=weights.scheme.second)
+    return folded._replace(scales=(folded.scales[0] / UNIT,)), right
 
 
 def _own(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:

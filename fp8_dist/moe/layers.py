@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.moe.config import Float8ExpertsConfig
+from fp8_dist.kernels import custom_op
+from fp8_dist.moe.config import DEFAULT, Float8ExpertsConfig
 from fp8_dist.moe.dispatch import Routing
 from fp8_dist.moe.functions import (
     Weight,
@@ -46,17 +47,17 @@ def grouped_linear(
     Raises:
         ValueError: shapes or offsets do not fit.
     """
-    several, config = not isinstance(weights, Tensor), config or Float8ExpertsConfig()
+    several, config = not isinstance(weights, Tensor), config or DEFAULT
     operands = _operands(x, weights, config, "grouped_linear")
     if bias is not None and len(operands) > 1:
         raise ValueError("grouped_linear: bias is for a single weight; add the biases afterwards")
     _check_bias(bias, operands[0].tensor, "grouped_linear")
     groups = _groups(offs, len(x), len(operands[0].tensor))
-    rows = sum(groups.counts)
-    products = list(grouped_product(x[:rows], operands, groups, config))
+    rows = len(groups.of_row)
+    products = list(grouped_product(x.narrow(0, 0, rows), operands, groups, config))
     if bias is not None:
         products[0] = add_bias(products[0], bias, groups)
-    if rows < len(x):
+    if torch.compiler.is_compiling() or rows < len(x):
         products = [pad(product, (0, 0, 0, len(x) - rows)) for product in products]
     return tuple(products) if several else products[0]
 
@@ -83,7 +84,7 @@ def dispatch_linear(
     an all-to-all of the gradients of x, in high precision, or float8 with
     ``combine="float8"``.
     """
-    several, config = not isinstance(weights, Tensor), config or Float8ExpertsConfig()
+    several, config = not isinstance(weights, Tensor), config or DEFAULT
     operands = _operands(x, weights, config, "dispatch_linear")
     _check_routing(x, routing.tokens, operands[0].tensor, routing, "dispatch_linear")
     products = dispatched_product(x, operands, routing, config)
@@ -110,9 +111,9 @@ def linear_combine(
     Collectives: with a group, an all-to-all of the outputs in high precision, or float8 with
     ``combine="float8"``. In the backward an all-to-all of N bytes and the scales of each slot.
     """
-    config = config or Float8ExpertsConfig()
+    config = config or DEFAULT
     (operand,) = _operands(hidden, weight, config, "linear_combine")
-    _check_routing(hidden, sum(routing.groups.counts), operand.tensor, routing, "linear_combine")
+    _check_routing(hidden, len(routing.groups.of_row), operand.tensor, routing, "linear_combine")
     _check_bias(bias, operand.tensor, "linear_combine")
     slots = combined_product(hidden, operand, routing, config, bias)
     return slots.view(routing.tokens, routing.top_k, slots.shape[1])
@@ -153,7 +154,7 @@ def _check_bias(bias: Tensor | None, weight: Tensor, caller: str) -> None:
 def _check_routing(
     rows: Tensor, expected: int, weight: Tensor, routing: Routing, caller: str
 ) -> None:
-    experts = len(routing.groups.counts)
+    experts = len(routing.groups.ends)
     if len(weight) != experts or len(rows) != expected:
         raise ValueError(
             f"{caller}: the routing has {expected} rows and {experts} experts of this rank, got "
@@ -169,11 +170,25 @@ def _groups(offs: Tensor, rows: int, experts: int) -> Groups:
             f"grouped_linear: offs must be int32 or int64 [{experts}], one for each expert; got "
             f"{offs.dtype} {tuple(offs.shape)}"
         )
+    on_host = sizes_of_groups(offs, rows)
     sizes = torch.diff(offs.to(torch.int64), prepend=offs.new_zeros(1, dtype=torch.int64))
-    counts = sizes.tolist()
-    if min(counts, default=0) < 0 or sum(counts) > rows:
+    return Groups.of(sizes, on_host, int(on_host.sum()))
+
+
+@custom_op(
+    "sizes_of_groups(Tensor offs, SymInt rows) -> Tensor",
+    fake=lambda offs, rows: offs.new_empty(offs.shape[0], dtype=torch.int64, device="cpu"),
+)
+def sizes_of_groups(offs: Tensor, rows: int) -> Tensor:
+    """Return the sizes of groups of rows that end at ``offs``, on the host.
+
+    Raises:
+        ValueError: there are no such groups of ``rows`` rows.
+    """
+    counts = torch.diff(offs.to("cpu", torch.int64), prepend=torch.zeros(1, dtype=torch.int64))
+    if len(counts) and (counts.min() < 0 or counts.sum() > rows):
         raise ValueError(
             f"grouped_linear: offs must grow from 0 to at most {rows}, the number of rows; got "
-            f"groups of {counts} rows"
+            f"groups of {counts.tolist()} rows"
         )
-    return Groups.of(sizes, counts)
+    return counts

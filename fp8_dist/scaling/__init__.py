@@ -6,11 +6,14 @@ from fp8_dist.scaling.dense import Dense, covering
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.operators import (
     cast,
+    dequantize,
     empty_scales,
     empty_statistics,
+    flat,
     matrices,
     measure,
     multiply,
+    operand_of,
     unshared,
 )
 from fp8_dist.scaling.reduction import (
@@ -52,12 +55,15 @@ __all__ = [
     "cast",
     "common_start",
     "covering",
+    "dequantize",
     "empty_scales",
     "empty_statistics",
+    "flat",
     "matrices",
     "measure",
     "message_dtype",
     "multiply",
+    "operand_of",
     "planned",
     "reduced_statistics",
     "reduction_groups",

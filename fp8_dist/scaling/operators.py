@@ -1,4 +1,4 @@
-"""The stages of a scheme as operators for compiled graphs: measure, cast and multiply.
+"""The stages of a scheme as operators for graphs: measure, cast, multiply and dequantize.
 
 Each operator serves all schemes, and a graph passes it the key of a scheme. Eager code and every
 backend therefore run the same methods and produce the same bits, and dynamo does not trace them.
@@ -127,13 +127,19 @@ def multiply(
     if not torch.compiler.is_compiling():
         a, b = matrices(left, right, turn)
         return a.scheme.multiply(a, b, out_dtype, options)
-    return multiply_operator.overload(
-        *(left.qdata, list(left.scales), left.scheme.key, left.start),
-        *(right.qdata, list(right.scales), right.scheme.key, right.start),
-        turn,
-        out_dtype,
-        options,
-    )
+    return multiply_operator.overload(*flat(left), *flat(right), turn, out_dtype, options)
+
+
+def flat(operand: Quantized) -> tuple[Tensor, list[Tensor], str, Start]:
+    """Return the arguments of an operator for one operand; :func:`operand_of` is the inverse."""
+    return operand.qdata, list(operand.scales), operand.scheme.key, operand.start
+
+
+def operand_of(
+    qdata: Tensor, scales: Sequence[Tensor], scheme: str, start: Sequence[int]
+) -> Quantized:
+    """Return the operand that an operator got as arguments."""
+    return Quantized(qdata, tuple(scales), scheme_named(scheme), (start[0], start[1]))
 
 
 def matrices(
@@ -235,8 +241,8 @@ def multiply_operator(
     options: Sequence[bool],
 ) -> Tensor:
     """Operator of :func:`multiply`."""
-    left = Quantized(a, tuple(scales_a), scheme_named(scheme_a), (start_a[0], start_a[1]))
-    right = Quantized(b, tuple(scales_b), scheme_named(scheme_b), (start_b[0], start_b[1]))
+    left = operand_of(a, scales_a, scheme_a, start_a)
+    right = operand_of(b, scales_b, scheme_b, start_b)
     first, second = matrices(left, right, (turn[0], turn[1]))
     return first.scheme.multiply(first, second, out_dtype, (options[0], options[1], options[2]))
 
@@ -258,3 +264,21 @@ def _multiply_fake(
     rows = a.shape[-1] if turn[0] else math.prod(a.shape[:-1])
     columns = math.prod(b.shape[:-1]) if turn[1] else b.shape[-1]
     return a.new_empty((rows, columns), dtype=out_dtype)
+
+
+def dequantize(operand: Quantized) -> Tensor:
+    """Multiply the data of a local operand by its scales, in fp32; in a graph, by one operator."""
+    if not torch.compiler.is_compiling():
+        return operand.scheme.dequantize(operand.qdata, operand.scales, operand.start)
+    return dequantize_operator.overload(*flat(operand))
+
+
+@custom_op(
+    "dequantize(Tensor x, Tensor[] scales, str scheme, int[] start) -> Tensor",
+    fake=lambda x, scales, scheme, start: x.new_empty(x.shape, dtype=torch.float32),
+)
+def dequantize_operator(
+    x: Tensor, scales: Sequence[Tensor], scheme: str, start: Sequence[int]
+) -> Tensor:
+    """Operator of :func:`dequantize`."""
+    return dequantize(operand_of(x, scales, scheme, start))

@@ -39,9 +39,9 @@ def products(
 ) -> tuple[Counts, list[tuple[int, ...]]]:
     """Forward and backward of groups of these numbers of rows; the shapes of all results."""
     config = Float8ExpertsConfig(recipe, pad_token_groups_for_grouped_mm=pads)  # type: ignore[arg-type]
-    n, k = sizes
+    (n, k), on_host = sizes, torch.tensor(counts)
     with fake_tensors(), torch.device("cuda"):
-        groups = Groups.of(torch.empty(len(counts), dtype=torch.int64), counts)
+        groups = Groups.of(torch.empty(len(counts), dtype=torch.int64), on_host, sum(counts))
         x = torch.empty(sum(counts), k, dtype=torch.bfloat16, requires_grad=True)
         w = torch.empty(len(counts), n, k, dtype=dtype, requires_grad=True)
         with KernelCounter() as counter:

@@ -131,11 +131,15 @@ class Layer:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The output, and the tensors, which get a gradient unless they are ``frozen``."""
         t: Any = {n: e.clone().requires_grad_(n not in frozen) for n, e in self.tensors.items()}
+        return self.output(t, group), t
+
+    def output(self, t: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+        """The output for some tensors."""
         routing = route(self.ids, len(t["down"]) * (group.size() if group else 1), group)
         gate, up = dispatch_linear(t["x"], [t["gate"], t["up"]], routing, self.config)
         hidden = (gate + t["gate_bias"][routing.groups.of_row]) * up
         slots = linear_combine(hidden, t["down"], routing, self.config, t["down_bias"])
-        return (slots * t["probs"].unsqueeze(-1)).sum(1), t
+        return (slots * t["probs"].unsqueeze(-1)).sum(1)
 
     def trained(
         self, group: dist.ProcessGroup | None = None, frozen: Sequence[str] = ()

@@ -8,7 +8,6 @@ import copy
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +27,6 @@ from fp8_dist.torch_internals import StridedShard
 IMPLEMENTATION = "fp8_dist"
 
 
-@torch.compiler.disable(reason="fp8_dist: the host reads how many rows an expert has")
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:

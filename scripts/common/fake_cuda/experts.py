@@ -30,9 +30,10 @@ def count_experts(name: str, shape: ExpertsShape, dtype: torch.dtype = torch.bfl
     experts, rows, k, n = shape
     counts = [rows] * experts
     counts[0], counts[1] = rows + 1, rows - 1
+    on_host = torch.tensor(counts)
     with fake_tensors():
         sizes = torch.full((experts,), rows, device="cuda")
-        groups = Groups.of(sizes, counts)
+        groups = Groups.of(sizes, on_host, sum(counts))
         x = torch.empty(sum(counts), k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         w = torch.empty(experts, n, k, device="cuda", dtype=dtype, requires_grad=True)
         grad = x.new_empty(sum(counts), n)

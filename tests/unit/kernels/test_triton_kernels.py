@@ -181,7 +181,7 @@ def test_folded_casts(used: set[str]) -> None:
 
 @pytest.mark.parametrize("counts", [[5, 0, 33, 1], [16, 32], [0, 70, 0]])
 def test_groups(used: set[str], counts: list[int]) -> None:
-    groups = Groups.of(torch.tensor(counts, device=DEVICE), counts)
+    groups = Groups.of(torch.tensor(counts, device=DEVICE), torch.tensor(counts), sum(counts))
     (rows, columns), experts = (sum(counts), 130), len(counts)
     grad = matrix((rows, columns), torch.bfloat16)
     _, scale, qdata = cast_rows.portable(grad, E4M3, True, [False])

@@ -1,0 +1,220 @@
+"""Experts in one graph: the bits of eager code, forward and backward, on one device and on ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from graphs import Compilations
+from hf_experts import IDS, different, made, step
+from moe_layers import Layer, results
+from nets import full
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fp8_dist.debug import comm_audit
+from fp8_dist.moe import Float8ExpertsConfig, float8_experts, grouped_linear, route
+from fp8_dist.tensor_parallel import Float8ExpertParallel
+
+full_tier = pytest.mark.full
+BF16 = torch.bfloat16
+
+
+def trained(
+    output: Callable[..., torch.Tensor],
+    layer: Layer,
+    group: dist.ProcessGroup | None,
+    frozen: Sequence[str],
+) -> dict[str, torch.Tensor]:
+    tensors = {n: t.clone().requires_grad_(n not in frozen) for n, t in layer.tensors.items()}
+    return results(output(tensors, group), tensors, layer.grad)
+
+
+def wrong_in_graphs(
+    layer: Layer, backend: str, group: dist.ProcessGroup | None = None
+) -> tuple[set[str], int]:
+    """What differs from eager code in steps with other routes, and how many graphs were made."""
+    compilations, wrong = Compilations(), set()
+    # Inductor orders the sum for the gradient of the routing weights otherwise.
+    frozen = ("probs",) if backend == "inductor" else ()
+    layer.ids = layer.ids.clone(memory_format=torch.contiguous_format)  # with the strides of others
+    compiled = torch.compile(layer.output, backend=backend, fullgraph=True)
+    for _ in range(3):
+        found, expected = (trained(run, layer, group, frozen) for run in (compiled, layer.output))
+        wrong |= {name for name in expected if not same_bits(expected[name], found[name])}
+        layer.ids = (layer.ids - 1).clamp(min=0)
+    assert compilations.breaks == 0
+    return wrong, compilations.graphs
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "dtype"),
+    [
+        ("aot_eager", "blockwise", BF16),
+        ("inductor", "rowwise_folded", torch.float32),
+        *(
+            pytest.param(backend, recipe, torch.float32, marks=full_tier)
+            for backend in ("aot_eager", "inductor")
+            for recipe in ("tensorwise", "mxfp8")
+        ),
+    ],
+)
+def test_layer(backend: str, recipe: Any, dtype: torch.dtype) -> None:
+    layer = Layer.of(Float8ExpertsConfig(recipe), 1, "foreign ids", dtype)
+    assert wrong_in_graphs(layer, backend) == (set(), 1)
+
+
+def test_evaluation() -> None:
+    layer, _ = Layer.of(Float8ExpertsConfig(), 1), torch._dynamo.reset()
+    compiled = torch.compile(layer.output, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert same_bits(compiled(layer.tensors), layer.output(layer.tensors))
+
+
+def on_a_rank(layer: Layer, backend: str) -> tuple[set[str], int]:
+    return wrong_in_graphs(layer.part(dist.get_rank()), backend, dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "combine", "spread"),
+    [
+        ("aot_eager", "rowwise_folded", "high_precision", "uneven"),
+        pytest.param("aot_eager", "mxfp8", "float8", "no tokens on rank 0", marks=full_tier),
+        pytest.param("inductor", "rowwise_folded", "float8", "one expert", marks=full_tier),
+        pytest.param("inductor", "mxfp8", "float8", "even", marks=full_tier),
+        pytest.param("inductor", "tensorwise", "high_precision", "uneven", marks=full_tier),
+        pytest.param("inductor", "blockwise", "high_precision", "even", marks=full_tier),
+    ],
+)
+def test_layer_on_ranks(
+    ranks: RankPools, backend: str, recipe: Any, combine: Any, spread: str
+) -> None:
+    layer = Layer.of(Float8ExpertsConfig(recipe, combine), 2, spread)
+    assert ranks(2).run(on_a_rank, layer, backend, timeout=240) == [(set(), 1)] * 2
+
+
+def test_grouped_linear() -> None:
+    torch._dynamo.reset()
+    x, w, bias = (torch.randn(s, requires_grad=True) for s in ((40, 64), (4, 32, 64), (4, 32)))
+    offs = torch.tensor([3, 3, 20, 31], dtype=torch.int32)  # the other rows belong to no expert
+    compiled, every = torch.compile(grouped_linear, backend="aot_eager", fullgraph=True), []
+    for run in (grouped_linear, compiled):
+        one, several = run(x, w, offs, None, bias), run(x, [w, w * 2], offs)
+        loss = one.square().sum() + sum(each.square().sum() for each in several)
+        every.append([one, *several, *torch.autograd.grad(loss, (x, w, bias))])
+    assert all(same_bits(a, b) for a, b in zip(*every, strict=True))
+    assert not every[1][0][31:].any()
+    text = raised(ValueError, lambda: compiled(x, w, offs.flip(0), None, bias))
+    assert_expected_inline(
+        text,
+        """grouped_linear: offs must grow from 0 to at most 40, the number of rows; got groups of [31, -11, -17, 0] rows""",
+    )
+
+
+def refused() -> str:
+    torch._dynamo.reset()
+    group, ids = dist.group.WORLD, torch.tensor([[0, 3], [1, 2]])
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def slots(ids: torch.Tensor) -> torch.Tensor:
+        return route(ids, 4, group).slots * 2
+
+    assert len(slots(ids)) == 4
+    return raised(ValueError, lambda: slots(ids + 2 * dist.get_rank()))
+
+
+def test_all_ranks_refuse_ids_in_graphs(ranks: RankPools) -> None:
+    assert_expected_inline(
+        "\n".join(ranks(2).run(refused, timeout=120)),
+        """\
+route: expert ids must be from 0 to 4; rank 1 of 2 has others
+route: expert ids must be from 0 to 4; rank 1 of 2 has others, such as [5]""",
+    )
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_scalars_that_graphs_do_not_capture(captured: bool) -> None:
+    layer, compilations = Layer.of(Float8ExpertsConfig(), 1), Compilations()
+    with torch._dynamo.config.patch(capture_scalar_outputs=captured):
+        found = trained(torch.compile(layer.output, backend="aot_eager"), layer, None, ())
+    expected = layer.trained()
+    assert all(same_bits(expected[name], found[name]) for name in expected)
+    assert (compilations.breaks == 0) is captured  # and dynamo says how to avoid the others
+    assert all("capture_scalar_outputs = True" in reason for reason in counters["graph_break"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "backend"),
+    [
+        ("mixtral", "rowwise_folded", "aot_eager"),
+        pytest.param("qwen3_moe", "blockwise", "aot_eager", marks=full_tier),
+        # Stored as [E, K, N], with biases.
+        pytest.param("gpt_oss", "rowwise_folded", "aot_eager", marks=full_tier),
+        pytest.param("qwen3_moe", "rowwise_folded", "inductor", marks=full_tier),
+        pytest.param("mixtral", "mxfp8", "inductor", marks=full_tier),
+    ],
+)
+def test_blocks_of_transformers(kind: str, recipe: str, backend: str) -> None:
+    compilations, model, eager = Compilations(), made(kind, recipe), made(kind, recipe)
+    inductor = backend == "inductor"
+    for block in model.model.layers:
+        # (Inductor orders the sums of a norm otherwise, so the inputs of the next block differ.)
+        (block.mlp if inductor else block).compile(backend=backend, fullgraph=True)
+    only = ".mlp.experts." if inductor else ""
+    for _ in range(2):
+        assert different(step(model), step(eager), only) == []
+    assert compilations.breaks == 0
+
+
+def blocks_on_ranks(kind: str, fields: dict[str, Any], dp: int) -> tuple[list[str], bool, int]:
+    """Differences from eager code, whether the same is sent, and how many graphs were made."""
+    compilations, mesh = Compilations(), device_mesh(dp=dp, ep=2)
+    every: list[tuple[nn.Module, Any]] = []
+    for compiled in (True, False):
+        model = made(kind, **fields)
+        for experts in float8_experts(model).values():
+            parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
+            if dp > 1:
+                fully_shard(experts, mesh=mesh["dp"])
+        for block in model.model.layers if compiled else ():
+            # Hooks of FSDP2 within a block break its graph.
+            part = block.mlp.experts if dp > 1 else block.mlp
+            part.compile(backend="aot_eager", fullgraph=True)
+        every.append((model, comm_audit(mesh)))
+    wrong: list[str] = []
+    for i in range(2):
+        found = []
+        for model, audit in every:
+            with audit:
+                logits, grads = step(model, IDS[dist.get_rank() % 4 :: 4] + i)
+            found.append((logits, {n: None if g is None else full(g) for n, g in grads.items()}))
+        wrong += different(*found)
+    assert compilations.breaks == 0
+    tables = [audit.without_modules().table() for _, audit in every]
+    return wrong, tables[0] == tables[1], compilations.graphs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "fields", "dp"),
+    [
+        ("qwen3_moe", {"recipe": "rowwise_folded"}, 1),
+        pytest.param("mixtral", {"recipe": "blockwise"}, 2, marks=full_tier),
+        pytest.param(
+            "qwen3_moe",
+            {"recipe": "mxfp8", "enable_fsdp_float8_all_gather": False},
+            2,
+            marks=full_tier,
+        ),
+    ],
+)
+def test_expert_parallel_blocks(
+    ranks: RankPools, kind: str, fields: dict[str, Any], dp: int
+) -> None:
+    assert ranks(2 * dp).run_same(blocks_on_ranks, kind, fields, dp, timeout=240) == ([], True, 1)
