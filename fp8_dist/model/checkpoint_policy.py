@@ -8,7 +8,8 @@
 Both functions are from ``torch.utils.checkpoint``. Then only elementwise operations are recomputed:
 norms, activations, and casts with the scales of the forward. On a GPU, a cast by rows or blocks
 computes its amaxes again, in the same pass. In compiled code, a cast with a history does so, too.
-The scales of weights are known at that time.
+The scales of weights are known at that time. Of experts, the routing is saved: the order of the
+slots, and the numbers of rows, for which the host would wait again.
 """
 
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8_dist.kernels import amax, amaxes, block_exponents, block_scaled_mm, scaled_mm
 from fp8_dist.linear.amax_history import history_statistic, record_amax
 from fp8_dist.linear.queries import weight_statistics
+from fp8_dist.moe.dispatch import numbers_of_rows, slots_by_expert
+from fp8_dist.moe.operators import grouped_mm_operator
 from fp8_dist.scaling.operators import measure_operator, multiply_operator
 from fp8_dist.torch_internals import funcol
 
@@ -31,11 +34,14 @@ _SAVED: set[Any] = {
     amaxes.overload,
     block_exponents.overload,
     block_scaled_mm.overload,
+    grouped_mm_operator.overload,
     history_statistic.overload,
     measure_operator.overload,
     multiply_operator.overload,
+    numbers_of_rows.overload,
     record_amax.overload,
     scaled_mm.overload,
+    slots_by_expert.overload,
     weight_statistics.overload,
     aten.mm.default,
     aten.addmm.default,
@@ -52,7 +58,7 @@ _SAVED: set[Any] = {
 
 
 def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save GEMMs, attention, collectives and amaxes, and recompute everything else.
+    """Save GEMMs, attention, collectives, amaxes and routing, and recompute everything else.
 
     This is a policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. With it,
     the recomputation repeats no collective, no GEMM and no pass over a tensor for its amax.

@@ -1,5 +1,7 @@
 """Experts on several ranks: the bits of one device, what is sent, and errors on one rank."""
 
+from collections import Counter
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -7,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from moe_layers import RECIPES, SPREADS, Layer
+from moe_layers import RECIPES, SPREADS, Layer, results
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import kinds, raised, same_values, sqnr
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fp8_dist import selective_checkpoint_policy
 from fp8_dist.debug import CommRow, comm_audit
 from fp8_dist.debug.audit import CommTable
 from fp8_dist.moe import Float8ExpertsConfig, dispatch_linear, linear_combine, route
@@ -102,6 +107,57 @@ def test_a_rank_without_gradients(ranks: RankPools, between: bool, of_first: lis
     # The rank sends zeros: the others wait for its rows.
     first, second = ranks(2).run(without_gradients, between, timeout=20)
     assert (first, second) == (of_first, ["x", "gate", "up", "down"])
+
+
+class Ops(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[func._schema.name.partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, selective_checkpoint_policy)
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {},
+    "selective": {"context_fn": SELECTIVE},
+}
+
+
+def checkpointed() -> list[str]:
+    """A line for each mode: what a step runs. The results are the same."""
+    layer, lines = Layer.of(Float8ExpertsConfig(), 2).part(dist.get_rank()), []
+    expected = layer.trained(dist.group.WORLD)
+    for mode, arguments in CHECKPOINTS.items():
+        tensors = {n: t.clone().requires_grad_() for n, t in layer.tensors.items()}
+        with Ops() as ops:
+            if mode == "none":
+                output = layer.output(tensors, dist.group.WORLD)
+            else:
+                output = checkpoint(
+                    layer.output, tensors, dist.group.WORLD, use_reentrant=False, **arguments
+                )
+            found = results(output, tensors, layer.grad)
+        assert [n for n in expected if not same_values(expected[n], found[n])] == []
+        names = ("all_to_all_single", "slots_by_expert", "numbers_of_rows", "scaled_mm")
+        lines.append(" ".join([mode, *(f"{name} {ops.counts[name]}" for name in names)]))
+    return lines
+
+
+def test_checkpointing(ranks: RankPools) -> None:
+    # In full: counts, dispatch and combination, which the routing weights follow.
+    assert_expected_inline(
+        "\n".join(ranks(2).run_same(checkpointed)),
+        """\
+none all_to_all_single 5 slots_by_expert 1 numbers_of_rows 1 scaled_mm 36
+full all_to_all_single 8 slots_by_expert 2 numbers_of_rows 2 scaled_mm 48
+selective all_to_all_single 5 slots_by_expert 1 numbers_of_rows 1 scaled_mm 36""",
+    )
 
 
 def audited(config: Float8ExpertsConfig) -> dict[str, list[CommRow]]:
