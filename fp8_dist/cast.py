@@ -10,7 +10,6 @@ from fp8_dist.config import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.mesh import Layout, local_tensor, reduced, with_local
 from fp8_dist.scaling import (
     CastPlan,
-    Copy,
     Dense,
     Quantized,
     Scales,
@@ -20,16 +19,14 @@ from fp8_dist.scaling import (
     common_start,
     covering,
     measure,
-    planned,
     reduced_statistics,
     reduction_groups,
 )
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import has_functorch_transforms
 
-# The statistics of a tensor for each scheme, and its float8 copies.
-Known = dict[Scheme, Statistics]
-Copies = dict[Copy, Quantized]
+# The float8 copies of a local tensor, in the order of their plan.
+Copies = Sequence[Quantized]
 
 
 def cast_to_float8(
@@ -138,8 +135,8 @@ def quantize(
     tensor: torch.Tensor, scheme: Scheme, within: tuple[int, ...] | None = None
 ) -> Quantized:
     """Cast the local part of a tensor to one copy; arguments as in :func:`cast_copies`."""
-    copy = Copy(scheme)
-    return cast_copies(tensor, (copy,), within)[1][copy]
+    _, (quantized,) = cast_copies(tensor, CastPlan((scheme,)), within)
+    return quantized
 
 
 def statistics_of(
@@ -157,11 +154,11 @@ def statistics_of(
 
 def cast_copies(
     tensor: torch.Tensor,
-    copies: Sequence[Copy],
+    plan: CastPlan,
     within: tuple[int, ...] | None = None,
     *,
     local: torch.Tensor | None = None,
-) -> tuple[Known, Copies]:
+) -> tuple[Sequence[Statistics], Copies]:
     """Cast the local part of a tensor to float8 copies with the statistics of the global tensor.
 
     Args:
@@ -170,51 +167,52 @@ def cast_copies(
         local: the local tensor to cast, if ``tensor`` stores it in another form.
 
     Returns:
-        The statistics for each scheme, and the copies. In a graph, the statistics are missing if
-        the cast measured them itself.
+        The statistics for each scheme, and the copies. In a graph, there are no statistics if the
+        cast measured them itself.
 
     Collectives: at most one all-reduce of the statistics for each scheme, see
     :func:`fp8_dist.scaling.reduced_statistics`.
     """
     x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
-    plan = planned(tuple(copies))
+    schemes = plan.schemes
     reduces = layout is not None and any(
-        bool(reduction_groups(s, layout, within)) for s in plan.schemes
+        bool(reduction_groups(scheme, layout, within)) for scheme in schemes
     )
-    if reduces and len(plan.schemes) > 1:
+    if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.
-        known: Known = {}
-        made: Copies = {}
-        for scheme in plan.schemes:
-            same = [copy for copy in copies if copy.scheme == scheme]
-            found = cast_copies(tensor, same, within, local=local)
-            known, made = known | found[0], made | found[1]
-        return known, made
-    statistics = [statistics_of(x, plan.schemes[0], layout, within)] if reduces else None
-    start = (0, 0) if layout is None else common_start(plan.schemes, layout)
-    every, scales, data = cast(x, plan, statistics, start, fits=reduces)
-    known = {} if every is None else dict(zip(plan.schemes, every, strict=True))
-    return known, as_copies(x, copies, plan, data, scales, layout)
+        known: list[Statistics] = []
+        made: dict[int, Quantized] = {}
+        for i in range(len(schemes)):
+            part, places = plan.part(i)
+            own, copies = cast_copies(tensor, part, within, local=local)
+            known += own
+            made.update(zip(places, copies, strict=True))
+        return known, [made[n] for n in range(len(plan.of))]
+    statistics = [statistics_of(x, schemes[0], layout, within)] if reduces else None
+    start = (0, 0) if layout is None else common_start(schemes, layout)
+    found, scales, data = cast(x, plan, statistics, start, fits=reduces)
+    return found or (), as_copies(x, plan, data, scales, layout)
 
 
 def cast_by(
-    x: torch.Tensor, copies: Sequence[Copy], known: Known, layout: Layout | None = None
+    x: torch.Tensor,
+    plan: CastPlan,
+    statistics: Sequence[Statistics],
+    layout: Layout | None = None,
 ) -> Copies:
     """Cast a local tensor to float8 copies with known statistics; larger values saturate.
 
-    ``layout``: the layout of the global tensor.
+    Args:
+        statistics: the statistics for each scheme of the plan.
+        layout: the layout of the global tensor.
     """
-    plan = planned(tuple(copies))
-    statistics = [known[scheme] for scheme in plan.schemes]
-    start = common_start(plan.schemes, layout)
-    _, scales, data = cast(x, plan, statistics, start)
-    return as_copies(x, copies, plan, data, scales, layout)
+    _, scales, data = cast(x, plan, statistics, common_start(plan.schemes, layout))
+    return as_copies(x, plan, data, scales, layout)
 
 
 def as_copies(
     x: torch.Tensor,
-    copies: Sequence[Copy],
     plan: CastPlan,
     data: Sequence[torch.Tensor],
     scales: Sequence[Scales],
@@ -222,14 +220,13 @@ def as_copies(
 ) -> Copies:
     """Assemble the copies of a local tensor from each copy's data and each scheme's scales.
 
-    ``plan`` is that of the copies, and ``layout`` the layout of the global tensor.
+    ``layout``: the layout of the global tensor.
     """
-    found, of_matrix = {}, x.ndim == 2
-    for copy, i, qdata in zip(copies, plan.of, data, strict=True):
-        scheme, transposed = copy
+    found = []
+    for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
         if transposed:
-            qdata = qdata.t() if of_matrix else qdata.t().view(x.shape)
-        found[copy] = placed(qdata, scales[i], scheme, layout)
+            qdata = qdata.t() if x.ndim == 2 else qdata.t().view(x.shape)
+        found.append(placed(qdata, scales[i], plan.schemes[i], layout))
     return found
 
 
@@ -240,14 +237,12 @@ def placed(qdata: torch.Tensor, scales: Scales, scheme: Scheme, layout: Layout |
     return Quantized(qdata, scales, scheme, scheme.start(layout), scheme.is_cut(layout))
 
 
-def flat_copies(copies: Copies) -> list[torch.Tensor]:
+def flat_copies(plan: CastPlan, copies: Copies) -> list[torch.Tensor]:
     """List the scales of each scheme, then each copy's data: the inverse of :func:`as_copies`."""
-    scales = {copy.scheme: quantized.scales for copy, quantized in copies.items()}
+    scales = {i: quantized.scales for i, quantized in zip(plan.of, copies, strict=True)}
     data = []
-    for copy, (qdata, *_) in copies.items():
-        if copy.transposed:
-            qdata = qdata.view(-1, qdata.shape[-1]).t()
-        data.append(qdata)
+    for transposed, (qdata, *_) in zip(plan.transposed, copies, strict=True):
+        data.append(qdata.view(-1, qdata.shape[-1]).t() if transposed else qdata)
     return [*(each for own in scales.values() for each in own), *data]
 
 

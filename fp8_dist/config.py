@@ -15,7 +15,7 @@ import torch
 
 from fp8_dist.device import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
-from fp8_dist.scaling import Blocks, Copy, Dense, Fp32Blocks, Scheme
+from fp8_dist.scaling import Blocks, Dense, Fp32Blocks, Scheme
 
 
 class ScalingType(enum.Enum):
@@ -345,7 +345,7 @@ class Float8LinearConfig:
             for gemm, operands in GEMM_OPERANDS.items()
             for operand in operands
         }
-        return Recipe(table, frozenset(delayed), self.fold_row_scales)
+        return Recipe(table, frozenset(delayed), self.fold_row_scales, self.emulate)
 
     @cached_property
     def _gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
@@ -354,10 +354,6 @@ class Float8LinearConfig:
             fast = getattr(self, f"gemm_config_{gemm}").use_fast_accum
             options[gemm] = (fast, self.pad_inner_dim or gemm == "grad_weight", self.emulate)
         return options
-
-    def copies(self, operand: Operand, device: torch.device) -> dict[Gemm, Copy]:
-        """The float8 copy of ``operand`` for each GEMM that takes it in float8."""
-        return self.recipe.copies(operand, device, self.emulate)
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).

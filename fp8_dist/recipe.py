@@ -1,12 +1,12 @@
 """Recipes: the scaling scheme of each operand in each GEMM, and the source of its statistics."""
 
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from fp8_dist.kernels import takes_transposed
-from fp8_dist.scaling import Copy, Dense, Level, Scheme
+from fp8_dist.scaling import CastPlan, Dense, Level, Scheme
 
 Operand = Literal["input", "weight", "grad_output"]
 Gemm = Literal["output", "grad_input", "grad_weight"]
@@ -17,6 +17,18 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
+
+
+class OperandCopies(NamedTuple):
+    """The float8 copies of an operand that some of its GEMMs take.
+
+    Attributes:
+        plan: the plan of the copies, each once, in the order of the GEMMs.
+        places: for each GEMM, the index of its copy; ``None`` for high precision.
+    """
+
+    plan: CastPlan
+    places: tuple[int | None, ...]
 
 
 def is_second(operand: Operand, gemm: Gemm) -> bool:
@@ -33,6 +45,7 @@ class Recipe:
             earlier steps. They have one scale per tensor.
         folds: whether the scales that run along a contraction are folded into grad_output
             (:mod:`fp8_dist.linear.rowwise_folded`).
+        emulate: whether GEMMs are emulated, which need no transposed copies.
 
     Attributes:
         uses: the table, by operand.
@@ -50,10 +63,11 @@ class Recipe:
         table: Mapping[tuple[Operand, Gemm], Scheme | None],
         delayed: frozenset[Operand] = frozenset(),
         folds: bool = False,
+        emulate: bool = False,
     ) -> None:
-        self.folds = folds
+        self.folds, self._emulate = folds, emulate
         self.uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
-        # Equal schemes become one object, which is faster to find in a dict.
+        # Equal schemes become one object, which is compared faster.
         one_of = {scheme: scheme for scheme in table.values()}
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
@@ -66,24 +80,38 @@ class Recipe:
         if folds:
             self._check_folding()
         self.gather_scheme = {operand: self._gather_scheme(operand) for operand in self.uses}
-        self._copies = tuple(self._copies_of(transposes) for transposes in (False, True))
+        self._copies = tuple(
+            {
+                (operand, gemms): self._copies_of(operand, gemms, transposes)
+                for operand, uses in self.uses.items()
+                for gemms in (tuple(uses), *[(gemm,) for gemm in uses])
+            }
+            for transposes in (False, True)
+        )
 
-    def copies(self, operand: Operand, device: torch.device, emulate: bool) -> dict[Gemm, Copy]:
-        """The float8 copy of ``operand`` for each GEMM that takes it in float8."""
+    def copies(
+        self, operand: Operand, gemms: tuple[Gemm, ...], device: torch.device
+    ) -> OperandCopies:
+        """The float8 copies of ``operand`` for both of its GEMMs, or for one of them."""
         # An int, because dynamo of torch 2.11 does not support a bool as an index.
-        return self._copies[int(not emulate and takes_transposed(device))][operand]
+        return self._copies[int(not self._emulate and takes_transposed(device))][operand, gemms]
 
-    def _copies_of(self, transposes: bool) -> dict[Operand, dict[Gemm, Copy]]:
-        found: dict[Operand, dict[Gemm, Copy]] = {}
-        one_of: dict[Copy, Copy] = {}
-        for operand, uses in self.uses.items():
-            found[operand] = {}
-            for gemm, scheme in uses.items():
-                if scheme:
-                    second = is_second(operand, gemm) and not scheme.is_recast_for_rows
-                    copy = Copy(scheme, transposes and second)
-                    found[operand][gemm] = one_of.setdefault(copy, copy)
-        return found
+    def _copies_of(
+        self, operand: Operand, gemms: tuple[Gemm, ...], transposes: bool
+    ) -> OperandCopies:
+        taken: list[tuple[Scheme, bool] | None] = []
+        for gemm in gemms:
+            scheme = self.uses[operand][gemm]
+            if scheme is None:
+                taken.append(None)
+            else:
+                second = is_second(operand, gemm) and not scheme.is_recast_for_rows
+                taken.append((scheme, transposes and second))
+        copies = list(dict.fromkeys(filter(None, taken)))
+        schemes = tuple(dict.fromkeys(scheme for scheme, _ in copies))
+        of = tuple(schemes.index(scheme) for scheme, _ in copies)
+        plan = CastPlan(schemes, of, tuple(transposed for _, transposed in copies))
+        return OperandCopies(plan, tuple(copy and copies.index(copy) for copy in taken))
 
     def _gather_scheme(self, operand: Operand) -> Scheme | None:
         first, second = self.uses[operand].values()

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
-from fp8_dist.cast import Known
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
@@ -34,7 +33,7 @@ from fp8_dist.linear.weight import (
     float8_weights,
     note_made,
 )
-from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.linear.weight_cache import Known, ScaleState
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor
 from fp8_dist.scaling import Placed, Scales, Scheme, Statistics, message_dtype, sharded_axes
 from fp8_dist.tensor.float8_tensor import Float8Tensor

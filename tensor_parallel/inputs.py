@@ -18,7 +18,7 @@ from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
 from fp8_dist.linear.operands import reason_to_move_high
 from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
-from fp8_dist.scaling import Copy, Scheme
+from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import warn_once
 from fp8_dist.transport import Encoding, reduced_to
@@ -188,8 +188,7 @@ class _CastInput(torch.autograd.Function):
         owner: Owner,
     ) -> torch.Tensor:
         if history is not None:
-            _, copies = history.copies_of(input, (Copy(scheme),), record)
-            quantized = copies[Copy(scheme)]
+            _, (quantized,) = history.copies_of(input, CastPlan((scheme,)), record)
         else:
             quantized = quantize(input, scheme)
         if is_observed():

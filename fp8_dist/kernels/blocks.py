@@ -170,8 +170,8 @@ def quantize_blocks(
     Returns:
         A contiguous tensor of the shape of ``x``.
     """
-    # The reciprocal of a power of two is exact.
-    multiplier = powers_of_2(exponents).reciprocal_().masked_fill_(exponents == 0, 0)
+    # The reciprocal of a power of two is exact. That of the byte 0, 2^127, becomes 0.
+    multiplier = powers_of_2(exponents).reciprocal_().fmod_(2.0**127)
     limit = torch.finfo(dtype).max
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
     return product.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)

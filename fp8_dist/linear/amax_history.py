@@ -24,7 +24,7 @@ from fp8_dist.device import is_captured, keep_for_current_stream
 from fp8_dist.kernels import amax, cast_and_record, empty_copies
 from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
-from fp8_dist.scaling import Copy, Dense, Statistics, planned, reduction_groups
+from fp8_dist.scaling import CastPlan, Dense, Statistics, reduction_groups
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
@@ -81,7 +81,7 @@ class AmaxHistory:
         return self._statistics_of_local(local, record, groups)
 
     def copies_of(
-        self, tensor: torch.Tensor, copies: Sequence[Copy], record: bool
+        self, tensor: torch.Tensor, plan: CastPlan, record: bool
     ) -> tuple[Statistics, Copies]:
         """Cast a tensor's local part to float8 copies; ``record`` as in :meth:`statistics_of`.
 
@@ -89,36 +89,35 @@ class AmaxHistory:
         """
         x, groups = local_tensor(tensor), self._groups(tensor)
         if torch.compiler.is_compiling():
-            transposed, dtype = [copy.transposed for copy in copies], self.scheme.dtype
-            args = (x, self._handle, dtype, transposed, record, groups)
+            args = (x, self._handle, self.scheme.dtype, plan.transposed, record, groups)
             scale, *data = history_copies.overload(*args)
-            return (), as_copies(x, copies, planned(tuple(copies)), data, [(scale,)])
+            return (), as_copies(x, plan, data, [(scale,)])
         if is_selectively_checkpointed():
             statistics = self.statistics_of(tensor, record)
-            return statistics, cast_by(x, copies, {self.scheme: statistics})
-        return self._copies_of_local(x, copies, record, groups)
+            return statistics, cast_by(x, plan, [statistics])
+        return self._copies_of_local(x, plan, record, groups)
 
     def _groups(self, tensor: torch.Tensor) -> list[str]:
         return list(reduction_groups(self.scheme, Layout.of(tensor)))
 
     def _copies_of_local(
-        self, x: torch.Tensor, copies: Sequence[Copy], record: bool, groups: Sequence[str]
+        self, x: torch.Tensor, plan: CastPlan, record: bool, groups: Sequence[str]
     ) -> tuple[Statistics, Copies]:
         if self.restored:
             self.restored = None
         if self.statistic is None or is_captured(x):
             statistics = self._statistics_of_local(x, record, groups)
-            return statistics, cast_by(x, copies, {self.scheme: statistics})
-        known, transposed = self.statistic.to(x.device), [copy.transposed for copy in copies]
+            return statistics, cast_by(x, plan, [statistics])
+        known = self.statistic.to(x.device)
         recorded = self.current.to(x.device) if record and self.current is not None else None
         value, known, scale, largest, *data = cast_and_record(
-            x, known, self.scheme.dtype, self.scheme.power_of_2, transposed, recorded
+            x, known, self.scheme.dtype, self.scheme.power_of_2, plan.transposed, recorded
         )
         if record and not x.is_meta:
             self._last, self.current = None, largest
         else:
             self._last = value
-        return (known,), as_copies(x, copies, planned(tuple(copies)), data, [(scale,)])
+        return (known,), as_copies(x, plan, data, [(scale,)])
 
     def recorded(self, scale: torch.Tensor) -> torch.Tensor:
         """Record the amax of the last cast unless it was recorded already; return ``scale``."""
@@ -194,8 +193,8 @@ def history_copies(
 ) -> list[torch.Tensor]:
     """Operator of :meth:`AmaxHistory.copies_of`, for a local tensor: its scale and the data."""
     history = owner_of(handle)
-    copies = [Copy(history.scheme, turned) for turned in transposed]
-    return flat_copies(history._copies_of_local(x, copies, record, groups)[1])
+    plan = CastPlan((history.scheme,), (0,) * len(transposed), tuple(transposed))
+    return flat_copies(plan, history._copies_of_local(x, plan, record, groups)[1])
 
 
 @query("history_statistic(Tensor x, Tensor handle, bool record, str[] groups) -> Tensor")

@@ -46,7 +46,7 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Copy, Quantized, Scheme, Start, cast, multiply, planned
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, cast, multiply
 from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -124,6 +124,7 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Fo
     flat: list[torch.Tensor] = []
     forms: list[Form | None] = []
     rest: tuple[Any, ...]
+    compiling = torch.compiler.is_compiling()
     for operand in operands:
         if operand is None:
             forms.append(None)
@@ -135,7 +136,7 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Fo
         else:
             tensors, rest = (operand,), ()
         places = tuple(range(len(flat), len(flat) + len(tensors)))
-        if torch.compiler.is_compiling():
+        if compiling:
             places = tuple([_place(tensor, flat) for tensor in tensors])
         else:
             flat += tensors
@@ -269,7 +270,7 @@ class _LinearFunction(torch.autograd.Function):
         # spec.record decides.
         needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.record else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
-        whole = _with_features(input, weight.shape[1])
+        whole = input if x_layout is None else _with_features(input, x_layout, weight.shape[1])
         x = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
         of_output, of_grad_input, of_recast = forms
         w = local_tensor(weight) if of_output is None else of_output.operand(flat)
@@ -369,14 +370,13 @@ class _LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, *unused
 
 
-def _with_features(input: torch.Tensor, features: int) -> torch.Tensor:
+def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.Tensor:
     """Return the input with ``features`` as the global size of its last dim.
 
     ``DTensor.from_local`` assumes that all shards have the size of the local one. If shards are
     unequal and cut blocks, ranks would disagree about which blocks are cut.
     """
-    layout = Layout.of(input)
-    if layout is None or layout.shape[-1] == features:
+    if layout.shape[-1] == features:
         return input
     shape = torch.Size((*layout.shape[:-1], features))
     return layout._replace(shape=shape).wrap(local_tensor(input))
@@ -397,11 +397,10 @@ def _recast(
     _, scheme, start, is_cut = form
     assert scheme is not None
     local, known, after = local_tensor(weight), [tuple(statistics)], local_tensor(grad)
-    _, (scales,), (qdata,) = cast(local, planned((Copy(scheme),)), known, start, after=after)
+    _, (scales,), (qdata,) = cast(local, CastPlan((scheme,)), known, start, after=after)
     w = Quantized(qdata, scales, scheme, start, is_cut)
     if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
-        copy = Copy(scheme)
-        return observe_copies(spec.owner, "weight", local, {copy: w}, repeats=False)[copy]
+        (w,) = observe_copies(spec.owner, "weight", local, [w], repeats=False)
     return w
 
 

@@ -211,18 +211,18 @@ def observe_copies(
     """:func:`observe` each cast among the copies of an operand; in eager code, in one call."""
     if not torch.compiler.is_compiling():
         lows: dict[tuple[Gemm, ...], Quantized] = {}
-        for copy, quantized in made.items():
-            lows.setdefault(owner.gemms_of(operand, copy.scheme), quantized)
+        for quantized in made:
+            lows.setdefault(owner.gemms_of(operand, quantized.scheme), quantized)
         _show(owner, operand, high, lows, repeats)
         return made
-    found: Copies = {}
+    found: list[Quantized] = []
     shown: dict[Scheme, torch.Tensor] = {}
-    for copy, quantized in made.items():
-        if copy.scheme not in shown:
-            gemms = owner.gemms_of(operand, copy.scheme)
-            shown[copy.scheme] = observe(owner, operand, gemms, high, quantized, repeats)
-        scales = (shown[copy.scheme], *quantized.scales[1:])
-        found[copy] = quantized._replace(scales=scales)
+    for quantized in made:
+        scheme = quantized.scheme
+        if scheme not in shown:
+            gemms = owner.gemms_of(operand, scheme)
+            shown[scheme] = observe(owner, operand, gemms, high, quantized, repeats)
+        found.append(quantized._replace(scales=(shown[scheme], *quantized.scales[1:])))
     return found
 
 

@@ -33,7 +33,7 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import Copy, Quantized, Scheme, Start, Statistics
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local, version_of
@@ -136,14 +136,13 @@ def plan_operand(
 
 
 def _plan_of(
-    tensor: torch.Tensor,
+    tensor: DTensor,
     operand: Operand,
     schemes: tuple[Scheme | None, ...],
     placements: Placements | None,
     spec: LinearSpec,
 ) -> OperandPlan:
-    now = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
-    scope = spec.config.amax_scope
+    now, scope = tuple(tensor.placements), spec.config.amax_scope
     if torch.compiler.is_compiling():
         # Dynamo warns about functions with a cache.
         return plan_operand.__wrapped__(schemes, now, placements, tensor.ndim, scope)
@@ -185,27 +184,25 @@ def prepare_operand(
         tensor: ``[..., K]``, in high precision or already float8; no Partial placements.
         placements: the placements that the GEMMs need, if ``tensor`` is a DTensor.
     """
-    prepared = local_tensor(tensor)
-    if isinstance(prepared, Float8Tensor):
+    high = local_tensor(tensor)
+    if isinstance(high, Float8Tensor):
         if is_observed():
-            tensor = with_local(tensor, observe_prepared_use(spec.owner, prepared))
+            tensor = with_local(tensor, observe_prepared_use(spec.owner, high))
         return dict.fromkeys(gemms, _moved(tensor, placements))
     uses, within = spec.config.recipe.uses[operand], None
     if isinstance(tensor, DTensor):
         plan = _plan_of(tensor, operand, tuple([uses[gemm] for gemm in gemms]), placements, spec)
         if plan.first is not None and plan.moves:
-            copy = Copy(plan.first)
-            quantized = _copies(tensor, operand, (copy,), spec, plan.within)[copy]
+            (quantized,) = _copies(tensor, operand, CastPlan((plan.first,)), spec, plan.within)
             return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
         within = plan.within
         if plan.moves:
             tensor = _moved_in_high_precision(tensor, placements)
-    by_gemm = spec.config.copies(operand, tensor.device)
-    taken = {gemm: by_gemm.get(gemm) for gemm in gemms}
-    wanted = tuple(dict.fromkeys(filter(None, taken.values())))
-    made = _copies(tensor, operand, wanted, spec, within) if wanted else {}
-    high = local_tensor(tensor)
-    return {gemm: made[copy] if copy else high for gemm, copy in taken.items()}
+            high = local_tensor(tensor)
+    wanted, places = spec.config.recipe.copies(operand, gemms, tensor.device)
+    made = _copies(tensor, operand, wanted, spec, within) if wanted.of else ()
+    each = zip(gemms, places, strict=True)
+    return {gemm: high if place is None else made[place] for gemm, place in each}
 
 
 def prepare_gradients(
@@ -233,15 +230,16 @@ def prepare_gradients(
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}
     scheme = spec.config.recipe.uses["grad_output"][next(iter(folds))]
     assert scheme is not None
-    _plan_of(grad, "grad_output", (scheme,), placements, spec)  # for its warning
+    if isinstance(grad, DTensor):
+        _plan_of(grad, "grad_output", (scheme,), placements, spec)  # for its warning
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
         grad = _moved_in_high_precision(grad, placements)
         operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
     within = () if spec.config.amax_scope == "rank" else None
-    second = spec.config.copies("grad_output", grad.device).get("grad_weight")
-    transposed = second is not None and second.transposed
+    wanted, _ = spec.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
+    transposed = any(wanted.transposed)
     folded = folded_gradients(grad, scheme, placements, folds, within, transposed, spec.owner)
     return operands | folded
 
@@ -249,7 +247,7 @@ def prepare_gradients(
 def _copies(
     tensor: torch.Tensor,
     operand: Operand,
-    copies: tuple[Copy, ...],
+    plan: CastPlan,
     spec: LinearSpec,
     within: tuple[int, ...] | None,
 ) -> Copies:
@@ -257,15 +255,15 @@ def _copies(
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
     history, is_input = spec.histories.get(operand), operand == "input"
     if history is not None:
-        _, made = history.copies_of(matrix, copies, spec.record or not is_input)
+        _, made = history.copies_of(matrix, plan, spec.record or not is_input)
     elif is_input and not isinstance(tensor, DTensor) and can_skip_dispatch(tensor):
-        key = _cast_key(tensor, copies)
+        key = _cast_key(tensor, plan)
         known = last_cast(tensor, key)
-        made = cast_copies(matrix, copies, within)[1] if known is None else known
+        made = cast_copies(matrix, plan, within)[1] if known is None else known
         if known is None:
             note_cast(tensor, key, made)
     else:
-        made = cast_copies(matrix, copies, within)[1]
+        made = cast_copies(matrix, plan, within)[1]
     if not is_observed():
         return made
     return observe_copies(spec.owner, operand, local_tensor(matrix), made, is_input)
@@ -277,7 +275,6 @@ class _LastCast(NamedTuple):
     source: ReferenceType[torch.Tensor]  # only compared by identity
     key: Any
     first: Copies  # the copies that only the forward takes
-    saved: Copy
     data: ReferenceType[torch.Tensor]
     rest: Quantized  # the saved copy, with a scale in place of its data
 
@@ -303,7 +300,7 @@ def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
         return None
     # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
     saved = last.rest._replace(qdata=TensorWeakRef(data)())
-    return {**last.first, last.saved: saved}
+    return *last.first, saved
 
 
 def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
@@ -311,9 +308,9 @@ def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
     global _last
     _last = None
     if key is not None:
-        *first, (copy, saved) = copies.items()
+        *first, saved = copies
         rest = saved._replace(qdata=saved.scales[0])
-        _last = _LastCast(ref(x), key, dict(first), copy, ref(saved.qdata, _forget), rest)
+        _last = _LastCast(ref(x), key, first, ref(saved.qdata, _forget), rest)
 
 
 def _forget(data: ReferenceType[torch.Tensor]) -> None:

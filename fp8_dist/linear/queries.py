@@ -18,17 +18,16 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.cast import Copies, Known, as_copies, flat_copies
+from fp8_dist.cast import Copies, as_copies, flat_copies
 from fp8_dist.kernels import CustomOp, empty_copies
-from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.linear.weight_cache import Known, ScaleState
 from fp8_dist.scaling import (
-    Copy,
+    CastPlan,
     Scheme,
     Statistics,
     common_start,
     empty_scales,
     empty_statistics,
-    planned,
     scheme_named,
     unshared,
 )
@@ -96,19 +95,16 @@ def queried_statistics(weight: Any, shard: torch.Tensor, source: ScaleState | No
     return dict(zip(schemes, _by_scheme(flat, schemes), strict=True))
 
 
-def queried_copies(
-    weight: Any, shard: torch.Tensor, copies: tuple[Copy, ...], keep: bool
-) -> Copies:
+def queried_copies(weight: Any, shard: torch.Tensor, plan: CastPlan, keep: bool) -> Copies:
     """Cast the shard of a weight in a compiled graph.
 
     ``keep``: whether the forward belongs to a training step, so that new statistics are kept.
     """
-    plan, layout = planned(copies), weight.layout()
-    schemes, of, transposed = plan
+    (schemes, of, transposed), layout = plan, weight.layout()
     keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
     flat = weight_copies.overload(shard, weight.handle, keys, start, of, transposed, keep)
     levels = sum([len(scheme.levels) for scheme in schemes])
-    return as_copies(shard, copies, plan, flat[levels:], _by_scheme(flat, schemes), layout)
+    return as_copies(shard, plan, flat[levels:], _by_scheme(flat, schemes), layout)
 
 
 def _by_scheme(flat: list[torch.Tensor], schemes: Sequence[Scheme]) -> list[Statistics]:
@@ -182,17 +178,16 @@ def weight_copies(
     # A scale that follows from a history costs nothing to find again, so it is not kept.
     keeps = keep and is_own and (history is None or history.statistic is None)
     source = ScaleState.FROM_FORWARD if keeps else None
-    each = zip(of, transposed, strict=True)
-    copies = tuple(Copy(scheme_named(schemes[i]), turned) for i, turned in each)
+    plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
     fresh = is_own and weight.is_fresh(parameter, x)
-    known, float8, _ = weight.cast_shard(parameter, x, copies, source, keep, fresh)
+    known, float8, _ = weight.cast_shard(parameter, x, plan, source, keep, fresh)
     if keeps and not leaves_something:
         weight.end_of_evaluation(parameter)
     if history is not None and keep:
         history.record_later()
     # Scales may share memory with statistics, which are kept, and a graph may write into its
     # results.
-    return unshared(flat_copies(float8), [each for own in known.values() for each in own])
+    return unshared(flat_copies(plan, float8), [each for own in known.values() for each in own])
 
 
 # An operator of its own, because selective checkpointing must not save its results: FSDP2 may

@@ -30,13 +30,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.cast import (
-    Copies,
-    Known,
-    cast_by,
-    cast_copies,
-    statistics_of,
-)
+from fp8_dist.cast import Copies, cast_by, cast_copies, statistics_of
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import is_captured, keep_for_current_stream
 from fp8_dist.linear.amax_history import AmaxHistory
@@ -50,11 +44,11 @@ from fp8_dist.linear.queries import (
     queried_statistics,
     register_handle,
 )
-from fp8_dist.linear.weight_cache import ScaleState, WeightCache
+from fp8_dist.linear.weight_cache import Known, ScaleState, WeightCache
 from fp8_dist.mesh import Layout, local_tensor, with_local
-from fp8_dist.recipe import Gemm, Operand
+from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import (
-    Copy,
+    CastPlan,
     Quantized,
     Scales,
     Scheme,
@@ -70,6 +64,7 @@ from fp8_dist.torch_internals import (
     is_selectively_checkpointed,
 )
 
+_GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # those of a weight
 # The remedy in messages about models without float8 weights.
 CONVERT_FIRST = (
     "call convert_to_float8_training first (for experts, "
@@ -126,9 +121,9 @@ class Float8Weight(LayerParameter):
         """The amax history, if the scale is DELAYED."""
         return self._histories.get("weight")
 
-    def copies(self, device: torch.device) -> dict[Gemm, Copy]:
-        """The float8 copy for each GEMM that takes the weight in float8."""
-        return self.config.copies("weight", device)
+    def copies(self, gemms: tuple[Gemm, ...], device: torch.device) -> OperandCopies:
+        """The float8 copies for both GEMMs of the weight, or for one of them."""
+        return self.config.recipe.copies("weight", gemms, device)
 
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         """The casts of an operand that observers see; see :class:`observing.Owner`."""
@@ -177,29 +172,26 @@ class Float8Weight(LayerParameter):
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
         if self.is_exchanged:
             return self._casts_of_unsharded(shard, ScaleState.FROM_FORWARD if keeps else None)
-        by_gemm = self.copies(shard.device)
-        if not (training and needs_grad_input):
-            by_gemm = {gemm: copy for gemm, copy in by_gemm.items() if gemm == "output"}
-        copies = tuple(dict.fromkeys(by_gemm.values()))
-        if not copies:
+        gemms = _GEMMS if training and needs_grad_input else _GEMMS[:1]
+        plan, places = self.copies(gemms, shard.device)
+        if not plan.of:
             return WeightCasts()
         if compiling:
             with torch.no_grad():
                 if is_exporting():  # the graph outlives this object
                     tensor = self._distributed(parameter, shard)
-                    float8 = cast_copies(tensor, copies, local=shard)[1]
+                    float8 = cast_copies(tensor, plan, local=shard)[1]
                 else:
-                    float8 = queried_copies(self, shard, copies, keeps)
+                    float8 = queried_copies(self, shard, plan, keeps)
         else:
-            float8, _ = self._casts(parameter, shard, copies, ScaleState.FROM_FORWARD, training)
-            float8 = {copy: float8[copy] for copy in copies}
+            float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD, training)
             if self.history is not None:
-                scales = self._recorded(next(iter(float8.values()))).scales
-                float8 = {copy: q._replace(scales=scales) for copy, q in float8.items()}
+                scales = self._recorded(float8[0]).scales
+                float8 = [quantized._replace(scales=scales) for quantized in float8]
         if is_observed() and not is_exporting():
             float8 = observe_copies(self, "weight", shard, float8)
-        first, second = by_gemm.get("output"), by_gemm.get("grad_input")
-        return WeightCasts(first and float8[first], second and float8[second])
+        casts = [None if place is None else float8[place] for place in places]
+        return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None)
 
     def gather_cast(self, shard: torch.Tensor) -> tuple[Quantized, Scales | None]:
         """Return the cast of the sharded parameter that FSDP2 gathers.
@@ -213,15 +205,14 @@ class Float8Weight(LayerParameter):
         if not is_captured(shard):
             self.wait_until_made()
         (scheme,) = self.schemes
-        copies = (Copy(scheme),)
-        float8, whole = self._casts(self.parameter(), shard, copies, ScaleState.FROM_GATHER)
-        found, layout = float8[copies[0]], self.layout()
+        source, layout = ScaleState.FROM_GATHER, self.layout()
+        (found,), whole = self._casts(self.parameter(), shard, CastPlan((scheme,)), source)
         if whole is None and layout is not None and self.needs_whole_scales(layout):
             whole = scheme.scales_from(self._whole_statistics(shard, scheme, layout))
             if not is_captured(shard):
                 self.cache.whole_scales = whole
         if is_observed():
-            observe_copies(self, "weight", shard, {copies[0]: found})
+            observe_copies(self, "weight", shard, [found])
         if not is_captured(shard):
             # The cache may drop its tensors while this stream still reads them.
             kept = (self.cache.known or {}).get(scheme, ())
@@ -292,7 +283,7 @@ class Float8Weight(LayerParameter):
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
-        copies: tuple[Copy, ...],
+        plan: CastPlan,
         source: ScaleState,
         record: bool = False,
     ) -> tuple[Copies, Scales | None]:
@@ -306,29 +297,28 @@ class Float8Weight(LayerParameter):
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
-                return self._casts(parameter, shard, copies, source, record)
+                return self._casts(parameter, shard, plan, source, record)
         cache, shard = self.cache, shard.detach()
         fresh = self.is_fresh(parameter, shard)
-        float8 = cache.float8 if fresh else None
-        if float8 is not None and all(
-            copy in float8 and float8[copy].qdata.device == shard.device for copy in copies
-        ):
+        known = cache.float8 if fresh else None
+        if known is not None and plan.begins(known[0]) and known[1][0].qdata.device == shard.device:
             if is_selectively_checkpointed():
                 # A recomputation takes saved results in order, so it must query as the forward
                 # does, even if the results are not needed.
                 self._known(shard, source, self.schemes)
-            return float8, cache.whole_scales
-        _, float8, whole = self.cast_shard(parameter, shard, copies, source, record, fresh)
+            return known[1][: len(plan.of)], cache.whole_scales
+        _, float8, whole = self.cast_shard(parameter, shard, plan, source, record, fresh)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         keeps &= not is_captured(shard)
-        cache.float8 = float8 if keeps and shard.device == parameter.device else None
+        keeps &= shard.device == parameter.device
+        cache.float8 = (plan, float8) if keeps else None
         return float8, whole
 
     def cast_shard(
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
-        copies: tuple[Copy, ...],
+        plan: CastPlan,
         source: ScaleState | None,
         record: bool,
         fresh: bool,
@@ -340,22 +330,24 @@ class Float8Weight(LayerParameter):
         Returns:
             The statistics, the copies, and the scales of the whole weight if a gather needs them.
         """
-        layout, scheme, whole = self.layout(parameter), copies[0].scheme, None
+        layout, scheme, whole = self.layout(parameter), plan.schemes[0], None
         if fresh or is_selectively_checkpointed():
             # The weight may have changed unnoticed, so its values may exceed known statistics.
-            known = self._known(shard, source, [copy.scheme for copy in copies])
-            return known, cast_by(shard, copies, known, layout), self.cache.whole_scales
-        tensor = self._distributed(parameter, shard)
+            known = self._known(shard, source, plan.schemes)
+            statistics = [known[scheme] for scheme in plan.schemes]
+            return known, cast_by(shard, plan, statistics, layout), self.cache.whole_scales
+        tensor = shard if layout is None else layout.wrap(shard)
         if self.history is not None:
             history = self._history_of(parameter)
-            statistics, float8 = history.copies_of(tensor, copies, record)
-            known = {scheme: statistics}
+            found, float8 = history.copies_of(tensor, plan, record)
+            known = {scheme: found}
         elif source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
-            statistics, whole = self._statistics_of(parameter, shard, scheme, source)
-            known = {scheme: statistics}
-            float8 = cast_by(shard, copies, known, layout)
+            found, whole = self._statistics_of(parameter, shard, scheme, source)
+            known = {scheme: found}
+            float8 = cast_by(shard, plan, [found], layout)
         else:
-            known, float8 = cast_copies(tensor, copies, local=shard)
+            each, float8 = cast_copies(tensor, plan, local=shard)
+            known = dict(zip(plan.schemes, each, strict=True))
         self._note(parameter, shard, known, source, whole)
         return known, float8, whole
 
@@ -371,21 +363,21 @@ class Float8Weight(LayerParameter):
 
         These are the cast for the output, and the statistics with which the backward casts again.
         """
-        copies, layout = self.copies(shard.device), self.layout()
-        copy, second = copies.get("output"), copies.get("grad_input")
+        plan, second = [self.copies((gemm,), shard.device).plan for gemm in _GEMMS]
+        layout = self.layout()
         with torch.inference_mode(False), torch.no_grad():
             known = self._known(shard, source, self.schemes)
             output = None
-            if copy is not None:
-                made = cast_by(shard, (copy,), known, layout)
+            if plan.of:
+                made = cast_by(shard, plan, [known[plan.schemes[0]]], layout)
                 if is_observed():
                     made = observe_copies(self, "weight", shard, made)
-                output = made[copy]
+                (output,) = made
         if output is not None:
             output = self._recorded(output)
-        if second is None:
+        if not second.of:
             return WeightCasts(output)
-        scheme = second.scheme
+        (scheme,) = second.schemes
         recast = Recast(known[scheme], scheme, scheme.start(layout), scheme.is_cut(layout))
         return WeightCasts(output, recast=recast)
 

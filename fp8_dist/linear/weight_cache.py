@@ -38,13 +38,15 @@ from enum import Enum, auto
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8_dist.cast import Copies, Known
+from fp8_dist.cast import Copies
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
-from fp8_dist.scaling import Scales
+from fp8_dist.scaling import CastPlan, Scales, Scheme, Statistics
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import in_backward, innermost, storage_address, version_of
 
+# The statistics of a weight for each scheme.
+Known = dict[Scheme, Statistics]
 # A parameter, its version, and the version of its local tensor: they identify its values.
 _Values = tuple[torch.Tensor, int | None, int | None]
 
@@ -105,7 +107,8 @@ class WeightCache:
 
     Attributes:
         state: see the table.
-        float8: the float8 copies of the local shard that were used last, if they are kept.
+        float8: the float8 copies of the local shard that were used last and their plan, if they
+            are kept.
         known: the statistics of the local shard for each scheme.
         whole_scales: the scales of the global weight, if FSDP2's gather can't carry scales.
         steps_since_sync: optimizer steps since the amax histories of the layer were updated.
@@ -113,7 +116,7 @@ class WeightCache:
 
     def __init__(self) -> None:
         self.state = ScaleState.UNKNOWN
-        self.float8: Copies | None = None
+        self.float8: tuple[CastPlan, Copies] | None = None
         self.whole_scales: Scales | None = None
         self.known: Known | None = None
         # The reference is strong, because swap_tensors, which module.to() may use, refuses tensors

@@ -14,16 +14,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fp8_dist.cast import Known
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.weight import Float8Weight, checked_module
-from fp8_dist.linear.weight_cache import ScaleState
+from fp8_dist.linear.weight_cache import Known, ScaleState
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
-from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
-from fp8_dist.scaling import Copy, Quantized, Scheme
+from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, OperandCopies
+from fp8_dist.scaling import CastPlan, Quantized, Scheme
 from fp8_dist.torch_internals import StridedShard
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -103,9 +102,8 @@ class ExpertWeight(Float8Weight):
         (scheme,) = self.config.recipe.schemes["weight"]  # dynamo does not trace super().schemes
         return (stored_transposed(scheme) if self.is_transposed else scheme,)
 
-    def copies(self, device: torch.device) -> dict[Gemm, Copy]:
-        copy = Copy(self.schemes[0])
-        return {"output": copy, "grad_input": copy}
+    def copies(self, gemms: tuple[Gemm, ...], device: torch.device) -> OperandCopies:
+        return OperandCopies(CastPlan(self.schemes), (0,) * len(gemms))
 
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         # Scales are folded into the float8 copy of a gradient, so it is cast once.

@@ -29,7 +29,7 @@ from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.grouped import Groups, is_stored_transposed
 from fp8_dist.moe.operators import grouped_gradients, grouped_mm
 from fp8_dist.recipe import Operand
-from fp8_dist.scaling import Copy, Quantized, Scheme, cast, dequantize, planned
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, cast, dequantize
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import StridedShard
 
@@ -87,10 +87,9 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
 def _cast(weight: Tensor, scheme: Scheme) -> Quantized:
     shard = Float8Weight.gather_type.unwrap(local_tensor(weight)).detach()
     if not is_stored_transposed(shard):
-        copy = Copy(scheme)
-        return cast_copies(weight, (copy,), local=shard)[1][copy]
-    copy = Copy(stored_transposed(scheme))
-    qdata, scales, _, start, is_cut = cast_copies(weight.mT, (copy,), local=shard.mT)[1][copy]
+        return cast_copies(weight, CastPlan((scheme,)), local=shard)[1][0]
+    plan = CastPlan((stored_transposed(scheme),))
+    qdata, scales, _, start, is_cut = cast_copies(weight.mT, plan, local=shard.mT)[1][0]
     turned = tuple([scale.mT for scale in scales])
     return Quantized(qdata.mT, turned, scheme, start[::-1], is_cut)
 
@@ -174,8 +173,7 @@ def _gradients(
 
 def _cast_again(weight: Tensor, recast: Recast) -> Quantized:
     statistics, scheme, start, is_cut = recast
-    plan = planned((Copy(scheme),))
-    _, (scales,), (qdata,) = cast(weight.detach(), plan, [statistics], start)
+    _, (scales,), (qdata,) = cast(weight.detach(), CastPlan((scheme,)), [statistics], start)
     return Quantized(qdata, scales, scheme, start, is_cut)
 
 
@@ -187,12 +185,12 @@ def _cast_rows(
     layout: Layout | None = None,
 ) -> Quantized:
     """Cast rows. ``layout``: their layout, if ranks have parts of each row."""
-    rows, copy = rows.detach().contiguous(), Copy(config.rows)
-    made = {copy: quantize(rows if layout is None else layout.wrap(rows), config.rows)}
+    rows = rows.detach().contiguous()
+    made = quantize(rows if layout is None else layout.wrap(rows), config.rows)
     for owner in owners if is_observed() else ():
         if owner is not None:
-            observe_copies(owner, operand, rows, made, operand == "input")
-    return made[copy]
+            observe_copies(owner, operand, rows, [made], operand == "input")
+    return made
 
 
 class _Up(torch.autograd.Function):

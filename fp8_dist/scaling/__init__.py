@@ -26,13 +26,11 @@ from fp8_dist.scaling.reduction import (
 )
 from fp8_dist.scaling.scheme import (
     CastPlan,
-    Copy,
     Quantized,
     Scales,
     Scheme,
     Statistics,
     common_start,
-    planned,
     scheme_named,
 )
 
@@ -40,7 +38,6 @@ __all__ = [
     "BlockScheme",
     "Blocks",
     "CastPlan",
-    "Copy",
     "Dense",
     "Fp32Blocks",
     "GemmOptions",
@@ -64,7 +61,6 @@ __all__ = [
     "message_dtype",
     "multiply",
     "operand_of",
-    "planned",
     "reduced_statistics",
     "reduction_groups",
     "scheme_named",

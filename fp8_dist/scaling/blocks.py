@@ -124,7 +124,7 @@ class BlockScheme(Scheme):
         """
         if not self.is_recast_for_rows:
             return operand
-        matrix, (scales,) = as_matrix(operand).qdata, as_matrix(operand).scales
+        matrix, (scales,), *_ = as_matrix(operand)
         blocks = self._blocks(operand.start)
         axes = () if layout is None else _axes_of_tokens(layout)
         if layout is None or not axes:
@@ -318,22 +318,15 @@ def as_matrix(operand: Quantized) -> Quantized:
 
 def turned(operand: Quantized) -> Quantized:
     """Transpose a matrix, as a view."""
-    scheme = _turned(operand.scheme)
-    scales = tuple([scale.t() if scale.ndim else scale for scale in operand.scales])
-    return Quantized(operand.qdata.t(), scales, scheme, operand.start[::-1], operand.is_cut)
+    qdata, scales, scheme, start, is_cut = operand
+    turned_scales = tuple([scale.t() if scale.ndim else scale for scale in scales])
+    return Quantized(qdata.t(), turned_scales, scheme.of_transposed, start[::-1], is_cut)
 
 
 # Making a scheme takes 10 us.
 @cached_but_in_graphs
 def _resized(scheme: BlockScheme, rows: int, columns: int) -> BlockScheme:
     return replace(scheme, rows=rows, columns=columns)
-
-
-@cached_but_in_graphs
-def _turned(scheme: Scheme) -> Scheme:
-    found = scheme.turned()
-    assert found is not None, f"{scheme} can't be transposed"
-    return found
 
 
 def _axes_of_tokens(layout: Layout) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ from fp8_dist.scaling.scheme import (
     Scheme,
     Statistics,
 )
-from fp8_dist.torch_internals import cached_but_in_graphs
 
 _LEVELS = {
     "tensor": Level(None, None, None),
@@ -53,9 +52,16 @@ class Dense(Scheme):
     family: ClassVar[str] = "dense"
     needs_alignment: ClassVar[bool] = True
 
+    _second: ClassVar["Dense"]  # of each object
+
     per: str = "tensor"
     power_of_2: bool = False
     dims: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        second = replace(self, per="column") if self.per == "row" else self
+        object.__setattr__(self, "_second", second)
 
     def make_levels(self) -> tuple[Level, ...]:
         if self.per == "slice":
@@ -74,7 +80,7 @@ class Dense(Scheme):
 
     @property
     def second(self) -> "Dense":
-        return _by_column(self) if self.per == "row" else self
+        return self._second
 
     def turned(self) -> "Dense | None":
         if self.per == "slice":
@@ -162,11 +168,6 @@ class Dense(Scheme):
     ) -> Tensor:
         (a,), (b,) = left.scales, right.scales
         return scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
-
-
-@cached_but_in_graphs
-def _by_column(scheme: Dense) -> Dense:
-    return replace(scheme, per="column")
 
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:

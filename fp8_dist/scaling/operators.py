@@ -94,10 +94,10 @@ def _cast(
     every: list[Scales] = []
     copies: dict[int, Tensor] = {}
     for i, (scheme, known) in enumerate(zip(schemes, statistics, strict=True)):
-        own = [n for n, index in enumerate(of) if index == i]
-        _, scales, data = scheme.cast(x, known, start, [transposed[n] for n in own], fits)
+        part, places = plan.part(i)
+        _, scales, data = scheme.cast(x, known, start, part.transposed, fits)
         every.append(scales)
-        copies.update(zip(own, data, strict=True))
+        copies.update(zip(places, data, strict=True))
     return statistics, every, [copies[n] for n in range(len(of))]
 
 
@@ -192,9 +192,8 @@ def cast_operator(
     after: Tensor | None,
 ) -> list[Tensor]:
     """Operator of :func:`cast`. Returns the scales of each scheme, then the data of each copy."""
-    each = [scheme_named(key) for key in schemes]
-    known = _by_scheme(each, statistics)[0] if statistics else None
-    plan = CastPlan(each, of, transposed)
+    plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
+    known = _by_scheme(plan.schemes, statistics)[0] if statistics else None
     _, scales, data = _cast(x, plan, known, (start[0], start[1]), fits)
     # An operator must not return its arguments, and scales may be statistics or views of them.
     return [*unshared([s for own in scales for s in own], statistics), *data]

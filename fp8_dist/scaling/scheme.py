@@ -14,6 +14,7 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -56,28 +57,29 @@ class Quantized(NamedTuple):
     is_cut: bool = False
 
 
-class Copy(NamedTuple):
-    """Description of a float8 copy of an operand; ``transposed`` if it is ``[K, M]`` in memory."""
-
-    scheme: "Scheme"
-    transposed: bool = False
-
-
 class CastPlan(NamedTuple):
-    """The distinct schemes of some copies; each copy's index among them, and its memory layout."""
+    """The float8 copies of an operand that one cast makes; by default one copy of one scheme.
 
-    schemes: Sequence["Scheme"]
-    of: Sequence[int]
-    transposed: Sequence[bool]
+    Attributes:
+        schemes: the distinct schemes of the copies.
+        of: for each copy, the index of its scheme.
+        transposed: for each copy, whether it is ``[K, M]`` in memory.
+    """
 
+    schemes: tuple["Scheme", ...]
+    of: tuple[int, ...] = (0,)
+    transposed: tuple[bool, ...] = (False,)
 
-@cached_but_in_graphs
-def planned(copies: tuple[Copy, ...]) -> CastPlan:
-    """Return the plan for making several copies of a tensor at once."""
-    schemes = {copy.scheme.key: copy.scheme for copy in copies}
-    keys = list(schemes)
-    of = [keys.index(copy.scheme.key) for copy in copies]
-    return CastPlan(list(schemes.values()), of, [copy.transposed for copy in copies])
+    def part(self, index: int) -> tuple["CastPlan", list[int]]:
+        """The plan of the copies of one scheme, and their indices in this plan."""
+        places = [n for n, of in enumerate(self.of) if of == index]
+        transposed = tuple([self.transposed[n] for n in places])
+        return CastPlan((self.schemes[index],), (0,) * len(places), transposed), places
+
+    def begins(self, other: "CastPlan") -> bool:
+        """Whether the copies are the first ones of another plan."""
+        pairs = zip(self, other, strict=True)
+        return self is other or all(own == others[: len(own)] for own, others in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +187,13 @@ class Scheme:
     def turned(self) -> "Scheme | None":
         """The scheme of the transposed matrix, or ``None`` if there is none."""
         return None
+
+    @cached_property
+    def of_transposed(self) -> "Scheme":
+        """:meth:`turned`, made once, for a scheme that can be transposed."""
+        found = self.turned()
+        assert found is not None, f"{self} can't be transposed"
+        return found
 
     def unfit_for(self, operand: str, second: bool) -> str | None:
         """The reason why a layer's operand can't have this scheme in a GEMM, or ``None``.

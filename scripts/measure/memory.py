@@ -82,7 +82,8 @@ def change_weights(model: nn.Module) -> None:
 def float8_copies(model: nn.Module) -> Iterator[torch.Tensor]:
     """The float8 copies of weights that the library's layers keep until the weights change."""
     for layer in float8_layers(model).values():
-        yield from (copy.qdata for copy in (layer.float8_weight.cache.float8 or {}).values())
+        _, copies = layer.float8_weight.cache.float8 or (None, ())
+        yield from (copy.qdata for copy in copies)
 
 
 def weight_sizes(module: nn.Module) -> set[int]:

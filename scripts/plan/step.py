@@ -180,8 +180,8 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         after_step(plan.variant, sharded=True)(model)
     with phase("forward"):
         saved = saved_bytes(forward, {}, (*model.parameters(), *model.buffers()))
-    kept = [layer.float8_weight.cache.float8 or {} for layer in float8_layers(model).values()]
-    copies = [copy for each in kept for copy in each.values()]
+    kept = [layer.float8_weight.cache.float8 for layer in float8_layers(model).values()]
+    copies = [copy for _, each in filter(None, kept) for copy in each]
     shards = bytes_of(part for copy in copies for part in (copy.qdata, *copy.scales))
     del kept, copies
     with phase("backward"):

@@ -31,10 +31,8 @@ def saved_by(layer: nn.Module, x: torch.Tensor) -> Saved:
     assert output.requires_grad
     of_the_weight = {storage(parameter) for parameter in layer.parameters()}
     if isinstance(layer, Float8Linear):
-        copies = layer.float8_weight.cache.float8 or {}
-        of_the_weight |= {
-            storage(t) for copy in copies.values() for t in (copy.qdata, *copy.scales)
-        }
+        _, copies = layer.float8_weight.cache.float8 or (None, ())
+        of_the_weight |= {storage(t) for copy in copies for t in (copy.qdata, *copy.scales)}
     sizes = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     kept = {at: size for at, size in sizes.items() if at in of_the_weight}
     return Saved(sum(sizes.values()) - sum(kept.values()), sum(kept.values()))

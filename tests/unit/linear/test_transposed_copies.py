@@ -60,7 +60,7 @@ def test_blocks_that_are_cast_in_one_pass(
     calls: list[list[bool]] = []
 
     def counted(*args: Any) -> list[torch.Tensor]:
-        calls.append(args[4])
+        calls.append(list(args[4]))
         return cast_blocks(*args)
 
     monkeypatch.setattr(blocks, "cast_blocks", counted)
@@ -77,9 +77,11 @@ def test_blocks_that_are_cast_in_one_pass(
 def test_emulation_takes_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
     for emulate in (True, False):
-        copies = Float8LinearConfig(emulate=emulate).copies("input", torch.device("cpu"))
-        assert copies["grad_weight"].transposed is not emulate
-        assert not copies["output"].transposed
+        config, both = Float8LinearConfig(emulate=emulate), ("output", "grad_weight")
+        copies = config.recipe.copies("input", both, torch.device("cpu"))
+        output, grad_weight = [copies.plan.transposed[place or 0] for place in copies.places]
+        assert grad_weight is not emulate
+        assert not output
 
 
 def test_a_forward_without_gradients_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
