@@ -26,7 +26,7 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
-from fp8_dist.moe.grouped import Groups, is_stored_transposed
+from fp8_dist.moe.grouped import Groups, Operands, is_stored_transposed
 from fp8_dist.moe.operators import grouped_gradients, grouped_mm
 from fp8_dist.recipe import Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, cast, dequantize
@@ -165,7 +165,7 @@ def _gradients(
             weight = _cast_again(weight, recast)
         assert isinstance(weight, Quantized)
         arguments = saved.groups, (needs[0], need), saved.dtypes, saved.config, layout
-        one, of_weight = grouped_gradients(grad, rows, weight, *arguments)
+        one, of_weight = grouped_gradients(Operands(grad, rows, weight), *arguments)
         of_rows = one if of_rows is None else of_rows if one is None else of_rows + one
         of_weights.append(of_weight)
     return of_rows, of_weights

@@ -15,6 +15,8 @@ Rows in blocks are cast again in blocks of tokens of one expert instead. Everyth
 float8 copy of g, so the result does not depend on the rank that cast it.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,6 +39,14 @@ from fp8_dist.moe.config import Float8ExpertsConfig
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import BlockScheme, Quantized, dequantize, multiply
 from fp8_dist.text import warn_once
+
+
+class Operands(NamedTuple):
+    """The operands of a backward: g ``[R, N]`` and x ``[R, K]``, by rows, and w ``[E, N, K]``."""
+
+    grad: Quantized
+    input: Quantized
+    weights: Quantized
 
 
 def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
@@ -83,9 +93,7 @@ def grouped_mm(
 
 
 def grouped_gradients(
-    grad: Quantized,
-    input: Quantized,
-    weights: Quantized,
+    of: Operands,
     groups: Groups,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -93,18 +101,17 @@ def grouped_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of rows and of weights.
 
-    Args:
-        grad, input: ``[R, N]`` and ``[R, K]``, by rows.
-        needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
+    ``needs`` and ``dtypes``: for grad_input and grad_weight, whether it is needed, and its dtype.
 
     The gradient of weights has the order of their memory.
     """
+    grad, _, weights = of
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
     at_once = has_grouped_gemm(grad.qdata, dims, dtypes[1], config.emulate) and (
         blocks or config.pad_token_groups_for_grouped_mm or groups.is_aligned(ALIGNMENT)
     )
     source = groups.padded(ALIGNMENT).source if at_once and needs[1] and not blocks else None
-    operands = _gradient_operands(grad, input, weights, groups, needs, source, config)
+    operands = _gradient_operands(of, groups, needs, source, config)
     of_rows = of_weights = None
     if needs[0]:
         of_rows = grouped_mm(*operands["grad_input"], False, groups, dtypes[0], config)
@@ -176,9 +183,7 @@ def _as_bf16(operand: Quantized) -> Tensor:
 
 
 def _gradient_operands(
-    grad: Quantized,
-    input: Quantized,
-    weights: Quantized,
+    of: Operands,
     groups: Groups,
     needs: tuple[bool, bool],
     source: Tensor | None,
@@ -188,6 +193,7 @@ def _gradient_operands(
 
     ``source``: transpose those of grad_weight, as :func:`transposed_groups`.
     """
+    grad, input, weights = of
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {
         "grad_input": (grad, weights),
         "grad_weight": (grad, input),

@@ -14,7 +14,7 @@ from fp8_dist.kernels import custom_op
 from fp8_dist.mesh import Layout
 from fp8_dist.moe import grouped
 from fp8_dist.moe.config import Float8ExpertsConfig
-from fp8_dist.moe.grouped import Groups
+from fp8_dist.moe.grouped import Groups, Operands
 from fp8_dist.scaling import Quantized, flat, operand_of
 
 
@@ -34,9 +34,7 @@ def grouped_mm(
 
 
 def grouped_gradients(
-    grad: Quantized,
-    input: Quantized,
-    weights: Quantized,
+    of: Operands,
     groups: Groups,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -45,18 +43,17 @@ def grouped_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """:func:`fp8_dist.moe.grouped.grouped_gradients`; in a graph, one operator.
 
-    ``layout``: the layout of ``grad``, if ranks have parts of each row.
+    ``layout``: the layout of the gradient, if ranks have parts of each row.
 
     Collectives: with a layout and the recipe ``rowwise_folded``, an all-reduce of 4 bytes per row.
     """
     if layout is not None and config.folds and needs[0]:
-        left, right = grouped.folded_parts(grad, weights, groups, layout)
+        left, right = grouped.folded_parts(of.grad, of.weights, groups, layout)
         of_rows = grouped_mm(left, right, False, groups, dtypes[0], config)
-        needs = False, needs[1]
-        return of_rows, grouped_gradients(grad, input, weights, groups, needs, dtypes, config)[1]
+        return of_rows, grouped_gradients(of, groups, (False, needs[1]), dtypes, config)[1]
     if not torch.compiler.is_compiling():
-        return grouped.grouped_gradients(grad, input, weights, groups, needs, dtypes, config)
-    operands = *flat(grad), *flat(input), *flat(weights), *_flat_groups(groups)
+        return grouped.grouped_gradients(of, groups, needs, dtypes, config)
+    operands = *[each for operand in of for each in flat(operand)], *_flat_groups(groups)
     overload, rest = grouped_gradients_operator.overload, _flat_config(config)
     made = iter(overload(*operands, needs, dtypes, *rest))
     return next(made) if needs[0] else None, next(made) if needs[1] else None
@@ -112,8 +109,8 @@ def _empty_gradients(*arguments: Any) -> list[Tensor]:
 )
 def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     """Operator of :func:`grouped_gradients`. Returns the gradients that are needed."""
-    g, x, w = (operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8))
+    of = Operands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
     needs, dtypes, *of_config = arguments[16:]
     groups, config = Groups(*arguments[12:16]), _config(*of_config)
-    made = grouped.grouped_gradients(g, x, w, groups, needs, dtypes, config)
+    made = grouped.grouped_gradients(of, groups, needs, dtypes, config)
     return [gradient for gradient in made if gradient is not None]
