@@ -273,6 +273,11 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``tensor`` is a view of, or ``tensor`` itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor inside wrappers such as DTensor, or ``tensor`` itself if it is plain."""
     while not is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):

@@ -4,8 +4,8 @@ If one float8 copy serves all GEMMs of an operand, the operand is cast first and
 Otherwise it is moved in high precision and cast where it arrives.
 
 ``wq``, ``wk`` and ``wv`` of an attention share one input, as do ``w1`` and ``w3`` of a
-feed-forward. The input is cast once, and one copy is saved for backward, just as nn.Linear layers
-save a shared input once.
+feed-forward, or the routed and the shared experts of a mixture. The input is cast once, and one
+copy is saved for backward, just as nn.Linear layers save a shared input once.
 """
 
 import math
@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from fp8_dist.cast import Copies, as_float8_of, cast_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import current_stream, is_captured
+from fp8_dist.kernels import transposed_copy
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
@@ -36,7 +37,7 @@ from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import can_skip_dispatch, dtensor_local, version_of
+from fp8_dist.torch_internals import base_of, can_skip_dispatch, dtensor_local, version_of
 from fp8_dist.transport import Encoding
 
 
@@ -256,12 +257,8 @@ def _copies(
     history, is_input = spec.histories.get(operand), operand == "input"
     if history is not None:
         _, made = history.copies_of(matrix, plan, spec.record or not is_input)
-    elif is_input and not isinstance(tensor, DTensor) and can_skip_dispatch(tensor):
-        key = _cast_key(tensor, plan)
-        known = last_cast(tensor, key)
-        made = cast_copies(matrix, plan, within)[1] if known is None else known
-        if known is None:
-            note_cast(tensor, key, made)
+    elif is_input and not isinstance(tensor, DTensor):
+        made = cast_input(tensor, plan)
     else:
         made = cast_copies(matrix, plan, within)[1]
     if not is_observed():
@@ -269,55 +266,98 @@ def _copies(
     return observe_copies(spec.owner, operand, local_tensor(matrix), made, is_input)
 
 
-class _LastCast(NamedTuple):
-    """The copies of the last input that was cast, as long as autograd keeps the one it saves."""
+def cast_input(x: torch.Tensor, plan: CastPlan, keeps: bool = False) -> Copies:
+    """Cast a plain input as a matrix, unless one of the latest casts was of the same values.
+
+    ``keeps``: keep the copies until other inputs are cast. By default they are reused as long as
+    autograd keeps one of them.
+    """
+    if not can_skip_dispatch(x):
+        return cast_copies(as_matrix(x), plan)[1]
+    key = _cast_key(x)
+    known = last_cast(x, key)
+    if known is not None and plan.begins(known[0]):
+        return known[1][: len(plan.of)]
+    made = known and _taken(plan, *known)
+    if made is None:
+        made = cast_copies(as_matrix(x), plan)[1]
+    note_cast(x, key, plan, made, keeps)
+    return made
+
+
+def _taken(plan: CastPlan, known: CastPlan, copies: Copies) -> Copies | None:
+    """The copies of a plan from those of another one; ``None`` if some have to be cast."""
+    places = zip(known.of, known.transposed, strict=True)
+    by_kind = {(known.schemes[i], t): q for (i, t), q in zip(places, copies, strict=True)}
+    made = []
+    for i, transposed in zip(plan.of, plan.transposed, strict=True):
+        scheme = plan.schemes[i]
+        found, rows = by_kind.get((scheme, transposed)), by_kind.get((scheme, False))
+        if found is None and rows is not None:
+            found = rows._replace(qdata=transposed_copy(rows.qdata).t())
+        if found is None:
+            return None
+        made.append(found)
+    return made
+
+
+class _Noted(NamedTuple):
+    """The copies of an input that was cast, as long as autograd keeps the one it saves."""
 
     source: ReferenceType[torch.Tensor]  # only compared by identity
     key: Any
+    plan: CastPlan
     first: Copies  # the copies that only the forward takes
     data: ReferenceType[torch.Tensor]
     rest: Quantized  # the saved copy, with a scale in place of its data
+    kept: torch.Tensor | None  # the data, if it is kept without autograd
 
 
-_last: _LastCast | None = None
+# The latest first. A shared expert casts two inputs before the routed experts take the first.
+_noted: tuple[_Noted, ...] = ()
+_LATEST = 2
 
 
-def _cast_key(x: torch.Tensor, kind: Any) -> Any:
-    """The key under which a cast of this kind may be reused; None if it must not be reused."""
+def _cast_key(x: torch.Tensor) -> Any:
+    """The key of a cast among the casts of a tensor and its views; None if it can't be reused."""
     version = version_of(x)
     if version is None or is_captured(x):
         return None  # a CUDA graph must hold the cast itself
-    return version, kind, current_stream(x.device)
+    shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
+    return version, shape, x.storage_offset(), x.dtype, current_stream(x.device)
 
 
 def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
-    """The last noted copies, if they still exist and belong to ``x`` and this key."""
-    last = _last  # another thread may replace it
-    if last is None or last.source() is not x or last.key != key:
-        return None
-    data = last.data()
-    if data is None:
-        return None
-    # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
-    saved = last.rest._replace(qdata=TensorWeakRef(data)())
-    return *last.first, saved
+def last_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
+    """The plan and the copies noted for ``x`` and this key, if they still exist."""
+    source = base_of(x)
+    for noted in _noted:  # another thread may replace it
+        if noted.source() is source and noted.key == key:
+            data = noted.data()
+            if data is None:
+                return None
+            # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
+            saved = noted.rest._replace(qdata=TensorWeakRef(data)())
+            return noted.plan, (*noted.first, saved)
+    return None
 
 
-def note_cast(x: torch.Tensor, key: Any, copies: Copies) -> None:
-    """Note the copies of ``x``. Autograd saves the last of them."""
-    global _last
-    _last = None
+def note_cast(
+    x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies, keeps: bool = False
+) -> None:
+    """Note the copies of ``x``. Autograd saves the last of them, or it is kept here."""
+    global _noted
     if key is not None:
         *first, saved = copies
-        rest = saved._replace(qdata=saved.scales[0])
-        _last = _LastCast(ref(x), key, first, ref(saved.qdata, _forget), rest)
+        rest, source = saved._replace(qdata=saved.scales[0]), ref(base_of(x), _forget)
+        kept, data = saved.qdata if keeps else None, ref(saved.qdata, _forget)
+        _noted = _Noted(source, key, plan, first, data, rest, kept), *_noted[: _LATEST - 1]
 
 
-def _forget(data: ReferenceType[torch.Tensor]) -> None:
-    """Drop the other copies once autograd has freed the one that it saved."""
-    global _last
-    if _last is not None and _last.data is data:
-        _last = None
+def _forget(dead: ReferenceType[torch.Tensor]) -> None:
+    """Drop all copies once the input is freed, or autograd has freed the one that it saved."""
+    global _noted
+    _noted = tuple([n for n in _noted if n.data is not dead and n.source is not dead])
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

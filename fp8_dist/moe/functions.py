@@ -21,7 +21,7 @@ from fp8_dist.cast import cast_copies, quantize
 from fp8_dist.device import autocast
 from fp8_dist.linear.autograd import Form, flattened
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies
-from fp8_dist.linear.operands import Recast, WeightCasts
+from fp8_dist.linear.operands import Recast, WeightCasts, cast_input
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
@@ -186,11 +186,26 @@ def _cast_rows(
 ) -> Quantized:
     """Cast rows. ``layout``: their layout, if ranks have parts of each row."""
     rows = rows.detach().contiguous()
-    made = quantize(rows if layout is None else layout.wrap(rows), config.rows)
+    low = quantize(rows if layout is None else layout.wrap(rows), config.rows)
+    _observe(rows, low, operand, owners)
+    return low
+
+
+def _cast_tokens(
+    x: Tensor, config: Float8ExpertsConfig, owners: Iterable[Owner | None]
+) -> Quantized:
+    """Cast tokens, unless shared experts have cast them, which then take them from here."""
+    (low,) = cast_input(x.contiguous(), CastPlan((config.rows,)), keeps=True)
+    _observe(x, low, "input", owners)
+    return low
+
+
+def _observe(
+    high: Tensor, low: Quantized, operand: Operand, owners: Iterable[Owner | None]
+) -> None:
     for owner in owners if is_observed() else ():
         if owner is not None:
-            observe_copies(owner, operand, rows, [made], operand == "input")
-    return made
+            observe_copies(owner, operand, high, [low], operand == "input")
 
 
 class _Up(torch.autograd.Function):
@@ -206,7 +221,7 @@ class _Up(torch.autograd.Function):
         weights: tuple[Weight, ...],
         *_: Tensor | None,  # those of the weights
     ) -> tuple[Tensor, ...]:
-        rows = _cast_rows(x, config, "input", [weight.owner for weight in weights])
+        rows = _cast_tokens(x, config, [weight.owner for weight in weights])
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
         _save(ctx, rows, weights, x.dtype, groups, config)

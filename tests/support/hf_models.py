@@ -42,6 +42,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeConfig",
         HEADS | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1},
     ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
+    ),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
