@@ -5,6 +5,7 @@ module call the forward of ``fp8_dist.integrations``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -77,8 +78,20 @@ def _kind_of(module: nn.Module) -> Kind | None:
     if _own_names(module):
         return _OWN
     packages = [cls.__module__.partition(".")[0] for cls in type(module).__mro__]
-    known = [_KINDS[package] for package in packages if package in _KINDS]
-    return import_module(known[0]).KIND if known else None
+    known = [package for package in packages if package in _KINDS]
+    return _kind_in(known[0]) if known else None
+
+
+@cache
+def _kind_in(package: str) -> Kind | None:
+    """The kind of a package's experts; None if they are not known in the installed release."""
+    try:
+        kind: Kind = import_module(_KINDS[package]).KIND
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(f"{package}."):
+            return None
+        raise
+    return kind
 
 
 class ExpertWeight(Float8Weight):
@@ -254,8 +267,8 @@ def convert_experts_to_float8_training(
     if not chosen and not float8_experts(module):
         raise ValueError(
             "convert_experts_to_float8_training: the model has no experts that are known, or "
-            "module_filter_fn admits none; experts of your own need the attribute "
-            "float8_weight_names"
+            "module_filter_fn admits none; those of transformers are known from its release 5 on, "
+            "and experts of your own need the attribute float8_weight_names"
         )
     for fqn, (part, kind) in chosen.items():
         add_weights(part, kind.weights(part), config, fqn)

@@ -60,6 +60,7 @@ def _forward(
     """The outputs of ``num_experts`` experts, which ``group`` shares."""
     config, (first, second) = experts_config(self), _weights(self)
     assert config is not None
+    _check_whole(self)
     _warn_if_set(self)
     mesh = feature_mesh(self)
     if mesh is not None:
@@ -121,6 +122,7 @@ def _use(module: nn.Module) -> None:
     config = copy.copy(shared)
     config._experts_implementation = IMPLEMENTATION
     config.float8_replaces = shared, shared._experts_implementation
+    config.float8_features = {n: getattr(module, n).shape[1:] for n in _weights(module)}
     module.config = config
 
 
@@ -135,6 +137,19 @@ def _warn_if_set(module: Any) -> None:
             f"set_experts_implementation({now!r}) has no effect on them; leave them out by "
             "convert_experts_to_float8_training's module_filter_fn to run them so",
         )
+
+
+def _check_whole(module: Any) -> None:
+    """Refuse a rank's parts of experts as plain tensors, whose scales would be those of parts."""
+    for name, features in module.config.float8_features.items():
+        if (found := getattr(module, name).shape[1:]) != features:
+            raise NotImplementedError(
+                f"{weights_of(module)[name].fqn}: the forward was given {tuple(found)} of the "
+                f"features {tuple(features)} of {name}, as transformers' tensor parallelism "
+                "(moe_tp_experts) passes them. Leave converted experts out of the plan of "
+                "apply_tensor_parallelism, and divide them by Float8ExpertParallel or "
+                "Float8ExpertTensorParallel"
+            )
 
 
 def _check_converted(module: nn.Module, argument: str) -> None:

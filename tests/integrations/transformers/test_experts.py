@@ -16,6 +16,7 @@ from reference import raised, same_bits, sqnr
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+import fp8_dist.moe.experts as moe_experts
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -154,9 +155,19 @@ def test_experts_that_cannot_be_converted() -> None:
         "\n".join(texts),
         """\
 convert_experts_to_float8_training: model.layers.0.feed_forward.experts can't be converted: its class does not use transformers' experts interface, which passes the experts of each token (those of Llama 4 multiply every token, scaled by the router before). Exclude it in module_filter_fn
-convert_experts_to_float8_training: the model has no experts that are known, or module_filter_fn admits none; experts of your own need the attribute float8_weight_names
+convert_experts_to_float8_training: the model has no experts that are known, or module_filter_fn admits none; those of transformers are known from its release 5 on, and experts of your own need the attribute float8_weight_names
 convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got 'mxfp8'""",
     )
+
+
+def test_experts_of_transformers_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)  # as if it had none
+    monkeypatch.delitem(sys.modules, "fp8_dist.integrations.transformers.experts")
+    moe_experts._kind_in.cache_clear()
+    model = build("gpt_oss")
+    text = raised(ValueError, lambda: convert_experts_to_float8_training(model))
+    moe_experts._kind_in.cache_clear()
+    assert "those of transformers are known from its release 5 on" in text
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -17,9 +17,11 @@ from nets import full
 from ranks import RankPools, device_mesh
 from reference import kinds, raised, same_bits, sqnr
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from fp8_dist import attach_update, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit, float8_stats
@@ -166,6 +168,14 @@ def test_in_a_plan_of_transformers(ranks: RankPools, sequence_parallel: bool) ->
         assert min(found) > 100
 
 
+def refused_in_transformers_plan(mesh: DeviceMesh) -> str:
+    model = Mixture(Float8ExpertsConfig())
+    styles = {".gate_up_proj": "packed_colwise", ".down_proj": "rowwise", "": "moe_tp_experts"}
+    plan = {f"experts{name}": style for name, style in styles.items()}
+    apply_tensor_parallelism(model, mesh, plan)
+    return raised(NotImplementedError, lambda: run(model.experts, batch(0)))
+
+
 def refused() -> list[str]:
     """The errors of setups that don't fit, on each rank; a collective works after each."""
     mesh, texts = device_mesh(dp=1, tp=2)["tp"], []
@@ -188,6 +198,8 @@ def refused() -> list[str]:
         setattr(halves.experts, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)])))
     texts.append(raised(ValueError, lambda: run(halves.experts, batch(0))))
     dist.barrier()
+    texts.append(refused_in_transformers_plan(mesh))
+    dist.barrier()
     both = Mixture(folded)
     parallelize_module(both.experts, mesh, style)
     fully_shard(
@@ -206,5 +218,6 @@ parallelize_module: Float8ExpertTensorParallel is for experts, but a Linear has 
 parallelize_module: model.layers.0.mlp.experts: the features of a GptOssExperts can't be divided; use Float8ExpertParallel
 a tensor of shape (8, 192, 160) placed as [_StridedShard(dim=1, sf=2)] can't be cast with one scale per block of 32 x 32 (MX): ranks have several pieces of it (_StridedShard), and some begin inside of a block; redistribute it to Shard or Replicate first, or choose sizes of which all pieces have whole blocks
 experts: gate_up_proj is placed as [Shard(dim=1)] on DeviceMesh((tp=2), 'cpu', stride=(1,)) in the forward; experts are divided by Float8ExpertParallel or Float8ExpertTensorParallel on one axis, and FSDP2 shards them over others
+experts: the forward was given (96, 160) of the features (192, 160) of gate_up_proj, as transformers' tensor parallelism (moe_tp_experts) passes them. Leave converted experts out of the plan of apply_tensor_parallelism, and divide them by Float8ExpertParallel or Float8ExpertTensorParallel
 experts: FSDP2 shards dim 1 of gate_up_proj, of which tensor parallelism has given each rank several pieces, and torch would save them in another order; shard another dim (shard_placement_fn)""",
     )
