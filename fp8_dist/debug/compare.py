@@ -29,6 +29,7 @@ from fp8_dist.debug.measures import gemm_results
 from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Observer, Owner, gemms_observed_by
+from fp8_dist.linear.weight import float8_modules
 from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.recipe import Gemm
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -114,6 +115,8 @@ class RecipeComparison:
         gradients: the SQNR in dB of the gradients of all parameters together, by recipe.
         losses: the loss of this rank's batch, by recipe and for ``"high precision"``.
         not_called: the layers that the batch did not reach, such as experts without tokens.
+        in_float8: the modules that are not compared but converted, such as the experts of
+            :mod:`fp8_dist.moe`. They compute in float8 in all runs, also in high precision.
     """
 
     layers: Sequence[LayerSqnr]
@@ -121,6 +124,7 @@ class RecipeComparison:
     gradients: Mapping[str, float]
     losses: Mapping[str, float]
     not_called: Sequence[str]
+    in_float8: Sequence[str] = ()
 
     @property
     def recipes(self) -> tuple[str, ...]:
@@ -180,6 +184,8 @@ class RecipeComparison:
         lines.append([f"loss ({self.losses[HIGH_PRECISION]:.6g} in high precision)", *losses])
         if self.not_called:
             lines.append([f"not called: {', '.join(self.not_called)}"])
+        if self.in_float8:
+            lines.append([f"not compared, in float8 in all runs: {', '.join(self.in_float8)}"])
         return aligned(lines)
 
     def __repr__(self) -> str:
@@ -246,7 +252,7 @@ def compare_recipes(
             ``delayed`` are those of ``tensorwise``.
         module_filter_fn: as in ``convert_to_float8_training``. Default: the converted layers, or
             all linear layers if none is converted. Other converted layers, and converted experts,
-            compute in float8 in all runs.
+            compute in float8 in all runs; ``in_float8`` of the result names them.
 
     Returns:
         A :class:`RecipeComparison`, the same on all ranks except for its losses.
@@ -515,7 +521,9 @@ class _Runs(Observer):
             signals, noises, _ = zip(*(sums[key] for key in gradients.values()), strict=True)
             whole[recipe] = decibels(sum(signals), sum(noises))
         not_called = [fqn for name, fqn in self._fqns.items() if name not in called]
-        return RecipeComparison(layers, parameters, whole, self.losses, not_called)
+        others = float8_modules(self._model).keys() - self._layers.keys()
+        in_float8 = sorted(map(without_wrappers, others))
+        return RecipeComparison(layers, parameters, whole, self.losses, not_called, in_float8)
 
 
 def _twin(name: str, layer: nn.Linear, config: Float8LinearConfig) -> Float8Linear:

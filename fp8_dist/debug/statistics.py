@@ -363,10 +363,10 @@ def float8_stats(
         model: a model that is already converted and parallelized.
         every: record only steps whose numbers are multiples of this. The first step is 0.
         gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
-            float8 GEMM's result. GEMMs of experts are left out, because tokens reach them in
-            float8. Then all code in recorded blocks runs eagerly, and every rank gathers full
-            operands and results. Inputs, including those of checkpointed blocks, are kept in high
-            precision until the backward.
+            float8 GEMM's result. Then all code in recorded blocks runs eagerly, and every rank
+            gathers full operands and results; the rows of experts are sent in high precision too.
+            GEMMs of experts of which ranks have parts are left out. Inputs, including those of
+            checkpointed blocks, are kept in high precision until the backward.
         mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
@@ -383,7 +383,7 @@ def float8_stats(
     mesh, of 80 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If
     no layer is on a mesh, also an all-reduce of 16 bytes before the first of them. With ``gemms``,
     also all-gathers of operands and results in high precision, and of their sizes (8 bytes), in the
-    forward and the backward.
+    forward and the backward, and for experts all-to-alls of their rows in high precision.
 
     Raises:
         TypeError: ``model`` is not a module, ``on_anomaly`` is not callable, ``limits`` is not an

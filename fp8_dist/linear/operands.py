@@ -327,7 +327,6 @@ def _cast_key(x: torch.Tensor) -> Any:
     return version, shape, x.storage_offset(), x.dtype, current_stream(x.device)
 
 
-def last_cast(x: torch.Tensor, key: Any) -> Copies | None:
 def last_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
     """The plan and the copies noted for ``x`` and this key, if they still exist."""
     source = base_of(x)

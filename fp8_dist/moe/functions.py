@@ -13,14 +13,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.cast import cast_copies, quantize
 from fp8_dist.device import autocast
 from fp8_dist.linear.autograd import Form, flattened
-from fp8_dist.linear.observing import Owner, is_observed, observe_copies
+from fp8_dist.linear.observing import are_gemms_observed, is_observed, observe_copies, observe_gemm
 from fp8_dist.linear.operands import Recast, WeightCasts, cast_input
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
@@ -28,7 +30,7 @@ from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.grouped import Groups, Operands, is_stored_transposed
 from fp8_dist.moe.operators import grouped_gradients, grouped_mm
-from fp8_dist.recipe import Operand
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, cast, dequantize
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import StridedShard
@@ -46,7 +48,7 @@ class Weight(NamedTuple):
 
     tensor: Tensor
     casts: WeightCasts
-    owner: Owner | None = None
+    owner: Float8Weight | None = None
     layout: Layout | None = None
 
     def layout_of_rows(self, rows: int, dim: int) -> Layout | None:
@@ -108,7 +110,7 @@ class _Saved(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]  # of rows and of weights
     groups: Groups
     config: Float8ExpertsConfig
-    owners: tuple[Owner | None, ...]  # for each weight
+    owners: tuple[Float8Weight | None, ...]  # for each weight
 
 
 def _save(
@@ -145,22 +147,29 @@ def _products(
 
 
 def _gradients(
-    ctx: Any, grads: Sequence[Quantized], needs: Sequence[bool]
+    ctx: Any,
+    grads: Sequence[Quantized],
+    needs: Sequence[bool],
+    high: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The gradient of the rows, and of each weight.
 
     Args:
         grads: the gradient of each product, by rows.
         needs: whether gradients of the rows and of each weight are needed.
+        high: ``grads`` in high precision, for observers.
     """
     saved: _Saved = ctx.saved
+    high_rows, *high_weights = ctx.high or [None] * len(saved.forms)
+    ctx.high = None  # ctx lives as long as the graph
     tensors = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
     rows, *weights = (form and form.operand(tensors) for form in saved.forms)
     assert isinstance(rows, Quantized)
     of_rows: Tensor | None = None
     of_weights: list[Tensor | None] = []
     each = zip(grads, weights, saved.recasts, saved.layouts, needs[1:], strict=True)
-    for grad, weight, recast, layout, need in each:
+    shown = zip(saved.owners, high, high_weights, strict=True)
+    for (grad, weight, recast, layout, need), (owner, left, right) in zip(each, shown, strict=True):
         if isinstance(weight, Tensor) and recast is not None:
             weight = _cast_again(weight, recast)
         assert isinstance(weight, Quantized)
@@ -168,7 +177,58 @@ def _gradients(
         one, of_weight = grouped_gradients(Operands(grad, rows, weight), *arguments)
         of_rows = one if of_rows is None else of_rows if one is None else of_rows + one
         of_weights.append(of_weight)
+        _observe_gemm(owner, "grad_input", saved.groups, left, right, one)
+        _observe_gemm(owner, "grad_weight", saved.groups, left, high_rows, of_weight)
     return of_rows, of_weights
+
+
+def _observe_products(
+    rows: Tensor,
+    weights: Sequence[Weight],
+    products: Sequence[Tensor],
+    groups: Groups,
+    group: ProcessGroup | None,
+) -> list[Tensor | None]:
+    """Show observers the products of ``rows`` in high precision.
+
+    Returns:
+        The operands of the gradient GEMMs in high precision: the rows, and each weight.
+
+    Collectives: all-gathers of the weights that FSDP2 gathered in float8.
+    """
+    high = [_high_precision(weight, group) for weight in weights]
+    for weight, right, product in zip(weights, high, products, strict=True):
+        _observe_gemm(weight.owner, "output", groups, rows, right, product)
+    return [rows, *high]
+
+
+def _high_precision(weight: Weight, group: ProcessGroup | None) -> Tensor | None:
+    """This rank's experts ``[E, N, K]``; None if it has parts of them, or they have no owner."""
+    local, owner = (
+        Float8Weight.gather_type.unwrap(local_tensor(weight.tensor)).detach(),
+        weight.owner,
+    )
+    if owner is None or weight.layout is not None:
+        return None
+    if not isinstance(local, Float8Tensor):
+        return local
+    sharded = owner.high_precision(owner.parameter())
+    whole = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
+    first = 0 if group is None else dist.get_rank(group) * len(local)
+    whole = whole.narrow(0, first, len(local))
+    return whole.mT if is_stored_transposed(local.qdata) else whole
+
+
+def _observe_gemm(
+    owner: Float8Weight | None, gemm: Gemm, groups: Groups, *tensors: Tensor | None
+) -> None:
+    """Show observers the GEMM of each expert. ``tensors``: left, right and result, if known."""
+    known = [tensor for tensor in tensors if tensor is not None]
+    if owner is None or len(known) < len(tensors):
+        return
+    for expert, begin, count in groups.slices():
+        own = [x[expert] if x.ndim == 3 else x.narrow(0, begin, count) for x in known]
+        observe_gemm(owner, gemm, *own)
 
 
 def _cast_again(weight: Tensor, recast: Recast) -> Quantized:
@@ -181,7 +241,7 @@ def _cast_rows(
     rows: Tensor,
     config: Float8ExpertsConfig,
     operand: Operand,
-    owners: Iterable[Owner | None],
+    owners: Iterable[Float8Weight | None],
     layout: Layout | None = None,
 ) -> Quantized:
     """Cast rows. ``layout``: their layout, if ranks have parts of each row."""
@@ -192,7 +252,7 @@ def _cast_rows(
 
 
 def _cast_tokens(
-    x: Tensor, config: Float8ExpertsConfig, owners: Iterable[Owner | None]
+    x: Tensor, config: Float8ExpertsConfig, owners: Iterable[Float8Weight | None]
 ) -> Quantized:
     """Cast tokens, unless shared experts have cast them, which then take them from here."""
     (low,) = cast_input(x.contiguous(), CastPlan((config.rows,)), keeps=True)
@@ -201,7 +261,7 @@ def _cast_tokens(
 
 
 def _observe(
-    high: Tensor, low: Quantized, operand: Operand, owners: Iterable[Owner | None]
+    high: Tensor, low: Quantized, operand: Operand, owners: Iterable[Float8Weight | None]
 ) -> None:
     for owner in owners if is_observed() else ():
         if owner is not None:
@@ -225,8 +285,15 @@ class _Up(torch.autograd.Function):
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
         _save(ctx, rows, weights, x.dtype, groups, config)
-        ctx.routing = routing
-        return _products(rows, weights, groups, x.dtype, config)
+        ctx.routing, ctx.high = routing, None
+        products = _products(rows, weights, groups, x.dtype, config)
+        if are_gemms_observed():
+            high, group = x.detach(), None
+            if routing is not None:
+                high = high.index_select(0, routing.slots // routing.top_k)
+                high, group = routing.to_experts(high), routing.group
+            ctx.high = _observe_products(high, weights, products, groups, group)
+        return products
 
     @staticmethod
     @once_differentiable
@@ -236,7 +303,7 @@ class _Up(torch.autograd.Function):
         needs, unused = ctx.needs_input_grad[:count], ctx.needs_input_grad[count:]
         each = zip(grads, ctx.saved.owners, layouts, strict=True)
         rows = [_cast_rows(g, config, "grad_output", [owner], own) for g, owner, own in each]
-        of_rows, of_weights = _gradients(ctx, rows, (needs[0], *needs[5:]))
+        of_rows, of_weights = _gradients(ctx, rows, (needs[0], *needs[5:]), grads)
         if of_rows is not None and routing is not None:
             slots = _returned(of_rows, routing, config)
             of_slots = slots.view(routing.tokens, routing.top_k, slots.shape[1])
@@ -292,10 +359,15 @@ class _Down(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         layout, dtype = weight.layout_of_rows(len(hidden), 2), hidden.dtype
         rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
-        (output,) = _products(rows, [weight], routing.groups, dtype, config)
+        (product,) = _products(rows, [weight], routing.groups, dtype, config)
+        output = product
         if bias is not None:
-            output = output + bias.detach()[routing.groups.of_row].to(dtype)
+            output = product + bias.detach()[routing.groups.of_row].to(dtype)
         _save(ctx, rows, [weight], dtype, routing.groups, config)
+        ctx.high = None
+        if are_gemms_observed():
+            of_gemm = hidden.detach(), [weight], [product]
+            ctx.high = _observe_products(*of_gemm, routing.groups, routing.group)
         ctx.routing, ctx.bias_dtype = routing, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
         ctx.set_materialize_grads(False)  # that of the output
@@ -309,7 +381,10 @@ class _Down(torch.autograd.Function):
         routing, config = ctx.routing, ctx.saved.config
         of_slots = _cast_rows(grad, config, "grad_output", ctx.saved.owners)
         rows = send_rows(of_slots, routing.slots, routing)
-        of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2])
+        high = None
+        if ctx.high is not None:
+            high = routing.to_experts(grad.index_select(0, routing.slots))
+        of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2], [high])
         of_bias = None
         if ctx.needs_input_grad[2]:
             # The rows that arrived are those in float8.
