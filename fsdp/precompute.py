@@ -34,8 +34,8 @@ from fp8_dist.linear.weight import (
     note_made,
 )
 from fp8_dist.linear.weight_cache import Known, ScaleState
-from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor
-from fp8_dist.scaling import Placed, Scales, Scheme, Statistics, message_dtype, sharded_axes
+from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
+from fp8_dist.scaling import Placed, Scales, Scheme, Statistics, message_dtype
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_init_shards
 

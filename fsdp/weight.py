@@ -262,7 +262,7 @@ class Float8AllGatherWeight(torch.Tensor):
         unsharded = _unsharded_layout(layout, mesh)
         gathered: tuple[int, ...] = ()
         if whole is not None:
-            own = scheme.local_part(whole, unsharded, outer_size)
+            own = scheme.local_part(whole, unsharded)
             scales = tuple([scale.to(cast.qdata.device) for scale in own])
         elif moving and mesh.size() > 1:
             gathered = moving

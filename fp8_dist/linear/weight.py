@@ -457,7 +457,7 @@ class Float8Weight(LayerParameter):
             return statistics_of(shard, scheme, layout), None
         assert layout is not None
         whole = self._whole_statistics(shard, scheme, layout)
-        return scheme.local_part(whole, layout, shard.shape), scheme.scales_from(whole)
+        return scheme.local_part(whole, layout), scheme.scales_from(whole)
 
     def _whole_statistics(self, shard: torch.Tensor, scheme: Scheme, layout: Layout) -> Statistics:
         (local,) = measure(shard.detach(), (scheme,), scheme.start(layout))

@@ -16,6 +16,7 @@ from fp8_dist.mesh.amax import (
 )
 from fp8_dist.mesh.layout import (
     Layout as Layout,
+    Pieces as Pieces,
     Placements as Placements,
     global_offset as global_offset,
     has_pieces as has_pieces,
@@ -25,9 +26,13 @@ from fp8_dist.mesh.layout import (
     local_tensor as local_tensor,
     narrowed as narrowed,
     normalized as normalized,
+    pieces_at as pieces_at,
     reduced as reduced,
+    regions as regions,
     shard_starts as shard_starts,
+    sharded_axes as sharded_axes,
     sharded_dim as sharded_dim,
+    taken as taken,
     with_local as with_local,
 )
 from fp8_dist.mesh.rules import LinearLayouts as LinearLayouts, linear_layouts as linear_layouts

@@ -1,5 +1,6 @@
 """Layout of a tensor on a mesh, its local part, and the sizes of all ranks' parts."""
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -131,27 +132,62 @@ def is_packed(layout: Layout, dim: int) -> bool:
     return any(len(shard) > 1 for shard in _shards(layout, dim))
 
 
+def sharded_axes(layout: Layout) -> tuple[int, ...]:
+    """The mesh axes that shard a tensor."""
+    ndim = len(layout.shape)
+    dims = [sharded_dim(placement, ndim) for placement in layout.placements]
+    return tuple(i for i, d in enumerate(dims) if d is not None and layout.mesh.size(i) > 1)
+
+
 def global_offset(layout: Layout) -> list[int]:
     """Offset of this rank's shard in the global tensor, per dim; 0 where it is empty."""
-    # torch's compute_local_shape_and_global_offset computes with tensors. That is slow on many
-    # ranks, and tensors have no values in a graph.
     coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
-    own: list[_Pieces] = [((0, size),) for size in layout.shape]
-    for axis, dim, parts in _cuts(layout):
-        own[dim] = _shard(own[dim], layout.mesh.size(axis), coordinate[axis], parts)
-    return [pieces[0][0] if pieces else 0 for pieces in own]
+    return [pieces[0][0] if pieces else 0 for pieces in pieces_at(layout, coordinate)]
 
 
 # A rank's part of a dim: (begin, end) of each piece, ascending.
-_Pieces = tuple[tuple[int, int], ...]
+Pieces = tuple[tuple[int, int], ...]
+
+
+def pieces_at(layout: Layout, coordinate: Sequence[int]) -> tuple[Pieces, ...]:
+    """The part of each dim that the rank at a coordinate has."""
+    # torch's compute_local_shape_and_global_offset computes with tensors. That is slow on many
+    # ranks, and tensors have no values in a graph.
+    own: list[Pieces] = [((0, size),) for size in layout.shape]
+    for axis, dim, parts in _cuts(layout):
+        own[dim] = _shard(own[dim], layout.mesh.size(axis), coordinate[axis], parts)
+    return tuple(own)
+
+
+class Region(NamedTuple):
+    """A box of a tensor that a rank holds: its offset, its offset in the rank's part, its size."""
+
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def regions(pieces: Sequence[Pieces]) -> list[Region]:
+    """The boxes of a rank's part of a tensor; none if the part is empty."""
+    found = []
+    for each in itertools.product(*[_with_local_begin(own) for own in pieces]):
+        begins, locals_, sizes = zip(*each, strict=True) if each else ((), (), ())
+        found.append(Region(begins, locals_, sizes))
+    return found
+
+
+def _with_local_begin(pieces: Pieces) -> list[tuple[int, int, int]]:
+    sizes = [end - begin for begin, end in pieces]
+    firsts = itertools.accumulate(sizes, initial=0)
+    return [(begin, first, n) for (begin, _), n, first in zip(pieces, sizes, firsts, strict=False)]
 
 
 @cached_but_in_graphs
-def _shards(layout: Layout, dim: int) -> tuple[_Pieces, ...]:
+def _shards(layout: Layout, dim: int) -> tuple[Pieces, ...]:
     """Each rank's part of a dim, in the order in which the axes cut it."""
     dim %= len(layout.shape)
-    shards: tuple[_Pieces, ...] = (((0, layout.shape[dim]),),)
+    shards: tuple[Pieces, ...] = (((0, layout.shape[dim]),),)
     for axis, cut_dim, parts in _cuts(layout):
         if cut_dim == dim:
             n = layout.mesh.size(axis)
@@ -180,7 +216,7 @@ def _cuts(layout: Layout) -> list[tuple[int, int, int]]:
     return [*reversed(cuts), *last]
 
 
-def _shard(pieces: _Pieces, n: int, rank: int, parts: int) -> _Pieces:
+def _shard(pieces: Pieces, n: int, rank: int, parts: int) -> Pieces:
     """A rank's chunk of pieces divided by ``n`` ranks, or its chunk of each strided part."""
     if parts == 1:
         return _chunk(pieces, n, rank)
@@ -193,7 +229,7 @@ def _shard(pieces: _Pieces, n: int, rank: int, parts: int) -> _Pieces:
     return tuple(shard)
 
 
-def _chunk(pieces: _Pieces, n: int, index: int) -> _Pieces:
+def _chunk(pieces: Pieces, n: int, index: int) -> Pieces:
     """A chunk as made by torch.chunk: sizes are rounded up, so the last chunks may be smaller."""
     size = -(-sum(end - begin for begin, end in pieces) // n)
     taken, first = [], index * size
@@ -209,6 +245,14 @@ def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) ->
     """A view of the part of a tensor that begins at ``offset`` and has the given sizes."""
     for dim, (start, n) in enumerate(zip(offset, size, strict=True)):
         whole = whole.narrow(dim, start, n)
+    return whole
+
+
+def taken(whole: torch.Tensor, pieces: Sequence[Pieces]) -> torch.Tensor:
+    """A rank's part of a tensor, given the part of each dim: a view if these are of one piece."""
+    for dim, own in enumerate(pieces):
+        each = [whole.narrow(dim, begin, end - begin) for begin, end in own]
+        whole = each[0] if len(each) == 1 else torch.cat(each, dim)
     return whole
 
 

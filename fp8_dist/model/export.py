@@ -256,7 +256,7 @@ def _export(
     every = statistics = scheme.measure(shard, start)
     if layout is not None:
         every = whole_statistics(scheme, statistics, layout)
-        statistics = scheme.local_part(every, layout, shard.shape)
+        statistics = scheme.local_part(every, layout)
     _, _, (qdata,) = scheme.cast(shard, statistics, start, [False])
     scales = fp32_scales(scheme.scales_from(every)[0]).to(home)
     if layout is not None:

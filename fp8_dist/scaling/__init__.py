@@ -21,8 +21,8 @@ from fp8_dist.scaling.reduction import (
     message_dtype,
     reduced_statistics,
     reduction_groups,
-    sharded_axes,
     whole_statistics,
+    whole_statistics_of_each,
 )
 from fp8_dist.scaling.scheme import (
     CastPlan,
@@ -64,8 +64,8 @@ __all__ = [
     "reduced_statistics",
     "reduction_groups",
     "scheme_named",
-    "sharded_axes",
     "turned",
     "unshared",
     "whole_statistics",
+    "whole_statistics_of_each",
 ]

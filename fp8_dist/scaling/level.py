@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_dist.kernels import blocks_along
-from fp8_dist.mesh import Layout, shard_starts, sharded_dim
+from fp8_dist.mesh import Layout, Pieces, pieces_at, shard_starts, sharded_dim
 
 # Offset of a part of a tensor within its first blocks: (row, column).
 Start = tuple[int, int]
@@ -70,12 +70,18 @@ class Level:
                 counts.append(blocks_along(n, block, start[dim - ndim] % block))
         return counts
 
-    def offset(self, offset: Sequence[int]) -> list[int]:
-        """The offset of the scales of a part that begins at ``offset``."""
+    def pieces(self, layout: Layout) -> list[Pieces]:
+        """The scales of this rank's part of a tensor, along each dim of the scales of all of it."""
         if self.is_scalar:
             return []
-        blocks = [self.block(dim, len(offset)) for dim in range(len(offset))]
-        return [0 if b is None else n // b for n, b in zip(offset, blocks, strict=True)]
+        coordinate = layout.mesh.get_coordinate()
+        assert coordinate is not None
+        found: list[Pieces] = []
+        for dim, own in enumerate(pieces_at(layout, coordinate)):
+            block = self.block(dim, len(layout.shape))
+            whole = [(0, 1)] if block is None else [(a // block, -(-b // block)) for a, b in own]
+            found.append(tuple(whole) or ((0, 0),))
+        return found
 
     def amax(self, x: Tensor, start: Start = (0, 0)) -> Tensor:
         """The largest magnitude in each block of a local tensor, fp32.

@@ -11,11 +11,14 @@ from torch.nn.functional import pad
 from fp8_dist.mesh import (
     GroupNames,
     Layout,
+    Pieces,
     all_reduce_max,
-    global_offset,
     groups_over,
     narrowed,
+    regions,
+    sharded_axes,
     sharded_dim,
+    taken,
 )
 from fp8_dist.scaling.level import Level, cut_blocks
 from fp8_dist.scaling.scheme import Scheme, Statistics
@@ -27,24 +30,25 @@ class Placed(NamedTuple):
     Attributes:
         local: the statistics of the part.
         shape: the shape of the statistics that ranks reduce.
-        offset: the offset of ``local`` in these.
+        pieces: the part of each of these dims that ``local`` is.
     """
 
     local: Tensor
     shape: list[int]
-    offset: list[int]
+    pieces: list[Pieces]
 
     @staticmethod
     def of(local: Tensor, level: Level, layout: Layout, axes: Sequence[int]) -> "Placed":
         """Place local statistics for a reduction over some mesh axes."""
-        ndim, shape, offset = len(layout.shape), list(local.shape), [0] * local.ndim
+        ndim, shape = len(layout.shape), list(local.shape)
+        pieces: list[Pieces] = [((0, size),) for size in shape]
         dims = {sharded_dim(layout.placements[axis], ndim) for axis in axes}
         in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
         if in_parts:  # the ranks of a mesh have no values under FakeTensorMode
-            whole, begin = level.shape(layout.shape), level.offset(global_offset(layout))
+            whole, own = level.shape(layout.shape), level.pieces(layout)
             for dim in in_parts:
-                shape[dim], offset[dim] = whole[dim], begin[dim]
-        return Placed(local, shape, offset)
+                shape[dim], pieces[dim] = whole[dim], own[dim]
+        return Placed(local, shape, pieces)
 
     @property
     def size(self) -> int:
@@ -54,9 +58,14 @@ class Placed(NamedTuple):
     def flat(self, dtype: torch.dtype) -> Tensor:
         """The statistics to reduce, as 1-D integers, with zeros in the places of other ranks."""
         integers = as_integers(self.local, dtype)
+        if any(len(own) > 1 for own in self.pieces):
+            whole = integers.new_zeros(self.shape)
+            for offset, local, sizes in regions(self.pieces):
+                narrowed(whole, offset, sizes).copy_(narrowed(integers, local, sizes))
+            return whole.reshape(-1)
         added: list[int] = []
-        for n, start, size in zip(self.local.shape, self.offset, self.shape, strict=True):
-            added = [start, size - start - n, *added]  # pad takes the last dim first
+        for ((begin, end),), size in zip(self.pieces, self.shape, strict=True):
+            added = [begin, size - end, *added]  # pad takes the last dim first
         return (pad(integers, added) if any(added) else integers).reshape(-1)
 
     def whole(self, reduced: Tensor) -> Tensor:
@@ -65,7 +74,7 @@ class Placed(NamedTuple):
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of the global statistics, in the shape of the local ones."""
-        return narrowed(whole, self.offset, self.local.shape)
+        return taken(whole, self.pieces)
 
 
 def message_dtype(statistics: Sequence[Tensor]) -> torch.dtype:
@@ -135,27 +144,39 @@ def reduced_statistics(
     return tuple(result)
 
 
-def sharded_axes(layout: Layout) -> tuple[int, ...]:
-    """The mesh axes that shard a tensor."""
-    ndim = len(layout.shape)
-    dims = [sharded_dim(placement, ndim) for placement in layout.placements]
-    return tuple(i for i, d in enumerate(dims) if d is not None and layout.mesh.size(i) > 1)
-
-
 def whole_statistics(scheme: Scheme, local: Statistics, layout: Layout) -> Statistics:
     """Combine the statistics of all ranks' parts of a tensor into those of the whole tensor.
 
     Collectives: an all-reduce (MAX) over each group of the axes that shard the tensor, of 4 bytes
     per statistic of the whole tensor, or 1 byte if all statistics are uint8.
     """
-    axes = sharded_axes(layout)
-    levels = zip(local, scheme.levels, strict=True)
-    places = [Placed.of(own, level, layout, axes) for own, level in levels]
-    dtype = message_dtype(local)
-    message = torch.cat([place.flat(dtype) for place in places])
-    reduced = all_reduce_max(message, groups_over(layout.mesh, axes)).view(dtype)
-    parts = reduced.split([place.size for place in places])
-    return tuple([place.whole(part) for place, part in zip(places, parts, strict=True)])
+    return whole_statistics_of_each([(scheme, local, layout)])[0]
+
+
+def whole_statistics_of_each(
+    parts: Sequence[tuple[Scheme, Statistics, Layout | None]],
+) -> list[Statistics]:
+    """:func:`whole_statistics` of many tensors.
+
+    Collectives: as for one tensor, together for all tensors that the same groups share.
+    """
+    found = [local for _, local, _ in parts]
+    alike: dict[GroupNames, list[tuple[int, list[Placed]]]] = {}
+    for i, (scheme, local, layout) in enumerate(parts):
+        if layout is not None:
+            axes = sharded_axes(layout)
+            levels = zip(local, scheme.levels, strict=True)
+            places = [Placed.of(own, level, layout, axes) for own, level in levels]
+            alike.setdefault(groups_over(layout.mesh, axes), []).append((i, places))
+    for groups, own in alike.items():
+        every = [place for _, places in own for place in places]
+        dtype = message_dtype([place.local for place in every])
+        message = torch.cat([place.flat(dtype) for place in every])
+        reduced = all_reduce_max(message, groups).view(dtype)
+        wholes = iter(reduced.split([place.size for place in every]))
+        for i, places in own:
+            found[i] = tuple([place.whole(next(wholes)) for place in places])
+    return found
 
 
 def reduction_groups(
@@ -188,7 +209,7 @@ def _reduced_columns(
     local: Tensor, level: Level, layout: Layout, cut: Sequence[int], groups: GroupNames
 ) -> Tensor:
     """Reduce only the statistics of the blocks ``cut`` of each row."""
-    first = level.offset(global_offset(layout))[-1]
+    first = level.pieces(layout)[-1][0][0]
     # For each cut block of the part, its index among all cut blocks and its index in the part. They
     # are used one by one, because indexing by a list would copy the list to the device.
     ends = [(i, n - first) for i, n in enumerate(cut) if first <= n < first + local.shape[-1]]

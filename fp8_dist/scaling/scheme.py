@@ -26,8 +26,8 @@ from fp8_dist.mesh import (
     global_offset,
     is_packed,
     local_sizes,
-    narrowed,
     sharded_dim,
+    taken,
 )
 from fp8_dist.scaling.level import Level, Start, axes_of_level, cut_blocks
 from fp8_dist.torch_internals import cached_but_in_graphs
@@ -388,13 +388,10 @@ class Scheme:
             parts.append(scale)
         return tuple(parts)
 
-    def local_part(self, whole: Statistics, layout: Layout, shape: Sequence[int]) -> Statistics:
-        """Slice the statistics or scales of a whole tensor for this rank's part, of ``shape``."""
-        offset, start, parts = global_offset(layout), self.start(layout), []
-        for level, each in zip(self.levels, whole, strict=True):
-            size = level.shape(shape, start)
-            parts.append(narrowed(each, level.offset(offset), size) if size else each)
-        return tuple(parts)
+    def local_part(self, whole: Statistics, layout: Layout) -> Statistics:
+        """Slice the statistics or scales of a whole tensor for this rank's part."""
+        levels = zip(self.levels, whole, strict=True)
+        return tuple([taken(each, level.pieces(layout)) for level, each in levels])
 
     def moved(self, start: Start, dim: int, by: int, ndim: int) -> Start:
         """The ``start`` of a part that begins ``by`` indices further along ``dim``."""

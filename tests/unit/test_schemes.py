@@ -102,9 +102,10 @@ def test_levels_as_a_table() -> None:
         assert scheme.is_cut(cut) is is_cut
         assert not scheme.is_cut(whole)
         assert scheme.start(whole) == (0, 0)
+        begins = [begin for ((begin, _),) in level.pieces(whole)]
         lines.append(
             f"{scheme.covers:19} scales {level.shape((4, 8, 8))!s:10} from "
-            f"{level.offset((2, 4, 4))!s:10} shared by {shared:21} "
+            f"{begins!s:10} shared by {shared:21} "
             f"moves from {[dim for dim in range(3) if scheme.can_move([dim], 3)]}"
         )
     assert "\n".join(lines) == LEVELS
@@ -115,7 +116,7 @@ def test_parts_that_cut_blocks() -> None:
     cut = layout((6, 10), Shard(0), Shard(1))  # this rank's part begins at [3, 5]
     assert squares.start(cut) == (3, 1)
     assert squares.scale_shapes((3, 5), (3, 1)) == [[2, 2]]
-    assert squares.levels[0].offset((3, 5)) == [0, 1]
+    assert squares.levels[0].pieces(cut) == [((0, 2),), ((1, 3),)]
     assert ROW_PAIRS.start(cut) == (1, 0)
     assert ROW_PAIRS.scale_shapes((3, 5), (1, 0)) == [[2, 1]]
     assert squares.moved((3, 1), 1, 4, 2) == (3, 1)
@@ -160,11 +161,11 @@ def test_parts_are_cast_as_the_whole(scheme: Scheme) -> None:
         whole = place.whole(reduced)
         assert same_bits(whole, known[0])
         own = place.part(whole)
-        assert same_bits(own, scheme.local_part(known, at, (3, 5))[0])
+        assert same_bits(own, scheme.local_part(known, at)[0])
         _, found, (data, turned) = scheme.cast(x[part], (own,), start, [False, True])
         assert same_bits(data, qdata[part])
         assert same_bits(turned, data.t())
-        assert same_bits(found[0], scheme.local_part(scales, at, (3, 5))[0])
+        assert same_bits(found[0], scheme.local_part(scales, at)[0])
         values = scheme.dequantize(data, found, start)
         assert same_bits(values, scheme.dequantize(qdata, scales)[part])
 

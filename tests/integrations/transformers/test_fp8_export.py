@@ -37,7 +37,11 @@ from fp8_dist.moe import (
     convert_experts_to_float8_training,
     float8_experts,
 )
-from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
+from fp8_dist.tensor_parallel import (
+    Float8ExpertParallel,
+    Float8ExpertTensorParallel,
+    apply_tp_plan,
+)
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 IDS = batch(7)
@@ -221,6 +225,27 @@ def exported_experts(dim: int) -> list[str]:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_experts_of_ranks_are_exported_as_those_of_one_device(ranks: RankPools, dim: int) -> None:
     assert ranks(4).run_same(exported_experts, dim) == []
+
+
+def exported_parts(dp: int, recipe: str) -> list[str]:
+    """Differences between the exports of ranks with parts of each expert and of one device."""
+    mesh = device_mesh(dp=dp, tp=2)
+    model, twin = with_experts("mixtral", recipe), with_experts("mixtral", recipe)
+    for experts in float8_experts(model).values():
+        parallelize_module(experts, mesh["tp"], Float8ExpertTensorParallel())
+    if dp > 1:
+        fully_shard(model, mesh=mesh["dp"])
+    expected, found = float8_state_dict(twin), float8_state_dict(model, full_state_dict=True)
+    wrong = [name for name in expected if not same_bits(found[name], expected[name])]
+    return wrong if found.keys() == expected.keys() else ["keys"]
+
+
+@pytest.mark.parametrize(("dp", "recipe"), [(1, "blockwise"), (2, "mxfp8")])
+def test_parts_of_experts_are_exported_as_those_of_one_device(
+    ranks: RankPools, dp: int, recipe: str
+) -> None:
+    """A rank's part of gate and up is two pieces of the weight."""
+    assert ranks(2 * dp).run_same(exported_parts, dp, recipe) == []
 
 
 def test_experts_that_are_refused() -> None:
