@@ -42,6 +42,7 @@ from fp8_dist.model.export import float8_quantization_config, float8_state_dict
 from fp8_dist.model.filters import auto_filter, skip_head
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.state import Float8State
+from fp8_dist.model.weight_stream import WeightEntry, WeightShard, iter_float8_weights
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.version import __version__
 
@@ -67,6 +68,8 @@ __all__ = [
     "Float8Tensor",
     "ScalingGranularity",
     "ScalingType",
+    "WeightEntry",
+    "WeightShard",
     "__version__",
     "attach_precompute",
     "attach_update",
@@ -78,6 +81,7 @@ __all__ = [
     "float8_quantization_config",
     "float8_state_dict",
     "invalidate_float8_scales",
+    "iter_float8_weights",
     "precompute_float8_dynamic_scale",
     "precompute_float8_dynamic_scale_for_fsdp",
     "rewrap_float8_weights",

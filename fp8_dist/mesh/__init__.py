@@ -1,4 +1,4 @@
-"""Layouts of tensors on a mesh, and reductions of amaxes over it.
+"""Layouts of tensors on a mesh, gathers of tensors, and reductions of amaxes over it.
 
 Other packages import from here. All amaxes are reduced in this package. Of the library it imports
 only ``torch_internals``.
@@ -14,6 +14,7 @@ from fp8_dist.mesh.amax import (
     make_group as make_group,
     reduce_amax as reduce_amax,
 )
+from fp8_dist.mesh.gather import full_tensors as full_tensors
 from fp8_dist.mesh.layout import (
     Layout as Layout,
     Pieces as Pieces,

@@ -1,0 +1,161 @@
+"""All-gathers of many sharded tensors, in one message."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, product
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.mesh.amax import GroupNames, groups_over
+from fp8_dist.mesh.layout import (
+    Layout,
+    Pieces,
+    local_tensor,
+    narrowed,
+    pieces_at,
+    reduced,
+    regions,
+    sharded_axes,
+)
+from fp8_dist.torch_internals import cached_but_in_graphs, funcol, resolve_process_group
+
+# The boundary of tensors in a message, where a view of any dtype may begin.
+_ALIGNMENT = 16
+
+# The parts of a tensor that ranks have, by rank and dim.
+_Parts = tuple[tuple[Pieces, ...], ...]
+
+
+class _Slots(NamedTuple):
+    """The places of a tensor's shards in the messages of ranks.
+
+    Attributes:
+        shape, dtype: those of the full tensor.
+        parts: the part that each rank has.
+        begins: the byte where it begins in the rank's message.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: _Parts
+    begins: list[int]
+
+    def full(self, messages: torch.Tensor) -> torch.Tensor:
+        """The full tensor, from the messages ``[ranks, bytes]``."""
+        whole = messages.new_empty(self.shape, dtype=self.dtype)
+        for message, begin, pieces in zip(messages, self.begins, self.parts, strict=True):
+            sizes = _sizes(pieces)
+            end = begin + math.prod(sizes) * self.dtype.itemsize
+            shard = message[begin:end].view(self.dtype).view(sizes)
+            for offset, local, size in regions(pieces):
+                narrowed(whole, offset, size).copy_(narrowed(shard, local, size))
+        return whole
+
+
+def full_tensors(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Gather the full tensors of DTensors, on the mesh's device. Plain tensors pass as they are.
+
+    Shards may be uneven, empty, or of several pieces. This call exchanges the messages. A full
+    tensor is made when the iterator comes to it.
+
+    Args:
+        tensors: the list is emptied, so that shards are not kept beside the messages.
+
+    Collectives: for the tensors that the same groups shard, one all-gather of bytes over each of
+    these groups (:func:`fp8_dist.mesh.groups_over`). All ranks send as many bytes as the rank with
+    the most. Each tensor is padded to 16 bytes. Partial tensors are all-reduced first.
+    """
+    alike: dict[GroupNames, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        tensors[i] = tensor = reduced(tensor)
+        layout = Layout.of(tensor)
+        groups = () if layout is None else groups_over(layout.mesh, sharded_axes(layout))
+        alike.setdefault(groups, []).append(i)
+    made: dict[int, Callable[[], torch.Tensor]] = {}
+    for groups, own in alike.items():
+        same = [tensors[i] for i in own]
+        makers = _gathered(same, groups) if groups else [partial(_on_mesh, each) for each in same]
+        made |= zip(own, makers, strict=True)
+    tensors.clear()
+    return (made.pop(i)() for i in range(len(made)))
+
+
+def _on_mesh(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor on its mesh's device. FSDP2 may have offloaded it to the CPU."""
+    local = local_tensor(tensor).detach()
+    return local.to(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else local
+
+
+def _gathered(
+    tensors: Sequence[torch.Tensor], groups: GroupNames
+) -> list[Callable[[], torch.Tensor]]:
+    """Gather the shards of tensors; the functions that make the full tensors."""
+    layouts = [layout for tensor in tensors if (layout := Layout.of(tensor)) is not None]
+    members = tuple(
+        [tuple(dist.get_process_group_ranks(resolve_process_group(name))) for name in groups]
+    )
+    parts = [
+        _parts(layout, tuple(layout.mesh.get_coordinate() or ()), members) for layout in layouts
+    ]
+    by_rank = [
+        [_padded(_sizes(own), tensor.dtype) for own, tensor in zip(each, tensors, strict=True)]
+        for each in zip(*parts, strict=True)
+    ]
+    begins = [list(accumulate(sizes, initial=0)) for sizes in by_rank]
+    length = max(_ALIGNMENT, *[ends[-1] for ends in begins])
+    device = layouts[0].mesh.device_type
+    messages = torch.empty(len(parts[0]), length, dtype=torch.uint8, device=device)
+    # The input of each gather is this rank's part of its result.
+    buffers, rank = [messages.view(-1)], dist.get_rank()
+    for ranks in reversed(members):
+        buffers.append(buffers[-1].chunk(len(ranks))[ranks.index(rank)])
+    at = 0
+    for tensor in tensors:
+        local = _on_mesh(tensor).contiguous()
+        sent = local.view(-1).view(torch.uint8)
+        buffers[-1][at : at + sent.numel()].copy_(sent)
+        at += _padded(local.shape, local.dtype)
+    for name, ranks in zip(groups, members, strict=True):
+        sent = buffers.pop()
+        gather = funcol.all_gather_into_tensor_out(sent, len(ranks), name, out=buffers[-1])
+        funcol.wait_tensor(gather)
+    slots = [
+        _Slots(layout.shape, tensor.dtype, own, [ends[i] for ends in begins])
+        for i, (layout, tensor, own) in enumerate(zip(layouts, tensors, parts, strict=True))
+    ]
+    return [partial(each.full, messages) for each in slots]
+
+
+def _sizes(pieces: Sequence[Pieces]) -> list[int]:
+    return [sum(end - begin for begin, end in own) for own in pieces]
+
+
+def _padded(sizes: Sequence[int], dtype: torch.dtype) -> int:
+    return -(-math.prod(sizes) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+@cached_but_in_graphs
+def _parts(
+    layout: Layout, coordinate: tuple[int, ...], members: tuple[tuple[int, ...], ...]
+) -> _Parts:
+    """The parts that ranks have, in the order of their messages.
+
+    Args:
+        coordinate: this rank's.
+        members: the ranks of each group that messages are gathered over, one after the other.
+    """
+    mesh, found = layout.mesh.mesh, [coordinate]
+    at = dict(zip(mesh.flatten().tolist(), product(*map(range, mesh.shape)), strict=True))
+    for ranks in members:
+        every = [at[rank] for rank in ranks]
+        moves = [len({*along}) > 1 for along in zip(*every, strict=True)]
+        found = [
+            tuple([new if m else old for new, old, m in zip(other, own, moves, strict=True)])
+            for other in every
+            for own in found
+        ]
+    return tuple([pieces_at(layout, each) for each in found])

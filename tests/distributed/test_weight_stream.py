@@ -1,0 +1,295 @@
+"""The stream of a sharded model's float8 weights: its bytes, its messages, its memory."""
+
+import re
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from nets import Net, net_plan
+from rank_tests import on_ranks
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_state_dict,
+    iter_float8_weights,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.tensor_parallel import apply_tp_plan
+
+CUT = {"dim": 192, "hidden": 320}  # FSDP2 and tensor parallelism cut blocks
+UNEVEN = {"dim": 70, "hidden": 66, "layers": 1}
+WHOLE = {"dim": 512, "hidden": 512, "layers": 1}
+FP32 = {"scale_format": "fp32", "weight_source": "bf16"}
+
+
+def converted(recipe: str = "blockwise", options: Any = None, **sizes: int) -> Net:
+    config = Float8LinearConfig.from_recipe_name(recipe, **(options or {}))
+    net = Net(**sizes)
+    for weight in net.parameters():
+        weight.data *= torch.linspace(-3, 3, weight.shape[-1]).exp()
+    config = replace(config, enable_fsdp_float8_all_gather="auto", pad_inner_dim=True)
+    convert_to_float8_training(net, config=config)
+    return net
+
+
+def sharded(net: Net, axes: dict[str, int], **options: Any) -> Net:
+    """FSDP2 over all axes but tp, which has tensor parallelism."""
+    mesh = device_mesh(**axes)
+    if "tp" in axes:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
+    if data := tuple(axis for axis in axes if axis != "tp"):
+        for module in (*net.layers, net):
+            fully_shard(module, mesh=mesh[data], **options)
+    return net
+
+
+def whole_of_shards(net: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
+    """The state dict that the shards of all ranks are, each element in as many of them."""
+    own = []
+    for name, tensor, scales, offset, shape in iter_float8_weights(net, shards=True, **options):
+        kind = tensor.dtype
+        own.append((name, tensor.view(torch.uint8) if scales is not None else tensor, kind))
+        own[-1] += (scales, offset, shape)  # type: ignore[assignment]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    found: dict[str, torch.Tensor] = {}
+    times: dict[str, torch.Tensor] = {}
+    for name, tensor, kind, scales, offset, shape in (shard for own in every for shard in own):
+        whole = found.setdefault(name, torch.zeros(shape, dtype=tensor.dtype))
+        count = times.setdefault(name, torch.zeros(shape))
+        at = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
+        whole[at], count[at] = tensor, count[at] + 1
+        if scales is not None:
+            assert same_bits(found.setdefault(f"{name}_scale_inv", scales), scales)
+            assert kind is torch.float8_e4m3fn
+    assert all(count.min() == count.max() > 0 for count in times.values())
+    return {
+        name: tensor.view(torch.float8_e4m3fn) if f"{name}_scale_inv" in found else tensor
+        for name, tensor in found.items()
+    }
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name in expected if not same_bits(found[name], expected[name])]
+
+
+def collected(stream: Iterator[Any]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor, scale_inv in stream:
+        found[name] = tensor
+        if scale_inv is not None:
+            found[f"{name}_scale_inv"] = scale_inv
+    return found
+
+
+def streamed(axes: dict[str, int], recipe: str, options: Any, sizes: dict[str, int]) -> list[str]:
+    """Runs on each rank: what is not, byte for byte, one device's."""
+    expected = float8_state_dict(converted(recipe, options, **sizes))
+    offload: Any = {}
+    if recipe == "mxfp8":
+        offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    net = sharded(converted(recipe, options, **sizes), axes, **offload)
+    small = sum(tensor.nbytes for tensor in expected.values()) // 5
+    wrong = differences(collected(iter_float8_weights(net, bucket_bytes=small)), expected)
+    wrong += differences(collected(iter_float8_weights(net)), expected)
+    last = collected(iter_float8_weights(net, bucket_bytes=1, ranks=[dist.get_world_size() - 1]))
+    assert bool(last) is (dist.get_rank() == dist.get_world_size() - 1)
+    wrong += differences(last, expected) if last else []
+    return wrong + differences(whole_of_shards(net), expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "recipe", "options", "sizes"),
+    [
+        ({"dp": 2}, "mxfp8", None, CUT),
+        ({"tp": 2}, "blockwise", None, CUT),
+        ({"dp": 2, "tp": 2}, "blockwise", None, CUT),
+        ({"dp": 2, "tp": 2}, "blockwise", FP32, UNEVEN),
+        ({"dp": 4}, "blockwise", FP32, UNEVEN),
+        ({"replicate": 2, "shard": 2}, "blockwise", None, UNEVEN),
+    ],
+)
+def test_the_stream_is_the_state_dict_of_one_device(
+    ranks: RankPools,
+    axes: dict[str, int],
+    recipe: str,
+    options: dict[str, str] | None,
+    sizes: dict[str, int],
+) -> None:
+    size = 4 if len(axes) > 1 or axes == {"dp": 4} else 2
+    assert ranks(size).run_same(streamed, axes, recipe, options, sizes) == []
+
+
+def without_biases(name: str) -> str | None:
+    return None if name.endswith("bias") else name
+
+
+def messages(axes: dict[str, int], sizes: dict[str, int]) -> tuple[str, float]:
+    """What a stream of two buckets sends, and the bytes of its weights relative to bf16's."""
+    net = sharded(converted(**sizes), axes)
+    elements = sum(weight.numel() for weight in net.parameters() if weight.ndim == 2)
+    with comm_audit(device_mesh(**axes)) as audit:
+        stream = iter_float8_weights(net, bucket_bytes=600_000)
+        assert audit.count() == 0
+        next(stream)
+        first = audit.count()
+        assert len(list(stream)) == 4
+    lines = [f"{row.op:10} {row.axis:5} {row.count} {row.bytes}" for row in audit.rows]
+    with comm_audit() as audit:
+        assert len(list(iter_float8_weights(net, names=without_biases))) == 3
+    sent = sum(row.bytes for row in audit.rows)
+    return "\n".join([f"first bucket: {first}", *lines]), sent / (2 * elements)
+
+
+def test_what_is_sent(ranks: RankPools) -> None:
+    """Per bucket one all-reduce of exponents and one all-gather, which has the biases too."""
+    text, relative = ranks(4).run_same(messages, {"dp": 2, "tp": 2}, WHOLE)
+    assert relative <= 0.502
+    assert_expected_inline(
+        text,
+        """\
+first bucket: 2
+all_reduce world 2 48
+all_gather world 2 788480
+all_gather dp    1 2048""",
+    )
+    text, relative = ranks(4).run_same(messages, {"replicate": 2, "shard": 2}, WHOLE)
+    assert relative <= 0.502
+    assert_expected_inline(
+        text,
+        """\
+first bucket: 2
+all_reduce shard 2 48
+all_gather shard 2 790528""",
+    )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of the storages that operators make, and the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        before = {
+            t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if tensor.device.type != "meta" and storage._cdata not in before | self._known:
+                    self._begin(storage)
+        return result
+
+    def _begin(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._end, storage._cdata, storage.nbytes())
+
+    def _end(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.live -= size
+
+
+def memory(bucket: int, keep: bool) -> tuple[int, int]:
+    """The peak of what a stream holds, and all that it yields, in bytes."""
+    net = sharded(converted(dim=256, hidden=256, layers=8), {"dp": 4})
+    total, kept = 0, []
+    with LiveBytes() as memory:
+        for entry in iter_float8_weights(net, bucket_bytes=bucket):
+            total += entry.tensor.nbytes
+            if keep:
+                kept.append(entry)
+            del entry
+        assert keep or memory.live == 0
+    return memory.peak, total
+
+
+def test_memory_is_a_bucket(ranks: RankPools) -> None:
+    """Beside the messages of a bucket, its shards on this rank, or one of its tensors."""
+    bucket = 16 * 2**16  # of 24 weights
+    peak, total = ranks(4).run_same(memory, bucket, False)
+    assert total > 1.5 * bucket
+    assert 0.9 * bucket < peak < 1.3 * bucket
+    peak, total = ranks(4).run_same(memory, bucket, True)
+    assert peak > total
+
+
+@on_ranks(2)
+def test_ranks_stop_after_the_same_item() -> None:
+    """Nothing is sent ahead, and nothing is left behind."""
+    net = sharded(converted(**WHOLE), {"dp": 2})
+    expected = float8_state_dict(net, full_state_dict=True)
+    with comm_audit() as audit:
+        stream = iter_float8_weights(net, bucket_bytes=1)
+        assert (next(stream).name, audit.count()) == ("layers.0.w1.weight", 2)
+        assert (next(stream).name, audit.count()) == ("layers.0.w3.weight", 4)
+        stream.close()  # type: ignore[attr-defined]
+    assert audit.count() == 4
+    assert differences(collected(iter_float8_weights(net)), expected) == []
+
+
+def fused(name: str) -> str | None:
+    """w1 and w3 are one matrix of the server, which has no biases."""
+    return None if name.endswith("bias") else re.sub("w[13]", "w13", name)
+
+
+@on_ranks(2)
+def test_tensors_of_one_name_are_concatenated() -> None:
+    sizes = {"dim": 256, "hidden": 384, "layers": 1}
+    twin = float8_state_dict(converted(**sizes))
+    w1, w3, w2 = (f"layers.0.{name}.weight" for name in ("w1", "w3", "w2"))
+    expected = {w2: twin[w2], f"{w2}_scale_inv": twin[f"{w2}_scale_inv"]}
+    for end in ("", "_scale_inv"):
+        both = [twin[f"{name}{end}"].view(torch.uint8) for name in (w1, w3)]
+        kind = twin[f"{w1}{end}"].dtype
+        expected[f"layers.0.w13.weight{end}"] = torch.cat(both).view(kind)
+    net = sharded(converted(**sizes), {"dp": 2})
+    for bucket in (1, 2**28):
+        stream = iter_float8_weights(net, bucket_bytes=bucket, names=fused)
+        assert differences(collected(stream), expected) == []
+    assert differences(whole_of_shards(net, names=fused), expected) == []
+    left = {f"layers.0.{name}.bias": None for name in ("w2", "w3")} | {w1: "w13", w3: "w13"}
+    found = collected(iter_float8_weights(net, names=left))
+    assert [*found] == ["w13", "w13_scale_inv", w2, f"{w2}_scale_inv"]
+
+
+@on_ranks(2)
+def test_errors_come_before_the_first_message() -> None:
+    net = sharded(converted(dim=64, hidden=192, layers=1), {"dp": 2})
+    wrong: list[dict[str, Any]] = [
+        {"bucket_bytes": 0},
+        {"names": lambda name: name.replace("w1", "w3")},
+        {"names": lambda name: name.replace("bias", "weight")},
+        {"names": {"layers.0.w1.weight": "w", "layers.0.w2.weight": "w"}},
+    ]
+    with comm_audit() as audit:
+        texts = [raised(ValueError, lambda: iter_float8_weights(net, **each)) for each in wrong]  # noqa: B023
+        texts.append(raised(ValueError, lambda: iter_float8_weights(Net())))
+    assert audit.count() == 0
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+iter_float8_weights: bucket_bytes is 0; pass 1 or more
+iter_float8_weights: names concatenates layers.0.w1.weight, layers.0.w3.weight as layers.0.w3.weight, but layers.0.w1.weight has 192 rows, so a block of 128 rows would have two scales; leave them under their own names
+iter_float8_weights: names gives layers.0.w3.weight and layers.0.w3.bias the name layers.0.w3.weight, but they can't be concatenated: [192, 64] in float8 and [192] in float32; give one of them another name, or None to leave it out
+iter_float8_weights: names gives layers.0.w1.weight and layers.0.w2.weight the name w, but they can't be concatenated: [192, 64] in float8 and [64, 192] in float8; give one of them another name, or None to leave it out
+iter_float8_weights: Net has no converted layers; call convert_to_float8_training first (for experts, fp8_dist.moe.convert_experts_to_float8_training), with the recipe "blockwise\"""",
+    )
