@@ -40,6 +40,8 @@ from fp8_dist.model.checkpoint_policy import selective_checkpoint_policy
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.export import float8_quantization_config, float8_state_dict
 from fp8_dist.model.filters import auto_filter, skip_head
+from fp8_dist.model.freeze import dequantized, freeze_to_float8, unfreeze_from_float8
+from fp8_dist.model.load import load_float8_checkpoint
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.state import Float8State
 from fp8_dist.model.weight_stream import WeightEntry, WeightShard, iter_float8_weights
@@ -77,17 +79,21 @@ __all__ = [
     "cast_to_float8",
     "conversion_summary",
     "convert_to_float8_training",
+    "dequantized",
     "float8_layers",
     "float8_quantization_config",
     "float8_state_dict",
+    "freeze_to_float8",
     "invalidate_float8_scales",
     "iter_float8_weights",
+    "load_float8_checkpoint",
     "precompute_float8_dynamic_scale",
     "precompute_float8_dynamic_scale_for_fsdp",
     "rewrap_float8_weights",
     "selective_checkpoint_policy",
     "skip_head",
     "sync_float8_amax_and_scale_history",
+    "unfreeze_from_float8",
     "update_float8_scales",
 ]
 

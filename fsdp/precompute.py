@@ -123,7 +123,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
 
     A frozen weight that FSDP2 does not gather in float8 is left out. It is scaled in each forward,
-    because it may change unnoticed, for example when adapters are merged into it.
+    because it may change unnoticed, for example when adapters are merged into it. A weight that is
+    stored in float8 (:func:`fp8_dist.freeze_to_float8`) has its scales already.
 
     Args:
         module: the model, or a part of it.
@@ -192,8 +193,9 @@ def check_agreement(module: nn.Module, caller: str) -> None:
 
 def dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     """Return the float8 weights of a module that have dynamic scales, by FQN."""
-    weights = {fqn: weight for fqn, weight in float8_weights(module).items() if weight.is_dynamic}
-    if not weights:
+    every = float8_weights(module)
+    weights = {fqn: weight for fqn, weight in every.items() if weight.is_dynamic}
+    if not (weights or any(weight.is_stored for weight in every.values())):
         what = CONVERT_FIRST
         if any(layer.histories for layer in float8_layers(module).values()):
             what = "call sync_float8_amax_and_scale_history for DELAYED ones"

@@ -35,6 +35,7 @@ from fp8_dist.linear.weight_cache import WeightCache
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor.stored import Stored
 from fp8_dist.torch_internals import (
     disabled_torch_function,
     fsdp_groups,
@@ -426,7 +427,7 @@ def _lost_type(weight: Float8Weight) -> bool:
     if not weight.config.fsdp_float8_all_gather or not weight.is_registered:
         return False
     local = local_tensor(weight.parameter())
-    return not isinstance(local, Float8AllGatherWeight | Float8Tensor)
+    return not isinstance(local, Float8AllGatherWeight | Float8Tensor | Stored)
 
 
 def _check_fsdp(weights: dict[str, Float8Weight]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.weight import float8_modules, weights_of
@@ -54,6 +54,9 @@ class _ExpertsStyle(CheckedStyle):
                 whole.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank
             )
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
+        for weight in weights_of(module).values():
+            if weight.is_stored and not isinstance(scales := weight.scales(), DTensor):
+                weight.place_scales(scales, device_mesh)
         return module
 
 

@@ -123,8 +123,15 @@ class _Float8LinearStyle(CheckedStyle):
         def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.to_local() if use_local_output else output
 
-        partition = self._partition_linear_fn  # type: ignore[attr-defined]  # of torch's style
-        return distribute_module(module, device_mesh, partition, annotate, local_output)
+        return distribute_module(module, device_mesh, self._partition, annotate, local_output)
+
+    def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        assert isinstance(module, Float8Linear)
+        weight = module.float8_weight
+        scales = module._parameters.pop(weight.scales_name, None)  # not placed like the weight
+        self._partition_linear_fn(name, module, mesh)  # type: ignore[attr-defined]  # torch's style
+        if scales is not None:
+            weight.place_scales(scales, mesh)
 
 
 class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):

@@ -150,9 +150,9 @@ class Float8Linear(nn.Linear):
         """
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        linear.weight = nn.Parameter(
-            self.float8_weight.plain(self.weight), requires_grad=self.weight.requires_grad
-        )
+        weight = self.float8_weight
+        values = weight.dequantized() if weight.is_stored else weight.plain(self.weight)
+        linear.weight = nn.Parameter(values, requires_grad=self.weight.requires_grad)
         linear.bias = self.bias
         return linear.train(self.training)
 
@@ -240,8 +240,9 @@ class Float8Linear(nn.Linear):
         The recipe is shown as ``recipe=tensorwise``, for example, with the options that differ from
         it. If no recipe has these casts, they are listed. The state of the weight's scale is
         ``fresh``, ``stale`` (precomputed before the weight changed), ``unknown`` (the next use
-        computes it), ``pending`` (being computed), or ``delayed`` with the number of amaxes in its
-        history. The transport of reduce-scatters is shown if there is one.
+        computes it), ``stored`` with the weight (:func:`fp8_dist.freeze_to_float8`), or ``delayed``
+        with the number of amaxes in its history. The transport of reduce-scatters is shown if there
+        is one.
 
         Collectives: none. Nothing is waited for, and no state is changed.
         """
@@ -260,6 +261,8 @@ class Float8Linear(nn.Linear):
             history = self.histories["weight"]
             known = 0 if history.history is None else len(history.history)
             return f"delayed ({known} of {history.length} amaxes)"
+        if self.float8_weight.is_stored:
+            return "stored"
         weight, state = self._parameters.get("weight"), ScaleState.UNKNOWN
         local = dtensor_local(weight) if isinstance(weight, DTensor) else weight
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it together with its scale
@@ -303,11 +306,14 @@ class Float8Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
+        self.float8_weight.bind()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         # The weight cache does not notice module.to(), .cuda(), to_empty() and the like.
         self.float8_weight.cache.reset()
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        self.float8_weight.bind()
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -326,7 +332,8 @@ class Float8Linear(nn.Linear):
         given, own = state_dict.get(key), storage_address(innermost(self.weight))
         is_own = isinstance(given, torch.Tensor) and storage_address(innermost(given)) == own
         assign = local_metadata.get("assign_to_params_buffers", False) and key in state_dict
-        if assign and self.config.fsdp_float8_all_gather and Float8Weight.can_be(given):
+        wraps = self.config.fsdp_float8_all_gather and not self.float8_weight.is_stored
+        if assign and wraps and Float8Weight.can_be(given):
             state_dict[key] = self.float8_weight.wrapped(given)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if "float8_weight" not in self.__dict__:

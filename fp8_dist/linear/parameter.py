@@ -22,6 +22,7 @@ from fp8_dist.mesh import (
     sharded_dim,
 )
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor.stored import Stored
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     dtensor_local,
@@ -204,7 +205,7 @@ class LayerParameter:
         """
         local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
         return (
-            isinstance(local, Float8Tensor | AsyncCollectiveTensor)
+            isinstance(local, Float8Tensor | Stored | AsyncCollectiveTensor)
             or not hasattr(local, "__tensor_flatten__")
             or cls.gather_type.unwrap(local) is not local
         )

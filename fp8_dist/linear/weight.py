@@ -17,6 +17,7 @@ The parameter is cast in different places, depending on how it is distributed:
   ``Float8Tensor``.
 * By FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
+* Not at all, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
 
 ``cache`` holds the statistics that precompute or an earlier use has computed. If it has none for
 the current values of the parameter, they are computed and stored there. Compiled graphs and
@@ -37,13 +38,13 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.observing import is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
-from fp8_dist.linear.parameter import LayerParameter
 from fp8_dist.linear.queries import (
     must_query,
     queried_copies,
     queried_statistics,
     register_handle,
 )
+from fp8_dist.linear.stored import StoredWeight
 from fp8_dist.linear.weight_cache import Known, ScaleState, WeightCache
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
@@ -72,7 +73,7 @@ CONVERT_FIRST = (
 )
 
 
-class Float8Weight(LayerParameter):
+class Float8Weight(StoredWeight):
     """A parameter of two dims or more that is cast to float8.
 
     A copy of the layer gets a new object with an empty cache.
@@ -114,7 +115,8 @@ class Float8Weight(LayerParameter):
     @property
     def is_dynamic(self) -> bool:
         """Whether it is cast, by scales that follow from its values."""
-        return bool(self.schemes) and "weight" not in self.config.recipe.delayed
+        is_cast = bool(self.schemes) and not self.is_stored
+        return is_cast and "weight" not in self.config.recipe.delayed
 
     @property
     def history(self) -> AmaxHistory | None:
@@ -157,6 +159,8 @@ class Float8Weight(LayerParameter):
         """
         if not self.schemes:
             return WeightCasts()
+        if (stored := self.stored(parameter)) is not None:
+            return WeightCasts(stored, stored)
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.schemes, local, self.fqn)
@@ -273,11 +277,15 @@ class Float8Weight(LayerParameter):
 
         From then on, a ``state_dict`` of the module contains plain tensors instead.
         """
+        self.save_plain()
+        local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
+        return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
+
+    def save_plain(self) -> None:
+        """Let a ``state_dict`` of the module contain plain tensors instead of the parameter."""
         if not self._is_saved_plain:
             self.module.register_state_dict_post_hook(_save_plain)
             self._is_saved_plain = True
-        local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
-        return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
     def _casts(
         self,
@@ -532,7 +540,11 @@ def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
 def _save_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Replace the float8 parameters in a module's ``state_dict``, unless it keeps variables."""
     for name, weight in weights_of(module).items():
-        if state.get(prefix + name, own := weight.parameter()) is not own:
+        if state.get(prefix + name, own := weight.parameter()) is own:
+            continue
+        if weight.is_stored:
+            state |= {prefix + key: value for key, value in weight.entries().items()}
+        else:
             state[prefix + name] = weight.plain(own)
 
 

@@ -27,6 +27,7 @@ from fp8_dist.mesh.layout import (
     local_tensor as local_tensor,
     narrowed as narrowed,
     normalized as normalized,
+    own_pieces as own_pieces,
     pieces_at as pieces_at,
     reduced as reduced,
     regions as regions,

@@ -139,15 +139,25 @@ def sharded_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(i for i, d in enumerate(dims) if d is not None and layout.mesh.size(i) > 1)
 
 
+# A rank's part of a dim: (begin, end) of each piece, ascending.
+Pieces = tuple[tuple[int, int], ...]
+
+
+def own_pieces(tensor: torch.Tensor) -> tuple[Pieces, ...]:
+    """This rank's part of each dim of a tensor."""
+    layout = Layout.of(tensor)
+    if layout is None:
+        return tuple([((0, n),) for n in tensor.shape])
+    coordinate = layout.mesh.get_coordinate()
+    assert coordinate is not None
+    return pieces_at(layout, coordinate)
+
+
 def global_offset(layout: Layout) -> list[int]:
     """Offset of this rank's shard in the global tensor, per dim; 0 where it is empty."""
     coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
     return [pieces[0][0] if pieces else 0 for pieces in pieces_at(layout, coordinate)]
-
-
-# A rank's part of a dim: (begin, end) of each piece, ascending.
-Pieces = tuple[tuple[int, int], ...]
 
 
 def pieces_at(layout: Layout, coordinate: Sequence[int]) -> tuple[Pieces, ...]:

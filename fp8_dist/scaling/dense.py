@@ -75,6 +75,10 @@ class Dense(Scheme):
         return self.per in ("tensor", "row", "matrix")
 
     @property
+    def has_exponents(self) -> bool:
+        return self.power_of_2
+
+    @property
     def covers(self) -> str:
         return f"slice of dims {' '.join(map(str, self.dims))}" if self.dims else self.per
 

@@ -172,6 +172,11 @@ class Scheme:
         """
         raise NotImplementedError
 
+    @property
+    def has_exponents(self) -> bool:
+        """Whether each scale is a power of two or NaN, so that one byte can store it."""
+        return all(level.scale is torch.uint8 for level in self.levels)
+
     # Relations to other schemes
 
     @property

@@ -26,12 +26,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.fsdp import rewrap_float8_weights
 from fp8_dist.linear import Float8Linear, float8_layers
+from fp8_dist.linear.weight import float8_weights
 from fp8_dist.model.convert import convert_to_float8_training
+from fp8_dist.model.export import float8_quantization_config
 from fp8_dist.model.filters import LayerFilter
+from fp8_dist.model.freeze import freeze_to_float8
+from fp8_dist.model.load import float8_entries
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.text import is_part
 
 METHOD = "fp8_dist"
+_IN_BLOCKS = ("blockwise", "mxfp8")  # the recipes of FP8 block checkpoints
 
 # The names of transformers' styles for linear layers, and the names of the float8 styles for them.
 _FLOAT8_NAMES: dict[str, str] = {}
@@ -98,6 +103,16 @@ class Fp8DistConfig(QuantizationConfigMixin):
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
         experts_recipe: the name of a recipe of :class:`fp8_dist.moe.Float8ExpertsConfig`, with
             which experts are converted too. Default: experts stay in high precision.
+        scale_format: of the recipe ``blockwise``: ``"ue8m0"`` or ``"fp32"``.
+        freeze: store the weights of the float8 layers in float8, frozen
+            (:func:`fp8_dist.freeze_to_float8`). An FP8 checkpoint is loaded without a copy in high
+            precision. The ``config`` that is passed then must not have the checkpoint's
+            ``quantization_config``, with which transformers would make its own layers::
+
+                config = AutoConfig.from_pretrained(path)
+                config.quantization_config = None
+                fp8 = Fp8DistConfig("blockwise", scale_format="fp32", freeze=True)
+                AutoModelForCausalLM.from_pretrained(path, config=config, quantization_config=fp8)
 
     Raises:
         TypeError: ``modules_to_not_convert`` is a string.
@@ -107,8 +122,9 @@ class Fp8DistConfig(QuantizationConfigMixin):
             model, or if ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
         NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
             style for a converted layer or for experts that passes local tensors
-            (``packed_colwise``, ``moe_tp_experts``), or if this release of transformers has no
-            styles that can be replaced.
+            (``packed_colwise``, ``moe_tp_experts``), if this release of transformers has no styles
+            that can be replaced, or if ``freeze`` meets a distributed model or experts of an FP8
+            checkpoint (:func:`fp8_dist.load_float8_checkpoint` loads both).
     """
 
     def __init__(
@@ -118,6 +134,8 @@ class Fp8DistConfig(QuantizationConfigMixin):
         enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto",
         quant_method: str = METHOD,
         experts_recipe: str | None = None,
+        scale_format: Literal["ue8m0", "fp32"] = "ue8m0",
+        freeze: bool = False,
     ) -> None:
         if isinstance(modules_to_not_convert, str):
             raise TypeError(
@@ -129,12 +147,13 @@ class Fp8DistConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = modules_to_not_convert
         self.enable_fsdp_float8_all_gather = enable_fsdp_float8_all_gather
         self.experts_recipe = experts_recipe
+        self.scale_format, self.freeze = scale_format, freeze
         self.layer_config()
         self.experts_config()
 
     def layer_config(self) -> Float8LinearConfig:
         """Return the config of the layers."""
-        config = Float8LinearConfig.from_recipe_name(self.recipe)
+        config = Float8LinearConfig.from_recipe_name(self.recipe, scale_format=self.scale_format)
         return replace(config, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather)
 
     def experts_config(self) -> Float8ExpertsConfig | None:
@@ -166,6 +185,28 @@ class Fp8DistQuantizer(HfQuantizer):
         config = self.quantization_config.layer_config()
         layer_filter = LayerFilter(model, names)
         convert_to_float8_training(model, config=config, module_filter_fn=layer_filter)
+        if self.quantization_config.freeze:
+            self._freeze(model, kwargs.get("checkpoint_files"))
+
+    def _freeze(self, model: PreTrainedModel, files: list[str] | None) -> None:
+        """Prepare layers for the float8 weights that a checkpoint has for them."""
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise NotImplementedError(
+                "Fp8DistConfig: freeze=True loads models that are not distributed; make the model "
+                "on the meta device, freeze and distribute it, and call load_float8_checkpoint"
+            )
+        stored = float8_entries(files or [])
+        weights = float8_weights(model)
+        for weight in weights.values():
+            weight.parameter().requires_grad_(False)
+        found = {w.module for fqn, w in weights.items() if any(e.endswith(fqn) for e in stored)}
+        if experts := [fqn for fqn, part in float8_experts(model).items() if stored]:
+            raise NotImplementedError(
+                f"Fp8DistConfig: freeze=True can't load the experts {experts[0]} of an FP8 "
+                "checkpoint; make the model on the meta device, and call load_float8_checkpoint"
+            )
+        if found:
+            freeze_to_float8(model, module_filter_fn=lambda module, _: module in found)
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Use styles for float8 layers. transformers distributes the converted model afterwards."""
@@ -174,6 +215,11 @@ class Fp8DistQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         """Wrap the weights, which loading has replaced, and remove all marks of quantization."""
+        if self.quantization_config.freeze:
+            for weight in float8_weights(model).values():
+                weight.parameter().requires_grad_(False)
+                weight.restore(model.dtype)
+            freeze_to_float8(model)
         rewrap_float8_weights(model)
         # Restore the names, because transformers looks for ``"colwise"`` when it makes a KV cache.
         _replace_styles(model.tp_plan, {new: name for name, new in _FLOAT8_NAMES.items()})
@@ -181,6 +227,9 @@ class Fp8DistQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.config.__dict__.pop("_is_quantized", None)
+        if self.quantization_config.freeze and self.quantization_config.recipe in _IN_BLOCKS:
+            # The format of the files that save_pretrained writes.
+            model.config.quantization_config = float8_quantization_config(model)
         return model
 
     # transformers requires these members of a quantizer, but does not use them after loading.

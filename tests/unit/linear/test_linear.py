@@ -25,7 +25,7 @@ from fp8_dist import (
 from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.linear.observing import record_gemms
 from fp8_dist.linear.operands import last_cast, note_cast
-from fp8_dist.scaling import Dense, Quantized
+from fp8_dist.scaling import CastPlan, Dense, Quantized
 
 
 def twins(
@@ -205,17 +205,18 @@ def test_the_last_cast_is_read_at_once() -> None:
     scheme = Dense(torch.float8_e4m3fn)
     data = [x.to(scheme.dtype) for x in (ones, sevens)]
     casts = [[Quantized(qdata, (torch.ones(()),), scheme)] for qdata in data]
+    plan = CastPlan((scheme,))
 
     class Interrupted:
         """While it is compared another thread takes over."""
 
         def __eq__(self, _: object) -> bool:
-            note_cast(sevens, "key", casts[1])
+            note_cast(sevens, "key", plan, casts[1])
             return True
 
         __hash__ = None  # type: ignore[assignment]
 
-    note_cast(ones, Interrupted(), casts[0])
+    note_cast(ones, Interrupted(), plan, casts[0])
     found = last_cast(ones, Interrupted())
     assert found is not None
-    assert found[0].qdata is casts[0][0].qdata
+    assert found[1][0].qdata is casts[0][0].qdata

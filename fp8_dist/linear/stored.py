@@ -1,0 +1,300 @@
+"""Weights that are stored in float8: what a forward takes, and how their values are replaced.
+
+A stored weight is a pair of parameters of its module, ``NAME`` and ``NAME_scale_inv``
+(:mod:`fp8_dist.tensor.stored`). A forward multiplies the data as it is: nothing is cast.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from fp8_dist.cast import cast_by
+from fp8_dist.device import is_float8
+from fp8_dist.kernels import fp32_scales
+from fp8_dist.linear.parameter import LayerParameter
+from fp8_dist.mesh import (
+    Layout,
+    has_pieces,
+    local_tensor,
+    own_pieces,
+    sharded_dim,
+    taken,
+    with_local,
+)
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, measure, whole_statistics
+from fp8_dist.tensor.stored import Stored, StoredFloat8, StoredScales
+from fp8_dist.text import warn_once
+
+
+class StoredWeight(LayerParameter):
+    """The part of a :class:`~fp8_dist.linear.weight.Float8Weight` that knows stored weights."""
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The schemes of the weight, in the order of its GEMMs."""
+        raise NotImplementedError
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the weight is stored in float8."""
+        return isinstance(local_tensor(self.parameter()), StoredFloat8)
+
+    @property
+    def scales_name(self) -> str:
+        """The name of the parameter that has the scales of a stored weight."""
+        return f"{self.name}_scale_inv"
+
+    def scales(self) -> nn.Parameter:
+        """The parameter that has the scales of a stored weight."""
+        return self.module.get_parameter(self.scales_name)
+
+    def stored(self, parameter: torch.Tensor) -> Quantized | None:
+        """Return the local data and scales of a stored weight; ``None`` if it is not stored.
+
+        ``parameter`` is not sharded by FSDP2.
+
+        Raises:
+            ValueError: the weight was stored for another config than the layer's.
+        """
+        local = local_tensor(parameter)
+        if not isinstance(local, StoredFloat8):
+            return None
+        return self._quantized(local, self.layout(parameter), _content(self.scales()))
+
+    def _quantized(
+        self, local: StoredFloat8, layout: Layout | None, scales: torch.Tensor
+    ) -> Quantized:
+        """Combine the data of a part with its scales, or with those of the whole weight."""
+        (scheme,) = self.schemes
+        if scheme.key != local.key:
+            raise ValueError(
+                f"{self.fqn}: {self.name} is stored as {local.key}, and the layer's config has "
+                f"{scheme.key}; choose the config before freeze_to_float8"
+            )
+        start = scheme.start(layout)
+        (shape,) = scheme.scale_shapes(local.shape, start)
+        if not shape:
+            scales = scales.view(shape)
+        elif list(scales.shape) != shape:
+            assert layout is not None
+            (scales,) = scheme.local_part((scales,), layout)
+        if scheme.levels[0].scale is torch.float32:
+            scales = fp32_scales(scales)
+        return Quantized(local.stored, (scales,), scheme, start, scheme.is_cut(layout))
+
+    def dequantized(self) -> torch.Tensor:
+        """Return a stored weight in high precision; a DTensor if it is distributed.
+
+        Collectives: if it is distributed, an all-gather of its scales.
+        """
+        parameter = self.parameter()
+        local, layout = local_tensor(parameter), self.layout(parameter)
+        assert isinstance(local, StoredFloat8)
+        qdata, scales, scheme, start, _ = self._quantized(local, layout, self._whole_scales())
+        return with_local(parameter, scheme.dequantize(qdata, scales, start).to(parameter.dtype))
+
+    def _whole_scales(self) -> torch.Tensor:
+        scales = self.scales()
+        plain = with_local(scales, _content(scales))
+        return plain.full_tensor() if isinstance(plain, DTensor) else plain
+
+    def store(self, qdata: torch.Tensor, scales: torch.Tensor) -> None:
+        """Store a plain weight with these data and scales, in two new parameters."""
+        module, (scheme,) = self.module, self.schemes
+        data = StoredFloat8(qdata, self.parameter().dtype, scheme.key)
+        scales = scales if scales.ndim else scales.view(1)
+        held = StoredScales(as_stored(scales, stored_dtype(scheme), self.fqn), torch.float32)
+        module.register_parameter(self.scales_name, nn.Parameter(held, requires_grad=False))
+        setattr(module, self.name, nn.Parameter(data, requires_grad=False))
+        self.bind()
+
+    def restore(self, dtype: torch.dtype) -> None:
+        """Store the weight again after a loader has put plain tensors in its place.
+
+        ``dtype``: that of the weight in high precision.
+        """
+        plain, (scheme,) = self.parameter().detach(), self.schemes
+        if plain.dtype is not scheme.dtype:
+            return
+        scales = self.scales().detach()
+        held = as_stored(scales, stored_dtype(scheme), f"{self.fqn}.{self.scales_name}")
+        self.share(
+            nn.Parameter(StoredFloat8(plain, dtype, scheme.key), requires_grad=False),
+            nn.Parameter(StoredScales(held, torch.float32, scales.dtype), requires_grad=False),
+        )
+        self.bind()
+
+    def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
+        """Take the parameters of a stored weight, which another layer may have too."""
+        self.module.register_parameter(self.scales_name, scales)
+        setattr(self.module, self.name, data)
+
+    def bind(self) -> None:
+        """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
+        local = self.module._parameters.get(self.name)
+        if isinstance(local, StoredFloat8):
+            this = weakref.ref(self)
+
+            def write(func: Any, *args: Any, **kwargs: Any) -> None:
+                weight = this()
+                assert weight is not None
+                weight._add(func, *args, **kwargs)
+
+            local.write = write
+
+    def _add(self, func: Any, *args: Any, **kwargs: Any) -> None:
+        warn_once(
+            "merged into float8",
+            f"{self.fqn}: a sum with a weight that is stored in float8 is cast to float8 again, "
+            "and so is the difference when it is taken back: merging and unmerging an adapter "
+            "does not restore the weight's bits",
+        )
+        total = self.dequantized()
+        func(total, *args, **kwargs)
+        self.write(total)
+
+    @torch.no_grad()
+    def write(self, values: torch.Tensor) -> None:
+        """Cast values in high precision into a stored weight, in place.
+
+        ``values`` has the shape of the weight; a DTensor, if the weight is one.
+
+        Collectives: if the weight is distributed, those of
+        :func:`fp8_dist.scaling.whole_statistics`.
+        """
+        for to, content in zip(self.parts(), self.cast(values), strict=True):
+            _content(to).copy_(content)
+
+    def cast(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cast values to the local parts of the data and of the scales of this weight."""
+        parameter, scales = self.parameter(), self.scales()
+        layout, (scheme,) = self.layout(parameter), self.schemes
+        local = local_tensor(values).detach().to(local_tensor(parameter).device)
+        (every,) = measure(local, (scheme,), scheme.start(layout))
+        own = every
+        if layout is not None:
+            every = whole_statistics(scheme, every, layout)
+            own = scheme.local_part(every, layout)
+        (cast,) = cast_by(local, CastPlan((scheme,)), [own], layout)
+        (whole,) = scheme.scales_from(every)
+        whole = as_stored(whole.view(scales.shape), stored_dtype(scheme), self.fqn)
+        if isinstance(scales, DTensor):
+            whole = taken(whole, own_pieces(scales))
+        return cast.qdata, whole
+
+    def parts(self) -> tuple[torch.Tensor, nn.Parameter]:
+        """The parameters that hold a stored weight: its data and its scales."""
+        return self.parameter(), self.scales()
+
+    def entries(self) -> dict[str, torch.Tensor]:
+        """The entries of a state dict for a stored weight, without copying its data.
+
+        These are the data, in float8, and the scales, in fp32 or as they were loaded. They are
+        DTensors if the parameters are.
+        """
+        data, scales = self.parts()
+        held = local_tensor(scales)
+        assert isinstance(held, StoredScales)
+        saved = _as_saved(held.stored, held.saved_as)
+        return {
+            self.name: with_local(data, _content(data)).detach(),
+            self.scales_name: with_local(scales, saved).detach(),
+        }
+
+    def load(self, state: dict[str, Any], prefix: str) -> None:
+        """Replace the entries of a state dict for a stored weight by tensors like its parameters.
+
+        Entries in high precision are cast. Entries in float8 are taken as they are.
+
+        Collectives: for a DTensor in high precision, those of :meth:`write`.
+
+        Raises:
+            ValueError: the data have another dtype, their scales are missing, or the scales are
+                not powers of two, and the scheme's are.
+        """
+        data, held = map(local_tensor, self.parts())
+        assert isinstance(data, StoredFloat8)
+        assert isinstance(held, StoredScales)
+        key, scales_key = prefix + self.name, prefix + self.scales_name
+        given = state.get(key)
+        if given is None or isinstance(local_tensor(given), Stored):
+            return
+        (scheme,), local = self.schemes, local_tensor(given)
+        if not is_float8(local.dtype):
+            qdata, scales = self.cast(given)
+        elif scales_key not in state or local.dtype is not scheme.dtype:
+            raise ValueError(
+                f"{self.fqn}: the state dict has {key} in {local.dtype}, and a weight that is "
+                f"stored in float8 needs {scheme.dtype} and the scales {scales_key}; load a "
+                "checkpoint that has both, or one in high precision"
+            )
+        else:
+            qdata, scales = local, local_tensor(state[scales_key])
+            held.saved_as = scales.dtype
+            scales = as_stored(scales, stored_dtype(scheme), f"{self.fqn}: {scales_key}")
+        state[key] = with_local(self.parameter(), data.like(qdata))
+        state[scales_key] = with_local(self.scales(), held.like(scales.view(held.shape)))
+
+    def place_scales(self, scales: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.
+
+        They are replicated if ranks share scales.
+        """
+        layout, (scheme,) = self.layout(), self.schemes
+        assert layout is not None
+        (placement,), (level,), ndim = layout.placements, scheme.levels, len(layout.shape)
+        dim = sharded_dim(placement, ndim)
+        block = None if dim is None or level.is_scalar else level.block(dim, ndim)
+        # Ranks with several pieces have whole blocks (Scheme.start has checked them).
+        whole = has_pieces(layout.placements) or not scheme.is_cut(layout)
+        own = block == 1 or (block is not None and whole)
+        placed = distribute_tensor(scales.detach(), mesh, [placement if own else Replicate()])
+        self.module.register_parameter(self.scales_name, nn.Parameter(placed, requires_grad=False))
+
+
+def _content(parameter: torch.Tensor) -> torch.Tensor:
+    """The plain local tensor of a stored parameter."""
+    local = local_tensor(parameter)
+    assert isinstance(local, Stored), type(local)
+    return local.stored
+
+
+def _as_saved(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales in the dtype of a checkpoint."""
+    if dtype is torch.float8_e8m0fnu:
+        return scales.view(dtype)
+    return fp32_scales(scales)
+
+
+def stored_dtype(scheme: Scheme) -> torch.dtype:
+    """The dtype in which the scales of a weight are stored."""
+    return torch.uint8 if scheme.has_exponents else torch.float32
+
+
+def as_stored(scales: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Convert scales to a dtype in which they are stored: fp32, or uint8 for exponents.
+
+    Raises:
+        ValueError: they are neither fp32 nor exponents, or fp32 and not powers of two.
+    """
+    if scales.dtype is torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    if scales.dtype is torch.uint8:
+        return scales if dtype is torch.uint8 else fp32_scales(scales)
+    if scales.dtype is not torch.float32:
+        raise ValueError(
+            f"{name} has the dtype {scales.dtype}; scales are float32 or float8_e8m0fnu"
+        )
+    if dtype is torch.float32 or scales.is_meta:
+        return scales.to(dtype)
+    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    if not torch.equal(fp32_scales(exponents).nan_to_num(), scales.nan_to_num(posinf=0.0)):
+        raise ValueError(
+            f"{name} are not powers of two, and the layer's scheme has exponents; convert the "
+            'model with Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32")'
+        )
+    return exponents

@@ -1,0 +1,208 @@
+"""Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
+from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+@torch.no_grad()
+def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = None) -> list[str]:
+    """Store the frozen weights of converted layers and experts in float8, in place.
+
+    A weight that does not require gradients then takes 1 byte per element, and its scales. Layers
+    compute with the same bits as before, without casts or amaxes. FSDP2 and tensor parallelism
+    shard and gather the stored bytes. A weight that requires gradients stays as it is.
+
+    Freeze after the model was converted, and before it is distributed::
+
+        convert_to_float8_training(model, config=config)
+        model.requires_grad_(False)
+        freeze_to_float8(model)
+        model = get_peft_model(model, lora_config)  # or before freeze_to_float8
+        fully_shard(model)
+
+    The layer's ``weight`` keeps its shape and its dtype in high precision, so that adapters are
+    made like it. Its values are in ``state_dict()`` as float8 data ``NAME.weight`` and scales
+    ``NAME.weight_scale_inv`` (``weight ~= data * scale``), the names of FP8 checkpoints.
+    ``load_state_dict`` accepts these, and a weight in high precision, which it casts.
+    ``model.to(dtype)`` changes neither data nor scales.
+
+    A model on the meta device may be frozen, sharded, and then loaded
+    (:func:`fp8_dist.load_float8_checkpoint`).
+
+    ``DistributedDataParallel`` does not broadcast these weights from rank 0: load the same
+    checkpoint on all ranks. Call this function on the module that it wraps, or once more if that
+    module was made from ``module`` afterwards (``get_peft_model``).
+
+    Args:
+        module: the model, or a part of it.
+        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each module with
+            float8 weights. If it returns False, they stay in high precision.
+
+    Returns:
+        The FQNs of all weights in ``module`` that are stored in float8.
+
+    Collectives: none.
+
+    Raises:
+        ValueError: ``module`` has no converted layer, or no frozen float8 weight that the filter
+            admits; a weight is distributed; or its recipe casts it twice, or not at all.
+        TypeError: ``module`` is not an nn.Module.
+    """
+    weights = _converted(module, "freeze_to_float8")
+    chosen = {
+        fqn: weight
+        for fqn, weight in weights.items()
+        if not (weight.is_stored or weight.parameter().requires_grad)
+        and (module_filter_fn is None or module_filter_fn(weight.module, weight.fqn))
+    }
+    for fqn, weight in chosen.items():
+        _check(fqn, weight)
+    made: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+    for weight in chosen.values():
+        key = id(weight.parameter())
+        if key not in made:  # layers may share a weight
+            weight.store(*_cast(weight))
+            made[key] = weight.parts()
+        weight.share(*made[key])
+        weight.save_plain()
+        weight.module.register_load_state_dict_pre_hook(_load)
+    stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
+    if not stored:
+        raise ValueError(
+            "freeze_to_float8: no float8 weight of the module is frozen, or module_filter_fn "
+            "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
+        )
+    _leave_out_of_ddp(module, stored)
+    return list(stored)
+
+
+@torch.no_grad()
+def unfreeze_from_float8(module: nn.Module) -> list[str]:
+    """Store weights in high precision again, in place: the inverse of :func:`freeze_to_float8`.
+
+    The new parameters have the values that the float8 data and scales stand for. They do not
+    require gradients until ``requires_grad_()`` is called.
+
+    Args:
+        module: the model, or a part of it, before ``fully_shard``.
+
+    Returns:
+        The FQNs of the weights.
+
+    Collectives: for a weight that tensor parallelism has distributed, an all-gather of its scales.
+
+    Raises:
+        ValueError: ``module`` has no converted layer, or FSDP2 has sharded a weight.
+        TypeError: ``module`` is not an nn.Module.
+    """
+    weights = _converted(module, "unfreeze_from_float8")
+    stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
+    users = {user for each in fsdp_parameters(fsdp_groups()) for user in each.users}
+    for fqn, weight in stored.items():
+        if (weight.module, weight.name) in users:
+            raise ValueError(
+                f"unfreeze_from_float8: {fqn} is sharded by FSDP2, which goes on gathering its "
+                "bytes; unfreeze before fully_shard, or load its state dict into another model"
+            )
+    made: dict[int, nn.Parameter] = {}
+    for weight in stored.values():
+        key = id(weight.parameter())
+        if key not in made:
+            made[key] = nn.Parameter(weight.dequantized(), requires_grad=False)
+        del weight.module._parameters[weight.scales_name]
+        setattr(weight.module, weight.name, made[key])
+        if weight.config.fsdp_float8_all_gather:
+            made[key] = weight.wrapped(made[key])
+            setattr(weight.module, weight.name, made[key])
+    return list(stored)
+
+
+@torch.no_grad()
+def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
+    """Return a weight of a converted module in high precision.
+
+    For a weight that is stored in float8 this is a new tensor: its data times its scales, rounded
+    to the weight's dtype. Otherwise it is the weight, detached.
+
+    Args:
+        module: a Float8Linear, or a module of converted experts.
+        name: the name of the parameter.
+
+    Returns:
+        A tensor of the weight's shape; a DTensor if the parameter is one.
+
+    Collectives: for a stored weight that is distributed, an all-gather of its scales.
+
+    Raises:
+        ValueError: the module has no float8 weight of that name.
+    """
+    weight = weights_of(module).get(name)
+    if weight is None:
+        raise ValueError(
+            f"dequantized: a {type(module).__name__} has no float8 weight {name!r}; pass a "
+            "converted layer"
+        )
+    parameter = weight.parameter()
+    return weight.dequantized() if weight.is_stored else weight.plain(parameter)
+
+
+def _converted(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
+    weights = float8_weights(module)
+    if not weights:
+        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
+    return weights
+
+
+def _check(fqn: str, weight: Float8Weight) -> None:
+    schemes = weight.schemes
+    if len(schemes) != 1 or len(schemes[0].levels) != 1:
+        casts = "not cast to float8" if not schemes else "cast for each GEMM with scales of its own"
+        raise ValueError(
+            f"freeze_to_float8: {fqn} is {casts}, so no one copy in float8 can take its place; "
+            'convert the model with "tensorwise", "rowwise_folded", "blockwise" or "mxfp8", or '
+            "leave the layer out (module_filter_fn)"
+        )
+    if weight.layout() is not None or not weight.is_registered:
+        raise ValueError(
+            f"freeze_to_float8: {fqn} is distributed already, or is not a plain parameter; freeze "
+            "the model before apply_tp_plan and fully_shard"
+        )
+
+
+def _cast(weight: Float8Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the data and the scales of a weight, by the functions that cast it in a forward."""
+    shard, (scheme,) = weight.shard(), weight.schemes
+    if shard.is_meta:
+        (shape,), (level,) = scheme.scale_shapes(shard.shape), scheme.levels
+        return shard.new_empty(shard.shape, dtype=scheme.dtype), shard.new_empty(
+            shape, dtype=level.scale
+        )
+    cast, _ = weight.gather_cast(shard)
+    return cast.qdata.clone(), cast.scales[0].clone()
+
+
+def _load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Make the entries of a state dict fit stored weights (a pre-hook of ``load_state_dict``)."""
+    for weight in weights_of(module).values():
+        if weight.is_stored:
+            weight.load(state, prefix)
+
+
+def _leave_out_of_ddp(module: nn.Module, stored: dict[str, Float8Weight]) -> None:
+    """Name the parameters that DDP can't broadcast, which flattens them with others."""
+    names = [each for fqn, w in stored.items() for each in (fqn, _scales_fqn(fqn, w))]
+    known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored: Any = [*dict.fromkeys([*known, *names])]
+    module._ddp_params_and_buffers_to_ignore = ignored
+
+
+def _scales_fqn(fqn: str, weight: Float8Weight) -> str:
+    return fqn.removesuffix(weight.name) + weight.scales_name

@@ -1,0 +1,394 @@
+"""Loading of FP8 checkpoints into models on any mesh, each rank its own part of the files.
+
+The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen:
+``NAME.weight`` in float8, and ``NAME.weight_scale_inv`` with ``weight ~= data * scale``. Other
+entries are in high precision. Experts are entries of single experts.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist.fsdp.gathers import reshard
+from fp8_dist.linear.stored import as_stored
+from fp8_dist.linear.weight import Float8Weight, checked_module, weights_of
+from fp8_dist.linear.weight_cache import Change
+from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
+from fp8_dist.moe.experts import ExpertWeight, checkpoint_entries
+from fp8_dist.tensor.stored import Stored, StoredScales
+from fp8_dist.text import without_wrappers
+
+_SCALE = "_scale_inv"
+_BLOCKS = (128, 64, 32, 16)
+_PROBE = 12
+Index = tuple[slice, ...]
+
+
+class LoadedKeys(NamedTuple):
+    """The names that :func:`load_float8_checkpoint` did not find, or did not use."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+class Entry(NamedTuple):
+    """An entry of a checkpoint, and the part of a model's tensor that it has the values of.
+
+    Attributes:
+        key: its name.
+        offset, size: the part, with as many dims as the whole tensor. The entry itself may lack
+            leading dims of size 1.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+@torch.no_grad()
+def load_float8_checkpoint(
+    model: nn.Module, files: str | Path | Sequence[str | Path], *, strict: bool = True
+) -> LoadedKeys:
+    """Load an FP8 checkpoint from safetensors into a model, in place.
+
+    Each rank reads the parts of the files that it has on its mesh. A weight that is stored in
+    float8 (:func:`fp8_dist.freeze_to_float8`) gets the bytes of the files, without a copy in high
+    precision; saved again, they are the same. Other parameters get the dequantized values, computed
+    in fp32 and rounded to their dtype. Entries in high precision are cast for weights that are
+    stored in float8, and copied to others.
+
+    A large model is made on the meta device::
+
+        with torch.device("meta"):
+            model = Transformer()
+        convert_to_float8_training(model, config=config)
+        model.requires_grad_(False)
+        freeze_to_float8(model)
+        apply_tp_plan(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+        model.to_empty(device="cuda")
+        load_float8_checkpoint(model, "DeepSeek-V3")
+
+    Args:
+        model: a model with or without converted layers. For a DDP model, names lack the wrapper.
+        files: a directory with ``*.safetensors`` files (and perhaps an index), one file, or several
+            files. Needs the package ``safetensors``.
+        strict: raise for names of the model that the files lack, and for others that they have.
+
+    Returns:
+        The missing and unexpected names.
+
+    Collectives: for each weight that is distributed and stored in float8, and whose entry is in
+    high precision, those of :func:`fp8_dist.scaling.whole_statistics`. No others.
+
+    Raises:
+        ValueError: there is no such file; with ``strict``, names differ; an entry has another shape
+            than the model's tensor, or other scales than the layer's recipe; an expert's entry is
+            not a part of a weight; or a tensor is on the meta device. Nothing has been changed.
+        ImportError: ``safetensors`` is not installed.
+    """
+    module = model.module if isinstance(model, DistributedDataParallel) else checked_module(model)
+    reshard(module, "load_float8_checkpoint")
+    opened = _Files(_listed(files))
+    parts, missing = _plan(module, opened)
+    used = {entry.key for part in parts for entry in part.entries}
+    used |= {key + _SCALE for key in used}
+    unexpected = [key for key in opened.keys if key not in used]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            "load_float8_checkpoint: the checkpoint and the model have other names: "
+            f"missing {_some(missing)}; unexpected {_some(unexpected)}. Pass strict=False to load "
+            "the rest"
+        )
+    for part in parts:
+        _check(part, opened)
+    for part in parts:
+        _load(part, opened)
+    return LoadedKeys(missing, unexpected)
+
+
+class _Part(NamedTuple):
+    """A parameter or buffer of the model, and the entries that have its values."""
+
+    name: str
+    tensor: torch.Tensor
+    weight: Float8Weight | None
+    entries: list[Entry]
+
+
+class _Files:
+    """The entries of several safetensors files."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        try:
+            safe_open = import_module("safetensors").safe_open
+        except ImportError as error:
+            raise ImportError(
+                "load_float8_checkpoint reads safetensors files: pip install safetensors"
+            ) from error
+        opened = [safe_open(str(path), framework="pt") for path in paths]
+        self._of = {key: file for file in opened for key in list(file.keys())}
+        self.keys = list(self._of)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._of
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._of[key].get_slice(key).get_shape())
+
+    def is_float8(self, key: str) -> bool:
+        return str(self._of[key].get_slice(key).get_dtype()) in ("F8_E4M3", "F8_E5M2")
+
+    def read(self, key: str, index: Index = ()) -> torch.Tensor:
+        if not index:
+            return self._of[key].get_tensor(key)
+        return self._of[key].get_slice(key)[index]
+
+
+def float8_entries(files: Sequence[str]) -> list[str]:
+    """Return the names of the weights in float8 of safetensors files."""
+    opened = _Files([Path(each) for each in files if each.endswith(".safetensors")])
+    return [key for key in opened.keys if key + _SCALE in opened]
+
+
+def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return the paths of the files of a checkpoint."""
+    given = [Path(files)] if isinstance(files, str | Path) else [Path(each) for each in files]
+    found: list[Path] = []
+    for path in given:
+        index = path / "model.safetensors.index.json"
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"].values()
+            found += [path / name for name in dict.fromkeys(names)]
+        else:
+            found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if lacking := [str(path) for path in found if not path.is_file()] or (
+        [] if found else [str(path) for path in given]
+    ):
+        raise ValueError(
+            f"load_float8_checkpoint: no safetensors file at {_some(lacking)}; pass a directory "
+            "with *.safetensors, or the files"
+        )
+    return found
+
+
+def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
+    """Assign entries to the tensors of a model; return the names that the files lack, too."""
+    weights = {
+        f"{fqn}.{name}".removeprefix("."): weight
+        for fqn, part in module.named_modules(remove_duplicate=False)
+        for name, weight in weights_of(part).items()
+    }
+    parts: dict[int, _Part] = {}
+    missing: dict[str, int] = {}
+    for fqn, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor) or isinstance(local_tensor(tensor), StoredScales):
+            continue
+        weight, name = weights.get(fqn), without_wrappers(fqn)
+        entries = _entries_of(module, weight, name, tensor)
+        lacking = [entry.key for entry in entries if entry.key not in files]
+        missing |= dict.fromkeys(lacking, id(tensor))
+        if not lacking:
+            parts.setdefault(id(tensor), _Part(name, tensor, weight, entries))
+    # One of the names of a tied parameter is enough.
+    return list(parts.values()), [key for key, owner in missing.items() if owner not in parts]
+
+
+def _entries_of(
+    module: nn.Module, weight: Float8Weight | None, name: str, tensor: torch.Tensor
+) -> list[Entry]:
+    """Return the entries of a checkpoint that have the values of a tensor."""
+    shape = tuple(tensor.shape)
+    if not isinstance(weight, ExpertWeight):
+        return [Entry(name, (0,) * len(shape), shape)]
+    # The entries of a small tensor of distinct numbers show which parts they are.
+    numbers = torch.arange(shape[0] * _PROBE**2).view(shape[0], _PROBE, _PROBE)
+    parts = checkpoint_entries(module, weight, name, numbers)
+    return [_entry_of(key, part, numbers, shape) for key, part in parts.items()]
+
+
+def _entry_of(key: str, part: torch.Tensor, numbers: torch.Tensor, shape: tuple[int, ...]) -> Entry:
+    """Return the entry whose part of ``numbers`` is ``part``, for a weight of another shape."""
+    size = (*(1,) * (3 - part.ndim), *part.shape)
+    first = int(part.flatten()[0])
+    offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)
+    taken = numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+    each = list(zip(shape[1:], offset[1:], size[1:], strict=True))
+    is_cut = any(o * n % _PROBE or m * n % _PROBE for n, o, m in each)
+    if is_cut or not torch.equal(taken.reshape(part.shape), part):
+        raise ValueError(
+            f"load_float8_checkpoint: {key} is not a part of a weight as it is stored; load the "
+            "model with from_pretrained"
+        )
+    rows, columns = [(o * n // _PROBE, m * n // _PROBE) for n, o, m in each]
+    return Entry(key, (offset[0], rows[0], columns[0]), (size[0], rows[1], columns[1]))
+
+
+def _check(part: _Part, files: _Files) -> None:
+    """Check the entries of a tensor, by the headers of the files and by all scales."""
+    name, tensor, weight, entries = part
+    if local_tensor(tensor).is_meta:
+        raise ValueError(
+            f"load_float8_checkpoint: {name} is on the meta device; call model.to_empty first"
+        )
+    for entry in entries:
+        shape = files.shape(entry.key)
+        if shape != entry.size[len(entry.size) - len(shape) :]:
+            raise ValueError(
+                f"load_float8_checkpoint: {entry.key} is {list(shape)} in the checkpoint, and "
+                f"{list(entry.size)} in the model"
+            )
+        if files.is_float8(entry.key):
+            if entry.key + _SCALE not in files:
+                raise ValueError(
+                    f"load_float8_checkpoint: {entry.key} is in float8, and the checkpoint has no "
+                    f"{entry.key + _SCALE}"
+                )
+            if weight is not None and weight.is_stored:
+                _stored_scales(weight, entry, files)
+            else:
+                _blocks_of(entry, files)
+
+
+def _load(part: _Part, files: _Files) -> None:
+    """Copy the values of a tensor's local part from its entries."""
+    _, tensor, weight, entries = part
+    is_stored = weight is not None and weight.is_stored
+    if weight is not None and is_stored and not files.is_float8(entries[0].key):
+        weight.write(_in_high_precision(tensor, entries, files))
+        return
+    local = local_tensor(tensor)
+    to = local.stored if isinstance(local, Stored) else _plain(weight, local)
+    for entry in entries:
+        for own, index in _overlaps(tensor, entry):
+            if is_stored or not files.is_float8(entry.key):
+                values = _read(entry, index, files)
+            else:
+                values = _dequantized(entry, index, files)
+            to[own].copy_(values)
+    if weight is None:
+        return
+    if is_stored:
+        _load_scales(weight, entries, files)
+    else:
+        weight.cache.drop(Change.LOAD)
+
+
+def _plain(weight: Float8Weight | None, local: torch.Tensor) -> torch.Tensor:
+    return local.detach() if weight is None else weight.gather_type.unwrap(local).detach()
+
+
+def _in_high_precision(tensor: torch.Tensor, entries: list[Entry], files: _Files) -> torch.Tensor:
+    """Read the local part of a tensor; a DTensor if ``tensor`` is one."""
+    local = local_tensor(tensor)
+    values = torch.empty(local.shape, dtype=tensor.dtype)
+    for entry in entries:
+        for own, index in _overlaps(tensor, entry):
+            values[own].copy_(_read(entry, index, files))
+    return with_local(tensor, values.to(local.device))
+
+
+def _overlaps(tensor: torch.Tensor, entry: Entry) -> Iterator[tuple[Index, Index]]:
+    """Yield the indices of the parts of an entry that this rank has: in its local tensor, and in
+    the entry, with all dims of the whole tensor."""
+    for region in regions(own_pieces(tensor)):
+        here, there = [], []
+        for at, local, n, first, m in zip(*region, entry.offset, entry.size, strict=True):
+            low, high = max(at, first), min(at + n, first + m)
+            here.append(slice(local + low - at, local + high - at))
+            there.append(slice(low - first, high - first))
+        if all(each.start < each.stop for each in here):
+            yield tuple(here), tuple(there)
+
+
+def _read(entry: Entry, index: Index, files: _Files) -> torch.Tensor:
+    """Read a part of an entry."""
+    lacking = len(index) - len(files.shape(entry.key))
+    values = files.read(entry.key, index[lacking:])
+    return values.view((1,) * lacking + values.shape)
+
+
+def _dequantized(entry: Entry, index: Index, files: _Files) -> torch.Tensor:
+    """Read a part of an entry in float8, times its scales, fp32."""
+    rows, columns = _blocks_of(entry, files)
+    scales = files.read(entry.key + _SCALE).to(torch.float32)
+    scales = scales.view((1, 1)) if scales.numel() == 1 else scales
+    row, column = (
+        torch.arange(each.start, each.stop) // block
+        for each, block in zip(index[-2:], (rows, columns), strict=True)
+    )
+    return _read(entry, index, files).to(torch.float32) * scales[row][:, column]
+
+
+def _blocks_of(entry: Entry, files: _Files) -> tuple[int, int]:
+    """Return the size of the blocks of an entry that have one scale, by the number of scales."""
+    shape, size = files.shape(entry.key + _SCALE), entry.size[-2:]
+    if math.prod(shape) == 1:
+        return size[0], size[1]
+    if shape == (size[0], 1):
+        return 1, size[1]
+    for block in _BLOCKS:
+        if shape == tuple(-(-n // block) for n in size):
+            return block, block
+    raise ValueError(
+        f"load_float8_checkpoint: {entry.key + _SCALE} is {list(shape)}, which is neither one "
+        f"scale for {list(size)}, nor one per row or per square block of {_BLOCKS}"
+    )
+
+
+def _stored_scales(
+    weight: Float8Weight, entry: Entry, files: _Files
+) -> tuple[Entry, torch.Tensor, torch.dtype]:
+    """Return the scales of an entry as the weight stores them, and the dtype of the file.
+
+    Raises:
+        ValueError: the layer's recipe has other scales.
+    """
+    (scheme,), scales = weight.schemes, weight.scales()
+    (level,), key = scheme.levels, entry.key + _SCALE
+    found = files.read(key)
+    size = level.shape(entry.size) or [1]
+    blocks = [level.block(dim, len(entry.size)) for dim in range(len(entry.size))]
+    offset = [0 if b is None else o // b for o, b in zip(entry.offset, blocks, strict=True)]
+    fits = found.numel() == math.prod(size) and not any(
+        b is not None and o % b for o, b in zip(entry.offset, blocks, strict=True)
+    )
+    if not fits or scheme.dtype is not torch.float8_e4m3fn:
+        raise ValueError(
+            f"load_float8_checkpoint: {key} is {list(found.shape)}, and the layer's recipe has one "
+            f"scale per {scheme.covers}, {size}; convert the model with the recipe of the "
+            "checkpoint: \"blockwise\" for DeepSeek's and Qwen's"
+        )
+    dtype = local_stored(scales).stored.dtype
+    own = as_stored(found.reshape(size), dtype, f"load_float8_checkpoint: {key}")
+    offset = [0] if level.is_scalar else offset
+    return Entry(key, tuple(offset), tuple(size)), own, found.dtype
+
+
+def _load_scales(weight: Float8Weight, entries: list[Entry], files: _Files) -> None:
+    """Copy the local part of a stored weight's scales from their entries."""
+    scales = weight.scales()
+    for entry in entries:
+        of_scales, values, saved_as = _stored_scales(weight, entry, files)
+        local_stored(scales).saved_as = saved_as
+        for own, index in _overlaps(scales, of_scales):
+            local_stored(scales).stored[own].copy_(values[index])
+
+
+def local_stored(scales: torch.Tensor) -> StoredScales:
+    """Return the local tensor of the scales of a stored weight."""
+    local = local_tensor(scales)
+    assert isinstance(local, StoredScales)
+    return local
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return shown or "none"
