@@ -53,7 +53,8 @@ class WeightEntry(NamedTuple):
     Attributes:
         name: its name.
         tensor: float8_e4m3fn data, or a tensor that is not converted, in its own dtype.
-        scale_inv: the scale of each block of float8 data, fp32; ``None`` for other tensors.
+        scale_inv: the scale of each block of float8 data, fp32 (for a weight that is stored in
+            float8, in the dtype in which it was loaded); ``None`` for other tensors.
     """
 
     name: str
@@ -203,7 +204,8 @@ def iter_float8_weights(
     Collectives: for each bucket, and for each group of the axes that shard its weights: one
     all-reduce (MAX) of 1 byte per block (4 bytes for fp32 scales), and without ``shards`` one
     all-gather of 1 byte per element. Tensors that are not converted have theirs in the same
-    all-gather, in their own dtype.
+    all-gather, in their own dtype. The scales of weights that are stored in float8 have one
+    all-gather, and no all-reduce.
 
     Raises:
         ValueError: no layer is converted; a layer's weight has no square blocks of float8_e4m3fn,
@@ -307,12 +309,15 @@ def _sources(
         for parameter in fsdp_parameters(fsdp_groups())
         for user in parameter.users
     }
+    scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
     found: dict[object, _Source] = {}
     sent: dict[str, list[_Sent]] = {}
     # get_model_state_dict reshards the parameters that FSDP2 has gathered.
     for key, value in get_model_state_dict(model).items():
         if not isinstance(value, torch.Tensor):
             continue
+        if key in scales:
+            continue  # sent with the weight
         weight, is_divided, dtype = weights.get(key), False, None
         wholes = {key: torch.empty(value.shape, dtype=value.dtype, device="meta")}
         block = None
@@ -417,11 +422,14 @@ def _cast(
         The tensors of the bucket, DTensors if they are distributed, and the scales of all blocks of
         each, the same on all ranks.
 
-    Collectives: those of :func:`fp8_dist.scaling.whole_statistics_of_each`.
+    Collectives: those of :func:`fp8_dist.scaling.whole_statistics_of_each`. For weights that are
+    stored in float8, those of :func:`fp8_dist.mesh.full_tensors`, for their scales.
     """
     measured = []
+    stored = [s.weight for s in bucket if s.weight is not None and s.weight.is_stored]
+    own_scales = full_tensors([weight.entries()[weight.scales_name] for weight in stored])
     for source in bucket:
-        if (weight := source.weight) is not None:
+        if (weight := source.weight) is not None and not weight.is_stored:
             scheme, layout = blocks_of(weight), Layout.of(weight.parameter())
             assert scheme is not None
             local = scheme.measure(source.shard(), scheme.start(layout))
@@ -433,6 +441,10 @@ def _cast(
         if (weight := source.weight) is None:
             tensors.append(source.value)
             scales.append(None)
+            continue
+        if weight.is_stored:
+            tensors.append(source.value)
+            scales.append(next(own_scales))
             continue
         (scheme, statistics, layout), every = next(wholes)
         shard, parameter = source.shard(), weight.parameter()
