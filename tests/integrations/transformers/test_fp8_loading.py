@@ -1,0 +1,327 @@
+"""FP8 checkpoints are loaded as they are, on any mesh, and saved again byte for byte."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import engine_cast
+from hf_models import batch, build
+from nets import full
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    dequantized,
+    float8_layers,
+    float8_state_dict,
+    freeze_to_float8,
+    load_float8_checkpoint,
+    skip_head,
+)
+from fp8_dist.integrations.transformers import Fp8DistConfig, hf_tp_plan
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
+from fp8_dist.tensor.stored import StoredFloat8
+from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
+
+SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}  # blocks are cut
+IDS = batch(7)
+Files = dict[str, torch.Tensor]
+
+
+def config_of(form: str) -> Float8LinearConfig:
+    fp32 = {"scale_format": "fp32", "division": form} if form != "ue8m0" else {}
+    return Float8LinearConfig.from_recipe_name("blockwise", **fp32)
+
+
+def converted(form: str, device: str = "cpu", frozen: bool = True) -> Any:
+    """A Qwen3 of random or missing values, whose weights are stored in float8 if ``frozen``."""
+    with torch.device(device):
+        model = build("qwen3", **SIZES)
+    convert_to_float8_training(model, config=config_of(form), module_filter_fn=skip_head(model))
+    if frozen:
+        model.requires_grad_(False)
+        freeze_to_float8(model)
+    return model
+
+
+def by_reference(form: str, scale_dtype: torch.dtype = torch.float32) -> Files:
+    """A checkpoint in DeepSeek's layout, written by the formulas of an engine."""
+    model, files = build("qwen3", **SIZES), {}
+    for name, value in model.state_dict().items():
+        files[name] = value.clone()
+        if value.ndim == 2 and "layers" in name:
+            files[name], scales = engine_cast(value, form, 128, 128)
+            files[f"{name}_scale_inv"] = scales.to(scale_dtype)
+    return files
+
+
+def written(files: Files, folder: Path) -> Path:
+    """Write a checkpoint as two files and an index."""
+    names = list(files)
+    parts = {f"model-{i + 1}-of-2.safetensors": names[i::2] for i in range(2)}
+    for file, own in parts.items():
+        save_file({name: files[name].contiguous() for name in own}, folder / file)
+    weight_map = {name: file for file, own in parts.items() for name in own}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def with_buffers(model: nn.Module) -> nn.Module:
+    """The buffers that a checkpoint lacks, such as the frequencies of rotary embeddings."""
+    for (_, own), (_, known) in zip(
+        model.named_buffers(), build("qwen3", **SIZES).named_buffers(), strict=True
+    ):
+        own.copy_(known)
+    return model
+
+
+def different(found: Files, expected: Files) -> list[str]:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return [k for k, v in expected.items() if v.dtype != found[k].dtype or not _same(found[k], v)]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return same_bits(*(x.contiguous().view(torch.uint8) if x.itemsize == 1 else x for x in (a, b)))
+
+
+def on_mesh(form: str, dp: int, tp: int, frozen: bool) -> Any:
+    model = converted(form, "meta", frozen)
+    mesh = device_mesh(dp=dp, tp=tp)
+    if tp > 1:
+        apply_tp_plan(model, mesh["tp"], hf_tp_plan(model))
+    if dp > 1:
+        for block in (*model.model.layers, model):
+            fully_shard(block, mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    return model
+
+
+def loads(folder: str, form: str, dp: int, tp: int) -> Iterator[str]:
+    """Runs on each rank: what differs from one device with the same checkpoint."""
+    files = {
+        k: v
+        for path in sorted(Path(folder).glob("*"))
+        if path.suffix != ".json"
+        for k, v in load_file(path).items()
+    }
+    for frozen in (True, False):
+        one, many = converted(form, frozen=frozen), on_mesh(form, dp, tp, frozen)
+        assert load_float8_checkpoint(one, folder) == ([], [])
+        assert load_float8_checkpoint(many, folder) == ([], [])
+        with_buffers(many)
+        for name, layer in float8_layers(one).items():
+            expected = dequantized(layer)
+            if not same_bits(full(dequantized(many.get_submodule(name))), expected):
+                yield f"{name}, {frozen=}"
+            scales = files[f"{name}.weight_scale_inv"].to(torch.float64)
+            scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            codes = files[f"{name}.weight"].to(torch.float64)
+            exact = codes * scales[: codes.shape[0], : codes.shape[1]]
+            if not same_bits(exact.to(torch.float32).to(expected.dtype), expected):
+                yield f"values of {name}, {frozen=}"
+        with torch.no_grad():
+            logits = [full(m(input_ids=IDS).logits) for m in (one, many)]
+        if tp == 1 and not same_bits(*logits):
+            yield f"logits, {frozen=}"
+        torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+        if frozen:
+            yield from different(float8_state_dict(many, full_state_dict=True), files)
+
+
+@pytest.mark.parametrize(
+    ("form", "dp", "tp"),
+    [("ue8m0", 1, 1), ("vllm", 1, 1), ("vllm", 2, 1), ("ue8m0", 1, 2), ("slime", 2, 2)],
+)
+def test_each_rank_loads_its_part(
+    ranks: RankPools, tmp_path: Path, form: str, dp: int, tp: int
+) -> None:
+    scale_dtype = torch.float8_e8m0fnu if form == "ue8m0" else torch.float32
+    written(by_reference(form, scale_dtype), tmp_path)
+    assert ranks(dp * tp).run_same(listed, str(tmp_path), form, dp, tp) == []
+
+
+def listed(*args: Any) -> list[str]:
+    return list(loads(*args))
+
+
+def with_experts(device: str, frozen: bool) -> Any:
+    with torch.device(device):
+        model = build("qwen3_moe")
+    config = Float8ExpertsConfig("mxfp8")
+    convert_experts_to_float8_training(model, config=config)
+    convert_to_float8_training(
+        model,
+        config=Float8LinearConfig.from_recipe_name("mxfp8"),
+        module_filter_fn=skip_head(model),
+    )
+    if frozen:
+        model.requires_grad_(False)
+        freeze_to_float8(model)
+    return model
+
+
+def loads_experts(folder: str) -> list[str]:
+    """Runs on each rank: experts of a checkpoint, divided by expert parallelism and by FSDP2."""
+    one = with_experts("cpu", True)
+    load_float8_checkpoint(one, folder)
+    expected, wrong = float8_state_dict(one), []
+    for way in ("ep", "fsdp"):
+        many = with_experts("meta", True)
+        mesh = device_mesh(**{way: 2})
+        for experts in float8_experts(many).values() if way == "ep" else ():
+            parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
+        for block in (*many.model.layers, many) if way == "fsdp" else ():
+            fully_shard(block, mesh=mesh["fsdp"])
+        many.to_empty(device="cpu")
+        load_float8_checkpoint(many, folder)
+        wrong += different(float8_state_dict(many, full_state_dict=True), expected)
+    return wrong
+
+
+def test_experts(ranks: RankPools, tmp_path: Path) -> None:
+    files = float8_state_dict(with_experts("cpu", False))
+    save_file({k: v.contiguous() for k, v in files.items()}, tmp_path / "model.safetensors")
+    model = with_experts("meta", True)
+    model.to_empty(device="cpu")
+    assert load_float8_checkpoint(model, tmp_path) == ([], [])
+    assert different(float8_state_dict(model), files) == []
+    assert ranks(2).run_same(loads_experts, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("form", ["ue8m0", "vllm"])
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_from_pretrained(tmp_path: Path, form: str, is_fp8: bool) -> None:
+    source = build("qwen3", **SIZES)
+    if is_fp8:
+        source.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        source.save_pretrained(tmp_path, state_dict=by_reference(form))
+    else:
+        source.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = None
+    scale_format = "ue8m0" if form == "ue8m0" else "fp32"
+    fp8 = Fp8DistConfig("blockwise", scale_format=scale_format, freeze=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, quantization_config=fp8)
+    assert all(isinstance(m.weight, StoredFloat8) for m in float8_layers(model).values())
+    expected = converted(form)
+    expected.load_state_dict(by_reference(form))
+    with torch.no_grad():
+        assert same_bits(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
+    model.save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert different(saved, by_reference(form)) == []
+    written_config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written_config["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+def test_an_expert_model_is_left_to_the_function(tmp_path: Path) -> None:
+    files = float8_state_dict(with_experts("cpu", False))
+    source = build("qwen3_moe")
+    source.save_pretrained(tmp_path)
+    save_file({k: v.contiguous() for k, v in files.items()}, tmp_path / "model.safetensors")
+    fp8 = Fp8DistConfig("mxfp8", experts_recipe="mxfp8", freeze=True)
+    with pytest.raises(NotImplementedError, match="freeze=True can't load the experts"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=fp8)
+
+
+def test_high_precision_entries_are_cast(tmp_path: Path) -> None:
+    source = build("qwen3", **SIZES)
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    model = converted("vllm", "meta")
+    model.to_empty(device="cpu")
+    load_float8_checkpoint(model, tmp_path / "model.safetensors")
+    assert different(float8_state_dict(model), by_reference("vllm")) == []
+
+
+def test_names(tmp_path: Path) -> None:
+    files = by_reference("ue8m0")
+    del files["model.norm.weight"]
+    written(files | {"mtp.weight": torch.ones(2)}, tmp_path)
+    model = converted("ue8m0")
+    before = model.model.embed_tokens.weight.clone()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.add_(1)
+    with pytest.raises(ValueError, match=r"missing model.norm.weight; unexpected mtp.weight"):
+        load_float8_checkpoint(model, tmp_path)
+    assert same_bits(model.model.embed_tokens.weight, before + 1)
+    found = load_float8_checkpoint(model, tmp_path, strict=False)
+    assert found == (["model.norm.weight"], ["mtp.weight"])
+    assert same_bits(model.model.embed_tokens.weight, before)
+
+
+def test_a_tied_head(tmp_path: Path) -> None:
+    source = build("llama_tied")
+    state = {k: v for k, v in source.state_dict().items() if "lm_head" not in k}
+    save_file(state, tmp_path / "model.safetensors")
+    assert load_float8_checkpoint(build("llama_tied"), tmp_path) == ([], [])
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {NAME: torch.zeros(3, 3)},
+            r"up_proj.weight is \[3, 3\] in the checkpoint, and \[320, 192",
+        ),
+        ({f"{NAME}_scale_inv": None}, "is in float8, and the checkpoint has no"),
+        ({f"{NAME}_scale_inv": torch.ones(2, 2)}, "the layer's recipe has one scale per"),
+        ({f"{NAME}_scale_inv": torch.full((3, 2), 1.1)}, "are not powers of two, and the layer's"),
+        ({f"{NAME}_scale_inv": torch.ones(3, 2).half()}, "scales are float32 or float8_e8m0fnu"),
+    ],
+)
+def test_bad_entries(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+    files = by_reference("ue8m0") | change
+    written({name: value for name, value in files.items() if value is not None}, tmp_path)
+    model = converted("ue8m0")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=expected):
+        load_float8_checkpoint(model, tmp_path)
+    assert different(dict(model.state_dict()), before) == []
+
+
+def test_bad_scales_of_a_trainable_weight(tmp_path: Path) -> None:
+    written(by_reference("ue8m0") | {f"{NAME}_scale_inv": torch.ones(7, 2)}, tmp_path)
+    with pytest.raises(ValueError, match="which is neither one scale for"):
+        load_float8_checkpoint(converted("ue8m0", frozen=False), tmp_path)
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    model = converted("ue8m0")
+    assert "no safetensors file at" in raised(
+        ValueError, lambda: load_float8_checkpoint(model, tmp_path)
+    )
+    written(by_reference("ue8m0"), tmp_path)
+    meta = converted("ue8m0", "meta")
+    error = raised(ValueError, lambda: load_float8_checkpoint(meta, tmp_path))
+    assert "is on the meta device; call model.to_empty first" in error
+
+
+def test_linear_layers_stay_converted(tmp_path: Path) -> None:
+    """Other scales than those of blocks: one per tensor, and one per row."""
+    for recipe in ("tensorwise", "rowwise_folded"):
+        layer = Float8Linear(64, 48, config=Float8LinearConfig.from_recipe_name(recipe))
+        layer.requires_grad_(False)
+        twin = Float8Linear(64, 48)
+        freeze_to_float8(layer)
+        save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+        load_float8_checkpoint(twin, tmp_path / "layer.safetensors")
+        assert same_bits(twin.weight, dequantized(layer))
+        other = Float8Linear(64, 48, config=layer.config).requires_grad_(False)
+        freeze_to_float8(other)
+        load_float8_checkpoint(other, tmp_path / "layer.safetensors")
+        assert same_bits(dequantized(other), dequantized(layer))
