@@ -1,0 +1,122 @@
+"""The page of weights stored in float8, by copy and paste, and the bytes that it counts."""
+
+import re
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import full
+from ranks import RankPools, device_mesh
+from reference import same_bits
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from trainer_runs import dataset, llama
+from transformers import LlamaForCausalLM
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_layers,
+    float8_quantization_config,
+    float8_state_dict,
+    skip_head,
+)
+from fp8_dist.linear.weight import float8_weights
+
+PAGE = (Path(__file__).parents[2] / "docs/frozen.md").read_text()
+LORA, SHARDED, PRETRAINED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def block_config(**options: Any) -> Float8LinearConfig:
+    return Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32", **options)
+
+
+def lora(code: str) -> list[torch.Tensor]:
+    """Runs on each rank: the adapters after the page's training."""
+    torch.manual_seed(3)
+    batches = [{key: ids[None] for key, ids in row.items()} for row in dataset(8)]
+    scope: dict[str, Any] = {"model": llama(), "batches": batches}
+    exec(code, scope)
+    assert {type(weight.parameter()) for weight in float8_weights(scope["model"]).values()} == {
+        DTensor
+    }
+    return [full(p.detach()) for p in scope["model"].parameters() if p.requires_grad]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_those_beside_a_base_in_high_precision(ranks: RankPools) -> None:
+    usual = "\n".join(line for line in LORA.splitlines() if line != "freeze_to_float8(model)")
+    assert usual != LORA
+    found, expected = (ranks(2).run(lora, code)[0] for code in (LORA, usual))
+    assert len(found) == 8
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert any(tensor.any() for tensor in found[1::2])  # B begins with zeros
+
+
+def exported(folder: Path) -> LlamaForCausalLM:
+    model = llama()
+    convert_to_float8_training(model, config=block_config(), module_filter_fn=skip_head(model))
+    model.config.quantization_config = float8_quantization_config(model)
+    model.save_pretrained(folder, state_dict=float8_state_dict(model))
+    return model
+
+
+def load_sharded(folder: str) -> dict[str, torch.Tensor]:
+    """Runs on each rank: the state dict of the page's model."""
+    scope: dict[str, Any] = {"make_model": llama, "folder": folder, "device": "cpu", "ranks": 4}
+    exec(SHARDED, scope)
+    return float8_state_dict(scope["model"], full_state_dict=True)
+
+
+def check_files(found: dict[str, torch.Tensor], folder: Path) -> None:
+    expected = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert same_bits(found[name].contiguous(), tensor), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loading_on_a_mesh(ranks: RankPools, tmp_path: Path) -> None:
+    exported(tmp_path)
+    for found in ranks(4).run(load_sharded, str(tmp_path)):
+        check_files(found, tmp_path)
+
+
+def test_from_pretrained(tmp_path: Path) -> None:
+    source = exported(tmp_path)
+    with chdir(tmp_path):
+        scope: dict[str, Any] = {"folder": "."}
+        exec(PRETRAINED, scope)
+    check_files(load_file(tmp_path / "again" / "model.safetensors"), tmp_path)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        assert same_bits(scope["model"](ids).logits, source.eval()(ids).logits)
+
+
+def bytes_per_element(keeps: bool) -> tuple[float, float]:
+    """Runs on each rank: of a trained weight after a step: its own, and the optimizer's."""
+    mesh = device_mesh(dp=2)
+    layer = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, cache_float8_shards=keeps)
+    convert_to_float8_training(layer, config=config)
+    fully_shard(layer, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.randn(16, 256)).square().mean().backward()
+    optimizer.step()
+    layer(torch.randn(16, 256)).square().mean().backward()
+    (weight,) = (each.float8_weight for each in float8_layers(layer).values())
+    shard = weight.shard()
+    own, kept = shard.nbytes, weight.cache.float8
+    if kept is not None:
+        own += sum(quantized.qdata.nbytes for quantized in kept[1])
+    state = next(iter(optimizer.state.values()))
+    moments = sum(v.to_local().nbytes for v in state.values() if isinstance(v, DTensor))
+    return own / shard.numel(), moments / shard.numel()
+
+
+def test_bytes_of_trained_weights(ranks: RankPools) -> None:
+    assert ranks(2).run_same(bytes_per_element, False) == (4, 8)
+    assert ranks(2).run_same(bytes_per_element, True) == (5, 8)
