@@ -85,6 +85,18 @@ def device_has_grouped_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 
+@cache
+def device_kind(device: torch.device) -> str | None:
+    """Return the kind of a device's GEMM with block scales: "hopper", "blackwell" or None."""
+    if torch.version.cuda is None:
+        return None
+    release = tuple(map(int, torch.version.cuda.split(".")[:2]))
+    major, _ = torch.cuda.get_device_capability(device)
+    if major == 9 and release >= (12, 9):
+        return "hopper"
+    return "blackwell" if major == 10 and release >= (12, 8) else None
+
+
 def fuses_casts(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a device that casts several copies in one pass."""
     return tensor.is_cuda

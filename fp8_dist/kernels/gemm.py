@@ -331,11 +331,13 @@ def tiled_exponents(a: Tensor, b: Tensor, repeats: int = 1) -> tuple[Tensor, Ten
         a, b: the exponents of each operand, ``[R, C]``, any strides.
         repeats: number of times that each row of ``b`` is repeated.
     """
-    return _in_tiles(a), _in_tiles(b.repeat_interleave(repeats, dim=0))
+    return in_tiles(a), in_tiles(b.repeat_interleave(repeats, dim=0))
 
 
-def _in_tiles(exponents: Tensor) -> Tensor:
+def in_tiles(exponents: Tensor) -> Tensor:
+    """Copy exponents ``[R, C]`` to the layout of :func:`tiled_exponents`."""
     rows, columns = exponents.shape
-    padded = pad(exponents, (0, -columns % 4, 0, -rows % 128))
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
+    missing = (0, -columns % 4, 0, -rows % 128)
+    padded = pad(exponents, missing) if any(missing) else exponents
+    tiles = padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

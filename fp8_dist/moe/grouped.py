@@ -15,6 +15,7 @@ Rows in blocks are cast again in blocks of tokens of one expert instead. Everyth
 float8 copy of g, so the result does not depend on the rank that cast it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,12 @@ from fp8_dist.cast import quantize
 from fp8_dist.kernels import (
     ALIGNMENT,
     fold_groups,
+    grouped_mx_mm,
+    grouped_mx_sums,
     grouped_scaled_mm,
     grouped_scaled_sums,
     has_grouped_gemm,
+    has_grouped_mx_gemm,
     transposed_groups,
     unit_scales,
     without_empty,
@@ -77,12 +81,14 @@ def grouped_mm(
     """
     n, k = dims = weights.qdata.shape[1:]
     if has_grouped_gemm(rows.qdata, dims, out_dtype, config.emulate):
-        if rows.scheme.is_recast_for_rows:
-            wide = _as_bf16(weights)
-            return F.grouped_mm(_as_bf16(rows), wide.mT if turn else wide, offs=groups.ends)
         data, scale = weights.qdata, weights.scales[0]
         if turn:
             data, scale = data.mT, scale.mT
+        if _are_mx(rows, dims):
+            return grouped_mx_mm(rows.qdata, data, rows.scales[0], scale, groups)
+        if rows.scheme.is_recast_for_rows:
+            wide = _as_bf16(weights)
+            return F.grouped_mm(_as_bf16(rows), wide.mT if turn else wide, offs=groups.ends)
         return grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
     product = rows.qdata.new_empty((len(rows.qdata), n if turn else k), dtype=out_dtype)
     for group in groups.slices():
@@ -161,23 +167,33 @@ def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor
     source, ends = groups.padded(level.columns or 1)
     pads, taken = (source < 0).unsqueeze(1), source.clamp(min=0)
 
-    def wide(operand: Quantized) -> Tensor:
+    def again(operand: Quantized) -> Quantized:
         data, scale = (
             each.index_select(0, taken).masked_fill_(pads, 0)
             for each in (operand.qdata.view(torch.uint8), operand.scales[0])
         )
         padded = operand._replace(qdata=data.view(operand.qdata.dtype), scales=(scale,))
-        return _as_bf16(padded.scheme.for_rows(padded, None))
+        return padded.scheme.for_rows(padded, None)
 
-    return without_empty(F.grouped_mm(wide(left).t(), wide(right), offs=ends), groups)
+    a, b = again(left), again(right)
+    if _are_mx(left, (a.qdata.shape[1], b.qdata.shape[1])):
+        return grouped_mx_sums(a.qdata.t(), b.qdata.t(), a.scales[0], b.scales[0], groups)
+    return without_empty(F.grouped_mm(_as_bf16(a).t(), _as_bf16(b), offs=ends), groups)
+
+
+def _are_mx(rows: Quantized, sizes: Sequence[int]) -> bool:
+    """Whether the device multiplies these blocks in groups."""
+    (level,) = rows.scheme.levels
+    return has_grouped_mx_gemm(rows.qdata, rows.scales[0], sizes, level.columns or 0)
 
 
 def _as_bf16(operand: Quantized) -> Tensor:
     assert isinstance(operand.scheme, BlockScheme)
     warn_once(
         "grouped GEMM of blocks",
-        "torch's grouped GEMM takes no scales of blocks, so experts in the recipes 'blockwise' and "
-        "'mxfp8' are multiplied in bf16; 'rowwise_folded' and 'tensorwise' are in float8",
+        "torch's grouped GEMM takes no scales of blocks but those of 'mxfp8', on a Blackwell, for "
+        "features that are multiples of 32, so experts are multiplied in bf16; 'rowwise_folded' "
+        "and 'tensorwise' are in float8",
     )
     return operand.scheme.as_bf16(operand)
 

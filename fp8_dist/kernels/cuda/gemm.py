@@ -7,7 +7,6 @@ The layouts follow the checks of torch's ``scaled_mm``.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
+from fp8_dist.device import device_kind
 from fp8_dist.kernels.gemm import (
     ALIGNMENT,
     block_scaled_mm,
@@ -24,18 +24,6 @@ from fp8_dist.kernels.gemm import (
 )
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
-
-
-@cache
-def device_kind(device: torch.device) -> str | None:
-    """Return the kind of a device's GEMM with block scales: "hopper", "blackwell" or None."""
-    if torch.version.cuda is None:
-        return None
-    release = tuple(map(int, torch.version.cuda.split(".")[:2]))
-    major, _ = torch.cuda.get_device_capability(device)
-    if major == 9 and release >= (12, 9):
-        return "hopper"
-    return "blackwell" if major == 10 and release >= (12, 8) else None
 
 
 def block_mm(

@@ -1,0 +1,149 @@
+"""The grouped GEMM of MX blocks, given to torch's operator in torchao's layouts.
+
+A reference of the operator reads the tiles of exponents by their definition.
+"""
+
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits, sqnr
+from torch import Tensor
+from torch.nn.functional import pad
+from torchao.prototype.moe_training.kernels.mxfp8.quant import (
+    torch_to_blocked_2d_K_groups,
+    torch_to_blocked_2d_M_groups,
+    torch_to_blocked_per_group_3d,
+)
+
+from fp8_dist.kernels import Groups, grouped, grouped_mx_mm, grouped_mx_sums
+from fp8_dist.moe import Float8ExpertsConfig
+from fp8_dist.moe.functions import cast_weight, grouped_product
+
+COUNTS = [[125, 3, 0, 256], [0, 0, 7], [128, 32, 160], [1], [300, 0]]
+SIZES = [(96, 160), (32, 32), (256, 512)]
+CASES = pytest.mark.parametrize(("counts", "sizes"), [*product(COUNTS, SIZES)])
+
+
+def groups_of(counts: list[int]) -> Groups:
+    sizes = torch.tensor(counts)
+    return Groups.of(sizes, sizes, sum(counts))
+
+
+def exponents(*shape: int) -> Tensor:
+    return torch.randint(1, 255, shape, dtype=torch.uint8)
+
+
+def data(*shape: int) -> Tensor:
+    return torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of calls of torch's operator, which :func:`by_definition` takes the place of."""
+    found: list[Any] = []
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        found.append(args)
+        return by_definition(*args, **kwargs)
+
+    monkeypatch.setattr(grouped, "native_scaled_grouped_mm", run)
+    return found
+
+
+def from_tiles(tiles: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The factors of a matrix's rows, one per 32 values, from its tiles; the tiles after them."""
+    i, j = torch.arange(rows)[:, None], torch.arange(columns)
+    per_row = -(-columns // 4)
+    tile = i // 128 * per_row + j // 4
+    place = tile * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+    factors = torch.exp2(tiles.view(torch.uint8).flatten()[place].double() - 127)
+    return factors, tiles.flatten()[-(-rows // 128) * per_row * 512 :]
+
+
+def by_definition(
+    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, ends: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    of_a, left, right = of_a.flatten(), a.double(), b.double()
+    found = []
+    for group, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if b.ndim == 3:
+            x, y = left[begin:end], right[group]
+            t, of_a = from_tiles(of_a, len(x), x.shape[1] // 32)
+            s, _ = from_tiles(of_b[group], y.shape[1], len(y) // 32)
+        else:
+            x, y = left[:, begin:end], right[begin:end]
+            t, of_a = from_tiles(of_a, len(x), x.shape[1] // 32)
+            s, of_b = from_tiles(of_b.flatten(), y.shape[1], len(y) // 32)
+        found.append((x * t.repeat_interleave(32, 1)) @ (y * s.repeat_interleave(32, 1).t()))
+    return (torch.cat if b.ndim == 3 else torch.stack)(found).to(out_dtype)
+
+
+def same_tiles(found: Tensor, expected: Tensor) -> bool:
+    """Whether tiles are torchao's, which has room for more padding after them."""
+    assert found.dtype is torch.float8_e8m0fnu
+    assert found.is_contiguous()
+    flat, expected = found.view(torch.uint8).flatten(), expected.flatten()
+    assert not expected[len(flat) :].any()
+    return same_bits(flat, expected[: len(flat)])
+
+
+@CASES
+def test_tiles_of_products(calls: list[Any], counts: list[int], sizes: tuple[int, int]) -> None:
+    (n, k), experts, groups = sizes, len(counts), groups_of(counts)
+    of_rows, of_weights = exponents(sum(counts), k // 32), exponents(experts, n // 32, k // 32)
+    weights = data(experts, n, k)
+    grouped_mx_mm(data(sum(counts), k), weights.mT, of_rows, of_weights.mT, groups)
+    ((_, b, tiles, of_experts, _),) = calls
+    assert b.stride()[1:] == (1, k)
+    columns = pad(of_rows, (0, -(k // 32) % 4))
+    expected, _ = torch_to_blocked_2d_M_groups(columns, groups.ends)
+    assert same_tiles(tiles, expected)
+    each = of_weights.repeat_interleave(32, dim=1)
+    assert same_tiles(of_experts, torch_to_blocked_per_group_3d(each))
+
+
+@CASES
+def test_tiles_of_sums(calls: list[Any], counts: list[int], sizes: tuple[int, int]) -> None:
+    groups = groups_of(counts)
+    padded = [count + -count % 32 for count in counts]
+    a, b = (data(size, sum(padded)) for size in sizes)
+    of_a, of_b = (exponents(sum(padded) // 32, size) for size in sizes)
+    sums = grouped_mx_sums(a, b, of_a, of_b, groups)
+    assert [bool(each.any()) for each in sums] == [count > 0 for count in counts]
+    ((*_, tiles_a, tiles_b, _),) = calls
+    ends = torch.tensor(padded).cumsum(0) // 32
+    for found, each in ((tiles_a, of_a), (tiles_b, of_b)):
+        expected, _ = torch_to_blocked_2d_K_groups(each.t().contiguous(), ends)
+        assert same_tiles(found, expected)
+
+
+def step(counts: list[int], n: int, k: int, stored_transposed: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(sum(counts), k).bfloat16().requires_grad_()
+    w = (torch.randn(len(counts), n, k) * torch.logspace(-3, 0, n)[:, None]).bfloat16()
+    if stored_transposed:
+        w = w.mT.contiguous().mT
+    w = w.detach().requires_grad_()
+    config = Float8ExpertsConfig("mxfp8")
+    (output,) = grouped_product(x, [cast_weight(w, config)], groups_of(counts), config)
+    return [output, *torch.autograd.grad(output, (x, w), torch.randn(output.shape).bfloat16())]
+
+
+@pytest.mark.parametrize("stored_transposed", [False, True])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_step(
+    calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    counts: list[int],
+    stored_transposed: bool,
+) -> None:
+    """The GEMMs of a Blackwell have the results of the emulation."""
+    expected = step(counts, 96, 160, stored_transposed)
+    monkeypatch.setattr(grouped, "device_has_grouped_gemm", lambda device: True)
+    monkeypatch.setattr(grouped, "device_kind", lambda device: "blackwell")
+    found = step(counts, 96, 160, stored_transposed)
+    assert len(calls) == 3
+    for one, other in zip(found, expected, strict=True):
+        assert sqnr(other, one) > 60  # but for the order of sums
