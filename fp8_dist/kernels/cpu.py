@@ -217,7 +217,7 @@ def _quantize_blocks(
         return quantize_blocks.portable(x, exponents, dtype, blocks)
     x = x.contiguous()
     matrix, qdata = x.view(-1, x.shape[-1]), torch.empty_like(x, dtype=dtype)
-    results, numbers = qdata.view(matrix.shape), exponents.view(-1, exponents.shape[-1])
+    results, numbers = qdata.view(matrix.shape), exponents.flatten(0, -2)  # of any strides
     for part, of_rows in _slices(matrix, rows):
         quantized = quantize_blocks.portable(matrix[part], numbers[of_rows], dtype, blocks)
         results[part] = quantized

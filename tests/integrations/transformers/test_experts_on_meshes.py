@@ -87,6 +87,8 @@ MESHES = {
     "dim 1": Placed({"dp": 4}, (), ("dp",), dim=1),
     "EP over dp x tp": Placed({"dp": 2, "tp": 2}, ("dp", "tp")),
     "EP x FSDP2": Placed({"dp": 2, "ep": 2}, ("ep",), ("dp",), experts=6),
+    "EP on 3 ranks": Placed({"ep": 3}, ("ep",), experts=6),
+    "EP on 8 ranks": Placed({"ep": 8}, ("ep",)),
     "EP x HSDP": Placed({"replicate": 2, "shard": 2, "ep": 2}, ("ep",), ("replicate", "shard")),
 }
 Batch = dict[str, Tensor]
@@ -150,18 +152,20 @@ class Steps(NamedTuple):
     reduced: int
 
 
-def trained(placed: Placed, config: Float8ExpertsConfig, once: bool) -> Steps:
+def trained(placed: Placed, config: Float8ExpertsConfig, once: bool, updates: bool = True) -> Steps:
     """Train, and compare each step with one device.
 
-    ``once``: whether FSDP2 reduces the gradients of both micro-batches together.
+    ``once``: whether FSDP2 reduces the gradients of both micro-batches together. ``updates``:
+    whether scales are computed after each step, and not by the forward that needs them.
     """
     rank, reduced = dist.get_rank(), 0
     model, twin = Mixture(config, placed.experts), Mixture(config, placed.experts)
     mesh = placed.distribute(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    attach_update(optimizer, model)
     with comm_audit(mesh) as update:
-        precompute_float8_dynamic_scale(model)
+        if updates:
+            attach_update(optimizer, model)
+            precompute_float8_dynamic_scale(model)
     wrong, gathers = list[str](), list[str]()
     for step in range(2):
         grads = []
@@ -208,6 +212,17 @@ def test_bits_of_one_device(ranks: RankPools, name: str, recipe: Any, once: bool
     placed = MESHES[name]
     for found in ranks(placed.size).run(trained, placed, Float8ExpertsConfig(recipe), once):
         assert (found.wrong, len(found.update), found.reduced) == ([], 1, 0)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", *(pytest.param(r, marks=pytest.mark.full) for r in RECIPES[:3])]
+)
+def test_without_updates(ranks: RankPools, recipe: Any) -> None:
+    """Forwards reduce the amaxes that they need, once for two micro-batches."""
+    placed = MESHES["dim 1"]
+    for found in ranks(4).run(trained, placed, Float8ExpertsConfig(recipe), False, False):
+        assert (found.wrong, found.update) == ([], [])
+        assert found.reduced == 2 * 3  # of both weights of experts, and of the linear layer
 
 
 def test_what_is_sent(ranks: RankPools) -> None:
