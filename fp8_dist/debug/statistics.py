@@ -365,8 +365,8 @@ def float8_stats(
         gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
             float8 GEMM's result. Then all code in recorded blocks runs eagerly, and every rank
             gathers full operands and results; the rows of experts are sent in high precision too.
-            GEMMs of experts of which ranks have parts are left out. Inputs, including those of
-            checkpointed blocks, are kept in high precision until the backward.
+            Of experts of which ranks have parts, only grad_weight is measured. Inputs, including
+            those of checkpointed blocks, are kept in high precision until the backward.
         mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
