@@ -12,7 +12,7 @@ next to the class that implements them (``amax_history``, ``observing``).
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -23,8 +23,7 @@ from fp8_dist.kernels import CustomOp, empty_copies
 from fp8_dist.linear.weight_cache import Known, ScaleState
 from fp8_dist.scaling import (
     CastPlan,
-    Scheme,
-    Statistics,
+    by_scheme,
     common_start,
     empty_scales,
     empty_statistics,
@@ -92,7 +91,7 @@ def queried_statistics(weight: Any, shard: torch.Tensor, source: ScaleState | No
         flat = shard_statistics.overload(shard, weight.handle, keys, start)
     else:
         flat = weight_statistics.overload(shard, weight.handle, keys, start, source is not None)
-    return dict(zip(schemes, _by_scheme(flat, schemes), strict=True))
+    return dict(zip(schemes, by_scheme(schemes, flat)[0], strict=True))
 
 
 def queried_copies(weight: Any, shard: torch.Tensor, plan: CastPlan, keep: bool) -> Copies:
@@ -103,17 +102,8 @@ def queried_copies(weight: Any, shard: torch.Tensor, plan: CastPlan, keep: bool)
     (schemes, of, transposed), layout = plan, weight.layout()
     keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
     flat = weight_copies.overload(shard, weight.handle, keys, start, of, transposed, keep)
-    levels = sum([len(scheme.levels) for scheme in schemes])
-    return as_copies(shard, plan, flat[levels:], _by_scheme(flat, schemes), layout)
-
-
-def _by_scheme(flat: list[torch.Tensor], schemes: Sequence[Scheme]) -> list[Statistics]:
-    """Split a flat list that begins with the statistics or scales for each scheme."""
-    found = []
-    for scheme in schemes:
-        found.append(tuple(flat[: len(scheme.levels)]))
-        flat = flat[len(scheme.levels) :]
-    return found
+    scales, data = by_scheme(schemes, flat)
+    return as_copies(shard, plan, data, scales, layout)
 
 
 def _is_own(weight: Any, x: torch.Tensor) -> bool:
@@ -209,21 +199,15 @@ def _copied(
     return [each.to(x.device, copy=True) for scheme in schemes for each in known[scheme]]
 
 
-def _empty(
-    made: Callable[..., Sequence[torch.Tensor]], x: torch.Tensor, keys: list[str], start: list[int]
-) -> list[torch.Tensor]:
-    return [each for key in keys for each in made(scheme_named(key), x, (start[0], start[1]))]
-
-
 weight_statistics.register_fake(
-    lambda x, handle, schemes, start, keep: _empty(empty_statistics, x, schemes, start)
+    lambda x, handle, schemes, start, keep: empty_statistics(x, schemes, start)
 )
 shard_statistics.register_fake(
-    lambda x, handle, schemes, start: _empty(empty_statistics, x, schemes, start)
+    lambda x, handle, schemes, start: empty_statistics(x, schemes, start)
 )
 weight_copies.register_fake(
     lambda x, handle, schemes, start, of, transposed, keep: [
-        *_empty(empty_scales, x, schemes, start),
+        *empty_scales(x, schemes, start),
         *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
     ]
 )

@@ -5,6 +5,7 @@ from fp8_dist.scaling.blocks import Blocks, BlockScheme, Fp32Blocks, as_matrix, 
 from fp8_dist.scaling.dense import Dense, covering
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.operators import (
+    by_scheme,
     cast,
     dequantize,
     empty_scales,
@@ -49,6 +50,7 @@ __all__ = [
     "Start",
     "Statistics",
     "as_matrix",
+    "by_scheme",
     "cast",
     "common_start",
     "covering",

@@ -47,6 +47,9 @@ from fp8_dist.scaling.scheme import (
 )
 from fp8_dist.torch_internals import cached_but_in_graphs
 
+# Float8 data ``[M, K]``, its scales, and the description of their blocks for kernels.
+_InBlocks = tuple[Tensor, Tensor, list[int]]
+
 # How messages show the rule of the exponents, after the size of a block.
 _RULES = {None: "", "ceil": " (MX)", "floor": " (MX, floor)"}
 
@@ -125,11 +128,11 @@ class BlockScheme(Scheme):
         if not self.is_recast_for_rows:
             return operand
         matrix, (scales,), *_ = as_matrix(operand)
-        blocks = self._blocks(operand.start)
+        known = matrix, scales, self._blocks(operand.start)
         axes = () if layout is None else _axes_of_tokens(layout)
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
-            data, found = self._reblocked(matrix, scales, blocks, transposed)
+            data, found = self._reblocked(known, transposed)
             scheme = _resized(self, self.columns, 1)
             return Quantized(data.t() if transposed else data, (found,), scheme)
         leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
@@ -137,25 +140,21 @@ class BlockScheme(Scheme):
         tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
-        found = self._measured_groups(matrix, scales, blocks, group, count)
+        found = self._measured_groups(known, group, count)
         found = all_reduce_max(found, groups_over(layout.mesh, axes))
-        data, each = self._reblocked_groups(matrix, scales, blocks, group, found)
+        data, each = self._reblocked_groups(known, group, found)
         return Quantized(data, (each,), _resized(self, 1, 1))
 
-    def _reblocked(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], transposed: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
         """Cast float8 data ``[M, K]`` to blocks of one column; the data and the scales."""
         raise NotImplementedError
 
-    def _measured_groups(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, count: int
-    ) -> Tensor:
+    def _measured_groups(self, known: _InBlocks, group: Tensor, count: int) -> Tensor:
         """The statistics ``[count, K]`` of new blocks, given the new block of each row."""
         raise NotImplementedError
 
     def _reblocked_groups(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, found: Tensor
+        self, known: _InBlocks, group: Tensor, found: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Cast float8 data by the statistics of new blocks; the data and a scale per value."""
         raise NotImplementedError
@@ -217,20 +216,16 @@ class Blocks(BlockScheme):
     def fuses(self, x: Tensor) -> bool:
         return fuses_casts(x)
 
-    def _reblocked(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], transposed: bool
-    ) -> tuple[Tensor, Tensor]:
-        return reblock(qdata, scales, blocks, self.columns, self._new_rule, transposed)
+    def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
+        return reblock(*known, self.columns, self._new_rule, transposed)
 
-    def _measured_groups(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, count: int
-    ) -> Tensor:
-        return exponents_of_groups(qdata, scales, blocks, group, count, self._new_rule)
+    def _measured_groups(self, known: _InBlocks, group: Tensor, count: int) -> Tensor:
+        return exponents_of_groups(*known, group, count, self._new_rule)
 
     def _reblocked_groups(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, found: Tensor
+        self, known: _InBlocks, group: Tensor, found: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return reblock_groups(qdata, scales, blocks, group, found)
+        return reblock_groups(*known, group, found)
 
     @property
     def _new_rule(self) -> str | None:
@@ -280,21 +275,16 @@ class Fp32Blocks(BlockScheme):
         matrix = data.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if any(transposed) else data
         return known, (scales,), [transposed_copy(matrix) if t else data for t in transposed]
 
-    def _reblocked(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], transposed: bool
-    ) -> tuple[Tensor, Tensor]:
-        rows = self.columns
-        return reblock_by_scales(qdata, scales, blocks, rows, self._divides, transposed)
+    def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
+        return reblock_by_scales(*known, self.columns, self._divides, transposed)
 
-    def _measured_groups(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, count: int
-    ) -> Tensor:
-        return dequantized_amaxes(qdata, scales, blocks, group, count)
+    def _measured_groups(self, known: _InBlocks, group: Tensor, count: int) -> Tensor:
+        return dequantized_amaxes(*known, group, count)
 
     def _reblocked_groups(
-        self, qdata: Tensor, scales: Tensor, blocks: Sequence[int], group: Tensor, found: Tensor
+        self, known: _InBlocks, group: Tensor, found: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return reblock_groups_by_scales(qdata, scales, blocks, group, found, self._divides)
+        return reblock_groups_by_scales(*known, group, found, self._divides)
 
     @property
     def _divides(self) -> bool:

@@ -5,14 +5,15 @@ backend therefore run the same methods and produce the same bits, and dynamo doe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
 from fp8_dist.scaling.blocks import as_matrix, turned
-from fp8_dist.scaling.level import Start
+from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import (
     CastPlan,
     Quantized,
@@ -32,7 +33,7 @@ def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list
     if not torch.compiler.is_compiling():
         return _measure(x, schemes, start)
     flat = measure_operator.overload(x, [scheme.key for scheme in schemes], start)
-    return _by_scheme(schemes, flat)[0]
+    return by_scheme(schemes, flat)[0]
 
 
 def _measure(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
@@ -70,7 +71,7 @@ def cast(
         statistics, fits = measure(x, schemes, start), True
     known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
     flat = cast_operator.overload(x, known, keys, start, plan.of, plan.transposed, fits, after)
-    return statistics, *_by_scheme(schemes, flat)
+    return statistics, *by_scheme(schemes, flat)
 
 
 def _cast(
@@ -101,10 +102,13 @@ def _cast(
     return statistics, every, [copies[n] for n in range(len(of))]
 
 
-def _by_scheme(
+def by_scheme(
     schemes: Sequence[Scheme], flat: Sequence[Tensor]
 ) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
-    """Group the first tensors of ``flat``, one for each level of each scheme; return the rest."""
+    """Group the tensors that begin a flat list, one for each level of each scheme.
+
+    Returns the groups, and the rest of the list.
+    """
     found, begin = [], 0
     for scheme in schemes:
         end = begin + len(scheme.levels)
@@ -152,34 +156,41 @@ def matrices(
     return a, turned(b) if turn[1] else b
 
 
-@custom_op("measure(Tensor x, str[] schemes, int[] start) -> Tensor[]")
+def empty_statistics(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
+    """Uninitialized statistics of a local tensor for each scheme, by key."""
+    return [
+        x.new_empty(shape, dtype=level.statistic) for level, shape in _levels(x, schemes, start)
+    ]
+
+
+def empty_scales(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
+    """Uninitialized scales of a local tensor for each scheme, by key."""
+    return [x.new_empty(shape, dtype=level.scale) for level, shape in _levels(x, schemes, start)]
+
+
+def _levels(
+    x: Tensor, schemes: Sequence[str], start: Sequence[int]
+) -> Iterator[tuple[Level, list[int]]]:
+    """Yield each level of each scheme, with the shape of its statistics and scales."""
+    for scheme in map(scheme_named, schemes):
+        shapes = scheme.scale_shapes(x.shape, (start[0], start[1]))
+        yield from zip(scheme.levels, shapes, strict=True)
+
+
+@custom_op("measure(Tensor x, str[] schemes, int[] start) -> Tensor[]", fake=empty_statistics)
 def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
     """Operator of :func:`measure`."""
     each = [scheme_named(key) for key in schemes]
     return [s for own in _measure(x, each, (start[0], start[1])) for s in own]
 
 
-@measure_operator.register_fake
-def _measure_fake(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
-    at = (start[0], start[1])
-    return [s for key in schemes for s in empty_statistics(scheme_named(key), x, at)]
-
-
-def empty_statistics(scheme: Scheme, x: Tensor, start: Start) -> list[Tensor]:
-    """Uninitialized statistics of a local tensor."""
-    shapes = zip(scheme.levels, scheme.scale_shapes(x.shape, start), strict=True)
-    return [x.new_empty(shape, dtype=level.statistic) for level, shape in shapes]
-
-
-def empty_scales(scheme: Scheme, x: Tensor, start: Start) -> list[Tensor]:
-    """Uninitialized scales of a local tensor."""
-    shapes = zip(scheme.levels, scheme.scale_shapes(x.shape, start), strict=True)
-    return [x.new_empty(shape, dtype=level.scale) for level, shape in shapes]
-
-
 @custom_op(
     "cast(Tensor x, Tensor[] statistics, str[] schemes, int[] start, int[] of, bool[] transposed, "
-    "bool fits, Tensor? after) -> Tensor[]"
+    "bool fits, Tensor? after) -> Tensor[]",
+    fake=lambda x, statistics, schemes, start, of, transposed, *_: [
+        *empty_scales(x, schemes, start),
+        *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
+    ],
 )
 def cast_operator(
     x: Tensor,
@@ -193,7 +204,7 @@ def cast_operator(
 ) -> list[Tensor]:
     """Operator of :func:`cast`. Returns the scales of each scheme, then the data of each copy."""
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
-    known = _by_scheme(plan.schemes, statistics)[0] if statistics else None
+    known = by_scheme(plan.schemes, statistics)[0] if statistics else None
     _, scales, data = _cast(x, plan, known, (start[0], start[1]), fits)
     # An operator must not return its arguments, and scales may be statistics or views of them.
     return [*unshared([s for own in scales for s in own], statistics), *data]
@@ -205,64 +216,25 @@ def unshared(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
     return [t.clone() if storage_address(t) in addresses else t for t in tensors]
 
 
-@cast_operator.register_fake
-def _cast_fake(
-    x: Tensor,
-    statistics: Sequence[Tensor],
-    schemes: Sequence[str],
-    start: Sequence[int],
-    of: Sequence[int],
-    transposed: Sequence[bool],
-    fits: bool,
-    after: Tensor | None,
-) -> list[Tensor]:
-    each, at = [scheme_named(key) for key in schemes], (start[0], start[1])
-    scales = [scale for scheme in each for scale in empty_scales(scheme, x, at)]
-    return [*scales, *empty_copies(x, each[0].dtype, transposed)]
+def _empty_product(*arguments: Any) -> Tensor:
+    a, b, turn, out_dtype = arguments[0], arguments[4], *arguments[8:10]
+    rows = a.shape[-1] if turn[0] else math.prod(a.shape[:-1])
+    columns = math.prod(b.shape[:-1]) if turn[1] else b.shape[-1]
+    return a.new_empty((rows, columns), dtype=out_dtype)
 
 
 @custom_op(
     "multiply(Tensor a, Tensor[] scales_a, str scheme_a, int[] start_a, Tensor b, "
     "Tensor[] scales_b, str scheme_b, int[] start_b, bool[] turn, ScalarType out_dtype, "
-    "bool[] options) -> Tensor"
+    "bool[] options) -> Tensor",
+    fake=_empty_product,
 )
-def multiply_operator(
-    a: Tensor,
-    scales_a: Sequence[Tensor],
-    scheme_a: str,
-    start_a: Sequence[int],
-    b: Tensor,
-    scales_b: Sequence[Tensor],
-    scheme_b: str,
-    start_b: Sequence[int],
-    turn: Sequence[bool],
-    out_dtype: torch.dtype,
-    options: Sequence[bool],
-) -> Tensor:
+def multiply_operator(*arguments: Any) -> Tensor:
     """Operator of :func:`multiply`."""
-    left = operand_of(a, scales_a, scheme_a, start_a)
-    right = operand_of(b, scales_b, scheme_b, start_b)
-    first, second = matrices(left, right, (turn[0], turn[1]))
-    return first.scheme.multiply(first, second, out_dtype, (options[0], options[1], options[2]))
-
-
-@multiply_operator.register_fake
-def _multiply_fake(
-    a: Tensor,
-    scales_a: Sequence[Tensor],
-    scheme_a: str,
-    start_a: Sequence[int],
-    b: Tensor,
-    scales_b: Sequence[Tensor],
-    scheme_b: str,
-    start_b: Sequence[int],
-    turn: Sequence[bool],
-    out_dtype: torch.dtype,
-    options: Sequence[bool],
-) -> Tensor:
-    rows = a.shape[-1] if turn[0] else math.prod(a.shape[:-1])
-    columns = math.prod(b.shape[:-1]) if turn[1] else b.shape[-1]
-    return a.new_empty((rows, columns), dtype=out_dtype)
+    left, right = operand_of(*arguments[:4]), operand_of(*arguments[4:8])
+    turn, out_dtype, options = arguments[8:]
+    a, b = matrices(left, right, turn)
+    return a.scheme.multiply(a, b, out_dtype, tuple(options))
 
 
 def dequantize(operand: Quantized) -> Tensor:

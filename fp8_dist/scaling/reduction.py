@@ -135,13 +135,18 @@ def reduced_statistics(
             return (all_reduce_max(own, groups),)
     sent = [i for i, over in enumerate(axes) if over]
     places = [Placed.of(local[i], scheme.levels[i], layout, union) for i in sent]
+    result = list(local)
+    for i, place, whole in zip(sent, places, _reduced(places, groups), strict=True):
+        result[i] = place.part(whole).contiguous()
+    return tuple(result)
+
+
+def _reduced(places: Sequence[Placed], groups: GroupNames) -> list[Tensor]:
+    """Reduce local statistics to global ones, in one message."""
     dtype = message_dtype([place.local for place in places])
     message = torch.cat([place.flat(dtype) for place in places])
-    found = all_reduce_max(message, groups).view(dtype).split([place.size for place in places])
-    result = list(local)
-    for i, place, part in zip(sent, places, found, strict=True):
-        result[i] = place.part(place.whole(part)).contiguous()
-    return tuple(result)
+    parts = all_reduce_max(message, groups).view(dtype).split([place.size for place in places])
+    return [place.whole(part) for place, part in zip(places, parts, strict=True)]
 
 
 def whole_statistics(scheme: Scheme, local: Statistics, layout: Layout) -> Statistics:
@@ -169,13 +174,9 @@ def whole_statistics_of_each(
             places = [Placed.of(own, level, layout, axes) for own, level in levels]
             alike.setdefault(groups_over(layout.mesh, axes), []).append((i, places))
     for groups, own in alike.items():
-        every = [place for _, places in own for place in places]
-        dtype = message_dtype([place.local for place in every])
-        message = torch.cat([place.flat(dtype) for place in every])
-        reduced = all_reduce_max(message, groups).view(dtype)
-        wholes = iter(reduced.split([place.size for place in every]))
+        wholes = iter(_reduced([place for _, places in own for place in places], groups))
         for i, places in own:
-            found[i] = tuple([place.whole(next(wholes)) for place in places])
+            found[i] = tuple([next(wholes) for _ in places])
     return found
 
 
