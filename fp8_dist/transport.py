@@ -22,7 +22,14 @@ from fp8_dist.kernels.encoding import (
     stochastic_bfloat16,
     sum_of_rows,
 )
-from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
+from fp8_dist.mesh import (
+    Layout,
+    Placements,
+    has_pieces,
+    local_tensor,
+    redistributed,
+    sharded_dim,
+)
 from fp8_dist.torch_internals import funcol
 
 # Encoding of numbers on the wire; None for their own dtype.
@@ -362,9 +369,7 @@ def start_reduction(
     """
     dim = _scattered_dim(tensor, placements, transport)
     if dim is None:
-        if tuple(tensor.placements) == placements:
-            return tensor
-        return tensor.redistribute(placements=placements, async_op=True)
+        return redistributed(tensor, placements)
     mesh, local = tensor.device_mesh, local_tensor(tensor)
     ranks, coordinate = mesh.size(), mesh.get_coordinate()
     assert coordinate is not None

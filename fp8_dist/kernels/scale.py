@@ -70,15 +70,11 @@ def amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     return [amax(x, covered_dims(name, x.ndim)) for name in covers]
 
 
-def count_of_each(tensors: Sequence[torch.Tensor], of_rows: bool) -> list[int]:
-    """Return the number of amaxes of each tensor: one, or one per row."""
-    return [math.prod(x.shape[:-1]) if of_rows else 1 for x in tensors]
-
-
 @custom_op(
     "amax_of_each(Tensor first, Tensor[] others, bool of_rows=False) -> Tensor",
     fake=lambda first, others, of_rows=False: first.new_empty(
-        sum(count_of_each([first, *others], of_rows)), dtype=torch.float32
+        sum(math.prod(x.shape[:-1]) if of_rows else 1 for x in (first, *others)),
+        dtype=torch.float32,
     ),
 )
 def amax_of_each(

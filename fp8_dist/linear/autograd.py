@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.observing import (
     are_gemms_observed,
     high_precision,
@@ -31,10 +32,8 @@ from fp8_dist.linear.operands import (
     Local,
     Recast,
     WeightCasts,
-    as_matrix,
     prepare_gradients,
     prepare_operand,
-    redistributed,
     wait_local,
 )
 from fp8_dist.mesh import (
@@ -42,6 +41,7 @@ from fp8_dist.mesh import (
     linear_layouts,
     local_tensor,
     normalized,
+    redistributed,
     reduced,
     with_local,
 )

@@ -24,13 +24,7 @@ from fp8_dist.kernels import GemmOptions
 from fp8_dist.linear.queries import owner_of, query
 from fp8_dist.mesh import local_tensor, with_local
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import (
-    Quantized,
-    Scheme,
-    Start,
-    matrices,
-    scheme_named,
-)
+from fp8_dist.scaling import Quantized, Scheme, flat, matrices, operand_of
 from fp8_dist.tensor import Float8Tensor, scales_of
 from fp8_dist.torch_internals import STAND_INS, in_backward, without_dispatch_modes
 
@@ -195,10 +189,8 @@ def observe(
     if not torch.compiler.is_compiling():
         _show(owner, operand, high, {gemms: low}, repeats)
         return used
-    of, (qdata, scales, scheme, start, _) = (operand, list(gemms), high.detach()), low
-    return observe_cast.overload(
-        used, owner.handle, *of, qdata, list(scales), scheme.key, start, repeats
-    )[0]
+    of = operand, list(gemms), high.detach()
+    return observe_cast.overload(used, owner.handle, *of, *flat(low), repeats)[0]
 
 
 def observe_copies(
@@ -268,17 +260,14 @@ def observe_cast(
     operand: Operand,
     gemms: list[Gemm],
     high: torch.Tensor,
-    qdata: torch.Tensor,
-    scales: list[torch.Tensor],
-    scheme: str,
-    start: Start,
-    repeats: bool,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Operator of :func:`observe` and, without ``gemms``, of :func:`observe_prepared_cast`.
 
     Returns ``used``, and the number of a prepared cast.
     """
-    low = Quantized(qdata, tuple(scales), scheme_named(scheme), (start[0], start[1]))
+    *cast, repeats = rest
+    low = operand_of(*cast)
     if not gemms:
         return used.clone(), _show_preparation(owner_of(handle), high, low)
     _show(owner_of(handle), operand, high, {tuple(gemms): low}, repeats)
@@ -298,12 +287,9 @@ def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> 
     """
     high = local_tensor(input).detach()
     if torch.compiler.is_compiling():
-        qdata, scales, scheme, start, _ = low
-        by = (list(scales), scheme.key, start, True)
-        first, number = observe_cast.overload(
-            scales[0], owner.handle, "input", [], high, qdata, *by
-        )
-        low = low._replace(scales=(first, *scales[1:]))
+        by = owner.handle, "input"
+        first, number = observe_cast.overload(low.scales[0], *by, [], high, *flat(low), True)
+        low = low._replace(scales=(first, *low.scales[1:]))
     else:
         number = _show_preparation(owner, high, low)
         if _gemm_observers:
@@ -350,12 +336,10 @@ def observe_use(scale: torch.Tensor, handle: torch.Tensor, number: torch.Tensor)
 observe_use.register_fake(lambda scale, *_: torch.empty_like(scale))
 
 
-# The input and the weight of a forward before casts and moves; None where they are not known.
-HighPrecision = tuple[torch.Tensor | None, torch.Tensor | None]
-
-
-def high_precision(owner: Owner, input: torch.Tensor, weight: torch.Tensor) -> HighPrecision:
-    """The high-precision operands of a forward, which may take a prepared input."""
+def high_precision(
+    owner: Owner, input: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The input and the weight of a forward before casts and moves; None if not known."""
     local, high = local_tensor(input), None
     if not isinstance(local, Float8Tensor):
         high = input.detach()

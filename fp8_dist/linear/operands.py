@@ -8,7 +8,6 @@ feed-forward, or the routed and the shared experts of a mixture. The input is ca
 copy is saved for backward, just as nn.Linear layers save a shared input once.
 """
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from fp8_dist.cast import Copies, as_float8_of, cast_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels import transposed_copy
+from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
@@ -30,6 +30,7 @@ from fp8_dist.mesh import (
     Placements,
     has_pieces,
     local_tensor,
+    redistributed,
     sharded_dim,
     with_local,
 )
@@ -359,11 +360,6 @@ def _forget(dead: ReferenceType[torch.Tensor]) -> None:
     _noted = tuple([n for n in _noted if n.data is not dead and n.source is not dead])
 
 
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """Reshape ``[..., K]`` to ``[M, K]``."""
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
 def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     """Redistribute to ``placements``, and return the local tensor, which may be in flight."""
     if not isinstance(tensor, DTensor):
@@ -392,10 +388,3 @@ def wait_local(operand: Local, scheme: Scheme | None) -> Local:
         return local
     assert scheme is not None
     return quantized_as(local, scheme)
-
-
-def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
-    """Redistribute a DTensor. The local tensor of the result may be in flight."""
-    if tuple(tensor.placements) == placements:
-        return tensor
-    return tensor.redistribute(placements=placements, async_op=True)

@@ -51,10 +51,6 @@ class LocalPlacements(NamedTuple):
         """Shard(0) for a column-parallel weight, like the columns of the output; else Replicate."""
         return Shard(0) if self.weight == Shard(0) else Replicate()
 
-    def weight_layout(self, parameter: torch.Tensor, fqn: str) -> Layout:
-        """Layout of the weight with the local part ``parameter``, which FSDP2 may have sharded."""
-        return layout_over(parameter, self.mesh, self.weight, fqn)
-
     def distributed(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -179,7 +175,7 @@ class LayerParameter:
         declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
         if declared is None:
             return Layout.of(parameter)
-        return declared.weight_layout(parameter, self.fqn)
+        return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
 
     @property
     def device(self) -> torch.device:

@@ -36,7 +36,6 @@ largest value of their row, are lost for grad_weight. A cast of g with one scale
 have kept them.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -45,6 +44,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.kernels import amax, quantize, scaling_from_amax
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
+from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.observing import Owner, is_observed, observe
 from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
 from fp8_dist.recipe import Gemm
@@ -81,34 +81,19 @@ def folded_gradients(
     per column.
     """
     grad = _with_whole_rows(grad, placements)
+    weight, input = right.get("grad_input"), right.get("grad_weight")
+    s = None if weight is None else weight.scales[0].reshape(-1)
+    t = None if input is None else input.scales[0]
     if isinstance(grad, DTensor):
         assert placements is not None
-        made = _folded(grad, scheme, placements, *_scales_of_rows(right), within)
-        operands = _in_pairs(made, scheme, right, False)
+        made, transposed = _folded(grad, scheme, placements, s, t, within), False
     else:
-        matrix = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])
-        operands = locally_folded(matrix, scheme, right, transposed)
+        matrix, t = as_matrix(grad), None if t is None else t.reshape(-1)
+        made = fold_gradient(matrix, scheme.dtype, s, t, transposed)
+    operands = _in_pairs(made, scheme, right, transposed)
     if is_observed():
         operands = _observed(operands, grad, placements, right, owner)
     return operands
-
-
-def locally_folded(
-    grad: torch.Tensor, scheme: Scheme, right: Mapping[Gemm, Quantized], transposed: bool
-) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """Apply :func:`folded_gradients` to a plain gradient ``[M, N]``, without observers."""
-    s, t = _scales_of_rows(right)
-    made = fold_gradient(grad, scheme.dtype, s, None if t is None else t.reshape(-1), transposed)
-    return _in_pairs(made, scheme, right, transposed)
-
-
-def _scales_of_rows(
-    right: Mapping[Gemm, Quantized],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The scales s of the weight, ``[N]``, and t of the input, ``[..., 1]``."""
-    weight, input = right.get("grad_input"), right.get("grad_weight")
-    s = None if weight is None else weight.scales[0].reshape(-1)
-    return s, None if input is None else input.scales[0]
 
 
 def _in_pairs(

@@ -29,6 +29,7 @@ from fp8_dist.mesh.layout import (
     normalized as normalized,
     own_pieces as own_pieces,
     pieces_at as pieces_at,
+    redistributed as redistributed,
     reduced as reduced,
     regions as regions,
     shard_starts as shard_starts,

@@ -140,8 +140,10 @@ def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
         # Axes on which a tensor is replicated may be included.
         return CommonGroups(groups_over(mesh, sorted(own), replicated=range(mesh.ndim)), {})
     union = union_of(axes)
-    has = {mesh: _within(mesh, union) for mesh in axes}
-    missing = {mesh: [axis for axis in union if axis not in has[mesh]] for mesh in axes}
+    missing = {}
+    for mesh in axes:
+        has = axes_of(mesh)
+        missing[mesh] = [part for part in union if not any(axis.covers(part) for axis in has)]
     return CommonGroups(make_group(axes), missing)
 
 
@@ -256,12 +258,6 @@ def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
             )
         union.insert(0, Axis(begin, end // begin))
     return union
-
-
-def _within(mesh: DeviceMesh, union: Iterable[Axis]) -> list[Axis]:
-    """The axes of a union that a mesh has, alone or as parts of its own."""
-    own = axes_of(mesh)
-    return [part for part in union if any(axis.covers(part) for axis in own)]
 
 
 def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:

@@ -273,3 +273,10 @@ def reduced(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.redistribute(
         placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
     )
+
+
+def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
+    """Redistribute a DTensor. The local tensor of the result may be in flight."""
+    if tuple(tensor.placements) == placements:
+        return tensor
+    return tensor.redistribute(placements=placements, async_op=True)
