@@ -23,7 +23,7 @@ from fp8_dist.scaling import (
     reduction_groups,
 )
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.torch_internals import has_functorch_transforms
+from fp8_dist.torch_internals import has_functorch_transforms, in_forward_ad
 
 # The float8 copies of a local tensor, in the order of their plan.
 Copies = Sequence[Quantized]
@@ -96,10 +96,11 @@ def check_transforms(name: str, *tensors: torch.Tensor | None) -> None:
     """Raise NotImplementedError under torch.func's transforms, or if a tensor has a tangent."""
     if torch.compiler.is_compiling():
         return
-    if has_functorch_transforms() or any(
+    has_tangents = in_forward_ad() and any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors
-    ):
+    )
+    if has_tangents or has_functorch_transforms():
         raise NotImplementedError(
             f"{name}: float8 has no forward-mode derivatives, and can't run under the transforms "
             "of torch.func (vmap, grad, jvp, jacrev, hessian); leave the layer unconverted, or use "

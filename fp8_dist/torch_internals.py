@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
+from torch.autograd import forward_ad
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -96,6 +97,7 @@ try:
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
+    _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
     tensor_version: Any = torch.Tensor._version  # the descriptor behind tensor._version
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
@@ -211,6 +213,11 @@ def dtensor_local(tensor: DTensor) -> torch.Tensor:
 def set_dtensor_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Replace the local tensor with another of the same shape and dtype, as FSDP2 does."""
     tensor._local_tensor = local
+
+
+def in_forward_ad() -> bool:
+    """Whether code runs in a level of forward-mode differentiation, where tensors have tangents."""
+    return forward_ad._current_level >= 0
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
