@@ -204,10 +204,8 @@ def _observe_products(
 
 def _high_precision(weight: Weight, group: ProcessGroup | None) -> Tensor | None:
     """This rank's experts ``[E, N, K]``; None if it has parts of them, or they have no owner."""
-    local, owner = (
-        Float8Weight.gather_type.unwrap(local_tensor(weight.tensor)).detach(),
-        weight.owner,
-    )
+    local = Float8Weight.gather_type.unwrap(local_tensor(weight.tensor)).detach()
+    owner = weight.owner
     if owner is None or weight.layout is not None:
         return None
     if not isinstance(local, Float8Tensor):
@@ -247,8 +245,7 @@ def _cast_rows(
     """Cast rows. ``layout``: their layout, if ranks have parts of each row."""
     rows = rows.detach().contiguous()
     low = quantize(rows if layout is None else layout.wrap(rows), config.rows)
-    _observe(rows, low, operand, owners)
-    return low
+    return _observed(rows, low, operand, owners)
 
 
 def _cast_tokens(
@@ -256,16 +253,18 @@ def _cast_tokens(
 ) -> Quantized:
     """Cast tokens, unless shared experts have cast them, which then take them from here."""
     (low,) = cast_input(x.contiguous(), CastPlan((config.rows,)), keeps=True)
-    _observe(x, low, "input", owners)
-    return low
+    return _observed(x.detach(), low, "input", owners)
 
 
-def _observe(
+def _observed(
     high: Tensor, low: Quantized, operand: Operand, owners: Iterable[Float8Weight | None]
-) -> None:
+) -> Quantized:
+    """Show observers a cast, and return the one to use, for graphs."""
+    repeats = operand == "input"
     for owner in owners if is_observed() else ():
         if owner is not None:
-            observe_copies(owner, operand, high, [low], operand == "input")
+            (low,) = observe_copies(owner, operand, high, [low], repeats)
+    return low
 
 
 class _Up(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fp8_dist.debug import comm_audit
+from fp8_dist.debug import comm_audit, float8_stats
 from fp8_dist.moe import Float8ExpertsConfig, float8_experts, grouped_linear, route
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
@@ -170,6 +170,20 @@ def test_blocks_of_transformers(kind: str, recipe: str, backend: str) -> None:
     for _ in range(2):
         assert different(step(model), step(eager), only) == []
     assert compilations.breaks == 0
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("gpt_oss", marks=full_tier)])
+def test_statistics(kind: str) -> None:
+    found = []
+    for compiled in (True, False):
+        model = made(kind, dense=True)
+        for block in model.model.layers if compiled else ():
+            block.mlp.compile(backend="aot_eager", fullgraph=True)
+        with (stats := float8_stats(model)):
+            step(model)
+        found.append(stats.rows)
+    assert found[0] == found[1]
+    assert sum(".experts." in row.fqn for row in found[0]) % 6 == 0 < len(found[0])
 
 
 def blocks_on_ranks(kind: str, fields: dict[str, Any], dp: int) -> tuple[list[str], bool, int]:

@@ -156,6 +156,14 @@ def test_views_share_a_cast_of_the_same_values(view: str) -> None:
     assert (found.qdata is first.qdata) is (view in ("itself", "tokens"))
 
 
+def test_parts_of_a_tensor_have_casts_of_their_own() -> None:
+    (scheme,) = Float8ExpertsConfig().linear.recipe.schemes["input"]
+    copy, parts = Copy(scheme), torch.randn(8, 64).chunk(2)
+    found = [cast_input(part, (copy,), keeps=True)[copy].qdata for part in parts]
+    expected = [cast_copies(part, (copy,))[1][copy].qdata for part in parts]
+    assert all(map(same_bits, found, expected))
+
+
 def test_a_transposed_copy_is_made_from_the_cast() -> None:
     """A GPU's linear layer takes one for grad_weight."""
     (scheme,) = Float8ExpertsConfig().linear.recipe.schemes["input"]
