@@ -88,5 +88,5 @@ def _check_reshards(group: Any, name: str) -> None:
         raise ValueError(
             f"{name}: fully_shard(..., reshard_after_forward=<int>) can't reshard weights "
             "that it gathers in float8 to a smaller mesh; use True or False there, or leave "
-            "enable_fsdp_float8_all_gather off"
+            "enable_fsdp_float8_all_gather off, and freeze_to_float8 out"
         )

@@ -306,13 +306,13 @@ class Float8Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
-        self.float8_weight.bind()
+        self.float8_weight.bind(self._parameters.get("weight"))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         # The weight cache does not notice module.to(), .cuda(), to_empty() and the like.
         self.float8_weight.cache.reset()
         super()._apply(fn, recurse)
-        self.float8_weight.bind()
+        self.float8_weight.bind(self._parameters.get("weight"))
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -110,7 +110,7 @@ class StoredWeight(LayerParameter):
         held = StoredScales(as_stored(scales, stored_dtype(scheme), self.fqn), torch.float32)
         module.register_parameter(self.scales_name, nn.Parameter(held, requires_grad=False))
         setattr(module, self.name, nn.Parameter(data, requires_grad=False))
-        self.bind()
+        self.bind(self.parameter())
 
     def restore(self, dtype: torch.dtype) -> None:
         """Store the weight again after a loader has put plain tensors in its place.
@@ -133,9 +133,9 @@ class StoredWeight(LayerParameter):
         self.module.register_parameter(self.scales_name, scales)
         setattr(self.module, self.name, data)
 
-    def bind(self) -> None:
+    def bind(self, parameter: torch.Tensor | None) -> None:
         """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
-        local = self.module._parameters.get(self.name)
+        local = None if parameter is None else local_tensor(parameter)
         if isinstance(local, StoredFloat8):
             this = weakref.ref(self)
 
@@ -154,7 +154,7 @@ class StoredWeight(LayerParameter):
             "does not restore the weight's bits",
         )
         total = self.dequantized()
-        func(total, *args, **kwargs)
+        func(local_tensor(total), *args, **kwargs)
         self.write(total)
 
     @torch.no_grad()
@@ -200,10 +200,8 @@ class StoredWeight(LayerParameter):
         held = local_tensor(scales)
         assert isinstance(held, StoredScales)
         saved = _as_saved(held.stored, held.saved_as)
-        return {
-            self.name: with_local(data, _content(data)).detach(),
-            self.scales_name: with_local(scales, saved).detach(),
-        }
+        entries = {self.name: (data, _content(data)), self.scales_name: (scales, saved)}
+        return {name: _entry(parameter, local) for name, (parameter, local) in entries.items()}
 
     def load(self, state: dict[str, Any], prefix: str) -> None:
         """Replace the entries of a state dict for a stored weight by tensors like its parameters.
@@ -254,6 +252,31 @@ class StoredWeight(LayerParameter):
         own = block == 1 or (block is not None and whole)
         placed = distribute_tensor(scales.detach(), mesh, [placement if own else Replicate()])
         self.module.register_parameter(self.scales_name, nn.Parameter(placed, requires_grad=False))
+        self.bind(self.parameter())
+
+
+class StoredEntry(DTensor):
+    """Float8 data or e8m0 scales in a state dict, which are gathered as bytes.
+
+    Backends such as gloo do not support these dtypes.
+    """
+
+    # (It inherits __slots__, by which torch copies DTensors.)
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        local = local_tensor(self)
+        moved = with_local(self, local.view(torch.uint8))
+        moved = moved.redistribute(*args, **kwargs)  # type: ignore[attr-defined]
+        found = with_local(moved, local_tensor(moved).view(local.dtype))
+        assert isinstance(found, DTensor)
+        return found
+
+
+def _entry(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The entry of a state dict for a parameter, with a plain local tensor."""
+    entry = with_local(parameter, local).detach()
+    if isinstance(entry, DTensor) and local.itemsize == 1:
+        entry.__class__ = StoredEntry
+    return entry
 
 
 def _content(parameter: torch.Tensor) -> torch.Tensor:
@@ -298,3 +321,6 @@ def as_stored(scales: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
             'model with Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32")'
         )
     return exponents
+
+
+torch.serialization.add_safe_globals([StoredEntry])

@@ -265,6 +265,8 @@ class Float8Weight(StoredWeight):
         if gathered and self.config.fsdp_float8_all_gather:
             self._warn_if_type_is_lost(old)
         self.cache.parameter_replaced(new, old if gathered else None)
+        if not gathered:
+            self.bind(new)
 
     def note_sharded(self, parameter: torch.Tensor) -> None:
         """Called with the sharded parameter before FSDP2 first exchanges it.

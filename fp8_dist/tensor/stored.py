@@ -157,9 +157,15 @@ class Stored(torch.Tensor):
         out = func(*args_, **kwargs_)
         if func is aten.copy_.default:
             return args[0]
+        if func is aten.detach.default:
+            return own.alias(out)
         return tree_map_only(
             torch.Tensor, lambda plain: own.like(plain.view(own.stored.dtype), dtype), out
         )
+
+    def alias(self, stored: torch.Tensor) -> Self:
+        """Return the same tensor, detached (``tensor.data``)."""
+        return self.like(stored)
 
     def check_source(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Raise NotImplementedError unless the bytes of ``source`` can be copied to ``to``."""
@@ -240,22 +246,14 @@ class StoredFloat8(Stored):
         dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
         return type(self)(stored, dtype, self.key)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["stored"], (self.dtype, self.key)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """Data as in any tensor. Only a tensor of the same kind can be assigned.
-
-        ``weight.data += update``, as PEFT merges adapters, casts the sum again.
-        """
-        same = tensor_data.__get__(self)
+    def alias(self, stored: torch.Tensor) -> Self:
+        """Return the same tensor: ``weight.data += update``, as PEFT merges, casts the sum."""
+        same = self.like(stored)
         same.write = self.write
         return same
 
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        Stored.data.__set__(self, value)  # type: ignore[attr-defined]
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["stored"], (self.dtype, self.key)
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _ADDITIONS or args[0] is not self or self.write is None:
