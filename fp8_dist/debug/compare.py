@@ -426,6 +426,8 @@ class _Runs(Observer):
     ) -> torch.Tensor:
         """Compute the forward of a layer in a run, and keep or compare its results."""
         weight: Any = layer.weight
+        if isinstance(layer, Float8Linear) and layer.float8_weight.is_stored:
+            weight = nn.Parameter(layer.float8_weight.dequantized(), requires_grad=False)
         if any(isinstance(t, DTensor | Float8Tensor) for t in (input, weight)):
             raise NotImplementedError(
                 f"compare_recipes: {name} computes on a {type(weight).__name__} weight and a "

@@ -170,6 +170,7 @@ def _facts_of(weight: Any, module: str) -> dict[str, str]:
         name: f"a {kind} with a {weight.name} of shape {list(shape)}",
         f"{fqn}.dtype": str(parameter.dtype),
         f"{fqn}.requires_grad": str(parameter.requires_grad),
+        f"{fqn} stored in float8": str(weight.is_stored),
     }
     for option in ("reduce_transport", "float8_experts_config"):
         if (value := getattr(weight.module, option, None)) is not None:

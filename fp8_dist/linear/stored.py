@@ -58,11 +58,25 @@ class StoredWeight(LayerParameter):
         ``parameter`` is not sharded by FSDP2.
 
         Raises:
-            ValueError: the weight was stored for another config than the layer's.
+            TypeError: the parameter was replaced by plain float8 data.
+            ValueError: the weight was stored for another config than the layer's, or requires
+                gradients.
         """
         local = local_tensor(parameter)
         if not isinstance(local, StoredFloat8):
+            if is_float8(local.dtype):
+                raise TypeError(
+                    f"{self.fqn}: {self.name} is data of {local.dtype} without its scales, from a "
+                    "state dict that was assigned or passed to functional_call; load it with "
+                    "load_state_dict after freeze_to_float8"
+                )
             return None
+        if parameter.requires_grad:
+            raise ValueError(
+                f"{self.fqn}: {self.name} requires gradients, but is stored in float8, where no "
+                "optimizer can update it; call unfreeze_from_float8 to train it, or "
+                "requires_grad_(False)"
+            )
         return self._quantized(local, self.layout(parameter), _content(self.scales()))
 
     def _quantized(
@@ -96,6 +110,9 @@ class StoredWeight(LayerParameter):
         assert isinstance(local, StoredFloat8)
         qdata, scales, scheme, start, _ = self._quantized(local, layout, self._whole_scales())
         return with_local(parameter, scheme.dequantize(qdata, scales, start).to(parameter.dtype))
+
+    def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.dequantized() if self.is_stored else super().high_precision(weight)
 
     def _whole_scales(self) -> torch.Tensor:
         scales = self.scales()
@@ -221,6 +238,8 @@ class StoredWeight(LayerParameter):
         given = state.get(key)
         if given is None or isinstance(local_tensor(given), Stored):
             return
+        if isinstance(given, DTensor) != isinstance(self.parameter(), DTensor):
+            return  # load_state_dict reports it
         (scheme,), local = self.schemes, local_tensor(given)
         if not is_float8(local.dtype):
             qdata, scales = self.cast(given)
@@ -234,8 +253,10 @@ class StoredWeight(LayerParameter):
             qdata, scales = local, local_tensor(state[scales_key])
             held.saved_as = scales.dtype
             scales = as_stored(scales, stored_dtype(scheme), f"{self.fqn}: {scales_key}")
+        if [n for n in scales.shape if n != 1] == [n for n in held.shape if n != 1]:
+            scales = scales.view(held.shape)  # else load_state_dict reports it
         state[key] = with_local(self.parameter(), data.like(qdata))
-        state[scales_key] = with_local(self.scales(), held.like(scales.view(held.shape)))
+        state[scales_key] = with_local(self.scales(), held.like(scales))
 
     def place_scales(self, scales: torch.Tensor, mesh: DeviceMesh) -> None:
         """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.

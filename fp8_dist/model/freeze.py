@@ -53,7 +53,8 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
 
     Raises:
         ValueError: ``module`` has no converted layer, or no frozen float8 weight that the filter
-            admits; a weight is distributed; or its recipe casts it twice, or not at all.
+            admits; a weight is distributed, or shared with a module that is not stored in float8;
+            or its recipe casts it twice, or not at all.
         TypeError: ``module`` is not an nn.Module.
     """
     weights = _converted(module, "freeze_to_float8")
@@ -63,8 +64,14 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
         if not (weight.is_stored or weight.parameter().requires_grad)
         and (module_filter_fn is None or module_filter_fn(weight.module, weight.fqn))
     }
+    others = {
+        id(parameter): fqn
+        for part_fqn, part in module.named_modules()
+        for name, parameter in part._parameters.items()
+        if (fqn := f"{part_fqn}.{name}".removeprefix(".")) not in chosen
+    }
     for fqn, weight in chosen.items():
-        _check(fqn, weight)
+        _check(fqn, weight, others.get(id(weight.parameter())))
     made: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
     for weight in chosen.values():
         key = id(weight.parameter())
@@ -161,10 +168,11 @@ def _converted(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     return weights
 
 
-def _check(fqn: str, weight: Float8Weight) -> None:
-    schemes = weight.schemes
-    if len(schemes) != 1 or len(schemes[0].levels) != 1:
-        casts = "not cast to float8" if not schemes else "cast for each GEMM with scales of its own"
+def _check(fqn: str, weight: Float8Weight, other: str | None) -> None:
+    uses = set(weight.config.recipe.uses["weight"].values())
+    if len(uses) > 1 or None in uses or len(weight.schemes[0].levels) > 1:
+        in_high = "multiplied in high precision in a GEMM"
+        casts = in_high if None in uses else "cast with several scales for each value"
         raise ValueError(
             f"freeze_to_float8: {fqn} is {casts}, so no one copy in float8 can take its place; "
             'convert the model with "tensorwise", "rowwise_folded", "blockwise" or "mxfp8", or '
@@ -174,6 +182,11 @@ def _check(fqn: str, weight: Float8Weight) -> None:
         raise ValueError(
             f"freeze_to_float8: {fqn} is distributed already, or is not a plain parameter; freeze "
             "the model before apply_tp_plan and fully_shard"
+        )
+    if other is not None:
+        raise ValueError(
+            f"freeze_to_float8: {fqn} is also {other}, which stays in high precision, and both "
+            "together would take more memory; leave the layer out (module_filter_fn)"
         )
 
 

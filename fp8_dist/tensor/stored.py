@@ -107,6 +107,11 @@ class Stored(torch.Tensor):
         """Return the address of the data, which accelerate uses as an identity."""
         return self.stored.data_ptr()
 
+    def share_memory_(self) -> Self:
+        """Move the data to shared memory, as torch.multiprocessing does."""
+        self.stored.share_memory_()
+        return self
+
     @property
     def data(self) -> torch.Tensor:
         """Data as in any tensor. Only a tensor of the same kind can be assigned."""
@@ -129,7 +134,9 @@ class Stored(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (type(self), self.__tensor_flatten__()[1], self.stored, is_parameter(self))
+        # As bytes, because pickle does not support float8.
+        parts = _bytes_of(self), self.stored.dtype, self.__tensor_flatten__()[1]
+        return _rebuilt, (type(self), *parts, is_parameter(self))
 
     @classmethod
     def __torch_dispatch__(
@@ -299,9 +306,13 @@ def _bytes_of(each: Stored) -> torch.Tensor:
 
 
 def _rebuilt(
-    cls: type[Stored], static: tuple[Any, ...], stored: torch.Tensor, is_parameter: bool
+    cls: type[Stored],
+    stored: torch.Tensor,
+    dtype: torch.dtype,
+    static: tuple[Any, ...],
+    is_parameter: bool,
 ) -> torch.Tensor:
-    made = cls(stored, *static)
+    made = cls(stored.view(dtype), *static)
     return nn.Parameter(made, requires_grad=False) if is_parameter else made
 
 

@@ -1,0 +1,55 @@
+"""Models with frozen weights, stored in float8 or not, and the bits of their passes."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from reference import same_bits
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, freeze_to_float8
+
+named = Float8LinearConfig.from_recipe_name
+CONFIGS = {
+    "tensorwise": named("tensorwise"),
+    "rowwise_folded": named("rowwise_folded"),
+    "blockwise": named("blockwise"),
+    "vllm": named("blockwise", scale_format="fp32", division="vllm"),
+    "slime": named("blockwise", scale_format="fp32", division="slime"),
+    "bf16": named("blockwise", weight_source="bf16"),
+    "mxfp8": named("mxfp8"),
+}
+Run = tuple[torch.Tensor, ...]
+
+
+def converted(name: str = "blockwise", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    """Two frozen layers whose blocks differ in size; 128 does not divide their features."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(512, 320), nn.ReLU(), nn.Linear(320, 192)).to(dtype)
+    for weight in (net[0].weight, net[2].weight):
+        weight.data *= torch.linspace(-4, 4, weight.shape[1]).exp()
+    convert_to_float8_training(net, config=CONFIGS.get(name) or named(name))
+    return net.requires_grad_(False)
+
+
+def frozen(name: str = "blockwise", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    net = converted(name, dtype)
+    assert freeze_to_float8(net) == ["0.weight", "2.weight"]
+    return net
+
+
+def run(net: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> Run:
+    """The outputs and the input's gradients of two passes."""
+    x = torch.randn(48, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = []
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            output = net(x)
+            output.float().square().sum().backward()
+        assert x.grad is not None
+        found += [output, x.grad]
+    return tuple(found)
+
+
+def same(a: Run, b: Run) -> bool:
+    return all(map(same_bits, a, b))

@@ -1,0 +1,558 @@
+"""Frozen weights that are stored in float8, on one device."""
+
+import copy
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from reference import raised, same_bits, same_values
+from safetensors.torch import load_file, save_file
+from stored_weights import CONFIGS, converted, frozen, run, same
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8State,
+    ScalingType,
+    conversion_summary,
+    convert_to_float8_training,
+    dequantized,
+    freeze_to_float8,
+    invalidate_float8_scales,
+    precompute_float8_dynamic_scale,
+    rewrap_float8_weights,
+    selective_checkpoint_policy,
+    sync_float8_amax_and_scale_history,
+    unfreeze_from_float8,
+    update_float8_scales,
+)
+from fp8_dist.debug import CastStats, GemmStats, capture, compare_recipes, float8_stats
+from fp8_dist.device import is_float8
+
+every_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@every_config
+def test_bits_and_bytes_of_a_stored_weight(name: str, dtype: torch.dtype) -> None:
+    net, twin = frozen(name, dtype), converted(name, dtype)
+    expected = run(twin, dtype)
+    assert same(run(net, dtype), expected)
+    assert same(run(nn.Sequential(*net).eval(), dtype), expected)
+    for layer in (net[0], net[2]):
+        tensors = [p.stored for p in layer.parameters() if hasattr(p, "stored")]
+        size = sum(t.numel() * t.itemsize for t in tensors)
+        assert [t.untyped_storage().nbytes() for t in tensors] == [
+            t.numel() * t.itemsize for t in tensors
+        ]
+        # One scale per tensor, per row of 320 or 512 values, or per block of 32 x 32 or 128 x 128.
+        per_weight = {"rowwise_folded": 1 + 4 / 320, "mxfp8": 1.002}.get(name, 1.001)
+        assert size <= per_weight * layer.weight.numel()
+    assert "scale=stored" in repr(net)
+
+
+class NewFloat8(TorchDispatchMode):
+    """Collects the shapes of float8 tensors that operators make, on storages of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if not func.is_view and is_float8(getattr(tensor, "dtype", torch.uint8)):
+                self.shapes.add(tuple(tensor.shape))
+        return found
+
+
+@every_config
+def test_weights_are_not_cast(name: str) -> None:
+    shapes = {}
+    for net in (frozen(name), converted(name)):
+        with NewFloat8() as new:
+            run(net)
+        shapes[net[0].float8_weight.is_stored] = new.shapes
+    weights = {(320, 512), (192, 320)}
+    assert shapes[True] == shapes[False] - weights
+    assert weights < shapes[False]
+
+
+def test_delayed() -> None:
+    """The scale of a frozen weight is by its own amax; the other operands keep their histories."""
+    net, twin = converted("delayed"), converted("delayed")
+    freeze_to_float8(net)
+    for _ in range(3):
+        assert same(run(net), run(twin))
+        for each in (net, twin):
+            sync_float8_amax_and_scale_history(each)
+
+
+@every_config
+def test_dequantized(name: str) -> None:
+    """By the layout's definition: data times the scale of the tensor, row or block."""
+    net = frozen(name)
+    for layer in (net[0], net[2]):
+        state, weight = layer.state_dict(), dequantized(layer)
+        data, scale = state["weight"], state["weight_scale_inv"].double()
+        if name not in ("tensorwise", "rowwise_folded"):
+            block = 32 if name == "mxfp8" else 128
+            scale = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
+            scale = scale[: data.shape[0], : data.shape[1]]
+        expected = (data.double() * scale).float().to(torch.bfloat16)
+        assert same_bits(weight, expected)
+        assert same_bits(layer.to_linear().weight, expected)
+    plain = converted(name)[0]
+    assert same_bits(dequantized(plain), plain.weight.detach())
+
+
+def moved_to_half(net: nn.Module) -> nn.Module:
+    net.half()
+    assert net[0].weight.dtype is torch.float16  # type: ignore[index]
+    return net.double().bfloat16()
+
+
+def saved(net: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+def swapped(net: nn.Module) -> nn.Module:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        net = moved_to_half(net)
+        net.load_state_dict(frozen().state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return net
+
+
+def unfrozen_and_frozen(net: nn.Module) -> nn.Module:
+    assert unfreeze_from_float8(net) == ["0.weight", "2.weight"]
+    assert unfreeze_from_float8(net) == []
+    freeze_to_float8(net)
+    return net
+
+
+def with_functional_call(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    parameters = dict(net.named_parameters())
+    return lambda x: torch.func.functional_call(net, parameters, x)
+
+
+def exported(net: nn.Module) -> nn.Module:
+    program = torch.export.export(net, (torch.zeros(48, 512, dtype=torch.bfloat16),))
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    return torch.export.load(buffer).module()
+
+
+def updated(net: nn.Module) -> nn.Module:
+    """Without effect on stored weights."""
+    precompute_float8_dynamic_scale(net)
+    update_float8_scales(net)
+    invalidate_float8_scales(net)
+    assert rewrap_float8_weights(net) == []
+    Float8State(net).load_state_dict(Float8State(net).state_dict())
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    torch.optim.AdamW(net.parameters(), weight_decay=0.1).step()
+    torch.optim.SGD(net.parameters()).step()
+    return net
+
+
+CHANGES: list[Callable[[nn.Module], Any]] = [
+    moved_to_half,
+    saved,
+    swapped,
+    unfrozen_and_frozen,
+    with_functional_call,
+    updated,
+    copy.deepcopy,
+    lambda net: pickle.loads(pickle.dumps(net)),
+    nn.Module.cpu,
+    nn.Module.share_memory,
+    convert_to_float8_training,
+    lambda net: copy.deepcopy(saved(copy.deepcopy(net))),
+    lambda net: partial(checkpoint, net, use_reentrant=False),
+    lambda net: partial(
+        checkpoint,
+        net,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(selective_checkpoint_policy),
+    ),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_the_model_keep_the_bits(change: Callable[[nn.Module], Any]) -> None:
+    expected = run(converted())
+    net = frozen()
+    assert same(run(change(net)), expected)
+    assert same(run(net), expected)  # the original, where the change made a copy
+
+
+def test_export() -> None:
+    """Forwards only: gradients of exported programs are not the layer's."""
+    net, x = frozen(), torch.randn(48, 512, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert same_bits(exported(net)(x), net(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(mode: Callable[[], Any]) -> None:
+    net, twin, x = frozen(), converted(), torch.randn(48, 512, dtype=torch.bfloat16)
+    with mode():
+        assert same_bits(net(x), twin(x))
+    assert same(run(net), run(twin))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same_bits(net(x.float()), twin(x.float()))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, 1e-38])
+@every_config
+def test_special_values(name: str, value: float) -> None:
+    net = converted(name)
+    net[0].weight[3] = value
+    net[2].weight[:] *= min(value, 1.0)
+    twin = copy.deepcopy(net)
+    freeze_to_float8(net)
+    loaded = frozen(name)
+    loaded.load_state_dict(net.state_dict())
+    expected = run(twin)
+    assert all(map(same_values, run(net), expected))
+    assert all(map(same_values, run(loaded), expected))
+
+
+# State dicts
+
+
+def state_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(net.state_dict())
+
+
+def in_e8m0(net: nn.Module) -> dict[str, torch.Tensor]:
+    e8m0 = torch.float8_e8m0fnu
+    return {k: v.to(e8m0) if "scale" in k else v for k, v in net.state_dict().items()}
+
+
+def by_dcp(net: nn.Module) -> dict[str, Any]:
+    return get_model_state_dict(net)
+
+
+def test_entries_of_a_state_dict() -> None:
+    net = frozen()
+    state = state_of(net)
+    found = {name: (type(t), t.dtype, list(t.shape)) for name, t in state.items()}
+    fp8, fp32, bf16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
+    assert found == {
+        "0.weight": (torch.Tensor, fp8, [320, 512]),
+        "0.bias": (torch.Tensor, bf16, [320]),
+        "0.weight_scale_inv": (torch.Tensor, fp32, [3, 4]),
+        "2.weight": (torch.Tensor, fp8, [192, 320]),
+        "2.bias": (torch.Tensor, bf16, [192]),
+        "2.weight_scale_inv": (torch.Tensor, fp32, [2, 3]),
+    }
+    assert state["0.weight"].data_ptr() == net[0].weight.data_ptr()  # not a copy
+    assert net.state_dict(keep_vars=True)["0.weight"] is net[0].weight
+    # The layer's own, as PEFT makes adapters and as gradients are.
+    assert net[0].weight.dtype is bf16
+    assert not net[0].weight.requires_grad
+    assert [name for name, _ in net.named_parameters()] == list(state)
+
+
+@pytest.mark.filterwarnings("ignore:.*is cast to float8 again")
+@pytest.mark.parametrize("form", [state_of, in_e8m0, by_dcp])
+@pytest.mark.parametrize("assign", [False, True])
+@every_config
+def test_states_load_as_they_were_saved(name: str, assign: bool, form: Any) -> None:
+    if form is in_e8m0 and name not in ("blockwise", "bf16", "mxfp8"):
+        return  # scales that are not powers of two
+    state, expected = form(frozen(name)), run(converted(name))
+    net = frozen(name)
+    with torch.no_grad():
+        net[0].weight.data += 1.0  # type: ignore[operator]
+        assert not same(run(net), expected)
+    net.load_state_dict(state, assign=assign)
+    assert same(run(net), expected)
+    again = form(net) if form is by_dcp else net.state_dict()
+    assert again.keys() == state.keys()
+    assert all(same_bits(again[key], tensor) for key, tensor in state.items())
+
+
+@every_config
+def test_a_state_in_high_precision_is_cast(name: str) -> None:
+    twin = converted(name)
+    for scale in (1.0, 3.0):
+        twin[0].weight *= scale
+        net = frozen(name)
+        missing = net.load_state_dict(twin.state_dict(), strict=scale == 1.0)
+        assert missing == ([], [])
+        assert same(run(net), run(twin))
+    set_model_state_dict(frozen(name), get_model_state_dict(twin))
+
+
+def test_a_state_lacks_a_layer() -> None:
+    state = state_of(frozen())
+    del state["0.weight"], state["0.weight_scale_inv"]
+    net = frozen()
+    assert net.load_state_dict(state, strict=False).missing_keys == [
+        "0.weight",
+        "0.weight_scale_inv",
+    ]
+    assert same(run(net), run(converted()))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@every_config
+def test_a_model_on_the_meta_device_is_frozen_and_loaded(name: str, assign: bool) -> None:
+    with torch.device("meta"):
+        net = frozen(name)
+    assert {p.device.type for p in net.parameters()} == {"meta"}
+    if not assign:
+        net.to_empty(device="cpu")
+    net.load_state_dict(frozen(name).state_dict(), assign=assign)
+    assert same(run(net.requires_grad_(False)), run(converted(name)))
+
+
+def test_files(tmp_path: Path) -> None:
+    net, file = frozen(), tmp_path / "model.safetensors"
+    save_file(net.state_dict(), file)
+    loaded = frozen()
+    loaded.load_state_dict(load_file(file))
+    assert same(run(loaded), run(converted()))
+    torch.save(net.state_dict(), tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == net.state_dict().keys()
+
+
+# Layers that share a weight, and parts of a model
+
+
+def test_layers_that_share_a_weight() -> None:
+    def sharing() -> nn.Sequential:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).bfloat16()
+        net[1].weight = net[0].weight
+        convert_to_float8_training(net, config=CONFIGS["blockwise"])
+        return net.requires_grad_(False)
+
+    net, expected = sharing(), run(sharing())
+    assert freeze_to_float8(net) == ["0.weight", "1.weight"]
+    for each in (net, copy.deepcopy(net), saved(net), moved_to_half(net)):
+        assert each[0].weight is each[1].weight  # type: ignore[index]
+        assert each[0].weight_scale_inv is each[1].weight_scale_inv  # type: ignore[index]
+        assert same(run(each), expected)
+    unfreeze_from_float8(net)
+    assert net[0].weight is net[1].weight
+
+
+def test_some_layers_of_a_model() -> None:
+    net, twin = converted(), converted()
+    for each in (net, twin):
+        each[2].weight.requires_grad_(True)
+    assert freeze_to_float8(net) == ["0.weight"]
+    assert same(run(net), run(twin))
+    assert same_bits(net[2].weight.grad, twin[2].weight.grad)
+    net = converted()
+    assert freeze_to_float8(net, module_filter_fn=lambda _, fqn: fqn == "2") == ["2.weight"]
+    assert freeze_to_float8(net) == ["0.weight", "2.weight"]
+    layer = converted()[0]
+    assert freeze_to_float8(layer) == ["weight"]
+    assert freeze_to_float8(layer) == ["weight"]
+
+
+def test_a_sum_is_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8_dist.text._warned", set())
+    net, twin = frozen(), converted()
+    update = torch.randn(320, 512).bfloat16()
+    with pytest.warns(UserWarning, match="does not restore the weight's bits"):
+        net[0].weight.data += update  # type: ignore[operator]
+    unfreeze_from_float8(net)
+    freeze_to_float8(net)
+    values = dequantized(frozen()[0]) + update
+    twin[0].weight.copy_(values)
+    assert same(run(net), run(twin))
+    with torch.no_grad():
+        net = frozen()
+        net[0].weight.add_(update, alpha=-1)
+        twin[0].weight.copy_(dequantized(frozen()[0]) - update)
+    assert same(run(net), run(twin))
+
+
+# Errors
+
+
+def refused(of: nn.Module, text: str, **arguments: Any) -> None:
+    assert text in raised(ValueError, lambda: freeze_to_float8(of, **arguments))
+
+
+def test_what_can_not_be_frozen() -> None:
+    refused(nn.ReLU(), "freeze_to_float8: the module has no converted layer; call")
+    refused(converted().requires_grad_(True), "no float8 weight of the module is frozen, or")
+    refused(converted(), "admits none; call", module_filter_fn=lambda *_: False)
+    refused(converted("rowwise"), "0.weight is cast with several scales for each value, so")
+    off = CastConfig(ScalingType.DISABLED)
+    without_grad_input = Float8LinearConfig(
+        cast_config_weight_for_grad_input=off,
+        cast_config_grad_output=off,
+        cast_config_grad_output_for_grad_weight=CastConfig(),
+    )
+    layer = Float8Linear(16, 16, config=without_grad_input).requires_grad_(False)
+    parametrized = converted()
+    nn.utils.parametrize.register_parametrization(parametrized[0], "weight", nn.Identity())
+    refused(parametrized, "distributed already, or is not a plain parameter; freeze")
+    refused(layer, "weight is multiplied in high precision in a GEMM, so no one copy in float8")
+    assert "no converted layer" in raised(ValueError, lambda: unfreeze_from_float8(nn.ReLU()))
+    text = "dequantized: a Float8Linear has no float8 weight 'bias'; pass a"
+    assert text in raised(ValueError, lambda: dequantized(frozen()[0], "bias"))
+    assert "expected a model" in raised(TypeError, lambda: freeze_to_float8("model"))  # type: ignore[arg-type]
+
+
+def test_a_weight_that_an_embedding_shares() -> None:
+    net = nn.Sequential(nn.Embedding(320, 512), nn.Linear(512, 320, bias=False))
+    net[1].weight = net[0].weight
+    convert_to_float8_training(net, config=CONFIGS["blockwise"])
+    net.requires_grad_(False)
+    refused(net, "1.weight is also 0.weight, which stays in high precision, and both together")
+    assert net[0].weight is net[1].weight
+
+
+def test_a_stored_weight_is_not_trained() -> None:
+    net = frozen().requires_grad_(True)
+    text = "0: weight requires gradients, but is stored in float8, where no optimizer can"
+    assert text in raised(ValueError, lambda: net(torch.zeros(16, 512).bfloat16()))
+    net.requires_grad_(False)
+    assert same(run(net), run(converted()))
+
+
+def test_a_config_is_not_changed_afterwards() -> None:
+    net = frozen()
+    net[0].config = CONFIGS["tensorwise"]
+    text = "and the layer's config has dense(dtype='torch.float8_e4m3fn', per='tensor'"
+    assert text in raised(ValueError, lambda: run(net))
+    assert "; choose the config before freeze_to_float8" in raised(ValueError, lambda: run(net))
+
+
+def operations(weight: torch.Tensor) -> Iterable[Callable[[], object]]:
+    values = torch.zeros(320, 512, dtype=torch.bfloat16)
+    yield lambda: weight.copy_(values)
+    yield lambda: values.copy_(weight)
+    yield lambda: weight.mul_(2)
+    yield lambda: weight.zero_()
+    yield lambda: weight * 2
+    yield lambda: values @ weight.t()
+    yield lambda: nn.init.kaiming_uniform_(weight)
+    yield lambda: torch.nn.utils.parameters_to_vector([weight, values])
+    yield lambda: weight.detach().lerp_(values, 0.5)
+
+
+def test_operations_on_a_stored_weight() -> None:
+    net = frozen()
+    expected = run(net)
+    with torch.no_grad():
+        for operation in operations(net[0].weight):
+            text = raised(NotImplementedError, operation)
+            assert "stored in float8" in text
+            assert re.search("read it with fp8_dist.dequantized|as DistributedDataParallel", text)
+        assert "aten.mul_.Tensor on a weight that is stored in float8; read it with" in raised(
+            NotImplementedError, lambda: net[0].weight.mul_(2)
+        )
+        assert "copy_ of a Tensor of torch.bfloat16 to a StoredFloat8 of torch.bfloat16" in raised(
+            NotImplementedError, lambda: net[0].weight.copy_(torch.zeros(320, 512).bfloat16())
+        )
+
+    def assign() -> None:
+        net[0].weight.data = torch.zeros(320, 512)
+
+    assert ".data of a weight that is stored in float8 can't become a Tensor of" in raised(
+        TypeError, assign
+    )
+    text = "can't be joined with other tensors, as DistributedDataParallel does to"
+    assert text in raised(NotImplementedError, lambda: torch.cat([net[0].weight, net[0].bias]))
+    assert same(run(net), expected)
+
+
+def refused_state(name: str, text: str, **changes: Any) -> None:
+    state = state_of(frozen(name))
+    for key, change in changes.items():
+        key = f"0.{key}"
+        state[key] = change(state[key])
+        if state[key] is None:
+            del state[key]
+    net = frozen(name)
+    assert text in raised(ValueError, lambda: net.load_state_dict(state))
+    assert same(run(net), run(converted(name)))  # nothing was loaded
+
+
+def test_states_that_are_refused() -> None:
+    missing = "0: the state dict has 0.weight in torch.float8_e4m3fn, and a weight that is stored"
+    refused_state("blockwise", missing, weight_scale_inv=lambda _: None)
+    other = "needs torch.float8_e4m3fn and the scales 0.weight_scale_inv; load a checkpoint"
+    refused_state("blockwise", other, weight=lambda t: t.float().to(torch.float8_e5m2))
+    powers = "are not powers of two, and the layer's scheme has exponents; convert the"
+    refused_state("blockwise", powers, weight_scale_inv=lambda t: t * 1.5)
+    refused_state("blockwise", powers, weight_scale_inv=lambda t: -t)
+    of_bf16 = "0.weight_scale_inv has the dtype torch.bfloat16; scales are float32 or"
+    refused_state("vllm", of_bf16, weight_scale_inv=lambda t: t.bfloat16())
+    net = frozen()
+    text = "is data of torch.float8_e4m3fn without its scales, from a state dict that was"
+    x, state = torch.zeros(16, 512).bfloat16(), net.state_dict()
+    assert text in raised(TypeError, lambda: torch.func.functional_call(net, state, x))
+
+
+def test_the_scales_of_a_checkpoint_may_have_other_shapes() -> None:
+    """One value for a tensor is a 0-dim tensor in many checkpoints; blocks have one shape."""
+    state = state_of(frozen("tensorwise"))
+    net = frozen("tensorwise")
+    net.load_state_dict(state | {"0.weight_scale_inv": state["0.weight_scale_inv"].view(())})
+    assert same(run(net), run(converted("tensorwise")))
+    state = state_of(frozen("blockwise"))
+    state["0.weight_scale_inv"] = state["0.weight_scale_inv"].t()
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight_scale_inv"):
+        frozen().load_state_dict(state)
+
+
+# Tools
+
+
+def test_statistics_and_captures(tmp_path: Path) -> None:
+    net, twin = frozen(), converted()
+    with float8_stats(net, gemms=True) as stats, capture(net, tmp_path):
+        run(net)
+    with float8_stats(twin) as of_twin:
+        run(twin)
+    # Weights are not cast: only inputs and gradients have rows.
+    gemms = [row for row in stats.rows if isinstance(row, GemmStats)]
+    casts = [row for row in stats.rows if row not in gemms]
+    assert casts == [r for r in of_twin.rows if isinstance(r, CastStats) and r.operand != "weight"]
+    assert [(row.fqn, row.gemm) for row in gemms] == [
+        (fqn, gemm) for fqn in "02" for gemm in ("output", "grad_input")
+    ]
+    assert all(25 < row.sqnr < 60 for row in gemms)
+    names = {path.name.split("-")[3] for path in tmp_path.iterdir()}
+    assert names == {"input", "grad_output"}
+
+
+def test_recipes_are_compared_on_the_dequantized_weights() -> None:
+    net, x = frozen(), torch.randn(48, 512, dtype=torch.bfloat16).requires_grad_()
+    found = compare_recipes(net, x, recipes=["blockwise", "tensorwise"])
+    plain = converted()
+    with torch.no_grad():
+        for i in (0, 2):
+            plain[i].weight.copy_(dequantized(net[i]))
+    assert found.table() == compare_recipes(plain, x, recipes=["blockwise", "tensorwise"]).table()
+    assert "2 of 2 weights in float8" in str(conversion_summary(net))
