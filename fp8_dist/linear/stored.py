@@ -143,7 +143,7 @@ class StoredWeight(LayerParameter):
             nn.Parameter(StoredFloat8(plain, dtype, scheme.key), requires_grad=False),
             nn.Parameter(StoredScales(held, torch.float32, scales.dtype), requires_grad=False),
         )
-        self.bind()
+        self.bind(self.parameter())
 
     def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
         """Take the parameters of a stored weight, which another layer may have too."""
