@@ -30,6 +30,8 @@ from fp8_dist.kernels.scale import scaling_from_amax
 
 NAN_EXPONENT = 255
 _BIAS = 127
+# The reciprocal of the scale of the byte 0. A tensor, because torch would convert a number to one.
+_LARGEST = torch.tensor(2.0**127, device="cpu")
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
@@ -143,10 +145,11 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
         # computed in fp64, because a GPU divides an fp32 tensor by a number by multiplying by the
         # number's reciprocal. Rounded to fp32, the fp64 quotient equals the fp32 quotient.
         quotient = (amax.to(torch.float64) / largest).to(torch.float32)
-        exponents = torch.log2(quotient).ceil_().add_(_BIAS)
-    else:
-        exponents = (amax.view(torch.int32) >> 23) - math.floor(math.log2(largest))
-    return exponents.clamp_(min=0).masked_fill_(~amax.isfinite(), NAN_EXPONENT).to(torch.uint8)
+        exponents = torch.log2(quotient).ceil_().add_(_BIAS).clamp_(min=0)
+        return exponents.nan_to_num_(NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
+    found = amax.view(torch.int32) >> 23  # NAN_EXPONENT for inf and NaN
+    exponents = (found - math.floor(math.log2(largest))).clamp_(min=0)
+    return exponents.masked_fill_(found == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
 
 
 @custom_op(
@@ -170,8 +173,8 @@ def quantize_blocks(
     Returns:
         A contiguous tensor of the shape of ``x``.
     """
-    # The reciprocal of a power of two is exact. That of the byte 0, 2^127, becomes 0.
-    multiplier = powers_of_2(exponents).reciprocal_().fmod_(2.0**127)
+    # The reciprocal of a power of two is exact. The remainder is 0 for _LARGEST alone.
+    multiplier = powers_of_2(exponents).reciprocal_().fmod_(_LARGEST)
     limit = torch.finfo(dtype).max
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
     return product.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
