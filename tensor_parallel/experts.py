@@ -33,7 +33,7 @@ class _ExpertsStyle(CheckedStyle):
                 "float8; call convert_experts_to_float8_training first"
             )
             return
-        fqn = next(iter(weights_of(module).values())).fqn
+        fqn = next(iter(weights_of(module).values())).fqn or "the module"
         yield from (f"{fqn}{misfit}" for misfit in self.misfits_of_experts(module, size))
 
     def misfits_of_experts(self, module: nn.Module, size: int) -> Iterator[str]:

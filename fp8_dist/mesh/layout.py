@@ -261,7 +261,7 @@ def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) ->
 def taken(whole: torch.Tensor, pieces: Sequence[Pieces]) -> torch.Tensor:
     """A rank's part of a tensor, given the part of each dim: a view if these are of one piece."""
     for dim, own in enumerate(pieces):
-        each = [whole.narrow(dim, begin, end - begin) for begin, end in own]
+        each = [whole.narrow(dim, begin, end - begin) for begin, end in own or ((0, 0),)]
         whole = each[0] if len(each) == 1 else torch.cat(each, dim)
     return whole
 

@@ -126,7 +126,7 @@ def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     if args.seq_len % args.tp:
         parser.error(f"--tp {args.tp} does not divide the --seq-len {args.seq_len}")
     if args.compile:
-        parser.error("--compile is not for --model moe: experts stay out of graphs")
+        parser.error("--compile is not for --model moe: FSDP2's hooks break its graphs")
     if args.gradient_transport is not None:
         parser.error("--gradient-transport is not for --model moe: experts have axes of their own")
 

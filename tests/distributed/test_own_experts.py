@@ -26,7 +26,7 @@ from fp8_dist.moe import (
     linear_combine,
     route,
 )
-from fp8_dist.tensor_parallel import Float8ExpertParallel
+from fp8_dist.tensor_parallel import Float8ExpertParallel, Float8ExpertTensorParallel
 
 EXPERTS, DIM, INNER = 8, 64, 96
 
@@ -109,6 +109,8 @@ def refused() -> list[str]:
     fully_shard(model, mesh=device_mesh(dp=2)["dp"])
     model.float8_experts_config = Float8ExpertsConfig()
     texts = [re.sub(r"\(.*?\)\)?", "", raised(ValueError, lambda: model(*batch(0))))]
+    divided, style = (converted("mxfp8"), device_mesh(tp=2)), Float8ExpertTensorParallel()
+    texts.append(raised(ValueError, lambda: parallelize_module(*divided, style)))
     model = Experts()
     model.float8_weight_names = ("up", "middle")  # type: ignore[assignment]
     return [*texts, raised(NotImplementedError, lambda: convert_experts_to_float8_training(model))]
@@ -119,6 +121,7 @@ def test_what_is_refused(ranks: RankPools) -> None:
         "\n".join(ranks(2).run_same(refused)),
         """\
 experts: FSDP2 gathered a weight as Blocks, and the config has Dense; pass the module's float8_experts_config
+parallelize_module: the module: the features of a Experts can't be divided; use Float8ExpertParallel
 convert_experts_to_float8_training: the module can't be converted: it has no parameter middle of shape [E, N, K]. Exclude it in module_filter_fn""",
     )
 

@@ -132,7 +132,7 @@ def test_balancing_loss() -> None:
         ("--dp 2 --ep 4", "--dp 2 times --ep 4 times --tp 1 is 8, but there are 4 ranks"),
         ("--ep 4 --batch-size 2", "--batch-size 2 is not a multiple of --dp 1 times --ep 4"),
         ("--model few --ep 4", "--ep 4 times --tp 1 does not divide the 2 experts"),
-        ("--compile", "--compile is not for --model moe: experts stay out of graphs"),
+        ("--compile", "--compile is not for --model moe: FSDP2's hooks break its graphs"),
         ("--gradient-transport bf16", "--gradient-transport is not for --model moe: experts have"),
     ],
 )

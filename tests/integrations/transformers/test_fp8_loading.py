@@ -1,6 +1,7 @@
 """FP8 checkpoints are loaded as they are, on any mesh, and saved again byte for byte."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from fp8_dist import (
     skip_head,
 )
 from fp8_dist.integrations.transformers import Fp8DistConfig, hf_tp_plan
+from fp8_dist.integrations.transformers.quantizer import Fp8DistQuantizer
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor.stored import StoredFloat8
 from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
@@ -253,12 +255,36 @@ def test_names(tmp_path: Path) -> None:
     before = model.model.embed_tokens.weight.clone()
     with torch.no_grad():
         model.model.embed_tokens.weight.add_(1)
-    with pytest.raises(ValueError, match=r"missing model.norm.weight; unexpected mtp.weight"):
+    with pytest.raises(ValueError, match="the checkpoint and the model have other names: mis"):
         load_float8_checkpoint(model, tmp_path)
     assert same_bits(model.model.embed_tokens.weight, before + 1)
     found = load_float8_checkpoint(model, tmp_path, strict=False)
     assert found == (["model.norm.weight"], ["mtp.weight"])
     assert same_bits(model.model.embed_tokens.weight, before)
+
+
+def test_the_reader_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(by_reference("ue8m0"), tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match="reads safetensors files: pip install"):
+        load_float8_checkpoint(converted("ue8m0"), tmp_path)
+
+
+def test_entries_that_are_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_experts("cpu", True)
+    save_file({"norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    turned = lambda model, weight, name, tensor: {name: tensor.mT.contiguous()}  # noqa: E731
+    monkeypatch.setattr("fp8_dist.model.load.checkpoint_entries", turned)
+    with pytest.raises(ValueError, match="is not a part of a weight as it is stored"):
+        load_float8_checkpoint(model, tmp_path)
+
+
+def test_a_distributed_model_is_left_to_the_function() -> None:
+    model = build("qwen3", **SIZES)
+    model.config.distributed_config = object()
+    quantizer = Fp8DistQuantizer(Fp8DistConfig("blockwise", freeze=True))
+    with pytest.raises(NotImplementedError, match="loads models that are not distributed; make"):
+        quantizer._process_model_before_weight_loading(model)
 
 
 def test_a_tied_head(tmp_path: Path) -> None:

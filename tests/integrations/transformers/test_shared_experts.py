@@ -19,7 +19,7 @@ from fp8_dist.cast import cast_copies
 from fp8_dist.linear.observing import Observer, observed_by
 from fp8_dist.linear.operands import cast_input
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
-from fp8_dist.scaling import Copy, Quantized
+from fp8_dist.scaling import CastPlan, Quantized
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
 MIXTURE = "model.layers.1.mlp."
@@ -143,44 +143,42 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+PLAN = CastPlan(Float8ExpertsConfig().linear.recipe.schemes["input"])
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_share_a_cast_of_the_same_values(view: str) -> None:
-    (scheme,) = Float8ExpertsConfig().linear.recipe.schemes["input"]
-    copy, x = Copy(scheme), torch.randn(4, 4, 64).to(torch.bfloat16)
-    first = cast_input(x, (copy,), keeps=True)[copy]
+    x = torch.randn(4, 4, 64).to(torch.bfloat16)
+    (first,) = cast_input(x, PLAN, keeps=True)
     y = VIEWS[view](x)
-    found = cast_input(y, (copy,))[copy]
-    expected = cast_copies(y.reshape(-1, y.shape[-1]), (copy,))[1][copy]
+    (found,), (expected,) = cast_input(y, PLAN), cast_copies(y.reshape(-1, y.shape[-1]), PLAN)[1]
     assert same_bits(found.qdata, expected.qdata)
     assert same_bits(found.scales[0], expected.scales[0])
     assert (found.qdata is first.qdata) is (view in ("itself", "tokens"))
 
 
 def test_parts_of_a_tensor_have_casts_of_their_own() -> None:
-    (scheme,) = Float8ExpertsConfig().linear.recipe.schemes["input"]
-    copy, parts = Copy(scheme), torch.randn(8, 64).chunk(2)
-    found = [cast_input(part, (copy,), keeps=True)[copy].qdata for part in parts]
-    expected = [cast_copies(part, (copy,))[1][copy].qdata for part in parts]
+    parts = torch.randn(8, 64).chunk(2)
+    found = [cast_input(part, PLAN, keeps=True)[0].qdata for part in parts]
+    expected = [cast_copies(part, PLAN)[1][0].qdata for part in parts]
     assert all(map(same_bits, found, expected))
 
 
 def test_a_transposed_copy_is_made_from_the_cast() -> None:
     """A GPU's linear layer takes one for grad_weight."""
-    (scheme,) = Float8ExpertsConfig().linear.recipe.schemes["input"]
-    both, x = (Copy(scheme), Copy(scheme, True)), torch.randn(48, 64)
-    first = cast_input(x, both[:1], keeps=True)[both[0]]
+    both, x = PLAN._replace(of=(0, 0), transposed=(False, True)), torch.randn(48, 64)
+    (first,) = cast_input(x, PLAN, keeps=True)
     made, expected = cast_input(x, both), cast_copies(x, both)[1]
-    assert made[both[0]].qdata is first.qdata
-    for copy in both:
-        assert same_bits(made[copy].qdata, expected[copy].qdata)
-        assert made[copy].qdata.stride() == expected[copy].qdata.stride()
-    assert cast_input(x, both)[both[1]].qdata is made[both[1]].qdata
+    assert made[0].qdata is first.qdata
+    for one, other in zip(made, expected, strict=True):
+        assert same_bits(one.qdata, other.qdata)
+        assert one.qdata.stride() == other.qdata.stride()
+    assert cast_input(x, both)[1].qdata is made[1].qdata
 
 
 def test_a_kept_cast_ends_with_its_input() -> None:
-    (scheme,) = Float8ExpertsConfig().linear.recipe.schemes["input"]
-    copy, x = Copy(scheme), torch.randn(48, 64)
-    data = ref(cast_input(x.view(6, 8, 64), (copy,), keeps=True)[copy].qdata)
+    x = torch.randn(48, 64)
+    data = ref(cast_input(x.view(6, 8, 64), PLAN, keeps=True)[0].qdata)
     assert data() is not None
     del x
     assert data() is None
