@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import full
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import RankPools, device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -29,7 +29,10 @@ from fp8_dist import (
     Float8LinearConfig,
     attach_update,
     convert_to_float8_training,
+    dequantized,
     float8_layers,
+    freeze_to_float8,
+    unfreeze_from_float8,
 )
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
@@ -117,6 +120,159 @@ def test_merges_are_seen(ranks: RankPools, recipe: str) -> None:
     for way, losses in ranks(2).run(all_losses, recipe)[0].items():
         found = torch.tensor(losses)
         assert ((found / expected[: len(found)] - 1).abs() < 0.05).all(), (way, found, expected)
+
+
+# Bases that are stored in float8
+
+
+def distributed(base: nn.Module, size: int) -> None:
+    """FSDP2 on 2 ranks; on 4 also tensor parallelism."""
+    if size == 4:
+        tensor_parallel(base, device_mesh(dp=2, tp=2)["tp"], True)
+    if size > 1:
+        fully_shard(base, mesh=device_mesh(dp=2, tp=2)["dp"] if size == 4 else device_mesh(dp=2))
+
+
+def adapted(recipe: str, order: str, size: int = 1, **options: Any) -> tuple[nn.Module, PeftModel]:
+    """A converted base with adapters; ``order``: when it is frozen, "before" or "after" these."""
+    base = convert_to_float8_training(MLP(), config=Float8LinearConfig.from_recipe_name(recipe))
+    if order == "before":
+        freeze_to_float8(base.requires_grad_(False))
+    torch.manual_seed(4)
+    adapters = LoraConfig(r=8, lora_alpha=32, target_modules=["up", "down"], **options)
+    peft = get_peft_model(base, adapters)  # type: ignore[arg-type]
+    if order == "after":
+        assert len(freeze_to_float8(peft)) == 2
+    distributed(base, size)
+    return base, peft  # type: ignore[return-value]
+
+
+X, TARGET = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(3))
+
+
+def train(model: nn.Module, steps: int = 50, rank: int = 0) -> list[float]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer, found = torch.optim.AdamW(parameters, lr=0.02), []
+    for _ in range(steps):
+        value = (model(X + rank) - TARGET).square().mean()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(value.item())
+    return found
+
+
+STORED = ["tensorwise", "rowwise_folded", "blockwise", "mxfp8"]
+
+
+def trained_on_ranks(recipe: str, size: int) -> list[list[float]]:
+    rank = device_mesh(dp=2, tp=size // 2).get_local_rank("dp")
+    return [train(adapted(recipe, order, size)[1], 50, rank) for order in ("", "before", "after")]
+
+
+@pytest.mark.parametrize("recipe", STORED)
+def test_a_stored_base_trains_the_same_adapters(recipe: str) -> None:
+    """Bit for bit, whether it is frozen before or after adapters are added."""
+    expected = train(adapted(recipe, "")[1])
+    assert expected[-1] < 0.25 * expected[0]
+    assert train(adapted(recipe, "before")[1]) == expected
+    assert train(adapted(recipe, "after")[1]) == expected
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=pytest.mark.full) for r in STORED[:3]] + STORED[3:]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_stored_base_on_ranks(ranks: RankPools, recipe: str, size: int) -> None:
+    for plain, before, after in ranks(size).run(trained_on_ranks, recipe, size):
+        assert plain == before == after
+
+
+@pytest.mark.parametrize("recipe", STORED)
+def test_merges_into_a_stored_base(recipe: str) -> None:
+    """The sum is cast again, like the sum of weights in high precision."""
+    base, peft = adapted(recipe, "after")
+    plain, plain_peft = adapted(recipe, "")
+    trained = train(peft)[-1]
+    train(plain_peft)
+
+    def loss(of: nn.Module) -> float:
+        return (of(X) - TARGET).square().mean().item()
+
+    peft.merge_adapter()
+    plain_peft.merge_adapter()
+    assert loss(base) == pytest.approx(loss(plain), rel=0.02)
+    # The same as to freeze the sum of the values that were stored.
+    weight = dequantized(base.up.base_layer)  # type: ignore[union-attr]
+    peft.unmerge_adapter()
+    assert not torch.equal(dequantized(base.up.base_layer), weight)  # type: ignore[union-attr]
+    assert loss(base) == pytest.approx(trained, rel=0.15)
+    peft.add_adapter("other", LoraConfig(r=4, target_modules=["up"]))
+    peft.set_adapter("other")
+    assert loss(peft) > 0.9  # of a new adapter
+    peft.set_adapter("default")
+    with peft.disable_adapter():
+        assert loss(peft) > 0.9
+    with pytest.raises(NotImplementedError, match=r"call fp8_dist\.unfreeze_from_float8"):
+        peft.merge_adapter(safe_merge=True)
+    assert peft.merge_and_unload() is base
+    assert list(dict(base.named_parameters())) == [
+        f"{name}.{part}" for name in ("up", "down") for part in ("weight", "weight_scale_inv")
+    ]
+    assert loss(base) == pytest.approx(loss(plain), rel=0.05)
+    unfreeze_from_float8(base)
+    assert loss(base) == pytest.approx(loss(plain), rel=0.05)
+
+
+def merged_on_ranks(size: int) -> list[float]:
+    base, peft = adapted("tensorwise", "after", size)
+    train(peft, 6)
+    found = []
+    for change in (peft.merge_adapter, peft.unmerge_adapter, peft.merge_and_unload):
+        if isinstance(base, FSDPModule):
+            base.reshard()
+        change()
+        found.append((base(X) - TARGET).square().mean().item())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", [2, 4])
+def test_merges_into_a_stored_base_on_ranks(ranks: RankPools, size: int) -> None:
+    expected = merged_on_ranks(1)
+    assert ranks(size).run_same(merged_on_ranks, size) == pytest.approx(expected, rel=1e-3)
+
+
+def with_ddp(order: str) -> list[float]:
+    _, peft = adapted("blockwise", order)
+    if order == "before":
+        freeze_to_float8(peft)  # once more, for the module that DDP wraps
+    group = device_mesh(dp=2).get_group()
+    return train(DistributedDataParallel(peft, process_group=group), 5, group.rank())
+
+
+def test_a_stored_base_under_ddp(ranks: RankPools) -> None:
+    expected, *others = (ranks(2).run(with_ddp, order) for order in ("", "before", "after"))
+    assert others == [expected, expected]
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_adapters_that_read_the_base(options: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"read it with fp8_dist\.dequantized"):
+        train(adapted("blockwise", "before", **options)[1], 1)
+
+
+def test_saved_adapters_of_a_stored_base(tmp_path: Path) -> None:
+    peft = adapted("blockwise", "after")[1]
+    train(peft, 5)
+    peft.save_pretrained(str(tmp_path))
+    base = convert_to_float8_training(
+        MLP(), config=Float8LinearConfig.from_recipe_name("blockwise")
+    )
+    freeze_to_float8(base.requires_grad_(False))
+    loaded = PeftModel.from_pretrained(base, str(tmp_path))  # type: ignore[arg-type]
+    assert torch.equal(loaded(X), peft(X))
 
 
 PAGE = (Path(__file__).parents[2] / "docs/lora.md").read_text()
