@@ -124,7 +124,7 @@ class StoredWeight(LayerParameter):
         module, (scheme,) = self.module, self.schemes
         data = StoredFloat8(qdata, self.parameter().dtype, scheme.key)
         scales = scales if scales.ndim else scales.view(1)
-        held = StoredScales(as_stored(scales, stored_dtype(scheme), self.fqn), torch.float32)
+        held = StoredScales(_as_stored(scales, stored_dtype(scheme)), torch.float32)
         module.register_parameter(self.scales_name, nn.Parameter(held, requires_grad=False))
         setattr(module, self.name, nn.Parameter(data, requires_grad=False))
         self.bind(self.parameter())
@@ -198,7 +198,7 @@ class StoredWeight(LayerParameter):
             own = scheme.local_part(every, layout)
         (cast,) = cast_by(local, CastPlan((scheme,)), [own], layout)
         (whole,) = scheme.scales_from(every)
-        whole = as_stored(whole.view(scales.shape), stored_dtype(scheme), self.fqn)
+        whole = _as_stored(whole.view(scales.shape), stored_dtype(scheme))
         if isinstance(scales, DTensor):
             whole = taken(whole, own_pieces(scales))
         return cast.qdata, whole
@@ -228,8 +228,8 @@ class StoredWeight(LayerParameter):
         Collectives: for a DTensor in high precision, those of :meth:`write`.
 
         Raises:
-            ValueError: the data have another dtype, their scales are missing, or the scales are
-                not powers of two, and the scheme's are.
+            ValueError: the data or the scales have another dtype, the scales are missing, or they
+                are not powers of two, and the scheme's are.
         """
         data, held = map(local_tensor, self.parts())
         assert isinstance(data, StoredFloat8)
@@ -320,28 +320,40 @@ def stored_dtype(scheme: Scheme) -> torch.dtype:
 
 
 def as_stored(scales: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Convert scales to a dtype in which they are stored: fp32, or uint8 for exponents.
+    """Convert the scales of a checkpoint to the dtype in which they are stored.
 
     Raises:
         ValueError: they are neither fp32 nor exponents, or fp32 and not powers of two.
     """
-    if scales.dtype is torch.float8_e8m0fnu:
-        scales = scales.view(torch.uint8)
-    if scales.dtype is torch.uint8:
-        return scales if dtype is torch.uint8 else fp32_scales(scales)
-    if scales.dtype is not torch.float32:
+    if scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
         raise ValueError(
             f"{name} has the dtype {scales.dtype}; scales are float32 or float8_e8m0fnu"
         )
-    if dtype is torch.float32 or scales.is_meta:
-        return scales.to(dtype)
-    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
-    if not torch.equal(fp32_scales(exponents).nan_to_num(), scales.nan_to_num(posinf=0.0)):
+    stored = _as_stored(scales, dtype)
+    if scales.dtype is torch.float32 and not _are_equal(stored, scales):
         raise ValueError(
             f"{name} are not powers of two, and the layer's scheme has exponents; convert the "
             'model with Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32")'
         )
-    return exponents
+    return stored
+
+
+def _as_stored(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert scales to a dtype in which they are stored: fp32, or uint8 for exponents."""
+    if scales.dtype is torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    if scales.dtype is dtype:
+        return scales
+    if dtype is torch.float32:
+        return fp32_scales(scales)
+    return (scales.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _are_equal(stored: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Whether scales have the values that are stored for them; NaN stands for infinity too."""
+    if stored.dtype is scales.dtype or scales.is_meta:
+        return True
+    return torch.equal(fp32_scales(stored).nan_to_num(), scales.nan_to_num(posinf=0.0))
 
 
 torch.serialization.add_safe_globals([StoredEntry])

@@ -11,7 +11,12 @@ from fp8_dist.kernels.cuda.triton import launch
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
-from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
+from scripts.common.fake_cuda.layer import (
+    LayerShape,
+    count_compiled_layer,
+    count_frozen_layer,
+    count_layer,
+)
 from scripts.common.fake_cuda.process import FakeCudaProcess
 
 SHAPE = LayerShape()
@@ -47,6 +52,30 @@ def test_a_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
         for name, (new, cached) in table.items():
             check(fake_cuda.run(count_layer, name, SHAPE, True, device), *new)
             check(fake_cuda.run(count_layer, name, SHAPE, False, device), *cached)
+
+
+# Of a step with a frozen weight: kernels and GB besides the two GEMMs, and if it is stored in
+# float8. Weights are not cast then, but transposed for grad_input, like those that FSDP2 gathers.
+FROZEN = {
+    "tensorwise": ((11, 1.11), (9, 0.87)),
+    "rowwise_folded": ((6, 0.69), (7, 0.57)),
+    "blockwise": ((7, 0.69), (7, 0.58)),
+    "mxfp8": ((7, 0.71), (7, 0.59)),
+    "delayed": ((12, 0.81), (9, 0.57)),
+}
+
+
+def test_a_step_of_one_frozen_layer(fake_cuda: FakeCudaProcess) -> None:
+    found = {}
+    for name in FROZEN:
+        device = "blackwell" if name == "mxfp8" else "hopper"
+        each = [fake_cuda.run(count_frozen_layer, name, SHAPE, st, device) for st in (False, True)]
+        assert [len(counts.of_kind("gemm")) for counts in each] == [2, 2]
+        assert all(counts.syncs == counts.problems == [] for counts in each)
+        found[name] = tuple(
+            (counts.launches, round(counts.bytes_besides_gemms / 1e9, 2)) for counts in each
+        )
+    assert found == FROZEN
 
 
 @pytest.mark.parametrize(

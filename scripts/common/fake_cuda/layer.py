@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from fp8_dist import Float8Linear
+from fp8_dist import Float8Linear, freeze_to_float8
 from fp8_dist.kernels.cuda import gemm
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
@@ -74,4 +74,21 @@ def count_compiled_layer(name: str, shape: LayerShape) -> Counts:
             layer.change_weight()
         counter.counts = Counts()
         compiled.run()
+    return counter.counts
+
+
+def count_frozen_layer(
+    name: str, shape: LayerShape, is_stored: bool, gemm_of: str = "hopper"
+) -> Counts:
+    """The second forward and backward of a layer whose weight is frozen, and may be stored."""
+    mode = FakeCudaMode()
+    layer = layer_on_fake_cuda(name, shape, mode)
+    with fake_tensors(mode), patch.object(gemm, "device_kind", lambda device: gemm_of):
+        layer.module.requires_grad_(False)
+        if is_stored:
+            freeze_to_float8(layer.module)
+        layer.run()
+        layer.clear()
+        with KernelCounter() as counter:
+            layer.run()
     return counter.counts

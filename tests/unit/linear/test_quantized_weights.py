@@ -24,7 +24,9 @@ from fp8_dist import (
     attach_update,
     conversion_summary,
     convert_to_float8_training,
+    freeze_to_float8,
     precompute_float8_dynamic_scale,
+    unfreeze_from_float8,
 )
 
 
@@ -124,3 +126,18 @@ def test_quantized_weights_are_not_converted() -> None:
         convert_to_float8_training(model)
     with pytest.raises(TypeError, match="has a weight of the type Float8Tensor, which multiplies"):
         Float8Linear.from_float(model[0])
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_weight_that_is_stored_in_float8_is_unfrozen_first(config: Callable[[], object]) -> None:
+    model = converted("blockwise").requires_grad_(False)
+    freeze_to_float8(model)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    expected = model(x)
+    with pytest.raises(NotImplementedError, match=r"or call fp8_dist\.unfreeze_from_float8"):
+        quantized(model, config())
+    assert same_bits(model(x), expected)
+    unfreeze_from_float8(model)
+    linear = plain()
+    linear.load_state_dict(model.state_dict())
+    assert same_bits(quantized(model, config())(x), quantized(linear, config())(x))
