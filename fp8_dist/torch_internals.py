@@ -308,6 +308,16 @@ def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
+def leave_out_of_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """Exclude parameters from what DistributedDataParallel broadcasts and reduces, by FQN.
+
+    ``module`` is the one that it wraps.
+    """
+    known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored: Any = [*dict.fromkeys([*known, *names])]
+    module._ddp_params_and_buffers_to_ignore = ignored
+
+
 def op_name(op: OpOverload) -> str:
     """The qualified name of an operator, without its overload: ``aten::mm``."""
     return op._schema.name

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
-from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
+from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters, leave_out_of_ddp
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -87,7 +87,8 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             "freeze_to_float8: no float8 weight of the module is frozen, or module_filter_fn "
             "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
         )
-    _leave_out_of_ddp(module, stored)
+    scales = [f"{fqn.removesuffix(w.name)}{w.scales_name}" for fqn, w in stored.items()]
+    leave_out_of_ddp(module, [*stored, *scales])  # which flattens parameters with others
     return list(stored)
 
 
@@ -207,15 +208,3 @@ def _load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> 
     for weight in weights_of(module).values():
         if weight.is_stored:
             weight.load(state, prefix)
-
-
-def _leave_out_of_ddp(module: nn.Module, stored: dict[str, Float8Weight]) -> None:
-    """Name the parameters that DDP can't broadcast, which flattens them with others."""
-    names = [each for fqn, w in stored.items() for each in (fqn, _scales_fqn(fqn, w))]
-    known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    ignored: Any = [*dict.fromkeys([*known, *names])]
-    module._ddp_params_and_buffers_to_ignore = ignored
-
-
-def _scales_fqn(fqn: str, weight: Float8Weight) -> str:
-    return fqn.removesuffix(weight.name) + weight.scales_name
