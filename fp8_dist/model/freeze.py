@@ -32,7 +32,14 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
     made like it. Its values are in ``state_dict()`` as float8 data ``NAME.weight`` and scales
     ``NAME.weight_scale_inv`` (``weight ~= data * scale``), the names of FP8 checkpoints.
     ``load_state_dict`` accepts these, and a weight in high precision, which it casts.
-    ``model.to(dtype)`` changes neither data nor scales.
+    ``model.to(dtype)`` changes neither data nor scales. With gloo, a distributed model can't take
+    a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
+
+    A sum in place is cast again, as when PEFT merges adapters (without ``safe_merge``). Taking it
+    back does not restore the bits. Other operators on the parameters are errors, and so is a
+    forward if they require gradients.
+
+    FSDP2 calls ``shard_placement_fn`` for the scales too; ``Shard(0)`` fits all of them.
 
     A model on the meta device may be frozen, sharded, and then loaded
     (:func:`fp8_dist.load_float8_checkpoint`).

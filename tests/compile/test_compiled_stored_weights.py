@@ -3,7 +3,10 @@
 import pytest
 import torch
 from graphs import Compilations, Graphs
+from rank_tests import on_ranks
+from ranks import device_mesh
 from stored_weights import CONFIGS, converted, frozen, run, same
+from torch.distributed.fsdp import fully_shard
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -17,3 +20,20 @@ def test_graphs_have_the_bits_of_eager_code_and_cast_no_weights(name: str) -> No
     assert graphs.ops["forward"]["quantize"] == 4
     assert graphs.ops["backward"]["quantize"] <= 4  # the casts of folded gradients are not counted
     assert all(ops["scale_query"] == 0 for ops in graphs.ops.values())
+
+
+@on_ranks(2)
+def test_graphs_with_fsdp2() -> None:
+    """They have the bits of the model that casts its weights, and ask for no scales of weights."""
+    runs, queries = [], []
+    for make in (converted, frozen):
+        net, graphs, compilations = make("tensorwise"), Graphs(), Compilations()
+        for part in (net[0], net[2], net):
+            fully_shard(part, mesh=device_mesh(dp=2))
+        net[0] = torch.compile(net[0], fullgraph=True, backend=graphs.backend)
+        runs.append(run(net))
+        assert compilations.breaks == 0
+        assert graphs.ran == {"forward": 2, "backward": 2}
+        queries.append(sum(ops["scale_query"] for ops in graphs.ops.values()))
+    assert same(*runs)
+    assert queries[0] > queries[1] == 0

@@ -121,6 +121,7 @@ def test_dequantized(name: str) -> None:
 def moved_to_half(net: nn.Module) -> nn.Module:
     net.half()
     assert net[0].weight.dtype is torch.float16  # type: ignore[index]
+    assert net[0].weight_scale_inv.dtype is torch.float32  # type: ignore[index]
     return net.double().bfloat16()
 
 
