@@ -62,7 +62,7 @@ class Routing(NamedTuple):
         """The rows of experts in the order in which they were received."""
         if self.arrivals is None:
             return rows
-        return torch.empty_like(rows).index_copy_(0, self.arrivals, rows)
+        return _placed(torch.empty_like(rows), self.arrivals, rows)
 
     def returned(self, rows: Tensor) -> Tensor:
         """Send rows back in the order in which they were received."""
@@ -71,12 +71,19 @@ class Routing(NamedTuple):
     def placed(self, rows: Tensor) -> Tensor:
         """Put rows, in the order of ``slots``, to their slots."""
         found = rows.new_zeros((self.tokens * self.top_k, rows.shape[1]))
-        return found.index_copy_(0, self.slots, rows)
+        return _placed(found, self.slots, rows)
 
     def _exchanged(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         if self.group is None:
             return rows
         return _all_to_all(rows.contiguous(), receive, send, self.group)
+
+
+def _placed(to: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """``to`` with the rows in their places."""
+    if torch.compiler.is_compiling():  # torch 2.11 gives the result of index_copy_ no gradient
+        return to.index_copy(0, places, rows)
+    return to.index_copy_(0, places, rows)
 
 
 def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None = None) -> Routing:

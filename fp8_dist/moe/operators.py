@@ -55,7 +55,7 @@ def grouped_gradients(
         return grouped.grouped_gradients(of, groups, needs, dtypes, config)
     operands = *[each for operand in of for each in flat(operand)], *_flat_groups(groups)
     overload, rest = grouped_gradients_operator.overload, _flat_config(config)
-    made = iter(overload(*operands, needs, dtypes, *rest))
+    made = iter(overload(*operands, needs, *dtypes, *rest))
     return next(made) if needs[0] else None, next(made) if needs[1] else None
 
 
@@ -96,7 +96,7 @@ def grouped_mm_operator(*arguments: Any) -> Tensor:
 
 
 def _empty_gradients(*arguments: Any) -> list[Tensor]:
-    likes, (needs, dtypes) = (arguments[4], arguments[8]), arguments[16:18]
+    likes, (needs, *dtypes) = (arguments[4], arguments[8]), arguments[16:19]
     each = zip(likes, needs, dtypes, strict=True)
     return [torch.empty_like(like, dtype=dtype) for like, need, dtype in each if need]
 
@@ -104,13 +104,14 @@ def _empty_gradients(*arguments: Any) -> list[Tensor]:
 @custom_op(
     "grouped_gradients(Tensor g, Tensor[] scales_g, str scheme_g, int[] start_g, Tensor x, "
     "Tensor[] scales_x, str scheme_x, int[] start_x, Tensor w, Tensor[] scales_w, str scheme_w, "
-    f"int[] start_w, {_GROUPS}, bool[] needs, ScalarType[] dtypes, {_CONFIG}) -> Tensor[]",
+    f"int[] start_w, {_GROUPS}, bool[] needs, ScalarType rows_dtype, ScalarType weight_dtype, "
+    f"{_CONFIG}) -> Tensor[]",
     fake=_empty_gradients,
 )
 def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     """Operator of :func:`grouped_gradients`. Returns the gradients that are needed."""
     of = Operands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
-    needs, dtypes, *of_config = arguments[16:]
+    needs, of_rows, of_weight, *of_config = arguments[16:]
     groups, config = Groups(*arguments[12:16]), _config(*of_config)
-    made = grouped.grouped_gradients(of, groups, needs, dtypes, config)
+    made = grouped.grouped_gradients(of, groups, needs, (of_rows, of_weight), config)
     return [gradient for gradient in made if gradient is not None]

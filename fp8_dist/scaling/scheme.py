@@ -244,21 +244,13 @@ class Scheme:
         """
         return common_start((self,), layout)
 
-    @cached_but_in_graphs
     def is_cut(self, layout: Layout | None) -> bool:
         """See :attr:`Quantized.is_cut`."""
-        if layout is None or not _sharded_block_dims(self, layout):
-            return False
-        return _cuts_blocks(self, layout) or any(
-            is_packed(layout, dim) or len(local_sizes(layout, dim)) > 1
-            for dim in _blocked_dims(self)
-            if len(layout.shape) + dim >= 0
-        )
+        return layout is not None and _is_cut(self, layout)
 
-    @cached_but_in_graphs
     def axes(self, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
         """For each level, the mesh axes along which ranks share blocks and reduce statistics."""
-        return tuple([axes_of_level(level, layout) if layout else () for level in self.levels])
+        return ((),) * len(self.levels) if layout is None else _axes(self, layout)
 
     def moving_levels(self, layout: Layout | None) -> tuple[int, ...]:
         """Indices of the levels whose scales differ between FSDP2's shards of a weight."""
@@ -507,6 +499,17 @@ def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
 
 
 @cached_but_in_graphs
+def _is_cut(scheme: Scheme, layout: Layout) -> bool:
+    if not _sharded_block_dims(scheme, layout):
+        return False
+    return _cuts_blocks(scheme, layout) or any(
+        is_packed(layout, dim) or len(local_sizes(layout, dim)) > 1
+        for dim in _blocked_dims(scheme)
+        if len(layout.shape) + dim >= 0
+    )
+
+
+@cached_but_in_graphs
 def _check_pieces(scheme: Scheme, layout: Layout) -> None:
     packed = any(is_packed(layout, dim) for dim in _blocked_dims(scheme))
     if packed and _cuts_blocks(scheme, layout):
@@ -516,3 +519,8 @@ def _check_pieces(scheme: Scheme, layout: Layout) -> None:
             "(_StridedShard), and some begin inside of a block; redistribute it to Shard or "
             "Replicate first, or choose sizes of which all pieces have whole blocks"
         )
+
+
+@cached_but_in_graphs
+def _axes(scheme: Scheme, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return tuple([axes_of_level(level, layout) for level in scheme.levels])
