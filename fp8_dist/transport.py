@@ -171,13 +171,14 @@ class GradientErrors:
     of which this rank encodes.
 
     Args:
-        rows: the leading dims of the rows of each stage. A stage of one rank encodes nothing.
+        rows: the leading dims of the rows of each stage, () for those of sums. A stage of one rank
+            encodes nothing.
         device: the device on which gradients are reduced.
     """
 
     def __init__(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self.parts: Sequence[Part] = ()  # the parts of the next rows to be encoded
-        self.rows = {stage: shape for stage, shape in enumerate(rows) if shape[0] > 1}
+        self.rows = {stage: shape for stage, shape in enumerate(rows) if shape[:1] != (1,)}
         self.device = device
         self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -279,18 +280,21 @@ def all_reduce(
     parts: Sequence[Part],
     group: dist.ProcessGroup,
     *,
+    sums: Encoding,
     divisor: float = 1,
     seed: int = NEAREST,
     errors: GradientErrors | None = None,
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
-    Each rank sums a piece of ``x``. The sums are gathered in the dtype of ``x``, but in bf16 if the
-    summands were float8, whose error is larger than that of bf16.
+    Each rank sums a piece of ``x``. The sums are rounded once, and gathered.
 
     Args:
         x: ``[S]``, floating point.
         parts: the parts of ``x``.
+        sums: the encoding of the sums of parts in float8. Those of other parts are gathered in the
+            dtype of ``x``.
+        errors: error feedback of the summands. It includes the sums if it has a second stage.
 
     Collectives: an all-to-all of the encoded ``x``, and an all-gather of the sums.
     """
@@ -302,12 +306,11 @@ def all_reduce(
     ]
     runs = runs_of(own_parts, seed)
     own = reduce_scatter(torch.cat(pieces, -1), runs, [group], seed=seed, errors=errors)
-    sums = runs_of(
-        part._replace(encoding="bf16" if part.encoding == "float8" else None) for part in own_parts
-    )
-    wire = encode(own.div_(divisor).to(x.dtype), sums, x.dtype)
+    of_sums = (p._replace(encoding=sums if p.encoding == "float8" else None) for p in own_parts)
+    runs, seed = runs_of(of_sums, seed), seed_of(seed, 1)
+    wire, _ = _encoded(own.div_(divisor), runs, x.dtype, 1, seed, errors)
     gathered = funcol.all_gather_into_tensor(wire, ranks, str(group.group_name))
-    rows = decode(funcol.wait_tensor(gathered).view(ranks, -1), sums, x.dtype)
+    rows = decode(funcol.wait_tensor(gathered).view(ranks, -1), runs, x.dtype)
     columns = rows.split([part.size for part in own_parts], -1)
     return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
 
@@ -326,18 +329,38 @@ def _exchange(
     errors: GradientErrors | None,
 ) -> torch.Tensor:
     """Exchange rows ``[L, A, ..., S]`` between L ranks; sum this rank's rows, ``[A, ..., S]``."""
-    dtype = rows.dtype
-    if errors is not None:
-        rows = errors.added(stage, rows)
-    wire = encode(rows, runs, dtype, seed)
-    if errors is not None:
-        left = rows - decode(wire, runs, dtype)
-        # Infinity and NaN are encoded exactly, and leave no error.
-        left.masked_fill_(left.isfinite().logical_not_(), 0.0)
-        left[group.rank()] = 0.0
-        errors.keep(stage, left)
+    dtype, rank = rows.dtype, group.rank()
+    wire, rows = _encoded(rows, runs, dtype, stage, seed, errors, exact=rank)
     received = funcol.wait_tensor(start_all_to_all(wire, group))
-    return sum_of(received, runs, dtype, rows[group.rank()], group.rank())
+    return sum_of(received, runs, dtype, rows[rank], rank)
+
+
+def _encoded(
+    rows: torch.Tensor,
+    runs: Sequence[Run],
+    dtype: torch.dtype,
+    stage: int,
+    seed: int,
+    errors: GradientErrors | None,
+    exact: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode the rows of a stage plus its kept errors, and keep the new ones.
+
+    Returns:
+        The bytes, and the numbers of which they are the encoding. Row ``exact`` of these leaves no
+        errors, because its bytes are not used.
+    """
+    if errors is None or stage not in errors.rows:
+        return encode(rows, runs, dtype, seed), rows
+    rows = errors.added(stage, rows)
+    wire = encode(rows, runs, dtype, seed)
+    left = rows - decode(wire, runs, dtype)
+    # Infinity and NaN are encoded exactly, and leave no error.
+    left.masked_fill_(left.isfinite().logical_not_(), 0.0)
+    if exact is not None:
+        left[exact] = 0.0
+    errors.keep(stage, left)
+    return wire, rows
 
 
 class Scattering(NamedTuple):

@@ -39,8 +39,9 @@ from fp8_dist.transport import (
 Transport = Literal["float8", "bf16"]
 Filter = Callable[[str, nn.Parameter], bool]
 
+SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _CALLER = "set_gradient_transport"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_REPLICAS = 2  # number of the replicas' stage in seeds; the stages of the shards are 0 and 1
 
 
@@ -97,7 +98,7 @@ class EncodedReduction:
     def check_dtype(self, gradients: torch.Tensor) -> None:
         """Raise for gradients whose sums would lose precision in fp32."""
         dtype = gradients.dtype
-        if dtype not in _DTYPES:
+        if dtype not in SUMMED_DTYPES:
             raise NotImplementedError(
                 f"set_gradient_transport: {self.module} has gradients of {dtype}; sums are taken "
                 "in fp32. Set reduce_dtype, or give this module transport=None"
@@ -170,7 +171,11 @@ class EncodedReplicas:
             self.errors.keep_for(split(self.shards.parts_with_errors(parts), ranks))
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
         seed, errors = seed_of(self.shards.seed, _OF_REPLICAS), self.errors
-        x.copy_(all_reduce(x, parts, self.replicas, divisor=divisor, seed=seed, errors=errors))
+        # The error of bf16 is smaller than that of summands in float8.
+        mean = all_reduce(
+            x, parts, self.replicas, sums="bf16", divisor=divisor, seed=seed, errors=errors
+        )
+        x.copy_(mean)
 
 
 def _remove(group: Any) -> None:
@@ -231,9 +236,7 @@ def set_gradient_transport(
             change. ``fp8_dist.Float8State`` saves the errors.
         stochastic_rounding: round up or down at random instead of to nearest, so that the
             expectation is the value. The choice is a hash of the value, its position, the rank and
-            a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1. With
-            HSDP and ``"float8"``, the sums of replicas are still rounded to nearest, in bf16, which
-            leaves a bias of up to 2^-9 of a value.
+            a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1.
         high_precision: a function ``f(name, parameter)`` that returns true for parameters whose
             gradients are not encoded. These travel in the same message. Gradients of parameters
             with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
@@ -381,13 +384,7 @@ def _check_arguments(
     allowed = (*get_args(Transport), None)
     if transport not in allowed:
         raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {allowed}")
-    if not isinstance(error_feedback, bool):
-        raise TypeError(f"{_CALLER}: error_feedback is {error_feedback!r}; it must be a bool")
-    if not isinstance(stochastic_rounding, int) or stochastic_rounding < 0:
-        raise ValueError(
-            f"{_CALLER}: stochastic_rounding is {stochastic_rounding!r}; it must be a bool, or a "
-            "seed: an int that is not negative"
-        )
+    check_rounding(_CALLER, error_feedback, stochastic_rounding)
     if high_precision is not None and not callable(high_precision):
         raise TypeError(
             f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
@@ -403,6 +400,17 @@ def _check_arguments(
         raise ValueError(
             f"{_CALLER}: the other arguments are about how gradients are encoded, and "
             "transport=None encodes none; drop them"
+        )
+
+
+def check_rounding(caller: str, error_feedback: Any, stochastic_rounding: Any) -> None:
+    """Raise for arguments of these names that have no meaning."""
+    if not isinstance(error_feedback, bool):
+        raise TypeError(f"{caller}: error_feedback is {error_feedback!r}; it must be a bool")
+    if not isinstance(stochastic_rounding, int) or stochastic_rounding < 0:
+        raise ValueError(
+            f"{caller}: stochastic_rounding is {stochastic_rounding!r}; it must be a bool, or a "
+            "seed: an int that is not negative"
         )
 
 
