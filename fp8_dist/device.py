@@ -3,7 +3,8 @@
 docs/design.md defines the terms of the package (amax, scale, qdata, axis, dim).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -107,6 +108,27 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     if device.type in ("cpu", "meta"):
         return None
     return torch.accelerator.current_stream(device)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Queue work for a device beside the current stream, after what is queued there now.
+
+    The side stream is one per device. On devices without streams, the work runs as it is called.
+    """
+    current = current_stream(device)
+    if current is None:
+        yield
+        return
+    stream = _side_stream(device)
+    stream.wait_stream(current)
+    with stream:
+        yield
 
 
 def is_captured(tensor: torch.Tensor) -> bool:

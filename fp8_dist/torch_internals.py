@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -628,3 +629,12 @@ def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
         return float(reduced_over.size())
     # A ReduceOp of PREMUL_SUM does not expose its factor.
     return 1.0 if op == ReduceOp.SUM else float(group.gradient_divide_factor)
+
+
+def ddp_hook_states(model: DistributedDataParallel) -> list[Any]:
+    """The states of a DDP model's communication hooks."""
+    if missing := _missing(model, "_comm_hooks"):
+        off = "errors of gradients are not in Float8State"
+        warn_once(missing[0], f"torch {torch.__version__} has no {missing[0]}: {off}")
+        return []
+    return [state for _, state in model._comm_hooks]

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8_dist.fsdp.ddp_hook import ddp_gradient_errors
 from fp8_dist.fsdp.gradient_transport import gradient_errors
 from fp8_dist.linear.amax_history import saved_rows
 from fp8_dist.linear.module import Float8Linear, float8_layers
@@ -29,9 +30,10 @@ class Float8State:
     of ``state_dict()``.
 
     The state is small (one entry per operand of a layer), and empty for recipes without histories.
-    With the error feedback of ``set_gradient_transport``, it also contains each rank's errors, with
-    1 byte per element of the unsharded gradients. A checkpoint from another mesh has none of them.
-    Load the state after the call of ``set_gradient_transport``.
+    With the error feedback of ``set_gradient_transport`` or ``float8_ddp_hook``, it also contains
+    each rank's errors, with 1 byte per element of the unsharded gradients. A checkpoint from
+    another mesh has none of them. Load the state after the call of ``set_gradient_transport`` or
+    ``register_comm_hook``.
 
     DCP requires that a checkpoint contains every key that is requested. If it may lack keys (a bf16
     checkpoint, or one of another recipe or mesh), load this object in a call of its own, with
@@ -44,13 +46,14 @@ class Float8State:
 
     Args:
         model: a model with or without converted layers. For a DDP model, the names don't contain
-            the wrapper.
+            the wrapper. Without the wrapper, errors of its hook are not found.
 
     Collectives: none, in ``state_dict`` and ``load_state_dict``.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self.ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.model = model if self.ddp is None else self.ddp.module
 
     def state_dict(self) -> dict[str, Any]:
         """Return the amaxes by layer name and operand, and the errors of gradients.
@@ -60,7 +63,7 @@ class Float8State:
         The errors are the tensors in use, not copies, and the next step changes them. Clone them to
         keep them in memory.
         """
-        errors = gradient_errors(self.model)
+        errors = self._errors()
         kept: dict[str, Any] = {_ERRORS: errors} if errors else {}
         return kept | {
             name: {
@@ -81,7 +84,7 @@ class Float8State:
         Raises:
             ValueError: a history or an error is damaged. Then nothing is changed.
         """
-        layers, own_errors = self._layers(), gradient_errors(self.model)
+        layers, own_errors = self._layers(), self._errors()
         rows = {
             name: saved_rows(state_dict.get(name, {}), layer.histories, layer.fqn)
             for name, layer in layers.items()
@@ -104,6 +107,11 @@ class Float8State:
             "dict alone, and pickles other objects. Put Float8State(model) there; elsewhere call "
             "its state_dict() and load_state_dict() yourself"
         )
+
+    def _errors(self) -> dict[str, torch.Tensor]:
+        """Return the errors of gradients that this rank keeps, by name."""
+        of_hook = {} if self.ddp is None else ddp_gradient_errors(self.ddp)
+        return gradient_errors(self.model) | of_hook
 
     def _layers(self) -> dict[str, Float8Linear]:
         """Return the layers that have histories, by their names in ``state_dict`` keys."""
@@ -137,7 +145,8 @@ def _matching_errors(saved: Any, own: Mapping[str, torch.Tensor]) -> dict[str, t
         warn_once(
             "gradient errors dropped",
             "Float8State: the state has errors of gradients, and the model keeps none; call "
-            "set_gradient_transport(..., error_feedback=True) before the state is loaded",
+            "set_gradient_transport(..., error_feedback=True) before the state is loaded, or "
+            "register float8_ddp_hook with error feedback and pass the DDP model",
         )
     elif len(found) < len(own):
         warn_once(

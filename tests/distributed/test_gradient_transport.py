@@ -541,7 +541,7 @@ Float8State: the saved gradient errors flat.weight.0.codes.2x1x74 are damaged: e
 Float8State: the saved gradient errors flat.weight.0.codes.2x1x74 are damaged: expected a tensor [2, 1, 74] of torch.uint8, found a list; load an undamaged checkpoint, or leave them out
 Float8State: the saved gradient errors flat.weight.0.codes.2x1x74 are damaged: expected a tensor [2, 1, 74] of torch.uint8, found a list; load an undamaged checkpoint, or leave them out
 Float8State: 8 of this rank's 8 errors of gradients are not in the state, which is of another rank or mesh, or of a run without error feedback: they start at zero
-Float8State: the state has errors of gradients, and the model keeps none; call set_gradient_transport(..., error_feedback=True) before the state is loaded""",
+Float8State: the state has errors of gradients, and the model keeps none; call set_gradient_transport(..., error_feedback=True) before the state is loaded, or register float8_ddp_hook with error feedback and pass the DDP model""",
     )
 
 

@@ -1,0 +1,418 @@
+"""Gradients of DDP on the wire, in float8: their bits, their bytes, and what else DDP does."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from gradient_wire import on_the_wire
+from rank_tests import on_ranks
+from ranks import RankPools, device_mesh
+from reference import raised, sqnr
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8_dist import Float8State, attach_update, convert_to_float8_training, float8_layers
+from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import Float8DDPState, float8_ddp_hook
+
+Gradients = dict[str, torch.Tensor]
+TINY = 0.02  # MB: three buckets of Uneven
+
+
+class Uneven(nn.Module):
+    """Sizes that few numbers of ranks divide, vectors, a spare part, a parameter of no elements."""
+
+    def __init__(self, empty: bool = True) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.wide = nn.Linear(96, 37)
+            self.norm = nn.LayerNorm(37)
+            self.last = nn.Linear(37, 128, bias=False)
+            self.spare = nn.Linear(96, 130, bias=False)
+        if empty:
+            self.empty = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
+        y = self.last(F.gelu(self.norm(self.wide(x))))
+        if hasattr(self, "empty"):
+            y = y + self.empty.sum()
+        return torch.cat([y, self.spare(x)], -1) if spare else y
+
+
+def in_ddp(module: nn.Module, hook: bool = True, state: Any = None, **how: Any) -> Any:
+    model = DistributedDataParallel(module, **how)
+    if hook:
+        model.register_comm_hook(state, float8_ddp_hook)
+    return model
+
+
+def data(rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 96, generator=generator) * (1 + rank)
+
+
+def backward(net: nn.Module, rank: int, step: int = 0, **arguments: Any) -> None:
+    x = data(rank, step).to(next(net.parameters()).dtype)
+    net(x, **arguments).float().pow(3).mean().backward()
+
+
+def gradients_of(net: nn.Module) -> Gradients:
+    named = net.module if isinstance(net, DistributedDataParallel) else net
+    return {name: p.grad for name, p in named.named_parameters() if p.grad is not None}
+
+
+def mean_on_the_wire(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The mean as all ranks have it: encoded summands, an fp32 sum in order, an encoded mean."""
+    ranks, size = len(gradients), gradients[0].numel()
+    share = -(-size // ranks)
+    found = []
+    for owner in range(ranks):
+        total = torch.zeros(max(0, min(share, size - owner * share)))
+        for rank, gradient in enumerate(gradients):
+            piece = gradient.flatten()[owner * share : (owner + 1) * share].float()
+            total += piece if rank == owner or not len(piece) else on_the_wire(piece, "float8")
+        mean = total / ranks
+        found.append(on_the_wire(mean, "float8") if len(mean) else mean)
+    return torch.cat(found).view_as(gradients[0])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "buckets": {"bucket_cap_mb": TINY},  # rebuilt for the second step
+    "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": TINY},
+    "unused": {"find_unused_parameters": True, "bucket_cap_mb": TINY},
+    "static": {"static_graph": True},
+}
+
+
+def wrong_bits(dtype: torch.dtype = torch.float32) -> list[str]:
+    """Parameters whose gradient is not the mean that was computed apart, in any of two steps."""
+    own, wrong = dist.get_rank(), []
+    for way, how in WAYS.items():
+        net = in_ddp(Uneven().to(dtype), **how)
+        for step in range(2):
+            # "unused": the spare part by any rank, then by all but one.
+            spare = [way != "unused" or bool(step and r) for r in range(dist.get_world_size())]
+            each = []
+            for rank, uses_spare in enumerate(spare):
+                alone = Uneven().to(dtype)
+                backward(alone, rank, step, spare=uses_spare)
+                each.append(gradients_of(alone))
+            net.zero_grad()
+            backward(net, own, step, spare=spare[own])
+            found = gradients_of(net)
+            assert found.keys() == {name for some in each for name in some}, (way, found.keys())
+            for name, grad in found.items():
+                of_ranks = [some.get(name, torch.zeros_like(grad)) for some in each]
+                expected = mean_on_the_wire(of_ranks).to(dtype)
+                wrong += [f"{way}: {name}"] * (not torch.equal(grad, expected))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gradients_are_the_means_of_what_arrived(ranks: RankPools, world_size: int) -> None:
+    assert ranks(world_size).run(wrong_bits) == [[]] * world_size
+    if world_size == 3:
+        for dtype in (torch.bfloat16, torch.float16):
+            assert ranks(world_size).run(wrong_bits, dtype) == [[]] * world_size
+
+
+def train(net: nn.Module, steps: int, lr: float = 1e-2) -> float:
+    """The mean loss of the last steps, of ranks whose data differ."""
+    optimizer, losses, rank = torch.optim.AdamW(net.parameters(), lr=lr), [], dist.get_rank()
+    if float8_layers(net):
+        attach_update(optimizer, net)
+    for step in range(steps):
+        x = data(0, 1000 + dist.get_world_size() * step + rank)
+        loss = (net(x).float()[:, :96] - x.tanh()).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    mean = torch.stack(losses[-10:]).mean()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+def same_parameters(net: nn.Module) -> bool:
+    bits = torch.cat([p.detach().flatten() for p in net.parameters()])
+    everywhere = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, bits)
+    return all(torch.equal(bits, each) for each in everywhere)
+
+
+def of_float8() -> nn.Module:
+    return convert_to_float8_training(Uneven(empty=False), module_filter_fn=_is_wide)
+
+
+def _is_wide(module: nn.Module, name: str) -> bool:
+    return name in ("last", "spare", "wide")
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_parameters_stay_equal_on_ranks(ranks: RankPools, world_size: int) -> None:
+    assert ranks(world_size).run(_stays_equal) == [True] * world_size
+
+
+def _stays_equal() -> bool:
+    found = []
+    for make in (Uneven, of_float8):
+        net = in_ddp(make(), True, Float8DDPState(None, True, True), bucket_cap_mb=TINY)
+        train(net, 3)
+        found.append(same_parameters(net))
+    return all(found)
+
+
+@on_ranks(2)
+def test_losses() -> None:
+    """50 steps, within 1 % of plain DDP."""
+    for make in (Uneven, of_float8):
+        expected = train(in_ddp(make(), False, find_unused_parameters=True), 50)
+        for state in (None, Float8DDPState(None, True), Float8DDPState(None, False, True)):
+            found = train(in_ddp(make(), True, state), 50)
+            assert abs(found / expected - 1) < 0.01, (make, found, expected)
+    assert expected < 0.5  # it has learned something
+
+
+def wire(model: nn.Module, **how: Any) -> str:
+    """The collectives of a backward, and their bytes against a ring's all-reduce in bf16."""
+    mesh, elements = (
+        device_mesh(dp=dist.get_world_size()),
+        sum(p.numel() for p in model.parameters()),
+    )
+    net = in_ddp(model, **how)
+    for _ in range(3):  # the second forward rebuilds the buckets
+        with comm_audit(mesh) as audit:
+            net(torch.randn(4, 256)).sum().backward()
+    rows = [f"{r.op} {r.dtype} over {r.axis}: {r.count}, {r.bytes:,} B\n" for r in audit.rows]
+    # A rank sends (W - 1) / W of each message; a ring's all-reduce sends that of 2 x 2 bytes.
+    ratio = sum(r.bytes for r in audit.rows) / (4 * elements)
+    assert ratio <= 0.51
+    return "".join(rows) + f"{ratio:.4f}\n"
+
+
+def matrices() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+
+
+def test_bytes(ranks: RankPools) -> None:
+    found = ""
+    for world_size in (2, 3):
+        found += f"{world_size} ranks\n" + ranks(world_size).run_same(_wire_of_one)
+    found += "2 buckets\n" + ranks(2).run_same(_wire_of_two)
+    assert_expected_inline(
+        found,
+        """\
+2 ranks
+all_to_all torch.float8_e4m3fn over dp: 1, 262,912 B
+all_to_all torch.uint8 over dp: 0, 2,054 B
+all_gather torch.float8_e4m3fn over dp: 1, 262,912 B
+all_gather torch.uint8 over dp: 0, 2,054 B
+0.5039
+3 ranks
+all_to_all torch.float8_e4m3fn over dp: 1, 262,917 B
+all_to_all torch.uint8 over dp: 0, 2,061 B
+all_gather torch.float8_e4m3fn over dp: 1, 262,917 B
+all_gather torch.uint8 over dp: 0, 2,061 B
+0.5039
+2 buckets
+all_to_all torch.float8_e4m3fn over dp: 1, 131,328 B
+all_to_all torch.uint8 over dp: 0, 1,026 B
+all_gather torch.float8_e4m3fn over dp: 1, 131,328 B
+all_gather torch.uint8 over dp: 0, 1,026 B
+all_to_all torch.float8_e4m3fn over dp: 1, 131,584 B
+all_to_all torch.uint8 over dp: 0, 1,028 B
+all_gather torch.float8_e4m3fn over dp: 1, 131,584 B
+all_gather torch.uint8 over dp: 0, 1,028 B
+0.5039
+""",
+    )
+
+
+def _wire_of_one() -> str:
+    return wire(matrices())
+
+
+def _wire_of_two() -> str:
+    return wire(matrices(), bucket_cap_mb=0.4)
+
+
+def distance(state: Any, steps: int) -> float:
+    """SQNR of the mean of steps with one gradient against DDP's; the lowest of all parameters."""
+    exact, net = in_ddp(Uneven(False), False), in_ddp(Uneven(False), True, state)
+    backward(exact, dist.get_rank())
+    totals: Gradients = {}
+    for _ in range(steps):
+        net.zero_grad()
+        backward(net, dist.get_rank())
+        for name, grad in gradients_of(net).items():
+            totals[name] = totals.get(name, 0) + grad / steps
+    return min(sqnr(grad, totals[name]) for name, grad in gradients_of(exact).items())
+
+
+@on_ranks(3)
+def test_accuracy_and_error_feedback() -> None:
+    assert distance(None, 1) > 28
+    once = distance(Float8DDPState(error_feedback=True), 1)
+    assert once > 28
+    assert distance(None, 16) < 34
+    assert distance(Float8DDPState(error_feedback=True), 16) > 50
+
+
+@on_ranks(2)
+def test_stochastic_rounding_has_no_bias() -> None:
+    """Neither of summands nor of means: gradients of one value for each row."""
+    values = 1 + torch.rand(16, 1, generator=torch.Generator().manual_seed(0)).expand(16, 1024)
+
+    def bias(stochastic: bool) -> float:
+        total = torch.zeros(16, 1024)
+        for seed in range(16):
+            layer = nn.Linear(1024, 16, bias=False)
+            state = Float8DDPState(stochastic_rounding=seed if stochastic else False)
+            net = in_ddp(layer, True, state)
+            net(torch.eye(1024)).mul(values.t()).sum().backward()
+            total += layer.weight.grad  # type: ignore[operator]
+        return (total / 16 / values - 1).mean(1).abs().max().item()
+
+    assert bias(True) < 0.0008
+    assert bias(False) > 0.01, bias(False)
+
+
+@on_ranks(2)
+def test_what_is_not_finite_arrives_everywhere() -> None:
+    net = in_ddp(nn.Linear(160, 9, bias=False), True, Float8DDPState(error_feedback=True))
+    for special in (True, False):  # and leaves no error
+        net.zero_grad()
+        x = data(0)[:1].repeat(1, 2)[:, :160].clone()
+        if special and dist.get_rank() == 0:
+            x[0, 3], x[0, 5], x[0, 130] = math.nan, math.inf, -math.inf
+        net(x).sum().backward()
+        grad = net.module.weight.grad
+        if special:
+            assert grad[:, 3].isnan().all()
+            assert (grad[:, 5] == math.inf).all()
+            assert (grad[:, 130] == -math.inf).all()
+            grad = torch.cat([grad[:, :3], grad[:, 6:130], grad[:, 131:]], -1)
+        assert grad.isfinite().all()
+
+
+@on_ranks(2)
+def test_with_what_else_is_done() -> None:
+    """Accumulation with and without no_sync; ranks with fewer batches; a group of DDP's own."""
+    rank = dist.get_rank()
+
+    def micro_batches(net: Any) -> None:
+        with net.no_sync():
+            backward(net, rank)
+        backward(net, rank, 1)
+
+    def accumulated(net: Any) -> None:
+        for step in range(2):
+            backward(net, rank, step)
+
+    def joined(net: Any) -> None:
+        with net.join():
+            for step in range(1 + rank):
+                net.zero_grad()
+                backward(net, rank, step)
+
+    ways: list[Callable[[Any], None]] = [micro_batches, accumulated, joined]
+    for way in ways:
+        for views in (False, True):
+            found = []
+            for hook in (False, True):
+                net = in_ddp(Uneven(False), hook, gradient_as_bucket_view=views, bucket_cap_mb=TINY)
+                way(net)
+                found.append(gradients_of(net))
+            exact, ours = found
+            lowest = min(sqnr(grad, ours[name]) for name, grad in exact.items())
+            assert lowest > 25, (way, views, lowest)
+
+
+@on_ranks(4)
+def test_a_group_of_ddps_own() -> None:
+    mesh = device_mesh(replicas=2, dp=2)
+    group, rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
+    net = in_ddp(Uneven(), True, Float8DDPState(group), process_group=group)
+    backward(net, dist.get_rank())
+    each = []
+    for other in range(2):
+        alone = Uneven()
+        backward(alone, dist.get_rank() - rank + other)
+        each.append(gradients_of(alone))
+    for name, grad in gradients_of(net).items():
+        assert torch.equal(grad, mean_on_the_wire([gradients[name] for gradients in each])), name
+
+
+@on_ranks(1)
+def test_one_rank_rounds_nothing() -> None:
+    alone, net = Uneven(), in_ddp(Uneven(), True, Float8DDPState(None, True, True))
+    for each in (alone, net):
+        backward(each, 0)
+    assert all(map(torch.equal, gradients_of(net).values(), gradients_of(alone).values()))
+    assert not Float8State(net).state_dict()
+
+
+def resumed(folder: str) -> None:
+    """Errors that DCP saved and loaded give the gradients of an uninterrupted run."""
+    rank = dist.get_rank()
+    old, new = (
+        in_ddp(Uneven(), True, Float8DDPState(None, True, 7), bucket_cap_mb=TINY) for _ in range(2)
+    )
+    backward(old, rank)
+    dcp.save({"float8": Float8State(old)}, checkpoint_id=folder)
+    dcp.load({"float8": Float8State(new)}, checkpoint_id=folder)
+    fresh = in_ddp(Uneven(), True, Float8DDPState(None, True, 7))
+    for net in (old, new, fresh):
+        net.zero_grad()
+        backward(net, rank, 1)
+    expected, found = gradients_of(old), gradients_of(new)
+    assert all(torch.equal(grad, found[name]) for name, grad in expected.items())
+    assert not torch.equal(gradients_of(fresh)["wide.weight"], expected["wide.weight"])
+
+
+def test_checkpoints_have_errors(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(resumed, str(tmp_path))
+
+
+@on_ranks(2)
+def test_the_page_registers_it() -> None:
+    page = (Path(__file__).parents[2] / "docs/fsdp2.md").read_text()
+    (code,) = re.findall(r"^```python\n([^`]*register_comm_hook[^`]*)^```", page, re.M)
+    scope: dict[str, Any] = {"model": of_float8()}
+    exec(code, scope)
+    train(scope["model"], 2)
+    assert same_parameters(scope["model"])
+    assert Float8State(scope["model"]).state_dict()["gradient_errors"]
+
+
+@on_ranks(2)
+def test_refusals() -> None:
+    def text(kind: type[Exception], net: Any, x: torch.Tensor) -> str:
+        return raised(kind, net(x).sum().backward)
+
+    x = torch.ones(2, 8)
+    wrong = in_ddp(nn.Linear(8, 8), True, dist.group.WORLD)
+    assert "the state is a ProcessGroup; pass a Float8DDPState, or None, to" in text(
+        TypeError, wrong, x
+    )
+    double = text(NotImplementedError, in_ddp(nn.Linear(8, 8).double()), x.double())
+    assert "float8_ddp_hook: bucket 0 has gradients of torch.float64, torch.strided; sums" in double
+    sparse = nn.Embedding(8, 8, sparse=True)
+    assert "torch.sparse_coo; sums are taken in fp32 of dense gradients in fp32" in text(
+        NotImplementedError, in_ddp(sparse), torch.arange(4)
+    )
+    state: Any = Float8DDPState
+    message = raised(TypeError, lambda: state(None, "yes"))
+    assert message == "Float8DDPState: error_feedback is 'yes'; it must be a bool"
+    message = raised(ValueError, lambda: state(stochastic_rounding=-1))
+    assert message.startswith("Float8DDPState: stochastic_rounding is -1; it must be a bool, or a")
