@@ -111,23 +111,22 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Queue work for a device beside the current stream, after what is queued there now.
+    """Queue work for a GPU beside the current stream, after what is queued there now.
 
-    The side stream is one per device. On devices without streams, the work runs as it is called.
+    There is one side stream per GPU. On other devices the work is queued as elsewhere.
     """
-    current = current_stream(device)
-    if current is None:
+    if device.type != "cuda":
         yield
         return
     stream = _side_stream(device)
-    stream.wait_stream(current)
-    with stream:
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         yield
 
 

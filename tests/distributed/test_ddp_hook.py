@@ -270,7 +270,11 @@ def test_accuracy_and_error_feedback() -> None:
 
 @on_ranks(2)
 def test_stochastic_rounding_has_no_bias() -> None:
-    """Neither of summands nor of means: gradients of one value for each row."""
+    """Neither of summands nor of means: one rank has a gradient, of one value for each row.
+
+    So the first half of the mean is rounded once by its owner, the second once by its sender.
+    """
+    factor = 2.0 * (dist.get_rank() == 0)
     values = 1 + torch.rand(16, 1, generator=torch.Generator().manual_seed(0)).expand(16, 1024)
 
     def bias(stochastic: bool) -> float:
@@ -279,12 +283,13 @@ def test_stochastic_rounding_has_no_bias() -> None:
             layer = nn.Linear(1024, 16, bias=False)
             state = Float8DDPState(stochastic_rounding=seed if stochastic else False)
             net = in_ddp(layer, True, state)
-            net(torch.eye(1024)).mul(values.t()).sum().backward()
+            net(torch.eye(1024)).mul(factor * values.t()).sum().backward()
             total += layer.weight.grad  # type: ignore[operator]
-        return (total / 16 / values - 1).mean(1).abs().max().item()
+        of_halves = (total / 16 / values - 1).view(2, 8, 1024).mean(-1).abs()
+        return of_halves.max().item()
 
-    assert bias(True) < 0.0008
-    assert bias(False) > 0.01, bias(False)
+    assert bias(True) < 0.002  # four standard deviations
+    assert bias(False) > 0.01
 
 
 @on_ranks(2)
