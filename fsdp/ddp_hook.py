@@ -17,6 +17,8 @@ from fp8_dist.transport import GradientErrors, Part, all_reduce, seed_of, split
 class Float8DDPState:
     """State of :func:`float8_ddp_hook`: its options, and the errors that it keeps.
 
+    Give the same options on all ranks. They are not compared.
+
     Args:
         process_group: the group that DDP was given; None for the default one.
         error_feedback: keep the errors of the encoding, and add them to the next gradient. Every
