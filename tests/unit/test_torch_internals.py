@@ -136,6 +136,13 @@ def test_renamed_attributes_of_fsdps_reductions() -> None:
     ) in raised(ImportError, lambda: torch_internals.check_fsdp_reduction(group))
 
 
+def test_renamed_hooks_of_ddp() -> None:
+    states: Any = torch_internals.ddp_hook_states
+    with pytest.warns(UserWarning, match="no SimpleNamespace._comm_hooks: errors of gradients are"):
+        assert states(SimpleNamespace()) == []
+    assert states(SimpleNamespace(_comm_hooks=[(print, "state")])) == ["state"]
+
+
 def test_parameters_of_a_reduction_are_in_the_order_of_its_buffer() -> None:
     parameters = [
         Param(_unsharded_param=None, unsharded_param=SimpleNamespace(grad=grad, requires_grad=True))
