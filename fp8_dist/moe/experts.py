@@ -357,14 +357,17 @@ def expert_group(module: nn.Module) -> tuple[int, ProcessGroup | None]:
     weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
     if feature_mesh(module) is not None:
         return len(next(iter(weights.values())).parameter()), None
-    found = {_group_of(weight) for weight in weights.values()}
+    # Meshes are compared, because equal meshes may have several groups of the same ranks.
+    found = {_mesh_of(weight) for weight in weights.values()}
     if len(found) > 1:
         fqn = next(iter(weights.values())).fqn
         raise ValueError(f"{fqn}: the weights of the experts are distributed in different ways")
-    return found.pop()
+    experts, mesh = found.pop()
+    return experts, None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
 
-def _group_of(weight: ExpertWeight) -> tuple[int, ProcessGroup | None]:
+def _mesh_of(weight: ExpertWeight) -> tuple[int, DeviceMesh | None]:
+    """The number of experts of all ranks, and the mesh that divides them."""
     layout = weight.layout()
     if layout is None:
         return len(local_tensor(weight.parameter())), None
@@ -374,4 +377,4 @@ def _group_of(weight: ExpertWeight) -> tuple[int, ProcessGroup | None]:
             "in the forward; experts are divided by Float8ExpertParallel or "
             "Float8ExpertTensorParallel on one axis, and FSDP2 shards them over others"
         )
-    return layout.shape[0], layout.mesh.get_group() if layout.mesh.size() > 1 else None
+    return layout.shape[0], layout.mesh
