@@ -26,6 +26,7 @@ from fp8_dist.tensor.stored import Stored, StoredScales
 from fp8_dist.text import without_wrappers
 
 _SCALE = "_scale_inv"
+_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # safetensors' names
 _BLOCKS = (128, 64, 32, 16)
 _PROBE = 12
 Index = tuple[slice, ...]
@@ -99,7 +100,7 @@ def load_float8_checkpoint(
     opened = _Files(_listed(files))
     parts, missing = _plan(module, opened)
     used = {entry.key for part in parts for entry in part.entries}
-    used |= {key + _SCALE for key in used}
+    used |= {key + _SCALE for key in used if opened.float8(key)}
     unexpected = [key for key in opened.keys if key not in used]
     if strict and (missing or unexpected):
         raise ValueError(
@@ -143,8 +144,9 @@ class _Files:
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self._of[key].get_slice(key).get_shape())
 
-    def is_float8(self, key: str) -> bool:
-        return str(self._of[key].get_slice(key).get_dtype()) in ("F8_E4M3", "F8_E5M2")
+    def float8(self, key: str) -> torch.dtype | None:
+        """The dtype of an entry in float8; ``None`` for others."""
+        return _FLOAT8.get(str(self._of[key].get_slice(key).get_dtype()))
 
     def read(self, key: str, index: Index = ()) -> torch.Tensor:
         if not index:
@@ -186,12 +188,17 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
         for fqn, part in module.named_modules(remove_duplicate=False)
         for name, weight in weights_of(part).items()
     }
+    # The checkpoints of a library's models with experts have other names for routers, too.
+    experts = next((each for each in weights.values() if isinstance(each, ExpertWeight)), None)
     parts: dict[int, _Part] = {}
     missing: dict[str, int] = {}
     for fqn, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor) or isinstance(local_tensor(tensor), StoredScales):
             continue
         weight, name = weights.get(fqn), without_wrappers(fqn)
+        if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
+            whole = torch.empty(tensor.shape, device="meta")
+            name, *_ = checkpoint_entries(module, experts, name, whole)
         entries = _entries_of(module, weight, name, tensor)
         lacking = [entry.key for entry in entries if entry.key not in files]
         missing |= dict.fromkeys(lacking, id(tensor))
@@ -240,12 +247,13 @@ def _check(part: _Part, files: _Files) -> None:
         )
     for entry in entries:
         shape = files.shape(entry.key)
-        if shape != entry.size[len(entry.size) - len(shape) :]:
+        lacking = len(entry.size) - len(shape)
+        if lacking < 0 or (*(1,) * lacking, *shape) != entry.size:
             raise ValueError(
                 f"load_float8_checkpoint: {entry.key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
             )
-        if files.is_float8(entry.key):
+        if files.float8(entry.key):
             if entry.key + _SCALE not in files:
                 raise ValueError(
                     f"load_float8_checkpoint: {entry.key} is in float8, and the checkpoint has no "
@@ -261,14 +269,14 @@ def _load(part: _Part, files: _Files) -> None:
     """Copy the values of a tensor's local part from its entries."""
     _, tensor, weight, entries = part
     is_stored = weight is not None and weight.is_stored
-    if weight is not None and is_stored and not files.is_float8(entries[0].key):
+    if weight is not None and is_stored and not files.float8(entries[0].key):
         weight.write(_in_high_precision(tensor, entries, files))
         return
     local = local_tensor(tensor)
     to = local.stored if isinstance(local, Stored) else _plain(weight, local)
     for entry in entries:
         for own, index in _overlaps(tensor, entry):
-            if is_stored or not files.is_float8(entry.key):
+            if is_stored or not files.float8(entry.key):
                 values = _read(entry, index, files)
             else:
                 values = _dequantized(entry, index, files)
@@ -319,12 +327,15 @@ def _dequantized(entry: Entry, index: Index, files: _Files) -> torch.Tensor:
     """Read a part of an entry in float8, times its scales, fp32."""
     rows, columns = _blocks_of(entry, files)
     scales = files.read(entry.key + _SCALE).to(torch.float32)
-    scales = scales.view((1, 1)) if scales.numel() == 1 else scales
+    counts = [-(-n // block) for n, block in zip(entry.size[-2:], (rows, columns), strict=True)]
+    shape = (*entry.size[:-2], *counts)
+    scales = scales.expand(shape) if scales.numel() == 1 else scales.view(shape)
     row, column = (
         torch.arange(each.start, each.stop) // block
         for each, block in zip(index[-2:], (rows, columns), strict=True)
     )
-    return _read(entry, index, files).to(torch.float32) * scales[row][:, column]
+    values = _read(entry, index, files).to(torch.float32)
+    return values * scales[index[:-2]][..., row, :][..., column]
 
 
 def _blocks_of(entry: Entry, files: _Files) -> tuple[int, int]:
@@ -332,10 +343,11 @@ def _blocks_of(entry: Entry, files: _Files) -> tuple[int, int]:
     shape, size = files.shape(entry.key + _SCALE), entry.size[-2:]
     if math.prod(shape) == 1:
         return size[0], size[1]
-    if shape == (size[0], 1):
+    stacked = files.shape(entry.key)[:-2]
+    if shape == (*stacked, size[0], 1):
         return 1, size[1]
     for block in _BLOCKS:
-        if shape == tuple(-(-n // block) for n in size):
+        if shape == (*stacked, *(-(-n // block) for n in size)):
             return block, block
     raise ValueError(
         f"load_float8_checkpoint: {entry.key + _SCALE} is {list(shape)}, which is neither one "
@@ -349,7 +361,7 @@ def _stored_scales(
     """Return the scales of an entry as the weight stores them, and the dtype of the file.
 
     Raises:
-        ValueError: the layer's recipe has other scales.
+        ValueError: the layer's recipe has other scales, or data of another dtype.
     """
     (scheme,), scales = weight.schemes, weight.scales()
     (level,), key = scheme.levels, entry.key + _SCALE
@@ -357,10 +369,15 @@ def _stored_scales(
     size = level.shape(entry.size) or [1]
     blocks = [level.block(dim, len(entry.size)) for dim in range(len(entry.size))]
     offset = [0 if b is None else o // b for o, b in zip(entry.offset, blocks, strict=True)]
+    if files.float8(entry.key) is not scheme.dtype:
+        raise ValueError(
+            f"load_float8_checkpoint: {entry.key} is in {files.float8(entry.key)}, and the layer's "
+            f"recipe stores {scheme.dtype}; leave the layer out of freeze_to_float8"
+        )
     fits = found.numel() == math.prod(size) and not any(
         b is not None and o % b for o, b in zip(entry.offset, blocks, strict=True)
     )
-    if not fits or scheme.dtype is not torch.float8_e4m3fn:
+    if not fits:
         raise ValueError(
             f"load_float8_checkpoint: {key} is {list(found.shape)}, and the layer's recipe has one "
             f"scale per {scheme.covers}, {size}; convert the model with the recipe of the "

@@ -32,6 +32,7 @@ from fp8_dist import (
 )
 from fp8_dist.integrations.transformers import Fp8DistConfig, hf_tp_plan
 from fp8_dist.integrations.transformers.quantizer import Fp8DistQuantizer
+from fp8_dist.linear.weight import float8_weights
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor.stored import StoredFloat8
 from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
@@ -158,9 +159,9 @@ def listed(*args: Any) -> list[str]:
     return list(loads(*args))
 
 
-def with_experts(device: str, frozen: bool) -> Any:
+def with_experts(device: str, frozen: bool, kind: str = "qwen3_moe") -> Any:
     with torch.device(device):
-        model = build("qwen3_moe")
+        model = build(kind)
     config = Float8ExpertsConfig("mxfp8")
     convert_experts_to_float8_training(model, config=config)
     convert_to_float8_training(
@@ -200,6 +201,25 @@ def test_experts(ranks: RankPools, tmp_path: Path) -> None:
     assert load_float8_checkpoint(model, tmp_path) == ([], [])
     assert different(float8_state_dict(model), files) == []
     assert ranks(2).run_same(loads_experts, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_exported_experts_of_other_names_and_layouts(tmp_path: Path, kind: str) -> None:
+    """Mixtral's routers have other names in files; GPT-OSS's experts are stacked ``[E, K, N]``."""
+    source: Any = with_experts("cpu", False, kind)
+    expected = float8_state_dict(source)
+    source.save_pretrained(tmp_path, state_dict=dict(expected))
+    frozen, trained = with_experts("cpu", True, kind), with_experts("cpu", False, kind)
+    for model in (frozen, trained):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                getattr(parameter, "stored", parameter).view(torch.uint8).zero_()
+        assert load_float8_checkpoint(model, tmp_path) == ([], [])
+    assert different(float8_state_dict(frozen), expected) == []
+    found = dict(trained.named_parameters())
+    assert len(found) == len(dict(source.named_parameters()))
+    for name, weight in float8_weights(frozen).items():
+        assert same_bits(found[name].detach(), weight.dequantized()), name
 
 
 @pytest.mark.parametrize("form", ["ue8m0", "vllm"])
@@ -273,7 +293,10 @@ def test_the_reader_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_entries_that_are_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_experts("cpu", True)
     save_file({"norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    turned = lambda model, weight, name, tensor: {name: tensor.mT.contiguous()}  # noqa: E731
+
+    def turned(model: Any, weight: Any, name: str, tensor: torch.Tensor) -> Files:
+        return {name: tensor.mT if tensor.ndim == 3 else tensor}
+
     monkeypatch.setattr("fp8_dist.model.load.checkpoint_entries", turned)
     with pytest.raises(ValueError, match="is not a part of a weight as it is stored"):
         load_float8_checkpoint(model, tmp_path)
@@ -301,8 +324,17 @@ NAME = "model.layers.0.mlp.up_proj.weight"
     ("change", "expected"),
     [
         (
-            {NAME: torch.zeros(3, 3)},
+            {NAME: torch.zeros(3, 3), f"{NAME}_scale_inv": None},
             r"up_proj.weight is \[3, 3\] in the checkpoint, and \[320, 192",
+        ),
+        (
+            {NAME: torch.zeros(192), f"{NAME}_scale_inv": None},
+            r"up_proj.weight is \[192\] in the checkpoint, and \[320, 192",
+        ),
+        ({NAME: torch.zeros(320, 192)}, "unexpected model.layers.0.mlp.up_proj.weight_scale_inv"),
+        (
+            {NAME: torch.zeros(320, 192).to(torch.float8_e5m2)},
+            "e5m2, and the layer's recipe stores",
         ),
         ({f"{NAME}_scale_inv": None}, "is in float8, and the checkpoint has no"),
         ({f"{NAME}_scale_inv": torch.ones(2, 2)}, "the layer's recipe has one scale per"),
