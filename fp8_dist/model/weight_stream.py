@@ -54,7 +54,8 @@ class WeightEntry(NamedTuple):
         name: its name.
         tensor: float8_e4m3fn data, or a tensor that is not converted, in its own dtype.
         scale_inv: the scale of each block of float8 data, fp32 (for a weight that is stored in
-            float8, in the dtype in which it was loaded); ``None`` for other tensors.
+            float8, in the dtype in which it was loaded, unless it is concatenated with a weight
+            whose scales are fp32); ``None`` for other tensors.
     """
 
     name: str
@@ -269,6 +270,8 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _joined_scales(parts: list[_Part]) -> torch.Tensor | None:
     found = [scales for _, scales in parts if scales is not None]
+    if len({scales.dtype for scales in found}) > 1:  # some were loaded in e8m0
+        found = [scales.to(torch.float32) for scales in found]
     return _joined(found) if found else None
 
 
