@@ -567,6 +567,7 @@ def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
         f"{fqn}.{name}" if fqn else name: weight
         for fqn, part in checked_module(module).named_modules()
         for name, weight in weights_of(part).items()
+        if weight.module is part  # a module of torch.compile has the attributes of the one inside
     }
 
 
