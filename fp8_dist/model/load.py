@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.stored import as_stored
 from fp8_dist.linear.weight import Float8Weight, checked_module, weights_of
 from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
+from fp8_dist.model.weight_stream import unwrapped
 from fp8_dist.moe.experts import ExpertWeight, checkpoint_entries
 from fp8_dist.tensor.stored import Stored, StoredScales
 from fp8_dist.text import without_wrappers
@@ -95,7 +95,7 @@ def load_float8_checkpoint(
             not a part of a weight; or a tensor is on the meta device. Nothing has been changed.
         ImportError: ``safetensors`` is not installed.
     """
-    module = model.module if isinstance(model, DistributedDataParallel) else checked_module(model)
+    module = unwrapped(checked_module(model))
     reshard(module, "load_float8_checkpoint")
     opened = _Files(_listed(files))
     parts, missing = _plan(module, opened)

@@ -461,8 +461,12 @@ def _cast(
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that a DDP wrapper holds, or ``model``."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """The model inside of wrappers of DDP and of ``torch.compile``."""
+    while inner := model._modules.get("_orig_mod") or (
+        model.module if isinstance(model, DistributedDataParallel) else None
+    ):
+        model = inner
+    return model
 
 
 def checked_weights(model: nn.Module, caller: str) -> dict[str, Float8Weight]:

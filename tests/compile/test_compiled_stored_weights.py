@@ -1,15 +1,19 @@
 """Graphs of layers whose weights are stored in float8."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from graphs import Compilations, Graphs
+from hf_experts import made
 from rank_tests import on_ranks
 from ranks import device_mesh
 from reference import same_bits
+from safetensors.torch import save_file
 from stored_weights import CONFIGS, converted, frozen, run, same
 from torch.distributed.fsdp import fully_shard
 
-from fp8_dist import float8_state_dict, freeze_to_float8
+from fp8_dist import float8_state_dict, freeze_to_float8, load_float8_checkpoint
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -51,3 +55,15 @@ def test_layers_inside_of_torch_compile() -> None:
     found = float8_state_dict(net)
     assert found.keys() == expected.keys()
     assert all(same_bits(found[name], each) for name, each in expected.items())
+
+
+def test_names_of_a_compiled_model_of_transformers(tmp_path: Path) -> None:
+    """Experts are entries of single experts, as without torch.compile."""
+    model = made("qwen3_moe", "mxfp8").requires_grad_(False)
+    freeze_to_float8(model)
+    expected = float8_state_dict(model)
+    assert "model.layers.0.mlp.experts.3.up_proj.weight_scale_inv" in expected
+    found = float8_state_dict(torch.compile(model))
+    assert found.keys() == expected.keys()
+    save_file(found, tmp_path / "model.safetensors")
+    assert load_float8_checkpoint(torch.compile(model), tmp_path) == ([], [])
