@@ -118,7 +118,8 @@ class Fp8DistConfig(QuantizationConfigMixin):
         TypeError: ``modules_to_not_convert`` is a string.
         ValueError: no recipe has this name, or its weights can't be gathered in float8 as
             requested. ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches
-            no module, if ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the
+            no module, if a checkpoint has weights in float8 that ``freeze`` does not store, if
+            ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the
             model, or if ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
         NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
             style for a converted layer or for experts that passes local tensors
@@ -185,17 +186,23 @@ class Fp8DistQuantizer(HfQuantizer):
         config = self.quantization_config.layer_config()
         layer_filter = LayerFilter(model, names)
         convert_to_float8_training(model, config=config, module_filter_fn=layer_filter)
+        stored = float8_entries(kwargs.get("checkpoint_files") or [])
         if self.quantization_config.freeze:
-            self._freeze(model, kwargs.get("checkpoint_files"))
+            self._freeze(model, stored)
+        elif stored:
+            raise ValueError(
+                f"Fp8DistConfig: {stored[0]} is in float8 in the checkpoint, and would be loaded "
+                "without its scales; pass freeze=True, or, to train the weights, make the model, "
+                "convert it, and call load_float8_checkpoint"
+            )
 
-    def _freeze(self, model: PreTrainedModel, files: list[str] | None) -> None:
-        """Prepare layers for the float8 weights that a checkpoint has for them."""
+    def _freeze(self, model: PreTrainedModel, stored: list[str]) -> None:
+        """Prepare layers for the entries in float8 that a checkpoint has for them."""
         if getattr(model.config, "distributed_config", None) is not None:
             raise NotImplementedError(
                 "Fp8DistConfig: freeze=True loads models that are not distributed; make the model "
                 "on the meta device, freeze and distribute it, and call load_float8_checkpoint"
             )
-        stored = float8_entries(files or [])
         weights = float8_weights(model)
         for weight in weights.values():
             weight.parameter().requires_grad_(False)
@@ -204,6 +211,11 @@ class Fp8DistQuantizer(HfQuantizer):
             raise NotImplementedError(
                 f"Fp8DistConfig: freeze=True can't load the experts {experts[0]} of an FP8 "
                 "checkpoint; make the model on the meta device, and call load_float8_checkpoint"
+            )
+        if lost := [name for name in stored if not any(map(name.endswith, weights))]:
+            raise ValueError(
+                f"Fp8DistConfig: {lost[0]} is in float8 in the checkpoint, and its layer is not "
+                "converted; leave it out of modules_to_not_convert, or call load_float8_checkpoint"
             )
         if found:
             freeze_to_float8(model, module_filter_fn=lambda module, _: module in found)

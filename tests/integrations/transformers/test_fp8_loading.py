@@ -248,6 +248,27 @@ def test_from_pretrained(tmp_path: Path, form: str, is_fp8: bool) -> None:
     assert written_config["quantization_config"]["weight_block_size"] == [128, 128]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "would be loaded without its scales; pass freeze=True, or"),
+        (
+            {"freeze": True, "modules_to_not_convert": ["up_proj"]},
+            "0.mlp.up_proj.weight is in float8 in the checkpoint, and its layer is not converted",
+        ),
+    ],
+)
+def test_no_weight_is_loaded_without_its_scales(
+    tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    source = build("qwen3", **SIZES)
+    source.save_pretrained(tmp_path, state_dict=by_reference("ue8m0"))
+    with pytest.raises(ValueError, match=text):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=Fp8DistConfig("blockwise", **options)
+        )
+
+
 def test_an_expert_model_is_left_to_the_function(tmp_path: Path) -> None:
     files = float8_state_dict(with_experts("cpu", False))
     source = build("qwen3_moe")
