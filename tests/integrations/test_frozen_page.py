@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from hf_models import build
 from nets import full
+from peft import LoraConfig, get_peft_model
 from ranks import RankPools, device_mesh
 from reference import same_bits
 from safetensors.torch import load_file
@@ -22,6 +24,8 @@ from fp8_dist import (
     float8_layers,
     float8_quantization_config,
     float8_state_dict,
+    freeze_to_float8,
+    iter_float8_weights,
     skip_head,
 )
 from fp8_dist.linear.weight import float8_weights
@@ -120,3 +124,23 @@ def bytes_per_element(keeps: bool) -> tuple[float, float]:
 def test_bytes_of_trained_weights(ranks: RankPools) -> None:
     assert ranks(2).run_same(bytes_per_element, False) == (4, 8)
     assert ranks(2).run_same(bytes_per_element, True) == (5, 8)
+
+
+def test_names_of_a_stream_with_adapters() -> None:
+    """As docs/serving.md gives them."""
+
+    def names(name: str) -> str | None:
+        name = name.replace("base_model.model.", "").replace(".base_layer", "")
+        return None if ".lora_" in name else name
+
+    model: Any = build("qwen3")
+    config = Float8LinearConfig.from_recipe_name("blockwise")
+    convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
+    model.requires_grad_(False)
+    freeze_to_float8(model)
+    expected = [name for name, *_ in iter_float8_weights(model)]
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    found = [name for name, *_ in iter_float8_weights(model)]
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    assert {f"{layer}.base_layer.weight", f"{layer}.lora_A.default.weight"} < {*found}
+    assert [name for name, *_ in iter_float8_weights(model, names=names)] == expected
