@@ -315,8 +315,11 @@ def _sources(
     scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
     found: dict[object, _Source] = {}
     sent: dict[str, list[_Sent]] = {}
-    # get_model_state_dict reshards the parameters that FSDP2 has gathered.
-    for key, value in get_model_state_dict(model).items():
+    # get_model_state_dict reshards the parameters that FSDP2 has gathered. It moves the entries of
+    # modules that torch.compile wraps to the end; here all are in the order of the model.
+    state = get_model_state_dict(model)
+    ordered = {key: state[key] for key in map(without_wrappers, model.state_dict()) if key in state}
+    for key, value in (ordered | state).items():
         if not isinstance(value, torch.Tensor):
             continue
         if key in scales:
