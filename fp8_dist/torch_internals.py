@@ -10,6 +10,7 @@ A release of torch may rename any of them. An error or warning then names it, an
 """
 
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import lru_cache, wraps
@@ -164,6 +165,13 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
 def is_exporting() -> bool:
     """``torch.compiler.is_exporting()``, which in torch 2.11 is True in every graph of dynamo."""
     return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def graphs_fuse_collectives() -> bool:
+    """Whether graphs fuse collectives with GEMMs: async tensor parallelism of torch.compile."""
+    inductor = sys.modules.get("torch._inductor.config")
+    return bool(getattr(inductor, "_micro_pipeline_tp", False))
 
 
 def stable_hash(tensor: torch.Tensor) -> str:

@@ -39,6 +39,7 @@ from fp8_dist.kernels.gemm import (
     GemmOptions as GemmOptions,
     block_scaled_mm as block_scaled_mm,
     dequantize_blocks as dequantize_blocks,
+    fusible_scaled_mm as fusible_scaled_mm,
     needs_alignment as needs_alignment,
     scaled_mm as scaled_mm,
     takes_transposed as takes_transposed,

@@ -150,6 +150,13 @@ def unit_scales(operand: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, operand.shape[-1], dtype=torch.float32, device=operand.device)
 
 
+# An operator, because inductor (2.13) can't view torch.cat of values that it computes as integers.
+@custom_op(
+    "row_amaxes(Tensor grad, Tensor? weight_fold) -> Tensor",
+    fake=lambda grad, weight_fold: grad.new_empty(
+        (*grad.shape[:-1], 1 if weight_fold is None else 2), dtype=torch.float32
+    ),
+)
 def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Tensor:
     """Compute the amaxes of the rows of g, ``[..., 1]``, or of g and ``g * s``, ``[..., 2]``."""
     rows = [amax(grad, (grad.ndim - 1,))]

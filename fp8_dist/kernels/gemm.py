@@ -139,6 +139,27 @@ def scaled_mm(
     return scaled_mm_with(emulated_mm, a, b, scale_a, scale_b, out_dtype, options)
 
 
+def fusible_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    options: GemmOptions,
+) -> Tensor | None:
+    """Compute :func:`scaled_mm` in a graph by ``aten._scaled_mm``, which Inductor can fuse.
+
+    The scales are 0-dim. The bits are those of :func:`scaled_mm`. The result is ``None`` if the
+    device has no such GEMM, or the operands need what only :func:`scaled_mm` does.
+    """
+    use_fast_accum, _, emulate = options
+    if emulate or not device_has_float8_gemm(a.device):
+        return None
+    if not min(*a.shape, *b.shape) or b.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT:
+        return None
+    return _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
+
+
 def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
     """Return whether an operand has one scale per element; raise for unsupported shapes."""
     if not (scale_a.ndim or scale_b.ndim):

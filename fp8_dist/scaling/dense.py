@@ -16,6 +16,7 @@ from fp8_dist.kernels import (
     amaxes,
     cast_copies,
     cast_rows,
+    fusible_scaled_mm,
     scaled_mm,
     scaling_from_amax,
 )
@@ -172,6 +173,14 @@ class Dense(Scheme):
     ) -> Tensor:
         (a,), (b,) = left.scales, right.scales
         return scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
+
+    def fusible_product(
+        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
+    ) -> Tensor | None:
+        (a,), (b,) = left.scales, right.scales
+        if a.ndim or b.ndim:
+            return None
+        return fusible_scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
 
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:

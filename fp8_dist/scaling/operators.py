@@ -22,7 +22,8 @@ from fp8_dist.scaling.scheme import (
     Statistics,
     scheme_named,
 )
-from fp8_dist.torch_internals import storage_address
+from fp8_dist.text import warn_once
+from fp8_dist.torch_internals import graphs_fuse_collectives, storage_address
 
 
 def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list[Statistics]:
@@ -131,7 +132,26 @@ def multiply(
     if not torch.compiler.is_compiling():
         a, b = matrices(left, right, turn)
         return a.scheme.multiply(a, b, out_dtype, options)
-    return multiply_operator.overload(*flat(left), *flat(right), turn, out_dtype, options)
+    run = _fusible if graphs_fuse_collectives() else multiply_operator.overload
+    return run(*flat(left), *flat(right), turn, out_dtype, options)
+
+
+# AOTAutograd traces it, and dynamo does not.
+@torch.compiler.allow_in_graph
+def _fusible(*arguments: Any) -> Tensor:
+    """Multiply by operators that async tensor parallelism fuses, if the schemes have them."""
+    a, b = matrices(operand_of(*arguments[:4]), operand_of(*arguments[4:8]), arguments[8])
+    product = a.scheme.fusible_product(a, b, *arguments[9:])
+    if product is not None:
+        return product
+    warn_once(
+        f"async tensor parallelism {a.scheme.covers}",
+        "async tensor parallelism (torch._inductor.config._micro_pipeline_tp): no collective is "
+        f"fused with a float8 GEMM on {a.qdata.device.type} with one scale per {a.scheme.covers} "
+        f"of {list(a.qdata.shape)} by {list(b.qdata.shape)}; torch fuses those of the recipes "
+        "tensorwise and delayed, on GPUs, whose dims are multiples of 16",
+    )
+    return multiply_operator.overload(*arguments)
 
 
 def flat(operand: Quantized) -> tuple[Tensor, list[Tensor], str, Start]:

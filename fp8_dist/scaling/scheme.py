@@ -377,6 +377,12 @@ class Scheme:
         with torch.autocast(a.device.type, enabled=False):
             return torch.mm(a, b).to(out_dtype)
 
+    def fusible_product(
+        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
+    ) -> Tensor | None:
+        """The product as operators of a graph that async tensor parallelism fuses, if any."""
+        return None
+
     # Parts
 
     def part_of_scales(

@@ -19,6 +19,7 @@ from fp8_dist.torch_internals import (
     STAND_INS,
     AsyncCollectiveTensor,
     funcol,
+    graphs_fuse_collectives,
     shard_dim_alltoall,
     wrapped_in_flight,
 )
@@ -249,7 +250,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             if block > 1:
                 _check_whole_blocks(func, tensors, dim, block)
             scales.append(func(each, dim))
-    out = func([as_bytes(x.qdata) for x in tensors], dim)
+    out = func([_as_sent(x, x.qdata) for x in tensors], dim)
     of_one_cast = all(x.cast_number is first.cast_number for x in tensors)
     cast_number = first.cast_number if of_one_cast else None
     return first.rewrap(
@@ -407,7 +408,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
     moving = _moving_levels(x)
     if not moving or x.ndim == 1:
         # Every rank has cast with the scale of the global tensor, so only the data is sent.
-        out = func(as_bytes(x.qdata.contiguous()), *rest, **kwargs)
+        out = func(_as_sent(x, x.qdata.contiguous()), *rest, **kwargs)
         return x.rewrap(qdata=out.view(x.qdata.dtype))
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
     _check_not_cut(func, x)
@@ -435,7 +436,7 @@ def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     x = args[0]
     if x.ndim > 1 and _moving_levels(x) and _is_traced(x):
         return x  # waited for before it was unpacked
-    out = func(as_bytes(x.qdata), **kwargs)
+    out = func(_as_sent(x, x.qdata), **kwargs)
     # Scales that were sent have arrived in the same message.
     return x.rewrap(qdata=out.view(x.qdata.dtype))
 
@@ -448,6 +449,12 @@ def _check_not_cut(func: Any, x: Float8Tensor) -> None:
             f"{x.scheme.covers}: ranks have unequal parts, or parts of one block, which can't be "
             "gathered as float8; redistribute the high-precision tensor and cast it then"
         )
+
+
+def _as_sent(x: Float8Tensor, qdata: torch.Tensor) -> torch.Tensor:
+    """Data as a message has it: bytes, but float8 where a graph fuses the gather with a GEMM."""
+    typed = _is_traced(x) and graphs_fuse_collectives() and not _moving_levels(x)
+    return qdata if typed else as_bytes(qdata)
 
 
 def _is_traced(x: Float8Tensor) -> bool:

@@ -34,7 +34,7 @@ class Blocks(nn.Module):
         return x
 
 
-def _attention(
+def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, enable_gqa: bool
 ) -> torch.Tensor:
     """The kernel that torch chooses on such a device. (A build for CPUs chooses others.)"""
@@ -48,7 +48,7 @@ def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
     `RANKS` ranks has one sequence; FSDP2 shards over all.
     """
     mesh = meshes(dp=RANKS)["dp"]
-    with fake_tensors(), patch.object(F, "scaled_dot_product_attention", _attention):
+    with fake_tensors(), patch.object(F, "scaled_dot_product_attention", flash_attention):
         model = _sharded(name, blocks, sequence, mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         size = (1, sequence, MODELS["8b"].dim)
@@ -65,7 +65,7 @@ def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
 def count_update(name: str, blocks: int) -> Counts:
     """Count the update of the scales of some blocks after the second optimizer step."""
     mesh = meshes(dp=RANKS)["dp"]
-    with fake_tensors(), patch.object(F, "scaled_dot_product_attention", _attention):
+    with fake_tensors(), patch.object(F, "scaled_dot_product_attention", flash_attention):
         model = _sharded(name, blocks, SEQUENCE, mesh)
         with torch.no_grad():  # FSDP2 sets itself up
             size = (1, SEQUENCE, MODELS["8b"].dim)
