@@ -1,4 +1,4 @@
-"""CPU time that a layer's step takes until its kernels would be launched; called in a process.
+"""CPU time in which a layer's step launches its kernels, without the driver; for a process.
 
 Tensors are real ones here, without memory (``kernels.cpp``), as fake tensors take longer than what
 is measured. Call it in a process of its own, whose fake CUDA device then stays so.
@@ -38,7 +38,7 @@ def seconds_to_dispatch(
 ) -> dict[str, Dispatched]:
     """Median CPU seconds of each candidate's forward and backward, with a weight that has changed.
 
-    Host code of Triton's and the driver's launches is left out. Beside the candidates there is
+    Triton's code for launches is included, the driver's is not. Beside the candidates there is
     ``KERNELS_ALONE``, in eager code: an autograd function that launches what "tensorwise" does, and
     does nothing else.
     """

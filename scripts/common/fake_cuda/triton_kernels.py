@@ -24,6 +24,7 @@ except ImportError:  # the library then has no Triton kernels either
 
 _addressed: list[ReferenceType[torch.Tensor]] = []
 _real_data_ptr = torch.Tensor.data_ptr
+_real_run = None if JITFunction is None else JITFunction.run
 
 
 @torch.library.custom_op("fake_cuda::triton_kernel", mutates_args=())
@@ -44,10 +45,43 @@ def intercept_launches() -> None:
 
 
 def launch_nothing() -> None:
-    """After :func:`intercept_launches`: launches are not noted either, and addresses are real."""
+    """After :func:`intercept_launches`: Triton launches, on a driver that does nothing.
+
+    Launches are not noted, and addresses are real.
+    """
     torch.Tensor.data_ptr = _real_data_ptr  # type: ignore[method-assign]
     if JITFunction is not None:
-        JITFunction.run = lambda self, *args, **kwargs: None
+        JITFunction.run = _real_run
+        driver.set_active(_IdleDriver())
+
+
+class _IdleDriver(SimpleNamespace):
+    """Triton's driver of a device on which kernels do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(launcher_cls=_IdleLauncher, utils=self)
+        self.get_device_interface = lambda: torch.cuda
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return torch.cuda.current_device()
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448}
+
+    def load_binary(self, *args: Any) -> tuple[int, ...]:
+        return 1, 2, 32, 0, 1024  # module, function, registers, spills, threads
+
+
+class _IdleLauncher:
+    def __init__(self, *args: Any) -> None: ...
+
+    def __call__(self, *args: Any) -> None: ...
 
 
 def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
