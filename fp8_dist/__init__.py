@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fp8_dist import doctor as doctor
     from fp8_dist import integrations as integrations
     from fp8_dist import moe as moe
+    from fp8_dist import report as report
     from fp8_dist import tensor_parallel as tensor_parallel
 
 # Layers wrap weights in a type of fp8_dist.fsdp, which fp8_dist.linear must not import.
@@ -97,7 +98,7 @@ __all__ = [
     "update_float8_scales",
 ]
 
-_IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "tensor_parallel")
+_IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "report", "tensor_parallel")
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
 

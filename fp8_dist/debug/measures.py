@@ -23,13 +23,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 class Measures(NamedTuple):
     """Measures of one or several casts, one fp64 number each.
 
-    The first four fields are combined by their maximum, the others by their sum.
+    The first five fields are combined by their maximum, the others by their sum.
     """
 
     amax: float  # of the operand
     scale: float  # the largest
     minus_scale: float  # the smallest scale, negated
     minus_rank: float  # the first rank with a value that is not finite, negated; -inf without one
+    minus_position: float  # the first place among the casts of a step, negated; -inf: not known
     values: float  # the number of values that are not zero in high precision
     underflow: float  # the number of those values that are zero in float8
     saturated: float  # the number of values that saturate
@@ -38,7 +39,7 @@ class Measures(NamedTuple):
     noise: float  # the sum of squares of the errors of the cast
 
 
-MAXIMA = 4  # the number of fields that are combined by their maximum
+MAXIMA = 5  # the number of fields that are combined by their maximum
 
 
 def nothing(device: torch.device | str) -> torch.Tensor:
@@ -49,14 +50,14 @@ def nothing(device: torch.device | str) -> torch.Tensor:
 
 
 def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
-    """Add the measures of more casts of the same operands, ``[..., 10]``, to a total in place."""
+    """Add the measures of more casts of the same operands, ``[..., 11]``, to a total in place."""
     maxima = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
     total[..., MAXIMA:] += more[..., MAXIMA:]
     total[..., :MAXIMA] = maxima
 
 
 def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
-    """Return the :class:`Measures` of one cast, fp64 ``[10]``. See :func:`measure_casts`."""
+    """Return the :class:`Measures` of one cast, fp64 ``[11]``. See :func:`measure_casts`."""
     return measure_casts(high, [low], rank)[0]
 
 
@@ -73,7 +74,7 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         rank: the rank of this process.
 
     Returns:
-        For each cast an fp64 tensor ``[10]``, on the device of the operand.
+        For each cast an fp64 tensor ``[11]``, on the device of the operand.
     """
     totals = [nothing(high.device) for _ in lows]
     if not high.numel():
@@ -100,7 +101,7 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
             total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
     for total, scale in zip(totals, scales, strict=True):
         total[1], total[2] = scale.max(), -scale.min()
-        total[3] = torch.where(total[7] > 0, -float(rank), -math.inf)
+        total[3] = torch.where(total[8] > 0, -float(rank), -math.inf)
     return totals
 
 
@@ -162,8 +163,8 @@ def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """
     total = nothing(exact.device)
     total[1] = total[2] = 0.0
-    total[8] = exact.to(torch.float64).square().sum()
-    total[9] = (found - exact).to(torch.float64).square().sum()
+    total[9] = exact.to(torch.float64).square().sum()
+    total[10] = (found - exact).to(torch.float64).square().sum()
     return total
 
 

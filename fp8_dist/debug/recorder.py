@@ -65,9 +65,9 @@ def choose_slots(
     if not slots:
         raise ValueError(f"{caller}: the model has no converted layer; {CONVERT_FIRST}")
     fqns = list(dict.fromkeys(slot.fqn for slot in slots))
-    chosen_fqns = _matching(caller, "fqn", fqn, fqns, "converted layer")
-    operands = _matching(caller, "operand", operand, get_args(Operand), "operand")
-    gemms = _matching(caller, "gemm", gemm, get_args(Gemm), "GEMM")
+    chosen_fqns = matching(caller, "fqn", fqn, fqns, "converted layer")
+    operands = matching(caller, "operand", operand, get_args(Operand), "operand")
+    gemms = matching(caller, "gemm", gemm, get_args(Gemm), "GEMM")
     of_layers = [slot for slot in slots if slot.fqn in chosen_fqns]
     chosen = [s for s in of_layers if s.operand in operands and gemms.intersection(s.gemms)]
     if not chosen:
@@ -79,10 +79,15 @@ def choose_slots(
     return chosen
 
 
-def _matching(
+def matching(
     caller: str, argument: str, patterns: Patterns, names: Sequence[str], what: str
 ) -> set[str]:
-    """Return the names that match one of the patterns. Each pattern must match a name."""
+    """Return the names that match one of the patterns. Each pattern must match a name.
+
+    Raises:
+        TypeError: the patterns are neither a string nor several strings.
+        ValueError: a pattern matches no name.
+    """
     if patterns is None:
         return set(names)
     several = [patterns] if isinstance(patterns, str) else patterns

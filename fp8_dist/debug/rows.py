@@ -43,6 +43,9 @@ class CastStats:
             a cast that changes nothing, and NaN if there are values that are not finite.
         delayed: whether the scale is computed from the amaxes of earlier steps.
         nonfinite_rank: the first rank with a value that is not finite; None if there is none.
+        position: the place of the cast among the casts and GEMMs of the step, which are counted in
+            the order in which they are computed; the first place if ranks or micro-batches differ.
+            Rows that differ in it alone are equal.
     """
 
     step: int
@@ -60,6 +63,7 @@ class CastStats:
     sqnr: float
     delayed: bool
     nonfinite_rank: int | None
+    position: int = dataclasses.field(default=0, compare=False)
 
     @staticmethod
     def of(
@@ -90,6 +94,7 @@ class CastStats:
             sqnr=decibels(m.signal, m.noise),
             delayed=delayed,
             nonfinite_rank=int(-m.minus_rank) if m.nonfinite else None,
+            position=int(-m.minus_position) if m.minus_position > -math.inf else 0,
         )
 
 
@@ -98,7 +103,7 @@ class GemmStats:
     """Statistics of one of a layer's GEMMs in one step, over all micro-batches and ranks.
 
     Attributes:
-        step, fqn: as in :class:`CastStats`.
+        step, fqn, position: as in :class:`CastStats`.
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
         sqnr: the SQNR of the result in dB, relative to the product of the operands in high
             precision.
@@ -108,6 +113,7 @@ class GemmStats:
     fqn: str
     gemm: Gemm
     sqnr: float
+    position: int = dataclasses.field(default=0, compare=False)
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -184,7 +190,7 @@ class AnomalyLimits:
 
     underflow: float | None = 20.0
     sqnr: float | None = 15.0
-    lag: float | None = 1.0
+    lag: float | None = 5.0
     jump: float | None = 7.0
 
     def __post_init__(self) -> None:
@@ -264,7 +270,9 @@ def anomalies_of(row: Row, limits: AnomalyLimits, usual: float = 0.0) -> Iterato
         if limits.underflow is not None and row.underflow > limits.underflow:
             yield Anomaly("underflow", row.underflow, limits.underflow, row)
         fits = row.scale * torch.finfo(row.dtype).max
-        if limits.lag is not None and row.delayed and fits * 2**limits.lag < row.amax < math.inf:
-            yield Anomaly("lag", math.log2(row.amax / fits), limits.lag, row)
+        if limits.lag is not None and row.delayed and fits < row.amax < math.inf:
+            if fits * 2**limits.lag < row.amax:
+                yield Anomaly("lag", math.log2(row.amax / fits), limits.lag, row)
+            return  # what saturates by a lag has a low SQNR, within the limit too
     if limits.sqnr is not None and row.sqnr < limits.sqnr:
         yield Anomaly("SQNR", row.sqnr, limits.sqnr, row)

@@ -2,8 +2,8 @@
 
 For each file that ``fp8_dist.debug.capture`` wrote, it prints the layer, the statistics of the
 cast, and a histogram of the magnitudes by octave, which marks the range of float8. ``--plot FILE``
-draws the casts with matplotlib (the extra ``train``). The exit status is 0, or 2 if a file can't be
-shown.
+draws the casts with matplotlib (the extra ``report``). The exit status is 0, or 2 if a file can't
+be shown.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def plot(casts: Sequence[CapturedCast], path: Path) -> None:
         ValueError: matplotlib doesn't support the file's format.
     """
     if find_spec("matplotlib") is None:
-        raise ImportError('--plot needs matplotlib: pip install "fp8-dist[train]"')
+        raise ImportError('--plot needs matplotlib: pip install "fp8-dist[report]"')
     importlib.import_module("fp8_dist.debug.plot").draw(casts, path)
 
 

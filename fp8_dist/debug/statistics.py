@@ -27,7 +27,7 @@ from fp8_dist.debug.measures import (
     measure_product,
     nothing,
 )
-from fp8_dist.debug.recorder import Slot, StepRecorder, own_rank, slots_of
+from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, matching, own_rank, slots_of
 from fp8_dist.debug.rows import (
     Anomaly,
     AnomalyLimits,
@@ -60,8 +60,7 @@ class Float8Stats(StepRecorder):
     Attributes:
         rows: the rows of all recorded steps, in the order of the model's layers. They are the same
             on all ranks.
-        anomalies: the first anomaly of each kind in each layer. Anomalies of the same step are in
-            the order of this rank's casts.
+        anomalies: the first anomaly of each kind in each layer, in the order of the casts.
         step: the number of the last step that was entered.
     """
 
@@ -97,11 +96,9 @@ class Float8Stats(StepRecorder):
         measured, self._measured = self._measured, {}
         if not failed and self._is_recorded(self.step):
             rows = self._rows_of(measured)
-            self.rows += rows.values()
+            self.rows += rows
             # Alarms are raised in the order of the casts, so that causes come before effects.
-            order = {key: i for i, key in enumerate(measured)}
-            keys = sorted(rows, key=lambda key: order.get(key, len(order)))
-            self._raise_alarms(rows[key] for key in keys)
+            self._raise_alarms(sorted(rows, key=lambda row: row.position))
 
     def on_casts(
         self,
@@ -157,20 +154,50 @@ class Float8Stats(StepRecorder):
         rows, self.rows = self.to_dicts(), []
         append_jsonl(rows, Path(path))
 
-    def to_tensorboard(self, writer: Any) -> None:
+    def to_tensorboard(self, writer: Any, *, layers: Patterns = None) -> None:
         """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and remove them.
 
         The tags are ``float8/OPERAND_for_GEMMS/LAYER/amax`` and so on, with the names of the GEMMs
         that multiply the float8 copy. The tag of a GEMM's SQNR is ``float8/GEMM/LAYER/sqnr``.
+
+        Args:
+            writer: the writer. Call this method on one rank only.
+            layers: fnmatch patterns; the layers whose rows are written. Default: all. The rows of
+                other layers are removed too.
+
+        Raises:
+            TypeError: the patterns are neither a string nor several strings.
+            ValueError: a pattern matches no layer.
         """
+        for step, scalars in self._take_scalars("to_tensorboard", layers).items():
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, step)
+
+    def to_wandb(self, run: Any, *, layers: Patterns = None) -> None:
+        """Log the rows to a run of W&B, what ``wandb.init()`` returns, and remove them.
+
+        Names, arguments and errors are as in :meth:`to_tensorboard`. The numbers of a step become
+        one ``run.log(..., step=step)``: log metrics of your own with the same step, not later.
+        """
+        for step, scalars in self._take_scalars("to_wandb", layers).items():
+            run.log(scalars, step=step)
+
+    def _take_scalars(self, caller: str, layers: Patterns) -> dict[int, dict[str, float]]:
+        """Remove the rows, and return the numbers of those of some layers by step and name."""
+        names = [*dict.fromkeys(slot.fqn for slot in slots_of(self._model))]
+        chosen = matching(caller, "layers", layers, names, "converted layer")
         rows, self.rows = self.rows, []
+        found: dict[int, dict[str, float]] = defaultdict(dict)
         for row in rows:
+            if row.fqn not in chosen:
+                continue
             if isinstance(row, CastStats):
                 tag = f"float8/{row.operand}_for_{'_'.join(row.gemms)}/{row.fqn}"
                 for name in ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr"):
-                    writer.add_scalar(f"{tag}/{name}", getattr(row, name), row.step)
+                    found[row.step][f"{tag}/{name}"] = getattr(row, name)
             else:
-                writer.add_scalar(f"float8/{row.gemm}/{row.fqn}/sqnr", row.sqnr, row.step)
+                found[row.step][f"float8/{row.gemm}/{row.fqn}/sqnr"] = row.sqnr
+        return found
 
     def table(self) -> str:
         """Return the rows as text."""
@@ -186,16 +213,18 @@ class Float8Stats(StepRecorder):
         else:
             combine_(known, found.to(known.device))
 
-    def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> dict[_Key, Row]:
+    def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> list[Row]:
         """Return the rows of the step that has ended."""
+        for i, each in enumerate(measured.values()):
+            each[Measures._fields.index("minus_position")] = -i
         slots = [*slots_of(self._model, self._gemms)]
         own = [measured.get(slot.key) for slot in slots]
         found = self._ranks.combined([slot.owner for slot in slots], own)
-        return {
-            slot.key: _row(slot, each, self.step)
+        return [
+            _row(slot, each, self.step)
             for slot, each in zip(slots, found, strict=True)
             if each.scale != -math.inf  # some rank has measured it
-        }
+        ]
 
     def _raise_alarms(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -223,7 +252,8 @@ class Float8Stats(StepRecorder):
 
 def _row(slot: Slot, found: Measures, step: int) -> Row:
     if slot.operand is None or slot.scheme is None:
-        return GemmStats(step, slot.fqn, slot.gemms[0], decibels(found.signal, found.noise))
+        sqnr = decibels(found.signal, found.noise)
+        return GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-found.minus_position))
     return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.scheme, slot.delayed)
 
 
@@ -259,9 +289,9 @@ class _RanksOfLayers:
 
         Args:
             owners: the owner of each measured cast or GEMM.
-            own: this rank's measures of each of them, fp64 ``[10]``; None if this rank has none.
+            own: this rank's measures of each of them, fp64 ``[11]``; None if this rank has none.
 
-        Collectives: for each process group, an all-gather of 80 bytes for each element of
+        Collectives: for each process group, an all-gather of 88 bytes for each element of
         ``owners`` whose layer is on it.
         """
         self.look()
@@ -320,7 +350,7 @@ def _check_same_layers(weights: dict[str, Float8Weight], world: dist.ProcessGrou
 
 
 def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
-    """Combine measures ``[rows, 10]`` over all ranks of the groups."""
+    """Combine measures ``[rows, 11]`` over all ranks of the groups."""
     for name in groups:
         size = resolve_process_group(name).size()
         parts = all_gather(own, size, name).view(size, *own.shape)
@@ -380,7 +410,7 @@ def float8_stats(
         A context manager with ``rows``, which grows with each recorded step, and ``anomalies``.
 
     Collectives: when a recorded block ends without an error, one all-gather on all ranks for each
-    mesh, of 80 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If
+    mesh, of 88 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If
     no layer is on a mesh, also an all-reduce of 16 bytes before the first of them. With ``gemms``,
     also all-gathers of operands and results in high precision, and of their sizes (8 bytes), in the
     forward and the backward, and for experts all-to-alls of their rows in high precision.

@@ -26,6 +26,7 @@ PACKAGES = {
     "fp8_dist.moe": "Experts",
     "fp8_dist.tensor_parallel": "Tensor and sequence parallelism",
     "fp8_dist.debug": "Debugging",
+    "fp8_dist.report": "Reports of runs",
     "fp8_dist.integrations.transformers": "transformers",
     "fp8_dist.integrations.torchtitan": "torchtitan",
     "fp8_dist.tensor": "Float8Tensor",

@@ -44,7 +44,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     promised = gathers_float8(config["recipe"])
     return {
         "name": config["recipe"],
-        "losses": [step["loss"] for step in steps],
+        "losses": [float(step["loss"]) for step in steps],
         "tokens_per_second": fmean(speeds),
         "bytes": sum(row["bytes"] for row in rows),
         "float8_bytes": sum(row["float8_bytes"] for row in rows),
@@ -70,7 +70,7 @@ def unexpected_gathers(rows: list[dict[str, Any]], config: dict[str, Any]) -> li
     counted are scales of rows, which are what is float32 in FSDP2's mixed gathers, and exponents of
     blocks, which are uint8.
 
-    rows, config: of comm.json and config.json, which `RunWriter` describes.
+    rows, config: of comm.json and config.json, which `run_writer` describes.
     """
     places: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:

@@ -178,7 +178,7 @@ def train(args: argparse.Namespace, name: str, seed: int) -> list[float]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} did not end well:\n{done.stderr[-2000:]}")
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").open()]
+    return [float(json.loads(line)["loss"]) for line in (out / "metrics.jsonl").open()]
 
 
 def last_loss(losses: list[float]) -> float:

@@ -1,12 +1,6 @@
 """Files that a run of scripts.train.train leaves in its folder, and lines that it prints."""
 
 import argparse
-import dataclasses
-import json
-import os
-import platform
-from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -15,11 +9,11 @@ from torch import nn
 from tqdm import tqdm
 
 from fp8_dist import float8_layers
-from fp8_dist.debug import Anomaly, CommAudit, Float8Stats, anomaly_dict, append_jsonl
+from fp8_dist.debug import Anomaly, CommAudit, Float8Stats
 from fp8_dist.linear.weight import float8_weights
-from fp8_dist.version import __version__
+from fp8_dist.report import RunWriter
 
-STATS, ANOMALIES = "float8_stats.jsonl", "anomalies.jsonl"
+UNITS = {"loss": "nats per byte", "memory_bytes": "bytes", "grad_norm": "before clipping"}
 # What `memory_bytes` in metrics.jsonl means, by the kind of device; config.json says which.
 MEMORY = {
     "cuda": "rank 0: largest memory allocated on its GPU since the line before",
@@ -27,115 +21,69 @@ MEMORY = {
 }
 
 
-class RunWriter:
-    """Writes config.json, metrics.jsonl, comm.txt and comm.json into `--out`.
+def run_writer(
+    args: argparse.Namespace,
+    model: nn.Module,
+    stats: Float8Stats | None,
+    device: torch.device,
+    reason: str,
+    first: int,
+) -> RunWriter:
+    """Prints what is trained, and where, and begins the folder of the run; for all ranks.
 
-    With `--stats-every` also float8_stats.jsonl, and anomalies.jsonl if there is one.
-
-    What an earlier run left there goes first: half of a run must not look like a whole one. A run
-    that continues from a checkpoint keeps the lines of the steps before it.
+    config.json has the options, `float8_layers` by name, `high_precision_gather`: how many elements
+    an FSDP2 gather of each other parameter moves, `memory`: what `memory_bytes` of metrics.jsonl
+    means, and versions.
 
     Args:
         args: the options of the run.
-        first: the first step that will be written; the lines of later ones go.
+        model: the model.
+        stats: what `--stats-every` asks for.
+        device: where the model is.
+        reason: why not on a GPU, "" if there is nothing to say.
+        first: the first step that will be written.
     """
-
-    def __init__(self, args: argparse.Namespace, first: int = 1) -> None:
-        self.args = args
-        self.out: Path = args.out
-        self.out.mkdir(parents=True, exist_ok=True)
-        for name in ("config.json", "comm.txt", "comm.json"):
-            (self.out / name).unlink(missing_ok=True)
-        for name in ("metrics.jsonl", STATS, ANOMALIES):
-            keep_lines_before(first, self.out / name)
-        # Those before a resumed step: statistics know the anomalies of their own process alone.
-        self._told = anomalies_in(self.out / ANOMALIES)
-        self.metrics = (self.out / "metrics.jsonl").open("a", buffering=1)
-
-    def write_config(self, model: nn.Module, device: torch.device, reason: str) -> None:
-        """Says what is trained, and where; reason: why not on a GPU, "" if there is nothing to say.
-
-        config.json has the options, `float8_layers` by name, `high_precision_gather`: how many
-        elements an FSDP2 gather of each other parameter moves, `memory`: what `memory_bytes` of
-        metrics.jsonl means, and versions.
-        """
-        args, corpus = self.args, self.args.corpus
-        parameters = sum(p.numel() for p in model.parameters())
-        where = f"{device.type} with {dist.get_backend()}{f' ({reason})' if reason else ''}"
-        ep = f"ep {args.ep} x " if args.ep > 1 else ""
+    corpus = args.corpus
+    parameters = sum(p.numel() for p in model.parameters())
+    where = f"{device.type} with {dist.get_backend()}{f' ({reason})' if reason else ''}"
+    ep = f"ep {args.ep} x " if args.ep > 1 else ""
+    if dist.get_rank() == 0:
         print(
             f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x {ep}tp "
             f"{args.tp} on {where}; {corpus.tokens.numel():,} bytes of {corpus.source}",
             flush=True,
         )
-        shown = {name: value for name, value in vars(args).items() if name != "corpus"}
-        shown |= {
-            "data": corpus.source,
-            "data_bytes": corpus.tokens.numel(),
-            "device": str(device),
-            "parameters": parameters,
-            "float8_layers": list(float8_layers(model)),
-            "high_precision_gather": high_precision_gather(model, args.dp * args.ep),
-            "memory": MEMORY[device.type],
-            "torch": torch.__version__,
-            "fp8_dist": __version__,
-            "python": platform.python_version(),
-        }
-        (self.out / "config.json").write_text(json.dumps(shown, indent=2, default=str) + "\n")
+    shown = {name: value for name, value in vars(args).items() if name != "corpus"}
+    shown |= {
+        "data": corpus.source,
+        "data_bytes": corpus.tokens.numel(),
+        "device": str(device),
+        "parameters": parameters,
+        "float8_layers": list(float8_layers(model)),
+        "high_precision_gather": high_precision_gather(model, args.dp * args.ep),
+        "memory": MEMORY[device.type],
+    }
+    # What an earlier run left goes first: half of a run must not look like a whole one.
+    if dist.get_rank() == 0:
+        (args.out / "comm.txt").unlink(missing_ok=True)
+    return RunWriter(
+        args.out, stats, config=shown, units=UNITS, first=None if first == 1 else first
+    )
 
-    def write_step(
-        self,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        speed: float,
-        learning_rate: float,
-        device: torch.device,
-    ) -> None:
-        """Appends one line to metrics.jsonl, with the memory of this process; see `MEMORY`.
 
-        Args:
-            step: counts from 1.
-            loss: the mean over all ranks.
-            grad_norm: of the whole gradient before clipping.
-            speed: in tokens per second over all ranks.
-            learning_rate: what the step's update was made with.
-            device: where the model is.
-        """
-        line = {
-            "step": step,
-            "loss": loss,
-            "tokens_per_second": speed,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "memory_bytes": memory_bytes(device),
-        }
-        self.metrics.write(json.dumps(line) + "\n")
+def print_anomaly(anomaly: Anomaly) -> None:
+    """Prints the first anomaly of its kind in a layer, on rank 0."""
+    if dist.get_rank() == 0:
+        tqdm.write(f"anomaly: {anomaly}")
 
-    def write_stats(self, stats: Float8Stats) -> None:
-        """Appends what was recorded since the last call."""
-        stats.append_jsonl(self.out / STATS)
 
-    def write_anomaly(self, anomaly: Anomaly) -> None:
-        """Prints and appends an anomaly, the first of its kind in a layer."""
-        line = anomaly_dict(anomaly)
-        if (line["fqn"], line["what"]) not in self._told:
-            tqdm.write(f"anomaly: {anomaly}")
-            append_jsonl([line], self.out / ANOMALIES)
-
-    def sync(self) -> None:
-        """Returns once the lines that were written survive a crash of the machine."""
-        for name in ("metrics.jsonl", STATS, ANOMALIES):
-            if (path := self.out / name).exists():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-
-    def write_audit(self, audit: CommAudit) -> None:
-        """Prints and writes the collectives of the audited (last) step."""
+def write_audit(writer: RunWriter, audit: CommAudit) -> None:
+    """Prints and writes the collectives of the audited (last) step, on rank 0."""
+    writer.log_audit(audit)
+    if dist.get_rank() == 0:
         table = audit.table()
         print(f"\nCollectives of one training step, as one rank sees them:\n{table}\n", flush=True)
-        (self.out / "comm.txt").write_text(f"{table}\n\n{audit.table(by_module=True)}\n")
-        (self.out / "comm.json").write_text(json.dumps(audit_rows(audit), indent=2) + "\n")
+        (writer.folder / "comm.txt").write_text(f"{table}\n\n{audit.table(by_module=True)}\n")
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -147,50 +95,10 @@ def memory_bytes(device: torch.device) -> int:
     return peak
 
 
-def keep_lines_before(first: int, path: Path) -> None:
-    """Remove a file of the steps from 1 on, or what it has of the step `first` and later ones."""
-    if first == 1:
-        path.unlink(missing_ok=True)
-    elif path.exists():
-        # Replaced at once: a run that is killed here loses no line.
-        new = path.with_name(f".{path.name}.new")
-        new.write_text(lines_before(first, path))
-        new.replace(path)
-
-
-def lines_before(step: int, path: Path) -> str:
-    """The lines of a file of the steps before a step, but for one that was cut off."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            at = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if at < step and line.endswith("\n"):
-            kept.append(line)
-    return "".join(kept)
-
-
-def anomalies_in(path: Path) -> set[tuple[str, str]]:
-    """The layers and kinds of the anomalies in a file, if there is one."""
-    if not path.exists():
-        return set()
-    found = map(json.loads, path.read_text().splitlines())
-    return {(anomaly["fqn"], anomaly["what"]) for anomaly in found}
-
-
-def audit_rows(audit: CommAudit) -> list[dict[str, Any]]:
-    """The rows of an audit as JSON can hold them, with their `float8_bytes`."""
-    return [
-        dataclasses.asdict(row) | {"dtype": str(row.dtype), "float8_bytes": row.float8_bytes}
-        for row in audit.rows
-    ]
-
-
 def high_precision_gather(model: nn.Module, ranks: int) -> dict[str, int]:
     """Elements that an FSDP2 gather over so many ranks moves of each weight that is not float8.
 
-    Called on rank 0, whose shard is the largest: FSDP2 pads the others to its size.
+    Of rank 0, whose shard is the largest: FSDP2 pads the others to its size.
     """
     float8 = float8_weights(model)
     return {

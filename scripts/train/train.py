@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from fp8_dist.debug import Float8Stats, comm_audit, float8_stats
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
+from fp8_dist.report import RunWriter
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.llama import MODELS
 from scripts.common.models import after_step, build, data_parallel_mesh
@@ -39,7 +40,7 @@ from scripts.train.manifest import RefusedCheckpoint
 from scripts.train.options import CHECKPOINTS, make_parser, parse_options
 from scripts.train.processes import process_group
 from scripts.train.roll import MissingRank, Roll
-from scripts.train.run_writer import RunWriter
+from scripts.train.run_writer import memory_bytes, print_anomaly, run_writer, write_audit
 from scripts.train.stop import StopRequest, stop_on_signals
 
 MAX_GRAD_NORM = 1.0
@@ -194,20 +195,20 @@ def train(
             print(describe_resume(args, trainer.model, *found), flush=True)
     if first > args.steps:
         return True
-    writer = RunWriter(args, first) if dist.get_rank() == 0 else None
-    if writer is not None:
-        writer.write_config(trainer.model, device, reason)
+    stats = stats_of(trainer)
+    writer = run_writer(args, trainer.model, stats, device, reason, first)
     saver = None
     if args.checkpoint_every is not None:
         saver = Checkpoints(args.out / CHECKPOINTS, args.keep, facts_of(args))
-    return run_steps(trainer, first, mesh, writer, saver, stop or StopRequest(), roll)
+    return run_steps(trainer, first, mesh, stats, writer, saver, stop or StopRequest(), roll)
 
 
 def run_steps(
     trainer: Trainer,
     first: int,
     mesh: DeviceMesh,
-    writer: RunWriter | None,
+    stats: Float8Stats | None,
+    writer: RunWriter,
     saver: Checkpoints | None,
     stop: StopRequest,
     roll: Roll | None,
@@ -220,11 +221,11 @@ def run_steps(
         unit="step",
         initial=first - 1,
         total=args.steps,
-        disable=writer is None,
+        disable=dist.get_rank() != 0,
     )
     # Not the one of Checkpoints: its thread communicates at any time.
     control = dist.new_group(backend="gloo") if saver is not None else None
-    audit, stats = comm_audit(mesh), stats_of(trainer, writer)
+    audit = comm_audit(mesh)
     for step in progress:
         if roll is not None:
             roll.at_step(step)
@@ -236,16 +237,17 @@ def run_steps(
         with recorded, audit if last else nullcontext():
             loss, grad_norm = trainer.step(step)
         # Reading the values waits for the device, so the clock stops after that.
-        values = trainer.mean_over_ranks(loss), grad_norm.item()
+        mean, norm = trainer.mean_over_ranks(loss), grad_norm.item()
         speed = args.batch_size * args.seq_len / (time.perf_counter() - since)
-        if writer is not None:
-            rate = args.lr * learning_rate_factor(step - 1, args.warmup, args.steps)
-            writer.write_step(step, *values, speed, rate, trainer.device)
-            if stats is not None:
-                writer.write_stats(stats)
-            progress.set_postfix_str(f"loss {values[0]:.3f}, {speed:.0f} tok/s", refresh=False)
-        if stats is not None:
-            stats.rows.clear()
+        writer.log(
+            step,
+            loss=mean,
+            tokens_per_second=speed,
+            grad_norm=norm,
+            learning_rate=args.lr * learning_rate_factor(step - 1, args.warmup, args.steps),
+            memory_bytes=memory_bytes(trainer.device),
+        )
+        progress.set_postfix_str(f"loss {mean:.3f}, {speed:.0f} tok/s", refresh=False)
         if saver is None or control is None or last:
             continue
         signal = stop.agreed(control)
@@ -255,8 +257,7 @@ def run_steps(
             progress.close()
             return end_early(saver, step, signal)
     progress.close()
-    if writer is not None:
-        writer.write_audit(audit)
+    write_audit(writer, audit)
     if saver is None:
         return True
     # After all files: a run whose last checkpoint is there has nothing left to do.
@@ -264,21 +265,19 @@ def run_steps(
     return saver.wait()
 
 
-def stats_of(trainer: Trainer, writer: RunWriter | None) -> Float8Stats | None:
+def stats_of(trainer: Trainer) -> Float8Stats | None:
     """Statistics of every so many steps, if they are asked for; for all ranks."""
     args = trainer.args
     if args.stats_every is None:
         return None
-    tell = None if writer is None else writer.write_anomaly
     return float8_stats(
-        trainer.model, every=args.stats_every, gemms=args.stats_gemms, on_anomaly=tell
+        trainer.model, every=args.stats_every, gemms=args.stats_gemms, on_anomaly=print_anomaly
     )
 
 
-def save(saver: Checkpoints, step: int, trainer: Trainer, writer: RunWriter | None) -> None:
+def save(saver: Checkpoints, step: int, trainer: Trainer, writer: RunWriter) -> None:
     """Starts to write the checkpoint after a step; the lines of its metrics are safe before it."""
-    if writer is not None:
-        writer.sync()
+    writer.sync()
     saver.save(step, checkpoints.state_of(trainer.model, trainer.optimizer))
 
 

@@ -8,7 +8,6 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_releases import uneven_sequence_in_torchs_linear
 
 import fp8_dist
-from fp8_dist.debug import Anomaly, GemmStats
+from fp8_dist.report.data import read_run
+from fp8_dist.report.page import render
 from scripts.common.corpus import Corpus
-from scripts.train import report, train
+from scripts.train import train
 from scripts.train.processes import choose_device, process_group
-from scripts.train.report_data import read_run
-from scripts.train.run_writer import MEMORY, RunWriter
+from scripts.train.run_writer import MEMORY, run_writer
 
 ROOT = Path(train.__file__).parents[2]
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
@@ -161,33 +160,6 @@ def test_rows_of_a_length_that_tp_does_not_divide(
             assert found[1] == pytest.approx(norm, rel=20 * tolerance)
 
 
-def test_what_a_resumed_run_knows_and_syncs(tmp_path: Path, small_text: Path) -> None:
-    args = train.parse_args(["--data", str(small_text), "--out", str(tmp_path)])
-
-    def tell(writer: RunWriter, step: int, fqn: str) -> None:
-        row = GemmStats(step=step, fqn=fqn, gemm="output", sqnr=3.0)
-        writer.write_anomaly(Anomaly("SQNR", 3.0, 15.0, row))
-
-    def told() -> list[tuple[int, str]]:
-        lines = (tmp_path / "anomalies.jsonl").read_text().splitlines()
-        return [(line["step"], line["fqn"]) for line in map(json.loads, lines)]
-
-    writer = RunWriter(args)
-    tell(writer, 1, "w1")
-    tell(writer, 5, "w2")  # in a step that will be run again
-    synced = set()
-    with mock.patch("os.fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)):
-        writer.sync()
-    writer.metrics.close()
-    assert synced == {path.stat().st_ino for path in tmp_path.glob("*.jsonl")}
-    assert len(synced) == 2
-    resumed = RunWriter(args, first=4)
-    tell(resumed, 4, "w1")
-    tell(resumed, 5, "w2")
-    resumed.metrics.close()
-    assert told() == [(1, "w1"), (5, "w2")]
-
-
 def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
     """A run that is continued keeps the lines of the steps before it, and has the others once."""
     out = tmp_path / "run"
@@ -218,9 +190,9 @@ def test_a_planted_fault_is_named_by_every_output(tmp_path: Path, capsys: Any) -
     with process_group(60.0):
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         trainer = train.Trainer(args, mesh, torch.device("cpu"))
-        writer = RunWriter(args)
-        stats = train.stats_of(trainer, writer)
+        stats = train.stats_of(trainer)
         assert stats is not None
+        writer = run_writer(args, trainer.model, stats, trainer.device, "", 1)
         layers = trainer.model.layers
         for step in range(1, 10):
             handles = []
@@ -236,10 +208,10 @@ def test_a_planted_fault_is_named_by_every_output(tmp_path: Path, capsys: Any) -
                 trainer.step(step)
             for handle in handles:
                 handle.remove()
-            writer.write_stats(stats)
+            writer.log(step)
     printed = capsys.readouterr().out
     anomalies = (tmp_path / "anomalies.jsonl").read_text()
-    page = report.render(read_run(tmp_path))
+    page = render([read_run(tmp_path)])
     for text in (printed, anomalies, html.unescape(page)):
         assert (
             "step 7: layers.1.feed_forward.w2: input (for output, grad_weight): the amax is" in text

@@ -86,7 +86,7 @@ def test_a_sub_package_is_linked_and_has_no_second_name(folder: str) -> None:
 def test_sub_packages_are_attributes_that_are_imported_when_used() -> None:
     lines = (
         "import sys, fp8_dist",
-        "late = {'debug', 'doctor', 'integrations', 'tensor_parallel'}",
+        "late = {'debug', 'doctor', 'integrations', 'report', 'tensor_parallel'}",
         "assert late <= set(dir(fp8_dist)) and 'fsdp' in dir(fp8_dist)",
         "assert not [n for n in late if f'fp8_dist.{n}' in sys.modules]",
         "print(fp8_dist.debug.comm_audit.__name__, fp8_dist.tensor_parallel.llama_tp_plan.__name__)",
@@ -101,6 +101,8 @@ def test_sub_packages_are_attributes_that_are_imported_when_used() -> None:
 # Modules that nothing else in the library imports without asking, and what they need besides torch.
 OPTIONAL = {
     "fp8_dist.debug.plot": {"matplotlib"},
+    "fp8_dist.report.figures": {"matplotlib", "numpy"},
+    "fp8_dist.report.page": {"jinja2"},
     "fp8_dist.kernels.cuda.triton": {"triton"},
     "fp8_dist.integrations.torchtitan": {"torchtitan"},
     "fp8_dist.integrations.transformers": {"accelerate", "transformers"},
@@ -241,7 +243,7 @@ def test_the_wheel_holds_the_library_alone_and_runs(installed: Path) -> None:
         for path in (ROOT / folder).glob("*.py")
     }
     outside = {name for name in found if not name.startswith("fp8_dist-")}
-    assert outside == modules | {"fp8_dist/py.typed"}
+    assert outside == modules | {"fp8_dist/py.typed", "fp8_dist/report/page.html"}
     (wheel,) = importlib.metadata.distributions(path=[str(installed)])
     assert (wheel.name, wheel.version) == ("fp8-dist", fp8_dist.__version__)
     assert [line for line in wheel.requires or () if "extra ==" not in line] == ["torch>=2.11"]

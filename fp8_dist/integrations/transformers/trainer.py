@@ -1,6 +1,7 @@
 """A callback for transformers' Trainer, which converts the model and updates the scales."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch.nn as nn
@@ -10,12 +11,14 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from fp8_dist.config import Float8LinearConfig
+from fp8_dist.debug import Float8Stats, float8_stats
 from fp8_dist.fsdp import attach_update, update_float8_scales
 from fp8_dist.linear import float8_layers
 from fp8_dist.linear.amax_history import load_histories
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import FilterFn, skip_head
 from fp8_dist.model.state import Float8State
+from fp8_dist.report import RunWriter
 from fp8_dist.text import warn_once, without_wrappers
 
 
@@ -38,8 +41,13 @@ class Float8Callback(TrainerCallback, ExportableState):
             gathers in float8.
         module_filter_fn: a function ``(module, fqn) -> bool`` that returns whether to convert a
             layer. Default: :func:`fp8_dist.skip_head` of the model.
+        run: a folder into which the run is written for ``python -m fp8_dist.report``
+            (:class:`fp8_dist.report.RunWriter`): what the Trainer logs, and statistics of the
+            casts of training. Default: nothing is written.
+        stats_every: with ``run``, record the casts of steps whose numbers are multiples of this.
 
-    Collectives: the collectives of ``update_float8_scales`` (with dynamic scales one all-reduce
+    Collectives: the collectives of ``float8_stats`` in recorded steps, and of
+    ``update_float8_scales`` (with dynamic scales one all-reduce
     under FSDP2, none under DDP), when training begins, after each step, and at the end of training
     if the best model is loaded.
 
@@ -55,11 +63,19 @@ class Float8Callback(TrainerCallback, ExportableState):
     """
 
     def __init__(
-        self, config: Float8LinearConfig | None = None, module_filter_fn: FilterFn | None = None
+        self,
+        config: Float8LinearConfig | None = None,
+        module_filter_fn: FilterFn | None = None,
+        *,
+        run: str | Path | None = None,
+        stats_every: int = 10,
     ) -> None:
         self.config = config
         self.module_filter_fn = module_filter_fn
+        self.run, self.stats_every = run, stats_every
         self._model: nn.Module | None = None
+        self._stats: Float8Stats | None = None
+        self._writer: RunWriter | None = None
 
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer saves with its own state: rank 0's amax histories."""
@@ -121,10 +137,42 @@ class Float8Callback(TrainerCallback, ExportableState):
         histories = saved.get("attributes", {}).get("histories", {})
         _restore_histories(model, histories, is_new=state.global_step == 0)
         update_float8_scales(model)
+        if self.run is not None:
+            self._stats = float8_stats(model, every=self.stats_every, on_anomaly="warn")
+            config = {"steps": state.max_steps, "ranks": args.world_size}
+            for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+                config[name] = getattr(args, name)
+            first = state.global_step + 1 if state.global_step else None
+            self._writer = RunWriter(self.run, self._stats, config=config, first=first)
 
-    def on_step_end(self, *_: Any, model: nn.Module, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kw: Any
+    ) -> None:
+        """Begin to record the casts of a step, of all its micro-batches."""
+        if self._stats is not None:
+            self._stats.at(state.global_step + 1).__enter__()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module, **kwargs: Any
+    ) -> None:
         """Update the scales after the optimizer step, before evaluation and saving."""
+        if self._stats is not None and self._writer is not None:
+            self._stats.__exit__(None, None, None)
+            self._writer.log(state.global_step)
         update_float8_scales(model)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: Any,
+        logs: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        """Write the metrics that the Trainer logs; not the summary of the whole training."""
+        if self._writer is not None and "train_runtime" not in logs:
+            numbers = {k: v for k, v in logs.items() if isinstance(v, int | float) and k != "epoch"}
+            self._writer.log(state.global_step, **numbers)
 
     def on_train_end(
         self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any

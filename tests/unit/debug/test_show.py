@@ -174,4 +174,4 @@ def test_wrong_calls(
         assert message in error
     monkeypatch.setattr(show, "find_spec", lambda name: None)
     assert show.main([str(good), "--plot", "x.png"]) == 2
-    assert '--plot needs matplotlib: pip install "fp8-dist[train]"' in capsys.readouterr().err
+    assert '--plot needs matplotlib: pip install "fp8-dist[report]"' in capsys.readouterr().err

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fp8_dist.report.writer import ANOMALIES, COMM, CONFIG, METRICS, STATS
+
 Row = dict[str, Any]
 
-# What the page shows of a float8 cast. Percentages are of the elements that are not zero.
-MEASURES = ("amax", "underflow", "saturation", "sqnr")
-METRICS = ("loss", "learning_rate", "tokens_per_second", "memory_bytes", "grad_norm")
-FILES = ("config.json", "metrics.jsonl", "comm.json", "float8_stats.jsonl", "anomalies.jsonl")
+# Numbers of a float8 cast. Percentages are of the elements that are not zero.
+MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
+FILES = (CONFIG, METRICS, STATS, ANOMALIES, COMM)
 
 
 class NoRun(Exception):
@@ -28,11 +29,12 @@ class Run:
     """Contents of a folder, as far as they could be read; rows are None where there is no file.
 
     Attributes:
-        name: of the folder.
+        name: the folder.
         config: config.json.
-        metrics: the lines of metrics.jsonl.
+        metrics: one row for each step of metrics.jsonl.
         comm: the rows of comm.json.
-        stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite".
+        stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
+            order of layers.
         anomalies: of anomalies.jsonl.
         notes: sentences about what could not be read.
     """
@@ -42,8 +44,28 @@ class Run:
     metrics: list[Row] = dataclasses.field(default_factory=list)
     comm: list[Row] | None = None
     stats: list[Row] | None = None
-    anomalies: list[Row] | None = None
+    anomalies: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The metrics, in the order in which they were first logged."""
+        return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
+
+    def in_order_of_casts(self, step: int | None = None) -> list[Row]:
+        """The rows of ``stats``, of all steps or of one, in the order of the casts."""
+        rows = [row for row in self.stats or [] if step in (None, row["step"])]
+        return sorted(rows, key=lambda row: (row["step"], row.get("position", 0)))
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """Reads several runs; those whose folders have the same name are named by the whole path."""
+    runs = [read_run(folder) for folder in folders]
+    names = [run.name for run in runs]
+    for run, folder in zip(runs, folders, strict=True):
+        if names.count(run.name) > 1:
+            run.name = str(folder)
+    return runs
 
 
 def read_run(folder: Path) -> Run:
@@ -63,7 +85,7 @@ def read_run(folder: Path) -> Run:
             return None
         text = path.read_text(errors="replace")
         try:
-            lines = text.splitlines() if name.endswith("jsonl") else map(json.dumps, loaded(text))
+            lines = text.splitlines() if name.endswith("jsonl") else map(json.dumps, _loaded(text))
         except ValueError as error:
             run.notes.append(f"{name} can't be read: {error}")
             return []
@@ -77,34 +99,35 @@ def read_run(folder: Path) -> Run:
             run.notes.append(f"{name}: {len(bad)} passed over, the first of them {bad[0]}")
         return found
 
-    run.config = next(iter(rows("config.json", dict) or ()), {})
-    run.metrics = sorted(rows("metrics.jsonl", metrics_row) or [], key=lambda row: row["step"])
-    run.comm = rows("comm.json", lambda row: row | {"seconds": number(row.get("seconds"))})
-    run.stats = rows("float8_stats.jsonl", stats_row)
-    run.anomalies = rows("anomalies.jsonl", anomaly_row)
+    run.config = next(iter(rows(CONFIG, dict) or ()), {})
+    steps: dict[int, Row] = {}
+    for row in rows(METRICS, _metrics_row) or []:
+        steps.setdefault(row["step"], {}).update(row)
+    run.metrics = [steps[step] for step in sorted(steps)]
+    run.comm = rows(COMM, lambda row: row | {"seconds": _number(row.get("seconds"))})
+    run.stats = rows(STATS, stats_row)
+    run.anomalies = rows(ANOMALIES, _anomaly_row) or []
     return run
 
 
-def loaded(text: str) -> list[Any]:
+def _loaded(text: str) -> list[Any]:
     """The elements of a JSON list; another value is the only one."""
     found = json.loads(text)
     return found if isinstance(found, list) else [found]
 
 
-def number(value: Any) -> float:
+def _number(value: Any) -> float:
     """A number, or the name of one that JSON lacks ("NaN", "Infinity"); None is NaN."""
     return math.nan if value is None else float(value)
 
 
-def metrics_row(row: Row) -> Row:
-    """A line of metrics.jsonl."""
-    known = {metric: number(row[metric]) for metric in METRICS if metric in row}
-    return {"step": int(row["step"]), **known}
+def _metrics_row(row: Row) -> Row:
+    return {name: _number(value) for name, value in row.items()} | {"step": int(row["step"])}
 
 
 def stats_row(row: Row) -> Row:
     """A row of float8_stats.jsonl."""
-    found = row | {name: number(row[name]) for name in MEASURES if name in row}
+    found = row | {name: _number(row[name]) for name in MEASURES if name in row}
     if row["kind"] == "gemm":
         finite = found["sqnr"] > -math.inf
         return found | {"label": f"result of the {row['gemm']} GEMM", "finite": finite}
@@ -114,8 +137,7 @@ def stats_row(row: Row) -> Row:
     return found | {"label": f"{label}, for {gemms}" if gemms else label, "finite": finite}
 
 
-def anomaly_row(row: Row) -> Row:
-    """A row of anomalies.jsonl, with the text of its ranks."""
+def _anomaly_row(row: Row) -> Row:
     known = {name: row[name] for name in ("step", "fqn", "what", "message")}
     ranks = ", ".join(map(str, row["ranks"] or ())) or "all"
     return known | {"operand": row.get("operand") or "", "ranks": ranks}

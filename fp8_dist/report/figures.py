@@ -1,0 +1,182 @@
+"""The pictures of a report: metrics over steps, layers with anomalies, and layers x steps."""
+
+import base64
+import io
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from fp8_dist.report.data import Row, Run
+
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+BAD, EMPTY = "#d1247f", "#e9ecf0"
+MAX_TICKS = 12
+HEATS = {
+    "amax": "amax: the largest absolute value",
+    "underflow": "underflow: % of non-zero elements that became zero in float8",
+    "saturation": "saturation: % of elements that were clamped to the largest",
+    "sqnr": "SQNR: signal to quantization noise, dB",
+}
+_STYLE = {"svg.fonttype": "none", "text.parse_math": False}  # names are text as they are, "$" too
+
+
+class Chart(NamedTuple):
+    """Pictures of a metric: with a linear and with a logarithmic axis."""
+
+    linear: str
+    log: str
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """The charts of each metric that a run has, with all runs in each."""
+    names = dict.fromkeys(name for run in runs for name in run.metric_names)
+    with mpl.rc_context(_STYLE):
+        return [Chart(*(_line_chart(runs, name, log) for log in (False, True))) for name in names]
+
+
+def layer_chart(run: Run, fqn: str) -> str:
+    """Amax and SQNR of a layer's casts over steps; steps with its anomalies are dotted lines."""
+    casts: dict[str, list[Row]] = {}
+    for row in run.stats or []:
+        if row["fqn"] == fqn and "amax" in row:
+            casts.setdefault(row["label"], []).append(row)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(13, 3), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for label, rows in casts.items():
+            for axes, measure in ((left, "amax"), (right, "sqnr")):
+                _plot(axes, rows, measure, label)
+        for axes, title in ((left, "amax"), (right, "SQNR, dB")):
+            _mark(axes, [row for row in run.anomalies if row["fqn"] == fqn])
+            axes.set(title=title, xlabel="step")
+        left.set_yscale("log")
+        if casts:
+            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+        return _picture(figure)
+
+
+def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[tuple[str, list[str]]]]]:
+    """Of each kind of cast: its label, and for each run its name and the picture of each measure.
+
+    The pictures of a measure have the same colours in all runs.
+    """
+    by_label: dict[str, dict[str, list[Row]]] = {}
+    for run in runs:
+        for row in run.stats or []:
+            by_label.setdefault(row["label"], {}).setdefault(run.name, []).append(row)
+    with mpl.rc_context(_STYLE):
+        for label, by_run in by_label.items():
+            pictures: dict[str, list[str]] = {name: [] for name in by_run}
+            for measure in HEATS:
+                grids = {name: grid(rows, measure) for name, rows in by_run.items()}
+                values = [each[2][np.isfinite(each[2])] for each in grids.values()]
+                if not any(measure in row for rows in by_run.values() for row in rows):
+                    continue
+                limits = _limits(np.concatenate(values), measure)
+                for name, each in grids.items():
+                    pictures[name].append(_heat_map(*each, measure, limits))
+            yield label, list(pictures.items())
+
+
+def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
+    """A metric over steps, with a gap where it is not finite."""
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    axes = figure.subplots()
+    for run in runs:
+        rows = [row for row in run.metrics if metric in row]
+        _plot(axes, rows, metric, run.name)
+        _mark(axes, run.anomalies)
+    unit = next(filter(None, (run.config.get("units", {}).get(metric) for run in runs)), "")
+    axes.set(title=f"{metric}, {unit}" if unit else metric, xlabel="step")
+    axes.set_yscale("log" if log else "linear")
+    if len(runs) > 1:
+        axes.legend(fontsize=8)
+    return _picture(figure)
+
+
+def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str) -> None:
+    values = [row[name] if math.isfinite(row[name]) else math.nan for row in rows]
+    marker = "." if len(rows) <= 30 else ""
+    axes.plot([row["step"] for row in rows], values, marker=marker, label=label, linewidth=1.2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _mark(axes: Axes, anomalies: Sequence[Row]) -> None:
+    for step in sorted({row["step"] for row in anomalies})[:20]:
+        axes.axvline(step, color=BAD, linewidth=1, linestyle=":")
+
+
+def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array, Mask]:
+    """Layers, steps, and of each cell the value and whether it is bad; NaN without a row.
+
+    Of several rows of a cell the worst value counts: the largest, or the smallest SQNR. Amaxes are
+    octaves.
+    """
+    layers = list(dict.fromkeys(row["fqn"] for row in rows))
+    steps = sorted({row["step"] for row in rows})
+    columns, lines = ({each: i for i, each in enumerate(axis)} for axis in (steps, layers))
+    values = np.full((len(layers), len(steps)), np.nan)
+    bad = np.zeros(values.shape, bool)
+    worst = np.fmin if measure == "sqnr" else np.fmax
+    for row in rows:
+        cell = lines[row["fqn"]], columns[row["step"]]
+        values[cell] = worst(values[cell], row.get(measure, math.nan))
+        bad[cell] |= not row["finite"]
+    if measure == "amax":
+        values = np.log2(np.where(values > 0, values, np.nan))
+    return layers, steps, values, bad
+
+
+def _limits(values: Array, measure: str) -> tuple[float, float]:
+    """The ends of the colours: percentiles 1 and 99, at least one unit apart."""
+    low, high = np.percentile(values, [1, 99]) if values.size else (0.0, 1.0)
+    if measure in ("underflow", "saturation"):
+        low = 0.0
+    return float(low), float(max(high, low + 1))
+
+
+def _heat_map(
+    layers: list[str],
+    steps: list[int],
+    values: Array,
+    bad: Mask,
+    measure: str,
+    limits: tuple[float, float],
+) -> str:
+    """Layers x steps of a measure of one kind of rows, and the cells that are not finite."""
+    figure = Figure(figsize=(13, 1.4 + 0.16 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    axes.set_facecolor(EMPTY)
+    colors = "cividis_r" if measure == "sqnr" else "cividis"
+    # (An exact result has an infinite SQNR.)
+    shown = np.ma.masked_invalid(np.where(np.isinf(values), np.sign(values) * 1e30, values))
+    show = partial(axes.imshow, aspect="auto", interpolation="nearest")
+    image = show(shown, cmap=colors, vmin=limits[0], vmax=limits[1])
+    bar = figure.colorbar(image, aspect=12, pad=0.01)
+    bar.locator = MaxNLocator(4, integer=measure == "amax")
+    text = "2^{:.0f}" if measure == "amax" else "{:.4g}"
+    bar.formatter = FuncFormatter(lambda value, _: text.format(value))
+    show(np.where(bad, 1.0, np.nan), cmap=ListedColormap([BAD]))
+    ticks = range(0, len(steps), -(-len(steps) // MAX_TICKS))
+    axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
+    axes.set_yticks(range(len(layers)), layers, fontsize=7)
+    axes.set(title=HEATS[measure], xlabel="step")
+    return _picture(figure)
+
+
+def _picture(figure: Figure) -> str:
+    """An SVG as a data URI: a browser shows it, and runs nothing that its texts may hold."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg")
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue().encode()).decode()}"

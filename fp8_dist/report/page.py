@@ -1,0 +1,165 @@
+"""The page of runs: how they went, where anomalies are, and all float8 casts."""
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jinja2
+
+from fp8_dist.report.data import Row, Run, read_runs
+from fp8_dist.report.figures import charts, heat_maps, layer_chart
+
+MAX_ANOMALIES = 200  # rows of their table
+MAX_DETAILS = 12  # steps and layers with anomalies that have a table or a picture, of each run
+ROWS_BEFORE, ROWS = 3, 15  # of the table of a step, around its first anomaly
+LAST_STEPS = 20
+HIDDEN = {"float8_layers", "units"}  # of config.json
+
+
+def write(path: Path, folders: list[Path], refresh: int | None = None) -> list[str]:
+    """Write the page of runs at once: nobody sees half of one.
+
+    Args:
+        path: the page.
+        folders: the folders of the runs.
+        refresh: after how many seconds browsers reload it; None: never.
+
+    Returns:
+        Sentences about what could not be read.
+    """
+    runs = read_runs(folders)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(render(runs, refresh), encoding="utf-8")
+    os.replace(new, path)
+    return [note for run in runs for note in run.notes]
+
+
+def render(runs: Sequence[Run], refresh: int | None = None) -> str:
+    """Return the page of runs."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html").render(
+        runs=runs,
+        refresh=refresh,
+        written=time.strftime("%H:%M:%S"),
+        summary=summary(runs),
+        alerts=[alert for run in runs for alert in alerts(run)],
+        anomalies=[row for i, run in enumerate(runs) for row in anomalies(i, run)],
+        max_anomalies=MAX_ANOMALIES,
+        steps=[detail for i, run in enumerate(runs) for detail in steps(i, run)],
+        layers=[
+            (f"layer-{i}-{j}", run, fqn, layer_chart(run, fqn))
+            for i, run in enumerate(runs)
+            for j, fqn in enumerate(places(run, "fqn"))
+        ],
+        charts=charts(runs),
+        heat_maps=list(heat_maps(runs)),
+        collectives=[(run, collectives(run.comm)) for run in runs if run.comm is not None],
+        config=config(runs),
+    )
+
+
+def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of a table of figures, one row for each run."""
+    units = {k: unit for run in runs for k, unit in run.config.get("units", {}).items()}
+    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
+    header = ["run", "steps", *(f"{n}, {units[n]}" if n in units else n for n in names)]
+    rows = []
+    for run in runs:
+        total = run.config.get("steps")
+        cells = [run.name, f"{len(run.metrics):,}" + (f" of {plain(total)}" if total else "")]
+        for name in names:
+            values = [row[name] for row in run.metrics[-LAST_STEPS:] if name in row]
+            cells.append(f"{median(values):,.6g}" if values else "")
+        layers = len({row["fqn"] for row in run.stats or []} or run.config.get("float8_layers", ()))
+        cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
+        size = sum(row["bytes"] for row in run.comm or [])
+        part = sum(row["float8_bytes"] for row in run.comm or []) / (size or 1)
+        cells.append(f"{size / 1e6:,.1f} MB, {part:.0%} float8" if size else "")
+        rows.append(cells)
+    header += ["float8 layers", "anomalies", "collectives of a step"]
+    shown = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+
+def plain(value: Any) -> str:
+    """A value of config.json for people."""
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if is_count else str(value)
+
+
+def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The facts about the runs, by name, with a value of each run."""
+    names = dict.fromkeys(name for run in runs for name in run.config if name not in HIDDEN)
+    return [(name, [plain(run.config.get(name, "")) for run in runs]) for name in names]
+
+
+def alerts(run: Run) -> Iterator[str]:
+    """Sentences about values that are not finite: where the first of them is, by cast."""
+    where = f"{run.name}: "
+    for name in run.metric_names:
+        bad = [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]
+        if bad:
+            yield f"{where}{name} is not finite in {len(bad)} steps, first in {bad[0]}."
+    first: dict[str, Row] = {}
+    for row in run.in_order_of_casts():
+        if not row["finite"]:
+            first.setdefault(row["label"], row)
+    for label, row in first.items():
+        layer = f"{row['fqn'] or 'the model'} at step {row['step']}"
+        yield f"{where}the first values that are not finite in the {label}: {layer}."
+
+
+def places(run: Run, name: str) -> list[Any]:
+    """The first steps ("step") or layers ("fqn") with anomalies, which have details."""
+    return list(dict.fromkeys(row[name] for row in run.anomalies))[:MAX_DETAILS]
+
+
+def anomalies(index: int, run: Run) -> Iterator[Row]:
+    """The first anomalies of a run, with links to the details of their steps and layers."""
+    steps, layers = places(run, "step"), places(run, "fqn")
+    for row in run.anomalies[:MAX_ANOMALIES]:
+        step, layer = row["step"], row["fqn"]
+        yield row | {
+            "run": run.name,
+            "step_link": f"#step-{index}-{step}" if step in steps else "",
+            "layer_link": f"#layer-{index}-{layers.index(layer)}" if layer in layers else "",
+        }
+
+
+def steps(index: int, run: Run) -> Iterator[tuple[str, Run, int, list[Row]]]:
+    """Of steps with anomalies: an anchor, the step, and its casts around the first anomaly."""
+    for step in places(run, "step"):
+        bad = {(row["fqn"], row["operand"]) for row in run.anomalies if row["step"] == step}
+        rows = [
+            row | {"bad": (row["fqn"], row["operand"]) in bad}
+            for row in run.in_order_of_casts(step)
+            if row["kind"] == "cast"
+        ]
+        first = next((i for i, row in enumerate(rows) if row["bad"]), 0)
+        start = max(0, first - ROWS_BEFORE)
+        yield f"step-{index}-{step}", run, step, rows[start : start + ROWS]
+
+
+def collectives(rows: list[Row]) -> list[Row]:
+    """The rows of comm.json summed over modules."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("op", "axis", "dtype", "in_mixed_gather"))
+        groups.setdefault(key, []).append(row)
+    summed = []
+    for group in groups.values():
+        seconds = sum(row["seconds"] for row in group)
+        sums = {name: sum(row[name] for row in group) for name in ("count", "elements", "bytes")}
+        times = f"{1000 * seconds:.3f}" if math.isfinite(seconds) else ""
+        summed.append(group[0] | sums | {"milliseconds": times})
+    return summed

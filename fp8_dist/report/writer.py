@@ -1,0 +1,171 @@
+"""``RunWriter``: writes the folder of a run, from any training loop."""
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.debug import CommAudit, Float8Stats, anomaly_dict, append_jsonl
+from fp8_dist.debug.recorder import own_rank
+from fp8_dist.version import __version__
+
+CONFIG, METRICS, STATS, ANOMALIES, COMM = (
+    "config.json",
+    "metrics.jsonl",
+    "float8_stats.jsonl",
+    "anomalies.jsonl",
+    "comm.json",
+)
+
+
+class RunWriter:
+    """A writer of the folder of a run, which ``python -m fp8_dist.report FOLDER`` shows.
+
+    ::
+
+        stats = float8_stats(model, every=10)
+        writer = RunWriter("runs/first", stats, units={"loss": "nats per token"})
+        for step, batch in enumerate(batches):
+            with stats:
+                loss = model(batch); loss.backward()
+            optimizer.step()
+            writer.log(step, loss=loss)
+
+    Make the writer, and call its methods, on all ranks: rank 0 writes. Files of an earlier run in
+    the folder are removed. Lines are appended and closed at once, so a run can be read while it
+    goes on. ``config.json`` has the config, the units and versions, ``metrics.jsonl`` the metrics,
+    ``float8_stats.jsonl`` and ``anomalies.jsonl`` what ``stats`` recorded.
+
+    Args:
+        folder: the folder of the run.
+        stats: statistics whose rows and anomalies are written. The writer removes the rows from
+            ``stats.rows``. Default: none are written.
+        config: facts about the run, as JSON can represent them. If ``steps`` is the number of steps
+            of the whole run, the report shows the progress.
+        units: the units of metrics, by name.
+        first: the first step of a run that continues: lines of earlier steps are kept.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        stats: Float8Stats | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        units: Mapping[str, str] | None = None,
+        first: int | None = None,
+    ) -> None:
+        self.folder, self._stats = Path(folder), stats
+        self._is_writing, self._seen = own_rank() == 0, 0
+        if not self._is_writing:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (CONFIG, COMM):
+            (self.folder / name).unlink(missing_ok=True)
+        for name in (METRICS, STATS, ANOMALIES):
+            _keep_lines_before(first, self.folder / name)
+        # Those before a resumed step: statistics know the anomalies of their own process alone.
+        self._told = _anomalies_in(self.folder / ANOMALIES)
+        versions = {"torch": torch.__version__, "fp8_dist": __version__}
+        versions["python"] = platform.python_version()
+        facts = {**(config or {}), "units": dict(units or {}), **versions}
+        text = json.dumps(facts, indent=2, default=str)
+        (self.folder / CONFIG).write_text(text + "\n")
+
+    def log(self, step: int, **metrics: float | torch.Tensor) -> None:
+        """Append the metrics of a step, and the rows and anomalies recorded since the last call.
+
+        Args:
+            step: the number of the step, counted as ``stats`` counts.
+            metrics: numbers, or tensors of one element. NaN and infinities are written too. Plain
+                tensors are those of rank 0: average them over ranks before, where they differ.
+
+        Collectives: ``full_tensor`` of each metric that is a DTensor.
+
+        Raises:
+            TypeError: a metric is neither a number nor a tensor of one element.
+        """
+        for name, value in metrics.items():
+            if not isinstance(value, int | float | torch.Tensor):
+                raise TypeError(f"RunWriter.log: {name}={value!r} must be a number or a tensor")
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise TypeError(
+                        f"RunWriter.log: {name} has the shape {list(value.shape)}; log one number, "
+                        "such as its mean"
+                    )
+                value = value.detach()
+                metrics[name] = value.full_tensor() if isinstance(value, DTensor) else value
+        if not self._is_writing:
+            if self._stats is not None:
+                self._stats.rows.clear()
+            return
+        if metrics:
+            line = {"step": step} | {name: float(value) for name, value in metrics.items()}
+            append_jsonl([line], self.folder / METRICS)
+        if self._stats is not None:
+            new = map(anomaly_dict, self._stats.anomalies[self._seen :])
+            self._seen = len(self._stats.anomalies)
+            lines = [line for line in new if (line["fqn"], line["what"]) not in self._told]
+            if lines:
+                append_jsonl(lines, self.folder / ANOMALIES)
+            self._stats.append_jsonl(self.folder / STATS)
+
+    def log_audit(self, audit: CommAudit) -> None:
+        """Write the collectives of one step, as rank 0 issued them.
+
+        Args:
+            audit: what :func:`fp8_dist.debug.comm_audit` returned, after its block.
+        """
+        if self._is_writing:
+            rows = [
+                dataclasses.asdict(row)
+                | {"dtype": str(row.dtype), "float8_bytes": row.float8_bytes}
+                for row in audit.rows
+            ]
+            (self.folder / COMM).write_text(json.dumps(rows, indent=2) + "\n")
+
+    def sync(self) -> None:
+        """Return once the lines that were written survive a crash of the machine."""
+        for name in (METRICS, STATS, ANOMALIES):
+            if self._is_writing and (path := self.folder / name).exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+
+
+def _keep_lines_before(first: int | None, path: Path) -> None:
+    """Remove a file, or what it has of the step ``first`` and later ones."""
+    if first is None:
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        # Replaced at once: a run that is killed here loses no line.
+        new = path.with_name(f".{path.name}.new")
+        new.write_text(_lines_before(first, path))
+        new.replace(path)
+
+
+def _lines_before(step: int, path: Path) -> str:
+    """The lines of a file of the steps before a step, but for one that was cut off."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            at = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if at < step and line.endswith("\n"):
+            kept.append(line)
+    return "".join(kept)
+
+
+def _anomalies_in(path: Path) -> set[tuple[str, str]]:
+    """The layers and kinds of the anomalies in a file, if there is one."""
+    if not path.exists():
+        return set()
+    found = map(json.loads, path.read_text().splitlines())
+    return {(anomaly["fqn"], anomaly["what"]) for anomaly in found}

@@ -1,0 +1,199 @@
+"""docs/report.md: its loops run as they stand, and a browser shows their runs on one page."""
+
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from playwright.sync_api import Page, sync_playwright
+from ranks import RankPools
+from torch import nn
+from torch.utils.data import DataLoader
+from trainer_runs import dataset, launched, llama
+from transformers import TrainingArguments
+
+from fp8_dist import attach_update, convert_to_float8_training
+from fp8_dist.report.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+FSDP2, TRAINER, LIGHTNING, LOGGERS = re.findall(
+    r"^```python\n(.*?)^```", (ROOT / "docs/report.md").read_text(), re.DOTALL | re.MULTILINE
+)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+STEPS, FAULT = 21, 20  # the step of the fault, whose casts are recorded
+
+
+class Net(nn.Module):
+    """Norms and linear layers; the output of one norm has an outlier in the fault's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.calls = itertools.count()
+        self.norms[1].register_forward_hook(self.spoil)
+
+    def spoil(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if next(self.calls) != FAULT:
+            return output
+        return output + 1e5 * torch.eye(*output.shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x
+
+
+def inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(16, 32, generator=generator) for _ in range(STEPS)]
+
+
+def with_fsdp2(folder: Path) -> None:
+    """Runs on every rank."""
+    os.chdir(folder)
+    torch.manual_seed(0)
+    scope = {"model": Net(), "batches": inputs(), "loss_of": lambda y: y.square().mean()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the anomaly
+        exec(FSDP2, scope)
+
+
+def with_trainer(folder: Path) -> None:
+    os.chdir(folder)
+    arguments = TrainingArguments(
+        "trainer", max_steps=STEPS, logging_steps=2, use_cpu=True, report_to="none", save_steps=99
+    )
+    with launched():
+        exec(TRAINER, {"model": llama(), "arguments": arguments, "dataset": dataset()})
+
+
+class Module(lightning.LightningModule):
+    """A net, converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = convert_to_float8_training(Net())
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(self.parameters())
+        attach_update(optimizer, self)
+        return optimizer
+
+
+def with_lightning(folder: Path) -> None:
+    os.chdir(folder)
+    torch.manual_seed(0)
+    options = {"accelerator": "cpu", "max_steps": STEPS, "logger": False}
+    options |= {"enable_checkpointing": False, "enable_progress_bar": False}
+    batches = DataLoader(inputs(), batch_size=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the anomaly, and advice about workers
+        exec(LIGHTNING, {"module": Module(), "batches": batches, "options": options})
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The folders of three runs."""
+    folder = tmp_path_factory.mktemp("loops")
+    ranks(2).run(with_fsdp2, folder)
+    ranks(1).run(with_trainer, folder)
+    ranks(1).run(with_lightning, folder)
+    return [folder / "runs" / name for name in ("first", "trainer", "lightning")]
+
+
+@pytest.fixture(scope="module")
+def browser_page() -> Iterator[Page]:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        required = os.environ.get("FP8_DIST_REQUIRE_BROWSER") == "1"
+        (pytest.fail if required else pytest.skip)("no Chromium or Chrome is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--disable-gpu"])
+        yield browser.new_page(viewport={"width": 1400, "height": 900})
+        browser.close()
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_the_loops_write(runs: list[Path]) -> None:
+    first, trainer, fabric = runs
+    for run in (first, fabric):
+        metrics = lines_of(run / "metrics.jsonl")
+        assert [line["step"] for line in metrics] == list(range(STEPS))
+        anomaly, *_ = lines_of(run / "anomalies.jsonl")
+        assert (anomaly["step"], anomaly["what"], anomaly["operand"]) == (FAULT, "jump", "input")
+        assert anomaly["fqn"].endswith("layers.1")
+        steps = {line["step"] for line in lines_of(run / "float8_stats.jsonl")}
+        assert steps == {0, 10, 20}
+    metrics = lines_of(trainer / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(2, STEPS, 2))
+    assert {"loss", "grad_norm", "learning_rate"} < metrics[0].keys()
+    assert {line["step"] for line in lines_of(trainer / "float8_stats.jsonl")} == {10, 20}
+
+
+def test_a_browser_shows_them(runs: list[Path], browser_page: Page, tmp_path: Path) -> None:
+    page = browser_page
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    assert main([*map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.title() == "first, trainer, lightning: float8 training"
+    broken = "[...document.images].filter(i => !i.complete || !i.naturalWidth).length"
+    assert page.evaluate(broken) == 0
+    # A click on the step, and one on the layer, of the first anomaly lead to their sections.
+    links = page.locator("#anomalies a")
+    for link, heading in (
+        (links.nth(0), f"first: step {FAULT}"),
+        (links.nth(1), "first: layers.1"),
+    ):
+        link.click()
+        target = page.locator(":target")
+        assert target.inner_text() == heading
+        assert -1 < target.bounding_box()["y"] < 900
+    # Linear or logarithmic.
+    linear, log = page.locator("img.linear").first, page.locator("img.log").first
+    assert (linear.is_visible(), log.is_visible()) == (True, False)
+    page.check("#log")
+    assert (linear.is_visible(), log.is_visible()) == (False, True)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert problems == []
+
+
+def test_a_page_follows_a_run(browser_page: Page, tmp_path: Path) -> None:
+    run, page = tmp_path / "run", browser_page
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "loss": 4.0}\n')
+    watch = [sys.executable, "-m", "fp8_dist.report", str(run), "--watch", "1"]
+    process = subprocess.Popen(watch, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"written: {run / 'report.html'}\n"
+        page.goto((run / "report.html").as_uri())
+        page.locator("#summary td", has_text="4").first.wait_for()
+        page.check("#log")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 1, "loss": 0.125}\n')
+        page.locator("#summary td", has_text="2.0625").wait_for()  # nobody reloads it
+        assert page.locator("p.live").is_visible()
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0
+    page.locator("p.live").wait_for(state="detached")
+    assert "refresh" not in (run / "report.html").read_text()

@@ -1,0 +1,265 @@
+"""The report of runs: what it reads, also from damaged folders, and what it shows."""
+
+import base64
+import json
+import math
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from reference import raised
+from torch import nn
+
+from fp8_dist import convert_to_float8_training
+from fp8_dist.debug import Anomaly, GemmStats, float8_stats
+from fp8_dist.report import RunWriter, data, figures
+from fp8_dist.report import __main__ as command
+
+LAYERS = [f"layers.{block}.{name}" for block in range(4) for name in ("wq", "w1", "w2")]
+# A large input in step 10; NaN in the gradients of two layers from step 16 on. Casts of gradients
+# are in the reverse order of layers.
+SPIKE, EFFECT, BROKEN = LAYERS[2], LAYERS[6], LAYERS[7]
+CAST = {
+    "kind": "cast",
+    "step": 1,
+    "fqn": "a",
+    "operand": "input",
+    "gemms": ["output", "grad_weight"],
+    "granularity": "tensor",
+    "dtype": "float8_e4m3fn",
+    "amax": 1.0,
+    "underflow": 0.0,
+    "saturation": 0.0,
+    "nonfinite": 0.0,
+    "sqnr": 30.0,
+}
+GRADIENT = CAST | {"operand": "grad_output", "gemms": ["grad_input"], "dtype": "float8_e5m2"}
+GEMM = {"kind": "gemm", "step": 1, "fqn": "a", "gemm": "output", "sqnr": 30.0}
+ANOMALY = {
+    "step": 10,
+    "fqn": SPIKE,
+    "operand": "input",
+    "what": "underflow",
+    "ranks": [0],
+    "message": f"{SPIKE}: underflow",
+}
+SIZES = {"count": 1, "elements": 2, "bytes": 4, "float8_bytes": 0, "in_mixed_gather": False}
+COMM = {"op": "all_gather", "axis": "dp", "dtype": "torch.bfloat16", "module": ""} | SIZES
+METRICS = {"step": 1, "loss": 2.0, "tokens_per_second": 9.0, "grad_norm": 1.0}
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(folder: Path, layers: list[str] = LAYERS, **config: Any) -> Path:
+    """The folder of a run that never was, with two faults planted."""
+    folder.mkdir(exist_ok=True)
+    units = {"loss": "nats per token"}
+    config = {"recipe": "tensorwise", "steps": 20, "units": units} | config
+    (folder / "config.json").write_text(json.dumps(config))
+    metrics = [METRICS | {"step": step, "loss": 3 - step / 20} for step in range(1, 21)]
+    metrics[17]["grad_norm"] = metrics[18]["grad_norm"] = math.nan
+    write_lines(folder / "metrics.jsonl", metrics)
+    rows: list[dict[str, Any]] = []
+    for step in range(2, 21, 2):
+        for index, fqn in enumerate(layers):
+            where = {"step": step, "fqn": fqn, "position": index}
+            rows.append(CAST | where | {"amax": 2.0**index})
+            if (fqn, step) == (SPIKE, 10):
+                rows[-1] |= {"amax": 2.0**13, "underflow": 61.0, "sqnr": 9.5}
+            rows.append(GRADIENT | where | {"position": 2 * len(layers) - index})
+            if fqn in (EFFECT, BROKEN) and step >= 16:
+                rows[-1] |= {"amax": "NaN", "nonfinite": 0.01, "sqnr": "NaN"}
+            rows.append(GEMM | where)
+    write_lines(folder / "float8_stats.jsonl", rows)
+    write_lines(folder / "anomalies.jsonl", [ANOMALY])
+    comm = [COMM, COMM | {"module": "norm"}, COMM | {"op": "all_to_all", "seconds": 0.5}]
+    (folder / "comm.json").write_text(json.dumps(comm))
+    return folder
+
+
+def page_of(*folders: Path) -> tuple[str, list[str]]:
+    """The page that the command writes, and the pictures in it."""
+    assert command.main([*map(str, folders)]) == 0
+    page = (folders[0] / "report.html").read_text(encoding="utf-8")
+    pictures = re.findall('<img [^>]*src="data:image/svg\\+xml;base64,([^"]*)">', page)
+    return page, [base64.b64decode(picture).decode() for picture in pictures]
+
+
+def test_page_of_a_whole_run(tmp_path: Path) -> None:
+    page, pictures = page_of(write_run(tmp_path / "run"))
+    for text in (
+        "<h1>run</h1>",
+        f"{SPIKE}: underflow",
+        "run: grad_norm is not finite in 2 steps, first in 18.",
+        "<td>20 of 20</td>",
+        f"for grad_input: {BROKEN} at step 16.",
+        '<td>all_gather</td><td>dp</td><td>torch.bfloat16</td><td class="right">2</td>',
+        '<td class="right">500.000</td>',
+        "<h3>input as float8_e4m3fn, scaled per tensor, for output and grad_weight</h3>",
+        "<h3>grad_output as float8_e5m2, scaled per tensor, for grad_input</h3>",
+        "<h3>result of the output GEMM</h3>",
+    ):
+        assert text in page
+    assert "could not be read" not in page
+    # Three metrics, twice; a layer with anomalies; four measures of each of two casts, one of a GEMM.
+    assert len(pictures) == 2 * 3 + 1 + 2 * 4 + 1
+    assert "loss, nats per token" in pictures[0]
+    assert all(f">{SPIKE}</text>" in picture for picture in pictures[7:])
+    # It needs nothing else.
+    assert not re.search(r"<script|\bhref=\"[^#]|@import|url\(", page)
+    assert "default-src 'none'" in page
+    assert 'http-equiv="refresh"' not in page
+
+
+def test_links_of_anomalies_lead_to_their_step_and_layer(tmp_path: Path) -> None:
+    page, _ = page_of(write_run(tmp_path / "run"))
+    (table,) = re.findall('<table id="anomalies">.*?</table>', page, re.S)
+    targets = re.findall('href="#([^"]*)"', table)
+    assert targets == ["step-0-10", "layer-0-0"]
+    assert all(page.count(f'id="{target}"') == 1 for target in targets)
+    # The casts of the step, in their order; the anomalous one is marked.
+    step = page.partition('id="step-0-10"')[2].partition("</table>")[0]
+    shown = re.findall(r"<tr( class=\"bad\")?><td><code>(.*?)</code>", step)
+    assert [fqn for bad, fqn in shown if bad] == [SPIKE]
+    assert [fqn for _, fqn in shown][:4] == LAYERS[:4]
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, **{"lr": n}) for n, name in enumerate(("first", "second"))]
+    page, pictures = page_of(*runs)
+    assert "<h1>first, second</h1>" in page
+    assert all(f">{name}</text>" in pictures[0] for name in ("first", "second"))
+    assert page.count("<h4>second</h4>") == 3
+    assert '<tr class="differs"><th>lr</th><td>0</td><td>1</td></tr>' in page
+    assert "<tr><th>recipe</th><td>tensorwise</td><td>tensorwise</td></tr>" in page
+    assert 'href="#step-1-10"' in page
+    (tmp_path / "a").mkdir()
+    page, _ = page_of(runs[0], write_run(tmp_path / "a" / "first"))
+    assert f"<td>{tmp_path / 'a' / 'first'}</td>" in page
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    bad = "</script><img src=x onerror=alert(1)><b>&amp;</b>$x$"
+    write_run(tmp_path, [bad, *LAYERS], recipe=bad, **{bad: bad})
+    write_lines(tmp_path / "anomalies.jsonl", [ANOMALY | {"fqn": bad, "message": bad}])
+    page, pictures = page_of(tmp_path)
+    for text in (page, *pictures):
+        assert "<img src=x" not in text
+        assert "<b>" not in text
+    assert "&lt;b&gt;&amp;amp;&lt;/b&gt;$x$</text>" in pictures[-1]
+
+
+def test_cells_of_a_heat_map() -> None:
+    rows = [CAST | {"fqn": fqn, "step": step} for fqn in "ab" for step in range(1, 4)]
+    rows[0] |= {"amax": 8.0, "sqnr": "Infinity"}
+    rows[1] |= {"underflow": 3.0, "sqnr": 11.0}
+    rows[2] |= {"amax": "NaN", "nonfinite": 50.0, "sqnr": "NaN"}
+    del rows[4]
+    parsed = [data.stats_row(row) for row in [*rows, rows[0] | {"amax": 9.0, "sqnr": 12.0}]]
+    layers, steps, values, bad = figures.grid(parsed, "amax")
+    assert (layers, steps) == (["a", "b"], [1, 2, 3])
+    assert bad.tolist() == [[False, False, True], [False] * 3]
+    np.testing.assert_array_equal(values, [[math.log2(9), 0.0, math.nan], [0.0, math.nan, 0.0]])
+    assert figures.grid(parsed, "underflow")[2].tolist()[0] == [0.0, 3.0, 0.0]
+    assert figures.grid(parsed, "sqnr")[2].tolist()[0][:2] == [12.0, 11.0]
+
+
+def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {
+        "config.json": '{"recipe": ',
+        "metrics.jsonl": json.dumps(METRICS) + '\n{"step": 2, "loss": "x"}\n{"step": 3, "lo',
+        "comm.json": "{",
+        "float8_stats.jsonl": "\n".join(
+            json.dumps(row)
+            for row in (CAST, CAST | {"kind": "a", "gemms": None}, {"kind": "b"}, [])
+        ),
+        "anomalies.jsonl": json.dumps(ANOMALY) + "\n\x00\xff\n",
+    }
+    for name, content in lines.items():
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+    shown, _ = page_of(tmp_path)
+    notes = capsys.readouterr().err
+    for name in lines:
+        assert f"note: {name}" in notes
+    assert "float8_stats.jsonl: 3 passed over, the first of them row 2: " in notes
+    assert f"{SPIKE}: underflow" in shown
+    assert "<td>2</td>" in shown
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        (["nowhere"], "has none of the files of a run"),
+        (["empty"], "has none of the files of a run"),
+        ([".", "--out", str(tmp_path / "no" / "x.html")], "No such file or directory"),
+        ([".", "--watch", "0"], "--watch must be at least 1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main([str(tmp_path / arguments[0]), *arguments[1:]])
+        assert message in capsys.readouterr().err
+
+
+def test_what_is_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        command.main([str(tmp_path)])
+    expected = 'jinja2 and matplotlib must be installed: pip install "fp8-dist[report]"'
+    assert expected in capsys.readouterr().err
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
+    stats = float8_stats(model)
+    writer = RunWriter(tmp_path / "run", stats, config={"lr": 0.1}, units={"loss": "nats"})
+    for step in range(3):
+        with stats:
+            loss = model(torch.ones(4, 32)).square().mean()
+        writer.log(step, loss=loss, grad_norm=math.inf)
+    assert stats.rows == []
+    metrics = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": "Infinity"}
+    rows = lines_of(tmp_path / "run" / "float8_stats.jsonl")
+    assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2]
+    run = data.read_run(tmp_path / "run")
+    assert run.metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": math.inf}
+    assert (run.config["lr"], run.config["units"]) == (0.1, {"loss": "nats"})
+    error = raised(TypeError, partial(writer.log, 3, loss="low"))
+    assert "RunWriter.log: loss='low' must be a number" in error
+    error = raised(TypeError, partial(writer.log, 3, loss=torch.ones(2)))
+    assert "RunWriter.log: loss has the shape [2]; log one number, such as" in error
+    assert len(lines_of(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_what_a_resumed_run_knows_and_syncs(tmp_path: Path) -> None:
+    def tell(first: int | None, *told: tuple[int, str]) -> RunWriter:
+        stats = float8_stats(convert_to_float8_training(nn.Sequential(nn.Linear(16, 16))))
+        writer = RunWriter(tmp_path, stats, first=first)
+        for step, fqn in told:
+            row = GemmStats(step=step, fqn=fqn, gemm="output", sqnr=3.0)
+            stats.anomalies.append(Anomaly("SQNR", 3.0, 15.0, row))
+            writer.log(step, loss=1.0)
+        return writer
+
+    writer = tell(None, (1, "w1"), (5, "w2"))  # step 5 will be run again
+    synced = set()
+    with mock.patch("os.fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino)):
+        writer.sync()
+    assert synced == {path.stat().st_ino for path in tmp_path.glob("*.jsonl")}
+    assert len(synced) == 3
+    tell(4, (4, "w1"), (5, "w2"))
+    told = [(line["step"], line["fqn"]) for line in lines_of(tmp_path / "anomalies.jsonl")]
+    assert told == [(1, "w1"), (5, "w2")]
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 4, 5]
+    tell(None)
+    assert not list(tmp_path.glob("*.jsonl"))
