@@ -188,7 +188,7 @@ class AnomalyLimits:
         ValueError: a limit is NaN, or a limit other than ``sqnr`` is negative.
     """
 
-    underflow: float | None = 20.0
+    underflow: float | None = 50.0
     sqnr: float | None = 15.0
     lag: float | None = 5.0
     jump: float | None = 7.0

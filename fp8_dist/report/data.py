@@ -93,7 +93,7 @@ def read_run(folder: Path) -> Run:
         for at, line in enumerate(lines, 1):
             try:
                 found.append(parse(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 bad.append(f"row {at}: {error!r}")
         if bad:
             run.notes.append(f"{name}: {len(bad)} passed over, the first of them {bad[0]}")
@@ -138,6 +138,9 @@ def stats_row(row: Row) -> Row:
 
 
 def _anomaly_row(row: Row) -> Row:
-    known = {name: row[name] for name in ("step", "fqn", "what", "message")}
+    known = {name: row[name] for name in ("step", "fqn", "what")}
     ranks = ", ".join(map(str, row["ranks"] or ())) or "all"
-    return known | {"operand": row.get("operand") or "", "ranks": ranks}
+    text = row["message"].removeprefix(f"step {row['step']}: {row['fqn']}: ")
+    cast, _, message = text.partition(": ")
+    shown = {"cast": cast, "message": message, "ranks": ranks}
+    return known | shown | {"operand": row.get("operand") or ""}

@@ -60,16 +60,17 @@ def layer_chart(run: Run, fqn: str) -> str:
         for axes, title in ((left, "amax"), (right, "SQNR, dB")):
             _mark(axes, [row for row in run.anomalies if row["fqn"] == fqn])
             axes.set(title=title, xlabel="step")
-        left.set_yscale("log")
+        _log_scale(left)
         if casts:
             figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=8)
         return _picture(figure)
 
 
-def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[tuple[str, list[str]]]]]:
-    """Of each kind of cast: its label, and for each run its name and the picture of each measure.
+def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], list[tuple[str, list[str]]]]]:
+    """Of each kind of cast: its label, the measures that are zero everywhere, and pictures.
 
-    The pictures of a measure have the same colours in all runs.
+    These are, for each run, its name and the picture of each other measure, which has the same
+    colours in all runs.
     """
     by_label: dict[str, dict[str, list[Row]]] = {}
     for run in runs:
@@ -78,38 +79,55 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[tuple[str, list[s
     with mpl.rc_context(_STYLE):
         for label, by_run in by_label.items():
             pictures: dict[str, list[str]] = {name: [] for name in by_run}
+            zero = []
             for measure in HEATS:
                 grids = {name: grid(rows, measure) for name, rows in by_run.items()}
-                values = [each[2][np.isfinite(each[2])] for each in grids.values()]
+                values = np.concatenate([g[2][np.isfinite(g[2])] for g in grids.values()])
                 if not any(measure in row for rows in by_run.values() for row in rows):
                     continue
-                limits = _limits(np.concatenate(values), measure)
+                if measure in ("underflow", "saturation") and not values.any():
+                    zero.append(measure)
+                    continue
+                limits = _limits(values, measure)
                 for name, each in grids.items():
                     pictures[name].append(_heat_map(*each, measure, limits))
-            yield label, list(pictures.items())
+            yield label, zero, list(pictures.items())
 
 
 def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
     """A metric over steps, with a gap where it is not finite."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
-    for run in runs:
+    for i, run in enumerate(runs):
         rows = [row for row in run.metrics if metric in row]
-        _plot(axes, rows, metric, run.name)
-        _mark(axes, run.anomalies)
+        if rows:
+            _plot(axes, rows, metric, run.name, f"C{i}")
+            _mark(axes, run.anomalies)
     unit = next(filter(None, (run.config.get("units", {}).get(metric) for run in runs)), "")
     axes.set(title=f"{metric}, {unit}" if unit else metric, xlabel="step")
-    axes.set_yscale("log" if log else "linear")
+    if log:
+        _log_scale(axes)
     if len(runs) > 1:
         axes.legend(fontsize=8)
     return _picture(figure)
 
 
-def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str) -> None:
+def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | None = None) -> None:
     values = [row[name] if math.isfinite(row[name]) else math.nan for row in rows]
     marker = "." if len(rows) <= 30 else ""
-    axes.plot([row["step"] for row in rows], values, marker=marker, label=label, linewidth=1.2)
+    steps = [row["step"] for row in rows]
+    axes.plot(steps, values, marker=marker, label=label, color=color, linewidth=1.2)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _log_scale(axes: Axes) -> None:
+    """Make the axis of values logarithmic, with numbers as labels: the default are formulas."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    digits = "1235" if high < 30 * low else "1"
+    shown = FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in digits else "")
+    axes.yaxis.set_major_formatter(shown)
+    axes.yaxis.set_minor_formatter(shown)
 
 
 def _mark(axes: Axes, anomalies: Sequence[Row]) -> None:
@@ -164,15 +182,18 @@ def _heat_map(
     show = partial(axes.imshow, aspect="auto", interpolation="nearest")
     image = show(shown, cmap=colors, vmin=limits[0], vmax=limits[1])
     bar = figure.colorbar(image, aspect=12, pad=0.01)
-    bar.locator = MaxNLocator(4, integer=measure == "amax")
-    text = "2^{:.0f}" if measure == "amax" else "{:.4g}"
-    bar.formatter = FuncFormatter(lambda value, _: text.format(value))
+    bar.locator = MaxNLocator(4)
+    bar.formatter = FuncFormatter(lambda x, _: _number(2.0**x if measure == "amax" else x))
     show(np.where(bad, 1.0, np.nan), cmap=ListedColormap([BAD]))
     ticks = range(0, len(steps), -(-len(steps) // MAX_TICKS))
     axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
     axes.set_yticks(range(len(layers)), layers, fontsize=7)
     axes.set(title=HEATS[measure], xlabel="step")
     return _picture(figure)
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if 100 <= abs(x) < 1e6 else f"{x:.3g}"
 
 
 def _picture(figure: Figure) -> str:

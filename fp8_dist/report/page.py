@@ -14,7 +14,7 @@ from fp8_dist.report.data import Row, Run, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
 
 MAX_ANOMALIES = 200  # rows of their table
-MAX_DETAILS = 12  # steps and layers with anomalies that have a table or a picture, of each run
+MAX_DETAILS = 30  # steps and layers with anomalies that have a table or a picture, of each run
 ROWS_BEFORE, ROWS = 3, 15  # of the table of a step, around its first anomaly
 LAST_STEPS = 20
 HIDDEN = {"float8_layers", "units"}  # of config.json
@@ -52,7 +52,7 @@ def render(runs: Sequence[Run], refresh: int | None = None) -> str:
         refresh=refresh,
         written=time.strftime("%H:%M:%S"),
         summary=summary(runs),
-        alerts=[alert for run in runs for alert in alerts(run)],
+        alerts=[alert for run in runs for alert in alerts(run, f"{run.name}: " * (len(runs) > 1))],
         anomalies=[row for i, run in enumerate(runs) for row in anomalies(i, run)],
         max_anomalies=MAX_ANOMALIES,
         steps=[detail for i, run in enumerate(runs) for detail in steps(i, run)],
@@ -72,14 +72,15 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of a table of figures, one row for each run."""
     units = {k: unit for run in runs for k, unit in run.config.get("units", {}).items()}
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
-    header = ["run", "steps", *(f"{n}, {units[n]}" if n in units else n for n in names)]
+    header = ["run", "logged steps", *(f"{n}, {units[n]}" if n in units else n for n in names)]
     rows = []
     for run in runs:
         total = run.config.get("steps")
         cells = [run.name, f"{len(run.metrics):,}" + (f" of {plain(total)}" if total else "")]
         for name in names:
-            values = [row[name] for row in run.metrics[-LAST_STEPS:] if name in row]
-            cells.append(f"{median(values):,.6g}" if values else "")
+            last = [row[name] for row in run.metrics[-LAST_STEPS:] if name in row]
+            values = [value for value in last if math.isfinite(value)]
+            cells.append(shown_number(median(values)) if values else "")
         layers = len({row["fqn"] for row in run.stats or []} or run.config.get("float8_layers", ()))
         cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
         size = sum(row["bytes"] for row in run.comm or [])
@@ -89,6 +90,11 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     header += ["float8 layers", "anomalies", "collectives of a step"]
     shown = [i for i in range(len(header)) if any(row[i] for row in rows)]
     return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+
+def shown_number(value: float) -> str:
+    """A metric for people."""
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
 
 
 def plain(value: Any) -> str:
@@ -103,20 +109,19 @@ def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(name, [plain(run.config.get(name, "")) for run in runs]) for name in names]
 
 
-def alerts(run: Run) -> Iterator[str]:
+def alerts(run: Run, prefix: str) -> Iterator[str]:
     """Sentences about values that are not finite: where the first of them is, by cast."""
-    where = f"{run.name}: "
     for name in run.metric_names:
         bad = [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]
         if bad:
-            yield f"{where}{name} is not finite in {len(bad)} steps, first in {bad[0]}."
+            yield f"{prefix}{name} is not finite in {len(bad)} steps, first in {bad[0]}."
     first: dict[str, Row] = {}
     for row in run.in_order_of_casts():
         if not row["finite"]:
             first.setdefault(row["label"], row)
     for label, row in first.items():
         layer = f"{row['fqn'] or 'the model'} at step {row['step']}"
-        yield f"{where}the first values that are not finite in the {label}: {layer}."
+        yield f"{prefix}the first values that are not finite in the {label}: {layer}."
 
 
 def places(run: Run, name: str) -> list[Any]:

@@ -13,7 +13,7 @@ from fp8_dist.debug import Anomaly, CommAudit, Float8Stats
 from fp8_dist.linear.weight import float8_weights
 from fp8_dist.report import RunWriter
 
-UNITS = {"loss": "nats per byte", "memory_bytes": "bytes", "grad_norm": "before clipping"}
+UNITS = {"loss": "nats per byte"}
 # What `memory_bytes` in metrics.jsonl means, by the kind of device; config.json says which.
 MEMORY = {
     "cuda": "rank 0: largest memory allocated on its GPU since the line before",

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning
 import pytest
@@ -23,8 +24,10 @@ from torch.utils.data import DataLoader
 from trainer_runs import dataset, launched, llama
 from transformers import TrainingArguments
 
-from fp8_dist import attach_update, convert_to_float8_training
+from fp8_dist import attach_update, convert_to_float8_training, skip_head
+from fp8_dist.debug import float8_stats
 from fp8_dist.report.__main__ import main
+from scripts.common.llama import Llama, LlamaConfig
 
 ROOT = Path(__file__).parents[2]
 FSDP2, TRAINER, LIGHTNING, LOGGERS = re.findall(
@@ -146,6 +149,23 @@ def test_what_the_loops_write(runs: list[Path]) -> None:
     assert [line["step"] for line in metrics] == list(range(2, STEPS, 2))
     assert {"loss", "grad_norm", "learning_rate"} < metrics[0].keys()
     assert {line["step"] for line in lines_of(trainer / "float8_stats.jsonl")} == {10, 20}
+
+
+def test_loggers_take_the_layers_that_are_chosen() -> None:
+    model = Llama(LlamaConfig(32, 2, 2, 2, 64, vocab_size=16, max_seq_len=16))
+    convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    stats, tensorboard, wandb = float8_stats(model), mock.Mock(), mock.Mock()
+    first, second = LOGGERS.splitlines()
+    for line in (first, second):
+        with stats:
+            model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+        exec(line, {"stats": stats, "summary_writer": tensorboard, "wandb_run": wandb})
+        assert stats.rows == []
+    tags = [call.args[0] for call in tensorboard.add_scalar.call_args_list]
+    assert len(tags) == 7 * 3 * 6
+    assert all("/layers.0." in tag for tag in tags)
+    ((scalars,), options) = wandb.log.call_args
+    assert (len(scalars), options) == (2 * 7 * 3 * 6, {"step": 1})
 
 
 def test_a_browser_shows_them(runs: list[Path], browser_page: Page, tmp_path: Path) -> None:

@@ -212,11 +212,13 @@ def test_a_planted_fault_is_named_by_every_output(tmp_path: Path, capsys: Any) -
     printed = capsys.readouterr().out
     anomalies = (tmp_path / "anomalies.jsonl").read_text()
     page = render([read_run(tmp_path)])
-    for text in (printed, anomalies, html.unescape(page)):
+    for text in (printed, anomalies):
         assert (
             "step 7: layers.1.feed_forward.w2: input (for output, grad_weight): the amax is" in text
         )
         assert "step 9: layers.2.attention.wo: grad_output" in text
+    first = html.unescape(page).partition('id="anomalies"')[2]
+    assert first.index("layers.1.feed_forward.w2") < first.index("layers.2.attention.wo")
     first = min(json.loads(line)["step"] for line in anomalies.splitlines())
     assert first == 7
     rows = [json.loads(line) for line in (tmp_path / "float8_stats.jsonl").read_text().splitlines()]

@@ -47,7 +47,7 @@ ANOMALY = {
     "operand": "input",
     "what": "underflow",
     "ranks": [0],
-    "message": f"{SPIKE}: underflow",
+    "message": f"step 10: {SPIKE}: input (for output): 61 % of the values become zero",
 }
 SIZES = {"count": 1, "elements": 2, "bytes": 4, "float8_bytes": 0, "in_mixed_gather": False}
 COMM = {"op": "all_gather", "axis": "dp", "dtype": "torch.bfloat16", "module": ""} | SIZES
@@ -97,8 +97,10 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
     page, pictures = page_of(write_run(tmp_path / "run"))
     for text in (
         "<h1>run</h1>",
-        f"{SPIKE}: underflow",
-        "run: grad_norm is not finite in 2 steps, first in 18.",
+        '<td class="short">input (for output)</td>',
+        "<td>61 % of the values become zero</td>",
+        "<th>logged steps</th>",
+        "<li>grad_norm is not finite in 2 steps, first in 18.",
         "<td>20 of 20</td>",
         f"for grad_input: {BROKEN} at step 16.",
         '<td>all_gather</td><td>dp</td><td>torch.bfloat16</td><td class="right">2</td>',
@@ -109,8 +111,10 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
     ):
         assert text in page
     assert "could not be read" not in page
-    # Three metrics, twice; a layer with anomalies; four measures of each of two casts, one of a GEMM.
-    assert len(pictures) == 2 * 3 + 1 + 2 * 4 + 1
+    # Three metrics, twice; a layer with anomalies; measures of two casts, of a GEMM one.
+    assert len(pictures) == 2 * 3 + 1 + 3 + 2 + 1
+    for zero in ("Saturation: 0 % everywhere.", "Underflow and saturation: 0 % everywhere."):
+        assert page.count(zero) == 1
     assert "loss, nats per token" in pictures[0]
     assert all(f">{SPIKE}</text>" in picture for picture in pictures[7:])
     # It needs nothing else.
@@ -149,7 +153,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     bad = "</script><img src=x onerror=alert(1)><b>&amp;</b>$x$"
     write_run(tmp_path, [bad, *LAYERS], recipe=bad, **{bad: bad})
-    write_lines(tmp_path / "anomalies.jsonl", [ANOMALY | {"fqn": bad, "message": bad}])
+    write_lines(tmp_path / "anomalies.jsonl", [ANOMALY | {"fqn": bad, "message": f"{bad}: {bad}"}])
     page, pictures = page_of(tmp_path)
     for text in (page, *pictures):
         assert "<img src=x" not in text
@@ -190,7 +194,7 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for name in lines:
         assert f"note: {name}" in notes
     assert "float8_stats.jsonl: 3 passed over, the first of them row 2: " in notes
-    assert f"{SPIKE}: underflow" in shown
+    assert "<td>61 % of the values become zero</td>" in shown
     assert "<td>2</td>" in shown
     (tmp_path / "empty").mkdir()
     for arguments, message in (

@@ -5,6 +5,7 @@ import json
 import math
 import warnings
 import weakref
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from reference import Watching, raised
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -22,6 +24,7 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    attach_update,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
@@ -338,6 +341,85 @@ def test_planted_faults() -> None:
     assert stats.anomalies == seen
 
 
+class Block(nn.Module):
+    """Layers behind norms, with a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x
+
+
+def with_outlier(value: float, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[3, 5] = value
+    return x
+
+
+def vanishing(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient of the same amax, nearly all of whose values are tiny."""
+    found = torch.full_like(gradient, 1e-30)
+    found[:, ::32] = gradient.abs().max()
+    return found
+
+
+def on_norm(change: Callable[[torch.Tensor], torch.Tensor], model: Block) -> Any:
+    return model.norms[1].register_forward_hook(lambda m, args, output: change(output))
+
+
+def on_gradient(change: Callable[[torch.Tensor], torch.Tensor], model: Block) -> Any:
+    hook = model.layers[1].register_full_backward_pre_hook
+    return hook(lambda m, grads: (change(grads[0]),))
+
+
+def on_weight(model: Block) -> None:
+    with torch.no_grad():
+        model.layers[1].weight.mul_(1e4)
+
+
+FAULTS: dict[str, tuple[Callable[[Block], Any], str, str]] = {
+    "an outlier": (partial(on_norm, partial(with_outlier, 1e5)), "input", "jump"),
+    "NaN": (partial(on_norm, partial(with_outlier, math.nan)), "input", "non-finite"),
+    "a weight": (on_weight, "weight", "jump"),
+    "a gradient": (partial(on_gradient, lambda g: 1e5 * g), "grad_output", "jump"),
+    "Inf": (partial(on_gradient, partial(with_outlier, math.inf)), "grad_output", "non-finite"),
+    "underflow": (partial(on_gradient, vanishing), "grad_output", "underflow"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_faults_are_named_where_they_happen(recipe: str) -> None:
+    """The first anomaly: of the faulty layer and cast, in the step of the fault."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    for plant, operand, what in FAULTS.values():
+        torch.manual_seed(0)
+        model = convert_to_float8_training(Block(), config=config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        attach_update(optimizer, model)
+        stats = float8_stats(model)
+        for step in range(20):
+            if step == 18:
+                assert stats.anomalies == []
+                plant(model)
+            with stats:
+                model(torch.randn(32, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        row = stats.anomalies[0].row
+        assert isinstance(row, CastStats)
+        assert (row.step, row.fqn, row.operand, stats.anomalies[0].what) == (
+            18,
+            "layers.1",
+            operand,
+            what,
+        )
+
+
 @pytest.mark.parametrize(
     ("recipe", "what", "factors"),
     [
@@ -424,6 +506,26 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert (event.step, event.value) == (3, pytest.approx(row.sqnr))
     (event,) = found.Scalars("float8/output/0/sqnr")
     assert event.value == pytest.approx(gemm.sqnr)
+
+
+def test_wandb(tmp_path: Path) -> None:
+    model = net()
+    stats = float8_stats(model)
+    settings = wandb.Settings(silent=True, console="off", disable_git=True)
+    run = wandb.init(mode="offline", dir=tmp_path, settings=settings)
+    for step in range(2):
+        with stats:
+            train(model)
+        sqnr = next(row.sqnr for row in stats.rows if row.fqn == "2")
+        stats.to_wandb(run, layers=["2"])
+        run.log({"loss": 1.0}, step=step)
+    assert stats.rows == []
+    summary = dict(run.summary)
+    found = {name: value for name, value in summary.items() if name.startswith("float8/")}
+    assert len(found) == 3 * 6
+    assert found["float8/input_for_output_grad_weight/2/sqnr"] == sqnr
+    run.finish()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
