@@ -1,6 +1,7 @@
 """The measurements: their figures on small cases, and that they notice what they are there for."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -9,10 +10,11 @@ import torch
 from ranks import RankPool, RankPools, device_mesh
 
 from fp8_dist import CastConfig, cast_to_float8
+from fp8_dist.debug import AnomalyLimits, float8_stats
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.models import build
 from scripts.common.saved_bytes import OTHER, saved_bytes
-from scripts.measure import communication, errors, hf_plans, memory, soak
+from scripts.measure import communication, errors, false_alarms, hf_plans, memory, soak
 from scripts.measure import sqnr as sqnr_script
 from scripts.measure.communication import FOLDED, FSDP, MESHES, OURS_PRECOMPUTED, TP, Row
 from scripts.measure.memory import SHARD, WEIGHT, Held
@@ -234,3 +236,17 @@ def test_a_wrong_plan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hf_plans.main(["--assert", "--only", "llama"]) == 1
     with pytest.raises(SystemExit):
         hf_plans.main(["--only", "llama", "no_such_model"])
+
+
+def test_false_alarms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--steps", "2", "--recipes", "delayed", "blockwise_fp32", "--assert"]
+    assert false_alarms.main(options) == 0
+    assert "holds: 0 anomalies" in capsys.readouterr().out
+    strict = partial(float8_stats, limits=AnomalyLimits(sqnr=100.0))
+    monkeypatch.setattr(false_alarms, "float8_stats", strict)
+    assert false_alarms.main(options) == 1
+    printed = capsys.readouterr().out
+    assert (
+        "delayed: step 0: layers.0.attention.wq: weight (for output, grad_input): an SQNR"
+        in printed
+    )
