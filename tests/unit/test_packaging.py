@@ -255,6 +255,9 @@ def test_the_wheel_holds_the_library_alone_and_runs(installed: Path) -> None:
     done = run("-P", "-m", "fp8_dist.doctor", cwd=installed, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"fp8_dist {fp8_dist.__version__}, ")
+    (installed / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    done = run("-P", "-m", "fp8_dist.report", str(installed), cwd=installed, env=env)
+    assert done.stdout == f"written: {installed}/report.html\n", done.stderr
 
 
 def test_the_changelog_has_the_version_or_is_ahead_of_it() -> None:
