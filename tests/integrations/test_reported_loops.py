@@ -216,6 +216,7 @@ def test_a_browser_shows_them(runs: list[Path], browser_page: Page, tmp_path: Pa
     assert problems == []
 
 
+@pytest.mark.full
 def test_a_page_follows_a_run(browser_page: Page, tmp_path: Path) -> None:
     run, page = tmp_path / "run", browser_page
     run.mkdir()

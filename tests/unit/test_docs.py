@@ -129,6 +129,31 @@ def test_communication_prints_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "no collectives\n"
 
 
+def test_debugging_records_statistics_and_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs/debugging.md").read_text()
+    statistics, captures, *_ = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.M)
+    monkeypatch.chdir(tmp_path)
+    feed_forward = nn.ModuleDict({"w2": nn.Linear(32, 32)})
+    block = nn.ModuleDict({"feed_forward": feed_forward})
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"3": block})
+    model.forward = lambda x: feed_forward["w2"](x)
+    fp8_dist.convert_to_float8_training(model)
+    scope = {
+        "model": model,
+        "batches": [torch.ones(4, 32)] * 2,
+        "optimizer": torch.optim.SGD(model.parameters()),
+    }
+    exec(statistics, scope | {"update_float8_scales": fp8_dist.update_float8_scales})
+    printed = capsys.readouterr().out
+    assert printed.count("layers.3.feed_forward.w2") == 3  # its casts in step 0
+    code = captures.replace("...  # forward and backward", "model(torch.ones(4, 32))")
+    exec(code, {"model": model, "capture": debug.capture, "torch": torch})
+    assert len(list((tmp_path / "captured").iterdir())) == 1
+
+
 def test_the_table_of_recipes() -> None:
     section = (ROOT / "docs/recipes.md").read_text().partition("## What each recipe casts")[2]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section.partition("\n## ")[0], re.M)
