@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,6 +138,23 @@ def as_dict(row: Row) -> dict[str, Any]:
     return values
 
 
+def from_dict(values: Mapping[str, Any]) -> Row:
+    """Return the row of which :func:`as_dict`, or a line of JSON, has the values.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: the values are not those of a row.
+    """
+    kind = {"cast": CastStats, "gemm": GemmStats}[values["kind"]]
+    found = {f.name: values[f.name] for f in dataclasses.fields(kind) if f.name in values}
+    for f in dataclasses.fields(kind):
+        if f.type is float:
+            found[f.name] = float(found[f.name])  # the name of a number that JSON lacks
+    if kind is CastStats:
+        found |= {"gemms": tuple(found["gemms"])}
+        found["dtype"] = getattr(torch, f"float8_{found['dtype']}")
+    return kind(**found)
+
+
 def append_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Append rows to a file, one JSON object per line, with NaN and infinities as strings."""
     with path.open("a") as stream:
@@ -257,22 +276,45 @@ def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
     }
 
 
-def anomalies_of(row: Row, limits: AnomalyLimits, usual: float = 0.0) -> Iterator[Anomaly]:
-    """Yield the anomalies of a row. Causes come before effects.
+class FirstAnomalies:
+    """The first anomaly of each kind in each layer, in rows that come in the order of casts."""
 
-    ``usual`` is the largest amax of the same cast in earlier steps, or 0 if there is none.
-    """
-    if isinstance(row, CastStats):
-        if row.nonfinite:
-            yield Anomaly("non-finite", row.nonfinite, 0.0, row, row.nonfinite_rank)
-        if limits.jump is not None and 0 < usual * 2**limits.jump < row.amax < math.inf:
-            yield Anomaly("jump", math.log2(row.amax / usual), limits.jump, row)
-        if limits.underflow is not None and row.underflow > limits.underflow:
-            yield Anomaly("underflow", row.underflow, limits.underflow, row)
-        fits = row.scale * torch.finfo(row.dtype).max
-        if limits.lag is not None and row.delayed and fits < row.amax < math.inf:
-            if fits * 2**limits.lag < row.amax:
-                yield Anomaly("lag", math.log2(row.amax / fits), limits.lag, row)
-            return  # what saturates by a lag has a low SQNR, within the limit too
-    if limits.sqnr is not None and row.sqnr < limits.sqnr:
-        yield Anomaly("SQNR", row.sqnr, limits.sqnr, row)
+    def __init__(self, limits: AnomalyLimits) -> None:
+        self._limits = limits
+        self._known: set[tuple[str, str]] = set()
+        # The finite amaxes of each cast in the last recorded steps, by layer, operand and GEMMs.
+        self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
+
+    def of(self, row: Row) -> Iterator[Anomaly]:
+        """Yield the anomalies of the next row that are the first. Causes come before effects."""
+        for anomaly in self._all(row):
+            key = row.fqn, anomaly.what
+            if key not in self._known:
+                self._known.add(key)
+                yield anomaly
+
+    def _all(self, row: Row) -> Iterator[Anomaly]:
+        limits = self._limits
+        if isinstance(row, CastStats):
+            usual = self._usual_amax(row)
+            if row.nonfinite:
+                yield Anomaly("non-finite", row.nonfinite, 0.0, row, row.nonfinite_rank)
+            if limits.jump is not None and 0 < usual * 2**limits.jump < row.amax < math.inf:
+                yield Anomaly("jump", math.log2(row.amax / usual), limits.jump, row)
+            if limits.underflow is not None and row.underflow > limits.underflow:
+                yield Anomaly("underflow", row.underflow, limits.underflow, row)
+            fits = row.scale * torch.finfo(row.dtype).max
+            if limits.lag is not None and row.delayed and fits < row.amax < math.inf:
+                if fits * 2**limits.lag < row.amax:
+                    yield Anomaly("lag", math.log2(row.amax / fits), limits.lag, row)
+                return  # what saturates by a lag has a low SQNR, within the limit too
+        if limits.sqnr is not None and row.sqnr < limits.sqnr:
+            yield Anomaly("SQNR", row.sqnr, limits.sqnr, row)
+
+    def _usual_amax(self, row: CastStats) -> float:
+        """Return the largest amax of a cast in earlier steps, or 0, and keep this step's amax."""
+        amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
+        usual = max(amaxes, default=0.0)
+        if math.isfinite(row.amax):
+            amaxes.append(row.amax)
+        return usual

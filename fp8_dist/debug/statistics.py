@@ -5,10 +5,9 @@ A layer is a Float8Linear, or one weight of a module of experts.
 
 import math
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +31,9 @@ from fp8_dist.debug.rows import (
     Anomaly,
     AnomalyLimits,
     CastStats,
+    FirstAnomalies,
     GemmStats,
     Row,
-    anomalies_of,
     append_jsonl,
     as_dict,
     decibels,
@@ -77,10 +76,7 @@ class Float8Stats(StepRecorder):
         self.rows: list[Row] = []
         self.anomalies: list[Anomaly] = []
         self._model, self._every, self._gemms = model, every, gemms
-        self._on_anomaly, self._limits = on_anomaly, limits
-        self._known: set[tuple[str, str]] = set()
-        # The finite amaxes of each cast in the last recorded steps, by layer, operand and GEMMs.
-        self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
+        self._on_anomaly, self._first = on_anomaly, FirstAnomalies(limits)
         self._measured: dict[_Key, torch.Tensor] = {}
         self._ranks = _RanksOfLayers(model, mesh)
 
@@ -228,26 +224,12 @@ class Float8Stats(StepRecorder):
 
     def _raise_alarms(self, rows: Iterable[Row]) -> None:
         for row in rows:
-            for anomaly in anomalies_of(row, self._limits, self._usual_amax(row)):
-                key = row.fqn, anomaly.what
-                if key in self._known:
-                    continue
-                self._known.add(key)
+            for anomaly in self._first.of(row):
                 self.anomalies.append(anomaly)
                 if callable(self._on_anomaly):
                     self._on_anomaly(anomaly)
                 elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
                     warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
-
-    def _usual_amax(self, row: Row) -> float:
-        """Return the largest amax of a cast in earlier steps, or 0, and keep this step's amax."""
-        if not isinstance(row, CastStats):
-            return 0.0
-        amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
-        usual = max(amaxes, default=0.0)
-        if math.isfinite(row.amax):
-            amaxes.append(row.amax)
-        return usual
 
 
 def _row(slot: Slot, found: Measures, step: int) -> Row:

@@ -7,10 +7,13 @@ notes: what remains is still worth seeing.
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fp8_dist.debug import AnomalyLimits, anomaly_dict
+from fp8_dist.debug.rows import FirstAnomalies, from_dict
 from fp8_dist.report.writer import ANOMALIES, COMM, CONFIG, METRICS, STATS
 
 Row = dict[str, Any]
@@ -35,7 +38,7 @@ class Run:
         comm: the rows of comm.json.
         stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
             order of layers.
-        anomalies: of anomalies.jsonl.
+        anomalies: of anomalies.jsonl; if there is no such file, those of the statistics.
         notes: sentences about what could not be read.
     """
 
@@ -106,8 +109,17 @@ def read_run(folder: Path) -> Run:
     run.metrics = [steps[step] for step in sorted(steps)]
     run.comm = rows(COMM, lambda row: row | {"seconds": _number(row.get("seconds"))})
     run.stats = rows(STATS, stats_row)
-    run.anomalies = rows(ANOMALIES, _anomaly_row) or []
+    anomalies = rows(ANOMALIES, _anomaly_row)
+    run.anomalies = [*_anomalies_of(run)] if anomalies is None else anomalies
     return run
+
+
+def _anomalies_of(run: Run) -> Iterator[Row]:
+    """The anomalies by the default limits, of statistics that came without a file of them."""
+    first = FirstAnomalies(AnomalyLimits())
+    for row in run.in_order_of_casts():
+        with suppress(KeyError, TypeError, ValueError, AttributeError):  # a row lacks something
+            yield from (_anomaly_row(anomaly_dict(each)) for each in first.of(from_dict(row)))
 
 
 def _loaded(text: str) -> list[Any]:

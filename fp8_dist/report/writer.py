@@ -70,6 +70,8 @@ class RunWriter:
             (self.folder / name).unlink(missing_ok=True)
         for name in (METRICS, STATS, ANOMALIES):
             _keep_lines_before(first, self.folder / name)
+        if stats is not None:
+            (self.folder / ANOMALIES).touch()  # the report looks for anomalies where it is missing
         # Those before a resumed step: statistics know the anomalies of their own process alone.
         self._told = _anomalies_in(self.folder / ANOMALIES)
         versions = {"torch": torch.__version__, "fp8_dist": __version__}
