@@ -37,7 +37,7 @@ from fp8_dist.fsdp import (
 from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.model.checkpoint_policy import selective_checkpoint_policy
-from fp8_dist.model.convert import convert_to_float8_training
+from fp8_dist.model.convert import convert_to_float8_training, convert_to_linear
 from fp8_dist.model.export import float8_quantization_config, float8_state_dict
 from fp8_dist.model.filters import auto_filter, skip_head
 from fp8_dist.model.freeze import dequantized, freeze_to_float8, unfreeze_from_float8
@@ -80,6 +80,7 @@ __all__ = [
     "cast_to_float8",
     "conversion_summary",
     "convert_to_float8_training",
+    "convert_to_linear",
     "dequantized",
     "float8_layers",
     "float8_quantization_config",

@@ -404,7 +404,8 @@ def _check_fsdp(module: FSDPModule) -> None:
         missing += _missing(group, "comm_ctx lazy_init _reset_sharded_params _training_state")
         for parameter in getattr(group, "fsdp_params", ())[:1]:
             missing += _missing(parameter, "sharded_param _extensions_data _unsharded_param")
-            missing += _missing(parameter, "_module_info mp_policy")
+            missing += _missing(parameter, "_module_info mp_policy all_gather_outputs")
+            missing += _missing(parameter, "_unsharded_inner_tensors reset_sharded_param")
             if info := getattr(parameter, "_module_info", None):
                 missing += _missing(info, "module param_name shared_modules shared_param_names")
     if missing:
@@ -509,6 +510,21 @@ def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
                 hasattr(parameter, "_unsharded_param"),
                 parameter.mp_policy.param_dtype,
             )
+
+
+def fsdp_gather_without_hooks(users: set[tuple[nn.Module, str]]) -> None:
+    """Let FSDP2 gather parameters whose local tensors had hooks for the all-gather until now.
+
+    ``users``: the modules that have them, each with its name there. They are sharded.
+    """
+    for parameter in (each for group in fsdp_groups() for each in group.fsdp_params):
+        info = parameter._module_info
+        if (info.module, info.param_name) in users and hasattr(parameter, "_extensions_data"):
+            parameter.reset_sharded_param()
+            # What it keeps of earlier gathers.
+            for name in ("_extensions_data", "_unsharded_param"):
+                parameter.__dict__.pop(name, None)
+            parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
 
 
 def fsdp_is_running(group: Any) -> bool:

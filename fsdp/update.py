@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.amax_history import advance, warn_if_not_restored
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
-from fp8_dist.linear.weight import Float8Weight, note_made
+from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
@@ -202,7 +201,12 @@ def _attach(
             "convert_to_float8_training, apply_tp_plan and fully_shard, which make new parameters, "
             "and pass the one that updates them"
         )
-    return after_steps(fitting or found, partial(update, module))
+
+    def update_converted() -> None:
+        if float8_weights(module):  # not after convert_to_linear
+            update(module)
+
+    return after_steps(fitting or found, update_converted)
 
 
 def _weights_to_precompute(

@@ -16,6 +16,7 @@ owns the weight, which FSDP2 passes to the hook. So ``detach``, ``to``, offload 
 can't lose them.
 """
 
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from functools import lru_cache
 from inspect import signature
@@ -38,6 +39,7 @@ from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.stored import Stored
 from fp8_dist.torch_internals import (
     disabled_torch_function,
+    fsdp_gather_without_hooks,
     fsdp_groups,
     fsdp_parameters,
     in_backward,
@@ -399,20 +401,38 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
             "module_filter_fn), or untie them"
         )
     _check_fsdp(lost)
+    _replace_tensors(lost.values(), Float8AllGatherWeight.wrap)
+    names = (fqn.rpartition(".")[0] or weight.fqn for fqn, weight in lost.items())
+    return list(dict.fromkeys(names))
+
+
+def unwrap_float8_weights(weights: Collection[Float8Weight]) -> None:
+    """Let FSDP2 gather sharded weights in high precision: the inverse of rewrapping.
+
+    A weight that is a DTensor stays the same parameter; a plain weight becomes a new one.
+    """
+    _replace_tensors(weights, lambda tensor, name: Float8AllGatherWeight.unwrap(tensor))
+    fsdp_gather_without_hooks({(weight.module, weight.name) for weight in weights})
+
+
+def _replace_tensors(
+    weights: Iterable[Float8Weight], of: Callable[[torch.Tensor, str], torch.Tensor]
+) -> None:
+    """Replace the tensor in each weight by ``of(tensor, name)``, on the same storage."""
     new: dict[int, nn.Parameter] = {}  # by the id of the parameter that each one replaces
-    for weight in lost.values():
+    for weight in weights:
         old = weight.parameter()
         if isinstance(old, DTensor):
-            set_dtensor_local(old, Float8AllGatherWeight.wrap(local_tensor(old), weight.name))
+            set_dtensor_local(old, of(local_tensor(old), weight.name))
             weight.cache.reset()
             continue
         if id(old) not in new:
-            new[id(old)] = weight.wrapped(old)
+            tensor = of(old.detach(), weight.name)
+            new[id(old)] = nn.Parameter(tensor, requires_grad=old.requires_grad)
             new[id(old)].__dict__.update(old.__dict__)
             new[id(old)].grad = old.grad
+        weight.save_plain()
         setattr(weight.module, weight.name, new[id(old)])
-    names = (fqn.rpartition(".")[0] or weight.fqn for fqn, weight in lost.items())
-    return list(dict.fromkeys(names))
 
 
 def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:

@@ -307,6 +307,8 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # Look the layer up by name, because a copy of the module has the same hooks.
             layer: Any = module.get_submodule(name)
+            if not isinstance(layer, Float8Linear):  # convert_to_linear
+                return args, kwargs
             history, owner = layer.histories.get(_PREPARED_INPUT), layer.float8_weight
             how = (device_mesh, scheme, history, owner)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts

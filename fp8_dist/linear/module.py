@@ -277,14 +277,14 @@ class Float8Linear(nn.Linear):
             # FSDP2 exchanges parameters through __setattr__ if a module class defines it.
             if name == "weight":
                 if not Float8Weight.can_be(value):
-                    self._become_linear(f"{type(value).__module__}.{type(value).__name__}")
+                    self._replaced_by(f"{type(value).__module__}.{type(value).__name__}")
                 else:
                     self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
             elif name in ("config", "fqn"):
                 setattr(self.float8_weight, name, value)
         nn.Linear.__setattr__(self, name, value)
 
-    def _become_linear(self, weight_type: str) -> None:
+    def _replaced_by(self, weight_type: str) -> None:
         """Turn into an nn.Linear, so that a weight of another type can use its own GEMM."""
         if self.float8_weight.is_exchanged or self.float8_weight.meshes():
             raise NotImplementedError(
@@ -296,9 +296,16 @@ class Float8Linear(nn.Linear):
             f"{self.fqn}: the weight was replaced by a {weight_type}, which multiplies in a way of "
             "its own. This layer, and others whose weights are replaced so, turn into nn.Linear",
         )
+        self.become_linear()
+
+    def become_linear(self) -> None:
+        """Turn into an nn.Linear in place, with the parameters, hooks and attributes of this layer.
+
+        A weight that FSDP2 gathers in float8 must be replaced before.
+        """
         for name in _OWN_ATTRIBUTES:
             self.__dict__.pop(name, None)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = _linear_class(type(self))  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "float8_weight"}
@@ -344,6 +351,15 @@ class Float8Linear(nn.Linear):
         device = self.weight.device
         meshes = self.float8_weight.meshes()
         load_from_metadata(self.histories, local_metadata, meshes, device, self.fqn, is_own)
+
+
+@lru_cache
+def _linear_class(own: type) -> type:
+    """Return nn.Linear in place of Float8Linear, or the class that fully_shard makes of it."""
+    if own is Float8Linear:
+        return nn.Linear
+    bases = tuple(nn.Linear if base is Float8Linear else base for base in own.__bases__)
+    return type(own.__name__.replace("Float8Linear", "Linear"), bases, dict(vars(own)))
 
 
 @lru_cache

@@ -1,32 +1,32 @@
-"""Conversion of a model: ``nn.Linear`` layers become ``Float8Linear``."""
+"""Conversion of a model: ``nn.Linear`` layers become ``Float8Linear``, and back."""
 
 import warnings
 from collections.abc import Iterable
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
+import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist.config import Float8LinearConfig
+from fp8_dist.fsdp.gathers import reshard
+from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.checks import takes_any_size
-from fp8_dist.linear.module import Float8Linear, other_users
+from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
+from fp8_dist.mesh import Placements
+from fp8_dist.model.conv1d import (
+    as_linear,
+    is_linear,
+    linear_shape,
+    note_linear,
+    save_as_conv1d,
+)
 from fp8_dist.model.filters import FilterFn, note_left_out, why_misaligned, why_unconvertible
 from fp8_dist.model.report import ConversionSummary, WeightSummary, conversion_summary
-
-# For weights that no nn.Linear owns, the subject of the message about them, and the remedy.
-_NOT_LINEAR = {
-    "Conv1D": (
-        "Conv1D layers (transformers.pytorch_utils.Conv1D)",
-        ". Replace them by nn.Linear layers with the transposed weight before the conversion "
-        "(docs/transformers.md shows how)",
-    ),
-    "experts": (
-        "Experts whose weights are 3-D parameters",
-        ". fp8_dist.moe.convert_experts_to_float8_training converts those that it knows",
-    ),
-}
+from fp8_dist.moe.experts import float8_experts
 
 
 def convert_to_float8_training(
@@ -40,17 +40,20 @@ def convert_to_float8_training(
     Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied. The new
     layers keep the parameters, hooks and attributes of the old ones.
 
+    A Conv1D of transformers (GPT-2), whose weight is ``[in, out]``, becomes a float8 layer with a
+    new parameter, the transposed weight. In a ``state_dict`` the weight stays ``[in, out]``.
+
     One warning lists the layers that stay in high precision although no filter excludes them:
     subclasses of nn.Linear that override ``forward``, layers whose weight is computed
     (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy layers, layers whose
-    weight is not floating point or is a tensor subclass with its own GEMM, transformers' Conv1D
-    layers, and experts whose weights are 3-D parameters. The warning also lists converted layers
-    that a GPU would refuse, because in_features or out_features is not a multiple of 16.
+    weight is not floating point or is a tensor subclass with its own GEMM, and experts whose
+    weights are 3-D parameters. The warning also lists converted layers that a GPU would refuse,
+    because in_features or out_features is not a multiple of 16.
 
     Args:
         module: the model.
-        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each linear layer.
-            If it returns False, the layer stays unconverted. ``None``: convert all linear layers.
+        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each nn.Linear and
+            Conv1D. If it returns False, the layer stays unconverted. ``None``: convert all of them.
         config: the config of the layers. Default: the ``tensorwise`` recipe.
 
     Returns:
@@ -61,7 +64,7 @@ def convert_to_float8_training(
     Raises:
         ValueError: no layer was converted (the message has the reason for each layer), a layer is
             already converted with another config, a weight is already distributed, or an
-            unconverted module shares a weight that is to be gathered in float8.
+            unconverted module shares a weight that is to be gathered in float8 or transposed.
         TypeError: ``config`` is not a Float8LinearConfig.
     """
     if config is not None and not isinstance(config, Float8LinearConfig):
@@ -88,33 +91,134 @@ def convert_to_float8_training(
             f"users, but {'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), "
             "or untie them"
         )
+    transposed = {fqn: layer for fqn, layer in chosen.items() if not isinstance(layer, nn.Linear)}
+    theirs = {f"{name}.weight": layer.weight for name, layer in transposed.items()}
+    if shared := other_users(module, theirs, transposed.values()):
+        raise ValueError(
+            f"convert_to_float8_training: the weight of a Conv1D is transposed, but "
+            f"{'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), or untie them"
+        )
     converted: dict[nn.Module, Float8Linear] = {}
     weights: dict[int, nn.Parameter] = {}
     for fqn, layer in chosen.items():
-        new = Float8Linear.from_float(layer, config, fqn=fqn)
+        new = Float8Linear.from_float(as_linear(layer), config, fqn=fqn)
         # Layers that shared a weight share the new parameter.
         new.weight = weights.setdefault(id(layer.weight), cast(nn.Parameter, new.weight))
+        if fqn in transposed:
+            new.float8_weight.save_plain()  # which comes first
+            save_as_conv1d(new)
         converted[layer] = new
     # A linear layer may have children, which its Float8Linear takes over.
     for parent in (*module.modules(), *converted.values()):
         for name, child in list(parent._modules.items()):
             if child in converted:
                 setattr(parent, name, converted[child])  # type: ignore[index]
+                if not isinstance(child, nn.Linear):
+                    note_linear(parent)
     module = converted.get(module, module)
     note_converted(module)
     return module
 
 
+@torch.no_grad()
+def convert_to_linear(module: nn.Module) -> nn.Module:
+    """Turn the float8 layers of a model into nn.Linear again, in place.
+
+    This is the inverse of :func:`convert_to_float8_training`, also for a model that tensor
+    parallelism and FSDP2 have distributed. Weights keep their values, and layers their names, hooks
+    and attributes. Afterwards the model computes what it would if it had never been converted:
+    FSDP2 gathers weights in high precision, and tensor parallelism communicates as torch's styles
+    do. A call on a model without float8 layers changes nothing.
+
+    Distributed parameters stay the same objects, so optimizers go on. A plain weight with
+    ``enable_fsdp_float8_all_gather`` becomes a new parameter on the same storage. Updates that were
+    attached to an optimizer (:func:`fp8_dist.attach_update`) end by themselves.
+
+    Args:
+        module: the model; or a part of it that has all layers of the blocks whose inputs are
+            prepared in float8, and the FSDP modules of its layers.
+
+    Returns:
+        ``module``.
+
+    Collectives: none.
+
+    Raises:
+        ValueError: a weight is stored in float8, is gathered by FSDP2 at the moment, or was
+            declared as a local tensor; or a layer reads an input that is cast by the config of a
+            layer outside of ``module``. Nothing has been changed then.
+        NotImplementedError: ``module`` has converted experts.
+        TypeError: ``module`` is not an nn.Module.
+    """
+    layers = float8_layers(module)
+    if experts := next(iter(float8_experts(module)), None):
+        raise NotImplementedError(
+            f"convert_to_linear: the experts {experts} are converted, and can't be converted back "
+            "in place; load the state_dict, which is the same, into a model that is not converted"
+        )
+    reshard(module, "convert_to_linear")
+    names = {layer.fqn for layer in layers.values()}
+    for fqn, layer in layers.items():
+        if why := _why_not_linear(layer, names):
+            raise ValueError(
+                f"convert_to_linear: {fqn or 'the module'} can't become an nn.Linear: it {why}"
+            )
+    unwrap_float8_weights([layer.float8_weight for layer in layers.values()])
+    for layer in layers.values():
+        placements = layer.output_placements
+        layer.become_linear()
+        if placements is not None:
+            # Annotated inputs come from the style's hook, which also takes the output after this.
+            layer.register_forward_pre_hook(_place_input)
+            layer.register_forward_hook(partial(_place_output, placements), prepend=True)
+    return module
+
+
+def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
+    """Return the reason why a layer can't become an nn.Linear, with the remedy, or ``""``."""
+    weight = layer.float8_weight
+    if weight.is_stored:
+        return "is stored in float8; call unfreeze_from_float8 first, before fully_shard"
+    if weight.sharded is not None:
+        return "is gathered by FSDP2; pass the model that fully_shard was called on"
+    if layer.local_placements is not None:
+        return (
+            "communicates in its forward, as declare_placements says; load the state_dict, which "
+            "is the same, into a model that is not converted"
+        )
+    if outside := layer.prepared_by - names:
+        return f"reads an input in float8 with {min(outside)}; pass the block that has both"
+    return ""
+
+
+def _place_input(layer: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Move the input of a tensor-parallel layer to where its weight is, as torch's styles do."""
+    input, *others = args
+    assert isinstance(layer.weight, DTensor)
+    rowwise = layer.weight.placements[0] == Shard(1)
+    return (_placed(input, (Shard(input.ndim - 1) if rowwise else Replicate(),)), *others)
+
+
+def _place_output(placements: Placements, layer: nn.Linear, args: Any, output: DTensor) -> DTensor:
+    return _placed(output, placements)
+
+
+def _placed(tensor: DTensor, placements: Placements) -> DTensor:
+    # Redistributing to the same placements would reduce the gradient here.
+    is_placed = tuple(tensor.placements) == tuple(placements)
+    return tensor if is_placed else tensor.redistribute(placements=placements)
+
+
 def _choose(
     module: nn.Module, module_filter_fn: FilterFn | None, config: Float8LinearConfig | None
-) -> dict[str, nn.Linear]:
+) -> dict[str, Any]:
     """Return the layers to convert, by name, and warn about layers that can't be converted."""
-    chosen: dict[str, nn.Linear] = {}
+    chosen: dict[str, Any] = {}  # nn.Linear or Conv1D
     reasons: dict[str, str] = {}
     left: list[str] = []
-    not_linear = _not_linear(module)
+    experts = _experts(module)
     for fqn, layer in module.named_modules():
-        if not isinstance(layer, nn.Linear):
+        if not is_linear(layer):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
             reason_of = getattr(module_filter_fn, "reason", None)
@@ -136,9 +240,9 @@ def _choose(
         else:
             chosen[fqn] = layer
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
-        raise ValueError(_nothing_converted(module, reasons, not_linear))
-    others = not_linear if chosen else []
-    sizes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
+        raise ValueError(_nothing_converted(module, reasons, experts))
+    others = experts if chosen else []
+    sizes = {fqn: linear_shape(layer) for fqn, layer in chosen.items()}
     bad = [(fqn, shape) for fqn, shape in sizes.items() if why_misaligned(*shape)]
     if bad and not takes_any_size(config or Float8LinearConfig()):
         others = [
@@ -159,17 +263,17 @@ def _choose(
     return chosen
 
 
-def _not_linear(module: nn.Module) -> list[str]:
-    """Return messages about weights that stay unconverted because no nn.Linear owns them."""
-    summary, said = conversion_summary(module), []
-    for kind, (subject, remedy) in _NOT_LINEAR.items():
-        if rows := [row for row in summary.rows if row.kind == kind and not row.converted]:
-            said.append(
-                f"{subject} are not nn.Linear and stay in high precision: "
-                f"{_listed((row.name, row.shape) for row in rows)}. They hold "
-                f"{_shares(rows, summary)}{remedy}"
-            )
-    return said
+def _experts(module: nn.Module) -> list[str]:
+    """Return a message about experts that stay unconverted, if there are any."""
+    summary = conversion_summary(module)
+    rows = [row for row in summary.rows if row.kind == "experts" and not row.converted]
+    if not rows:
+        return []
+    return [
+        "Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: "
+        f"{_listed((row.name, row.shape) for row in rows)}. They hold {_shares(rows, summary)}. "
+        "fp8_dist.moe.convert_experts_to_float8_training converts those that it knows"
+    ]
 
 
 def _shares(part: list[WeightSummary], summary: ConversionSummary) -> str:
@@ -194,10 +298,10 @@ def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> st
     return ", ".join([*(named[:limit] if more else named), *more])
 
 
-def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: list[str]) -> str:
+def _nothing_converted(module: nn.Module, skipped: dict[str, str], experts: list[str]) -> str:
     kind = type(module).__name__
     lines = [f"convert_to_float8_training: {kind} contains no nn.Linear, so nothing was converted"]
     if skipped:
         lines = [f"convert_to_float8_training: no layer of {kind} was converted:"]
     lines += [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in skipped.items()]
-    return "\n".join([*lines, *not_linear])
+    return "\n".join([*lines, *experts])

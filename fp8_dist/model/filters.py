@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.model.conv1d import conv1d_class, is_linear, linear_shape
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, is_part
 
@@ -174,7 +175,7 @@ class AutoFilter(LayerFilter):
             )
         reason = reason or self._why_head_or_adapter(module, fqn)
         # Tensor parallelism leaves experts whole.
-        divisions = self._possible_divisions(fqn) if isinstance(module, nn.Linear) else (None,)
+        divisions = self._possible_divisions(fqn) if is_linear(module) else (None,)
         locals_, small = {}, ""
         for name, shape in shapes.items():
             judged = [why_too_small(self._recipe, shape, dim, self._tp_size) for dim in divisions]
@@ -362,8 +363,8 @@ def why_too_small(recipe: str, shape: Shape, dim: int | None, ranks: int) -> tup
 
 def _shapes(module: nn.Module) -> dict[str, Shape]:
     """Return the shapes of the weights that can be in float8, by name; of experts, those of one."""
-    if isinstance(module, nn.Linear):
-        return {"weight": (module.out_features, module.in_features)}
+    if is_linear(module):
+        return {"weight": linear_shape(module)}
     return {name: (shape[-2], shape[-1]) for name, shape in expert_shapes(module).items()}
 
 
@@ -372,28 +373,29 @@ def note_left_out(layer: nn.Module, reason: str) -> None:
     _reasons[layer] = reason
 
 
-def why_left_out(layer: nn.Linear) -> str:
+def why_left_out(layer: nn.Module) -> str:
     """Return the reason why a layer is not in float8."""
     never = "convert_to_float8_training has not seen it"
     return _reasons.get(layer) or why_unconvertible(layer) or never
 
 
-def why_unconvertible(layer: nn.Linear) -> str:
-    """Return the reason why a layer can't be converted, or an empty string."""
+def why_unconvertible(layer: nn.Module) -> str:
+    """Return the reason why an nn.Linear or a Conv1D can't be converted, or an empty string."""
     if is_parametrized(layer) or "weight" not in layer._parameters:
         return "its weight is computed from other parameters (a parametrization, weight_norm)"
     if isinstance(layer, LazyModuleMixin):
         return "it is lazy: run it once, so that it knows its sizes"
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
-    if type(layer).forward is not nn.Linear.forward:
+    known = conv1d_class(layer) or nn.Linear
+    if type(layer).forward is not known.forward:
         return f"its class {type(layer).__name__} has a forward of its own"
-    if not layer.weight.dtype.is_floating_point:
-        return f"its weight is {layer.weight.dtype}, not floating point"
-    if not Float8Weight.can_be(layer.weight):
-        return (
-            f"its weight is a {type(layer.weight).__name__}, which multiplies in a way of its own"
-        )
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    if not weight.dtype.is_floating_point:
+        return f"its weight is {weight.dtype}, not floating point"
+    if not Float8Weight.can_be(weight):
+        return f"its weight is a {type(weight).__name__}, which multiplies in a way of its own"
     return ""
 
 

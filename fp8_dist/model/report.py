@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weight import weights_of
+from fp8_dist.model.conv1d import is_linear, linear_shape
 from fp8_dist.model.filters import why_left_out
 from fp8_dist.text import aligned
 
@@ -32,8 +33,9 @@ class WeightSummary:
     """A weight that the model multiplies by, or may multiply by.
 
     Attributes:
-        name: the FQN of the linear layer or Conv1D, or of another module's parameter.
-        shape: the global shape; ``[in, out]`` for a Conv1D.
+        name: the FQN of the linear layer (or transformers' Conv1D), or of another module's
+            parameter.
+        shape: the global shape; ``[out, in]`` for a linear layer.
         converted: whether the layer computes in float8.
         reason: the reason why the layer does not compute in float8; empty if it does.
         parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
@@ -50,7 +52,7 @@ class WeightSummary:
     reason: str
     parameters: int
     flops: int
-    kind: Literal["linear", "Conv1D", "experts", "other"] = "linear"
+    kind: Literal["linear", "experts", "other"] = "linear"
     visited: int | None = None
 
 
@@ -151,14 +153,14 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
     whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside one of these
     inside = {part for m in modules.values() if isinstance(m, whole) for part in m.modules()}
     for name, module in modules.items():
-        if isinstance(module, nn.Linear):
+        if is_linear(module):
             # A parametrized weight consists of several parameters. A layer may have children.
             weights = [
                 p
                 for own, p in module.named_parameters()
                 if not is_lazy(p) and p.ndim > 1 and own.partition(".")[0] not in _children(module)
             ]
-            shape = module.out_features, module.in_features
+            shape = linear_shape(module)
             reason = "" if isinstance(module, Float8Linear) else why_left_out(module)
             name, flops = name or "(the module itself)", 2 * math.prod(shape)
             yield WeightSummary(name, shape, not reason, reason, _count(weights, counted), flops)
@@ -184,8 +186,6 @@ def _of_parameter(
     row = WeightSummary(
         f"{owner}.{own}".strip("."), shape, converted, reason, size, 2 * parameter.numel(), "other"
     )
-    if _is_conv1d(module):
-        return replace(row, name=owner or "(the module itself)", kind="Conv1D")
     if isinstance(module, _PRODUCTS):
         return row
     if parameter.ndim == 3:
@@ -201,12 +201,6 @@ def _of_parameter(
         return row
     reason += " (may be a table or a matrix; not counted in FLOPs)"
     return replace(row, flops=0, reason=reason)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is transformers' Conv1D, whose weight is ``[in, out]``."""
-    classes = ((cls.__module__, cls.__name__) for cls in type(module).__mro__)
-    return ("transformers.pytorch_utils", "Conv1D") in classes
 
 
 def _experts_per_token(

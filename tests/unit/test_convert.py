@@ -7,16 +7,21 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from reference import raised
+from reference import raised, same_bits
 from torch.nn.utils import parametrizations
 
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
+    attach_update,
     conversion_summary,
     convert_to_float8_training,
+    convert_to_linear,
+    freeze_to_float8,
     skip_head,
+    unfreeze_from_float8,
 )
+from fp8_dist.moe import convert_experts_to_float8_training
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
@@ -24,6 +29,14 @@ GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 class OwnForward(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + 1
+
+
+class OwnExperts(nn.Module):
+    float8_weight_names = ("w1",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.ones(2, 32, 16))
 
 
 class Renamed(nn.Linear):
@@ -245,3 +258,59 @@ def test_a_config_of_another_type_is_refused() -> None:
         "convert_to_float8_training: config must be a Float8LinearConfig, got 'mxfp8'; "
         "Float8LinearConfig.from_recipe_name(name) makes one from a recipe's name"
     )
+
+
+def test_convert_to_linear_gives_back_the_model() -> None:
+    model, twin, x = Model(), Model(), torch.tensor([1, 2, 3])
+    twin.load_state_dict(model.state_dict())
+    calls: list[str] = []
+    model.head.weight = model.embedding.weight = nn.Parameter(model.embedding.weight.detach())
+    twin.head.weight = twin.embedding.weight
+    twin.load_state_dict(model.state_dict())
+    convert_to_float8_training(model, config=GATHERED, module_filter_fn=not_head)
+    model.block[2].weight.requires_grad_(False)
+    model.block[0].register_forward_hook(lambda *args: calls.append("called"))
+    model(x).sum().backward()
+    grad, bias = model.block[0].weight.grad, model.block[0].bias
+    for part in (model, nn.Sequential(model), nn.ReLU()):
+        assert convert_to_linear(part) is part
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+    assert [type(p) for p in model.parameters()] == [nn.Parameter] * 4
+    assert all(type(p.detach()) is torch.Tensor for p in model.parameters())
+    assert model.block[0].weight.grad is grad
+    assert model.block[0].bias is bias
+    assert not model.block[2].weight.requires_grad
+    assert same_bits(model(x), twin(x))
+    assert calls == ["called"] * 2
+    # The layer itself; and a second conversion.
+    layer = convert_to_float8_training(nn.Linear(16, 16))
+    assert type(convert_to_linear(layer)) is nn.Linear
+    assert vars(layer).keys() == vars(nn.Linear(16, 16)).keys()
+    assert isinstance(convert_to_float8_training(layer), Float8Linear)
+
+
+def test_attached_updates_end_with_the_conversion_back() -> None:
+    layer = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    attach_update(optimizer, layer)
+    convert_to_linear(layer)
+    layer(torch.ones(16)).sum().backward()
+    optimizer.step()
+
+
+def test_convert_to_linear_refuses() -> None:
+    stored = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    stored[1].requires_grad_(False)
+    freeze_to_float8(stored)
+    text = raised(ValueError, lambda: convert_to_linear(stored))
+    assert text == (
+        "convert_to_linear: 1 can't become an nn.Linear: it is stored in float8; call "
+        "unfreeze_from_float8 first, before fully_shard"
+    )
+    assert isinstance(stored[0], Float8Linear)
+    unfreeze_from_float8(stored)
+    assert [type(layer) for layer in convert_to_linear(stored)] == [nn.Linear] * 2
+    experts = convert_experts_to_float8_training(nn.ModuleDict({"experts": OwnExperts()}))
+    text = raised(NotImplementedError, lambda: convert_to_linear(experts))
+    assert "the experts experts are converted, and can't be converted back in place; load" in text
+    assert "expected a model" in raised(TypeError, lambda: convert_to_linear(3))  # type: ignore[arg-type]

@@ -77,6 +77,7 @@ class Param:
     _extensions_data: Any
     _unsharded_param: Any
     sharded_param = unsharded_accumulated_grad = unsharded_param = mp_policy = None
+    all_gather_outputs = _unsharded_inner_tensors = reset_sharded_param = None
 
     def __init__(self, **attributes: Any) -> None:
         self._module_info = SimpleNamespace(
@@ -87,6 +88,7 @@ class Param:
 
 class RenamedParam:
     _module_info = sharded_param = _unsharded_param = mp_policy = None
+    all_gather_outputs = _unsharded_inner_tensors = reset_sharded_param = None
 
 
 def sharded(parameter: Any, **renamed: str) -> Any:

@@ -27,6 +27,7 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.fsdp import rewrap_float8_weights
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.linear.weight import float8_weights
+from fp8_dist.model.conv1d import conv1d_class
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.export import float8_quantization_config
 from fp8_dist.model.filters import LayerFilter
@@ -124,8 +125,9 @@ class Fp8DistConfig(QuantizationConfigMixin):
         NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
             style for a converted layer or for experts that passes local tensors
             (``packed_colwise``, ``moe_tp_experts``), if this release of transformers has no styles
-            that can be replaced, or if ``freeze`` meets a distributed model or experts of an FP8
-            checkpoint (:func:`fp8_dist.load_float8_checkpoint` loads both).
+            that can be replaced, if ``freeze`` meets a distributed model or experts of an FP8
+            checkpoint (:func:`fp8_dist.load_float8_checkpoint` loads both), or if a model with
+            Conv1D layers is to be distributed.
     """
 
     def __init__(
@@ -174,8 +176,30 @@ class Fp8DistQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         """Convert the layers on the meta device."""
+        _check_names(model, self.quantization_config.modules_to_not_convert or [])
+        distributed = getattr(model.config, "distributed_config", None)
+        # transformers loads into parameters, which have the shapes of the checkpoint until then.
+        self.converts_later = any(conv1d_class(module) for module in model.modules())
+        if self.converts_later and distributed is not None:
+            raise NotImplementedError(
+                f"Fp8DistConfig: the Conv1D layers of this {type(model).__name__} can't be "
+                "distributed while they are loaded; load the model without distributed_config, "
+                "then distribute it"
+            )
+        if not self.converts_later:
+            self._convert(model)
+        stored = float8_entries(kwargs.get("checkpoint_files") or [])
+        if self.quantization_config.freeze:
+            self._freeze(model, stored)
+        elif stored:
+            raise ValueError(
+                f"Fp8DistConfig: {stored[0]} is in float8 in the checkpoint, and would be loaded "
+                "without its scales; pass freeze=True, or, to train the weights, make the model, "
+                "convert it, and call load_float8_checkpoint"
+            )
+
+    def _convert(self, model: PreTrainedModel) -> None:
         names = self.quantization_config.modules_to_not_convert or []
-        _check_names(model, names)
         experts = self.quantization_config.experts_config()
         if experts is not None:
             convert_experts_to_float8_training(
@@ -186,15 +210,6 @@ class Fp8DistQuantizer(HfQuantizer):
         config = self.quantization_config.layer_config()
         layer_filter = LayerFilter(model, names)
         convert_to_float8_training(model, config=config, module_filter_fn=layer_filter)
-        stored = float8_entries(kwargs.get("checkpoint_files") or [])
-        if self.quantization_config.freeze:
-            self._freeze(model, stored)
-        elif stored:
-            raise ValueError(
-                f"Fp8DistConfig: {stored[0]} is in float8 in the checkpoint, and would be loaded "
-                "without its scales; pass freeze=True, or, to train the weights, make the model, "
-                "convert it, and call load_float8_checkpoint"
-            )
 
     def _freeze(self, model: PreTrainedModel, stored: list[str]) -> None:
         """Prepare layers for the entries in float8 that a checkpoint has for them."""
@@ -227,6 +242,8 @@ class Fp8DistQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         """Wrap the weights, which loading has replaced, and remove all marks of quantization."""
+        if self.converts_later:
+            self._convert(model)
         if self.quantization_config.freeze:
             for weight in float8_weights(model).values():
                 weight.parameter().requires_grad_(False)

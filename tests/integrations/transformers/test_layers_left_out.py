@@ -1,15 +1,12 @@
 """Which layers of transformers models are left out, by one rule; what is said about the others."""
 
-import re
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from reference import raised
 from torch import nn
 from trainer_runs import SIZES, dataset, launched
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -17,7 +14,6 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from fp8_dist import (
     Float8Linear,
     auto_filter,
-    conversion_summary,
     convert_to_float8_training,
     skip_head,
 )
@@ -129,46 +125,6 @@ def test_adapters_and_wrapped_heads(tmp_path: Path) -> None:
     admits = auto_filter("tensorwise")
     large = nn.Linear(8192, 8192, device="meta")
     assert {fqn for fqn in linear if not admits(large, fqn)} == expected
-
-
-def gpt2() -> PreTrainedModel:
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    ).eval()
-
-
-def test_conv1d_layers_are_named() -> None:
-    model = gpt2()
-    text = raised(
-        ValueError, lambda: convert_to_float8_training(model, module_filter_fn=skip_head(model))
-    )
-    assert "lm_head: skip_head: it is the model's head\nConv1D layers (transformers.py" in text
-    named = "(transformers.pytorch_utils.Conv1D) are not nn.Linear and stay in high precision: "
-    assert f"{named}transformer.h.0.attn.c_attn (64 x 192), " in text
-    assert "Replace them by nn.Linear layers with the transposed weight" in text
-    with pytest.warns(UserWarning, match="Conv1D layers"):
-        convert_to_float8_training(gpt2())  # nothing but the head
-    base = raised(ValueError, lambda: convert_to_float8_training(gpt2().transformer))
-    assert "contains no nn.Linear, so nothing was converted\nConv1D layers" in base
-    rows = {row.name: row for row in conversion_summary(model).rows}
-    assert rows["transformer.h.1.mlp.c_fc"].flops == 2 * 64 * 256
-
-
-def test_conv1d_layers_replaced_as_the_page_says() -> None:
-    page = (Path(__file__).parents[3] / "docs/transformers.md").read_text()
-    section = page.partition("## GPT-2 and Conv1D\n")[2].partition("\n## ")[0]
-    code = dedent("\n".join(re.findall("^(?: {4}.*)?$", section, re.MULTILINE)))
-    model, plain = gpt2(), gpt2()
-    exec(code, {"model": model})
-    tokens = torch.arange(16).view(1, 16)
-    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
-    convert_to_float8_training(model, module_filter_fn=skip_head(model))
-    assert left_out(model) == {"lm_head"}
-    loss = model(tokens, labels=tokens).loss
-    loss.backward()
-    assert loss.item() == pytest.approx(plain(tokens, labels=tokens).loss.item(), rel=1e-2)
 
 
 def test_experts_of_transformers_are_named() -> None:

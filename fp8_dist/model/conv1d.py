@@ -1,0 +1,75 @@
+"""transformers' ``Conv1D`` layers (GPT-2), converted as linear layers.
+
+A Conv1D is a linear layer whose weight is ``[in, out]``. The linear layer that takes its place has
+the transposed weight, for the optimizer and for everything else that reads parameters. Its
+``state_dict`` has the weight of the Conv1D, so checkpoints keep their names and shapes.
+"""
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+
+def conv1d_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return transformers' class Conv1D if a module is one, without an import of transformers."""
+    known = ("transformers.pytorch_utils", "Conv1D")
+    return next((c for c in type(module).__mro__ if (c.__module__, c.__name__) == known), None)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is an nn.Linear or a Conv1D."""
+    return isinstance(module, nn.Linear) or conv1d_class(module) is not None
+
+
+def linear_shape(module: Any) -> tuple[int, int]:
+    """Return ``(out_features, in_features)`` of an nn.Linear or a Conv1D."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return module.nf, module.nx
+
+
+def as_linear(module: Any) -> nn.Linear:
+    """Return an nn.Linear with the hooks and attributes of a Conv1D, and its weight transposed.
+
+    An nn.Linear is returned unchanged.
+    """
+    if isinstance(module, nn.Linear):
+        return module
+    new = nn.Linear.__new__(nn.Linear)
+    for name, value in module.__dict__.items():
+        new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+    new.out_features, new.in_features = linear_shape(module)
+    weight = module.weight
+    transposed = weight.detach().t().contiguous()
+    new.weight = nn.Parameter(transposed, requires_grad=weight.requires_grad)
+    return new
+
+
+def save_as_conv1d(module: nn.Module) -> None:
+    """Let a ``state_dict`` of a linear layer have the weight of a Conv1D, from now on.
+
+    A weight that is stored in float8 is saved as it is stored, beside its scales.
+    """
+    module.register_state_dict_post_hook(_save)
+    module.register_load_state_dict_pre_hook(_load)
+
+
+def note_linear(parent: Any) -> None:
+    """Tell a PEFT layer that its base layer is a linear layer now, and no Conv1D."""
+    if getattr(parent, "fan_in_fan_out", False) is True:
+        parent.fan_in_fan_out = False
+
+
+def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    if _is_in_high_precision(weight := state.get(f"{prefix}weight")):
+        state[f"{prefix}weight"] = weight.t()  # a view, so that dcp.load writes to the weight
+
+
+def _load(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+    if _is_in_high_precision(weight := state.get(f"{prefix}weight")):
+        state[f"{prefix}weight"] = weight.t().contiguous()
+
+
+def _is_in_high_precision(weight: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(weight, torch.Tensor) and weight.dtype.itemsize > 1

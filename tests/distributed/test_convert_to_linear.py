@@ -1,0 +1,139 @@
+"""convert_to_linear on meshes: what was converted trains on as if it had never been."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from nets import Net, full_state, net_plan
+from rank_tests import on_ranks
+from ranks import device_mesh
+from reference import raised, same_bits
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from fp8_dist import (
+    Float8LinearConfig,
+    attach_update,
+    convert_to_float8_training,
+    convert_to_linear,
+    float8_layers,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
+
+CASES = [(2, 1, "rowwise"), (2, 1, "mxfp8"), (1, 2, "delayed"), (2, 2, "tensorwise")]
+DIMS = {"dim": 64, "hidden": 128}
+
+
+def shard(net: Net, mesh: Any, **arguments: Any) -> None:
+    """FSDP2 with a group for each layer, one for a single linear layer, and one for the rest."""
+    if mesh.size() > 1:
+        for module in (net.layers[0].w2, *net.layers, net):
+            fully_shard(module, mesh=mesh, **arguments)
+
+
+def plain_plan(net: Net) -> dict[str, Any]:
+    plan: dict[str, Any] = {}
+    for i in range(len(net.layers)):
+        plan[f"layers.{i}"] = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
+        plan[f"layers.{i}.w1"] = plan[f"layers.{i}.w3"] = ColwiseParallel()
+        plan[f"layers.{i}.w2"] = RowwiseParallel(output_layouts=Shard(1))
+    return plan
+
+
+def trained(net: nn.Module, optimizer: Any, x: torch.Tensor, steps: int) -> list[torch.Tensor]:
+    outputs = []
+    for _ in range(steps):
+        output = net(x)
+        output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(output.detach())
+    return outputs
+
+
+@pytest.mark.parametrize(("dp", "tp", "recipe"), CASES)
+@on_ranks("dp", "tp", returns=[])
+def test_trains_on_as_if_never_converted(dp: int, tp: int, recipe: str) -> list[str]:
+    mesh = device_mesh(dp=dp, tp=tp)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    gather: Any = "auto" if dp > 1 else False
+    config = replace(config, enable_fsdp_float8_all_gather=gather)
+    net = Net(**DIMS)
+    calls: list[str] = []
+    net.layers[1].w1.register_forward_hook(lambda *args: calls.append("w1"))
+    convert_to_float8_training(net, config=config)
+    if tp > 1:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, True))
+    shard(net, mesh["dp"])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    attach_update(optimizer, net)
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+    x = x.chunk(tp, 1)[mesh.get_local_rank("tp")].contiguous()
+    trained(net, optimizer, x, 2)
+    parameters, saved = dict(net.named_parameters()), full_state(net)
+    keys = list(net.state_dict())
+
+    wrong = [] if convert_to_linear(net) is convert_to_linear(net) is net else ["the result"]
+    wrong += [f"{n}: {type(m)}" for n, m in net.named_modules() if "Float8" in type(m).__name__]
+    wrong += [n for n, p in net.named_parameters() if p is not parameters[n]]
+    wrong += [n for n, t in full_state(net).items() if not same_bits(t, saved[n])]
+    wrong += [] if list(net.state_dict()) == keys else ["the names"]
+
+    twin = Net(**DIMS)
+    twin.load_state_dict(saved)
+    if tp > 1:
+        parallelize_module(twin, mesh["tp"], plain_plan(twin))
+    shard(twin, mesh["dp"])
+    twins = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    optimizer.state.clear()  # the twin begins without moments, too
+    with comm_audit() as audit:
+        outputs = trained(net, optimizer, x, 2)
+    with comm_audit() as expected:
+        references = trained(twin, twins, x, 2)
+    wrong += [f"output {i}" for i in range(2) if not same_bits(outputs[i], references[i])]
+    theirs = full_state(twin)
+    wrong += [f"{n} after" for n, t in full_state(net).items() if not same_bits(t, theirs[n])]
+    if str(audit.table()) != str(expected.table()):
+        wrong.append(f"{audit.table()} instead of {expected.table()}")
+    return wrong + ([] if len(calls) == 4 else ["hooks"])
+
+
+@on_ranks(2, returns=None)
+def test_refusals_on_ranks_change_nothing() -> None:
+    mesh = device_mesh(dp=2)
+    net = Net(**DIMS)
+    convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    shard(net, mesh)
+    net(torch.ones(1, 2, 64))
+    net.unshard()
+    net.layers[1].unshard()
+    found = raised(ValueError, lambda: convert_to_linear(net.layers[1].w1))
+    assert (
+        "the module can't become an nn.Linear: it is gathered by FSDP2; pass the model that fully_shard was"
+        in found
+    )
+    assert len(float8_layers(net)) == 6
+    tp = Net(**DIMS)
+    convert_to_float8_training(tp)
+    apply_tp_plan(tp, device_mesh(tp=2), net_plan(tp, True))
+    found = raised(ValueError, lambda: convert_to_linear(tp.layers[0].w3))
+    assert "reads an input in float8 with layers.0.w1; pass the block that has both" in found
+    convert_to_linear(tp.layers[0])
+    assert list(float8_layers(tp)) == ["layers.1.w1", "layers.1.w3", "layers.1.w2"]
+    tp(torch.ones(1, 2, 64)).sum().backward()
+    layer = convert_to_float8_training(nn.Linear(64, 32))
+    places = {"weight": Shard(0), "input": Replicate(), "output": Shard(-1)}
+    declare_placements(layer, device_mesh(tp=2), **places)
+    found = raised(ValueError, lambda: convert_to_linear(layer))
+    assert "nn.Linear: it communicates in its forward, as declare_placements says" in found
