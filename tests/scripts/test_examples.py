@@ -23,6 +23,9 @@ GATHERED = {
         ("world", "float8_e4m3fn"): (4, 196_608),
     },
     "transformers_fsdp2": {("dp", "float8_e4m3fn"): (4, 655_360)},
+    "accelerate_fsdp2": {("world", "float8_e4m3fn"): (4, 655_360)},
+    "lightning_fabric": {("data_parallel", "float8_e4m3fn"): (4, 786_432)},
+    "lightning_trainer": {("data_parallel", "float8_e4m3fn"): (4, 786_432)},
     # Per block and axis: the input of attention and of the feed-forward, two output gradients.
     "tensor_parallel": {
         ("tp", "float8_e4m3fn"): (4, 262_144),
@@ -39,18 +42,35 @@ PAGES = {
     "ddp": "fsdp2",
     "fsdp2_tensor_parallel": "tensor_parallel",
     "transformers_fsdp2": "transformers",
+    "accelerate_fsdp2": "transformers",
+    "lightning_fabric": "lightning",
+    "lightning_trainer": "lightning",
 }
+SAVED = {"transformers_fsdp2": "transformers_fsdp2", "accelerate_fsdp2": "accelerate"}
 # Their pages show the table of the last step.
 SHOWN = ("fsdp2", "tensor_parallel")
 
 
 def output_of(name: str, folder: Path) -> str:
     """What the command in an example's docstring prints, run in a folder."""
-    text = (EXAMPLES / f"{name}.py").read_text()
-    found = re.search(r"^torchrun (--nproc-per-node \d) (scripts/examples/\w+\.py)$", text, re.M)
+    text = (EXAMPLES / f"{name}.py").read_text().replace("\\\n", "")
+    launcher = r"^(torchrun|accelerate launch) (--\S+) (\S+) +(scripts/examples/\w+\.py)$"
+    found = re.search(launcher, text, re.M)
     assert found, "the docstring names no command"
-    program = f"-m forking_torchrun {found[1]} {ROOT / found[2]}"
-    command = [sys.executable, *program.split()]
+    option, value, program = found[2], found[3], str(ROOT / found[4])
+    if found[1] == "torchrun":
+        arguments = ["-m", "forking_torchrun", option, value, program]
+    else:
+        on_gpus = str(ROOT / "tests/support/run_as_on_gpus.py")
+        arguments = [
+            "-m",
+            "accelerate.commands.launch",
+            option,
+            str(ROOT / value),
+            on_gpus,
+            program,
+        ]
+    command = [sys.executable, *arguments]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = run(command, cwd=folder, env=environment, timeout=300)
@@ -75,8 +95,8 @@ def test_it_learns(name: str, tmp_path: Path) -> None:
     if name in SHOWN:
         assert table
         assert table in page
-    if name == "transformers_fsdp2":
-        check_saved(tmp_path / "runs" / name)
+    if name in SAVED:
+        check_saved(tmp_path / "runs" / SAVED[name])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes GPUs, of which there may be too few")

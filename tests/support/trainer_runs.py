@@ -46,11 +46,24 @@ def dataset(length: int = 64) -> list[dict[str, torch.Tensor]]:
 
 
 @contextmanager
-def launched(fsdp: bool = False) -> Iterator[None]:
-    """A rank of a pool as accelerate knows ranks; ``fsdp``: as it knows those that have GPUs.
+def as_on_gpus() -> Iterator[None]:
+    """Let accelerate take ranks on CPUs for ranks that have GPUs.
 
     accelerate leaves out FSDP on CPUs, without a word.
     """
+    known = ("gloo", DistributedType.MULTI_GPU)
+    with (
+        patch.object(PartialState, "_prepare_backend", lambda *args, **kwargs: known),
+        patch.object(
+            PartialState, "set_device", lambda state: setattr(state, "device", torch.device("cpu"))
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def launched(fsdp: bool = False) -> Iterator[None]:
+    """A rank of a pool as accelerate knows ranks; ``fsdp``: as it knows those that have GPUs."""
     with ExitStack() as stack:
         if dist.is_initialized():
             rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -60,12 +73,7 @@ def launched(fsdp: bool = False) -> Iterator[None]:
             os.environ.pop(name, None)
         os.environ["FSDP_VERSION"] = "2"  # transformers 4 has no argument for it
         if fsdp:
-            known = ("gloo", DistributedType.MULTI_GPU)
-            for name, method in (
-                ("_prepare_backend", lambda *args, **kwargs: known),
-                ("set_device", lambda state: setattr(state, "device", torch.device("cpu"))),
-            ):
-                stack.enter_context(patch.object(PartialState, name, method))
+            stack.enter_context(as_on_gpus())
         try:
             yield
         finally:

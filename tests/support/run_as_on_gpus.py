@@ -1,0 +1,14 @@
+"""Runs a program that uses accelerate on CPUs, as it would run on GPUs:
+
+accelerate launch ... run_as_on_gpus.py PROGRAM
+"""
+
+import runpy
+import sys
+
+from trainer_runs import as_on_gpus
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    with as_on_gpus():
+        runpy.run_path(sys.argv[0], run_name="__main__")
