@@ -218,16 +218,20 @@ def test_tables_of_modules_classes_and_caches_are_found() -> None:
 
 
 def test_plans_of_models(capsys: pytest.CaptureFixture[str]) -> None:
-    assert hf_plans.main(["--assert", "--only", "llama", "olmo", "bert", "gemma3"]) == 0
+    known = ["llama", "olmo", "bert", "vit", "t5", "whisper", "qwen2_5_vl", "gemma3"]
+    assert hf_plans.main(["--assert", "--only", *known, "qwen3_vl", "swin"]) == 0
     planned, without, untried = (
         part.partition("\n\n")[2] for part in capsys.readouterr().out.split("models ")[1:4]
     )
-    llama, olmo = planned.splitlines()[2:4]
+    llama, olmo, *others = planned.splitlines()[2:10]
     assert llama.startswith("| LlamaForCausalLM ")
     assert llama.count(" dB ") == 2
     assert "refused: " in olmo
-    assert "BertLMHeadModel" in without
-    assert "Gemma3ForConditionalGeneration" in untried
+    # Encoders, encoder-decoders, models of images and text: without sequence parallelism alone.
+    assert len(others) == len(known) - 2
+    assert all(row.count(" dB ") == 1 and "refused: " in row for row in others)
+    assert "Qwen3VLForConditionalGeneration" in without
+    assert "SwinForImageClassification" in untried
 
 
 def test_a_wrong_plan_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.integrations.transformers import tp_styles
+from fp8_dist.integrations.transformers.layer_plans import layer_plan
 from fp8_dist.tensor_parallel.plans import (
     EmbeddingRowwiseParallel,
     check_plan_transport,
@@ -162,7 +163,8 @@ class StructureReader:
         declared = declared_plan(self.model)
         if not declared:
             self.refuse(
-                "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
+                "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config",
+                of_sequences=bool(layer_plan(self.model)),
             )
         by_pattern: dict[str, list[str]] = {}
         for name in sorted({*self.modules, *dict(self.model.named_parameters())}):
@@ -355,6 +357,10 @@ def hf_tp_plan(
     :class:`fp8_dist.tensor_parallel.Float8ExpertTensorParallel` to divide converted experts. Linear
     layers that are shared experts are sharded if the model declares it.
 
+    Encoders, encoder-decoders and vision models that declare no plan, but are known by name (BERT,
+    RoBERTa, ViT, T5, BART, Whisper and their kin), have one without sequence parallelism. Their
+    embeddings, norms and heads are whole on every rank, and each layer casts its own input.
+
     Args:
         model: a ``PreTrainedModel`` that is not parallelized. Convert it before this call.
         sequence_parallel: shard the stream between blocks along the sequence, and run norms on the
@@ -388,6 +394,11 @@ def hf_tp_plan(
             heads evenly.
     """
     check_plan_transport(model, reduce_transport, sequence_parallel, "hf_tp_plan")
+    plan: dict[str, ParallelStyle] = {}
+    if not (declared_plan(model) or sequence_parallel or loss_parallel):
+        plan = layer_plan(model)
+    if plan:
+        return plan
     structure = StructureReader(model, sequence_parallel).read()
     config: Any = getattr(model, "config", None)
     # The config of a model of several inputs contains that of its decoder.
@@ -409,9 +420,7 @@ def hf_tp_plan(
         )
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     embedding = tp_styles.SequenceEmbedding if sequence_parallel else EmbeddingRowwiseParallel
-    plan: dict[str, ParallelStyle] = {
-        structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)
-    }
+    plan = {structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)}
     if sequence_parallel:
         plan |= _stream_styles(structure)
     for block in structure.blocks:

@@ -37,11 +37,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from fp8_dist import convert_to_float8_training, float8_layers, skip_head
@@ -440,7 +442,7 @@ def refused(model: nn.Module, **options: Any) -> list[str]:
 
 def test_models_and_styles_that_are_not_known() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 64}
-    bert = BertForMaskedLM(BertConfig(num_attention_heads=4, **sizes))
+    modern = ModernBertForMaskedLM(ModernBertConfig(num_attention_heads=4, pad_token_id=0, **sizes))
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
     deepseek = DeepseekV3ForCausalLM(DeepseekV3Config(**SMALL, **experts))
     qwen: Any = build("qwen3")
@@ -450,7 +452,7 @@ def test_models_and_styles_that_are_not_known() -> None:
         "model.layers.*.self_attn.o_proj.weight": "rowwise",
     }
     assert_expected_inline(
-        "\n".join([*refused(bert), *refused(deepseek), *refused(qwen)]),
+        "\n".join([*refused(modern), *refused(deepseek), *refused(qwen)]),
         """\
 it declares no plan: neither _tp_plan nor base_model_tp_plan of its config
 model.layers.*.self_attn: a DeepseekV3Attention without a style
@@ -506,6 +508,42 @@ def test_heads_that_ranks_cannot_share(fake_world: DeviceMesh) -> None:
     ]
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert torch.equal(model(input_ids=batch(0)).logits, forward)
+
+
+def test_plans_layer_by_layer(fake_world: DeviceMesh) -> None:
+    """Of models that declare no plan; scripts.measure.hf_plans compares them with one device."""
+    config = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=64)
+    model = T5ForConditionalGeneration(config)
+    assert refused(model) == [
+        "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
+    ]
+    remedy = raised(NotImplementedError, lambda: hf_tp_plan(model)).splitlines()[-1]
+    assert remedy.startswith("Try sequence_parallel=False, or write a plan")
+    decoder = model.decoder.block[0].layer
+    decoder[1] = convert_to_float8_training(decoder[1])
+    plan = hf_tp_plan(model, sequence_parallel=False)
+    shown = {n: type(style).__name__ for n, style in plan.items() if n.startswith("decoder")}
+    block = "decoder.block.0.layer"
+    assert shown == {
+        **dict.fromkeys((f"{block}.0.SelfAttention.{n}" for n in "qkv"), "ColwiseParallel"),
+        f"{block}.0.SelfAttention.o": "ResidualRowwiseParallel",
+        f"{block}.0.SelfAttention.relative_attention_bias": "ColwiseParallel",
+        **dict.fromkeys((f"{block}.1.EncDecAttention.{n}" for n in "qkv"), "Float8ColwiseParallel"),
+        f"{block}.1.EncDecAttention.o": "Float8ResidualRowwiseParallel",
+        f"{block}.2.DenseReluDense.wi": "ColwiseParallel",
+        f"{block}.2.DenseReluDense.wo": "ResidualRowwiseParallel",
+        f"{block}.0.SelfAttention": "DividedHeads",
+        f"{block}.1.EncDecAttention": "DividedHeads",
+        f"{block}.2.DenseReluDense": "DividedHeads",
+    }
+    apply_tp_plan(model, fake_world, plan)
+    assert decoder[0].SelfAttention.n_heads == 1
+    three = T5ForConditionalGeneration(T5Config(num_layers=1, num_heads=3, d_model=64))
+    message = raised(
+        ValueError,
+        lambda: apply_tp_plan(three, fake_world, hf_tp_plan(three, sequence_parallel=False)),
+    )
+    assert "SelfAttention': 'q' has 3 heads (or features), which 4 tensor-parallel ranks" in message
 
 
 def test_options_that_a_plan_does_not_have() -> None:
