@@ -75,6 +75,7 @@ def with_fsdp2(folder: Path) -> None:
 
 
 def with_trainer(folder: Path) -> None:
+    """Runs on every rank, under DDP."""
     os.chdir(folder)
     arguments = TrainingArguments(
         "trainer", max_steps=STEPS, logging_steps=2, use_cpu=True, report_to="none", save_steps=99
@@ -134,7 +135,7 @@ def runs(ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> list[Pat
     """The folders of three runs."""
     folder = tmp_path_factory.mktemp("loops")
     ranks(2).run(with_fsdp2, folder)
-    ranks(1).run(with_trainer, folder)
+    ranks(2).run(with_trainer, folder)
     ranks(1).run(with_lightning, folder)
     return [folder / "runs" / name for name in ("first", "trainer", "lightning")]
 

@@ -508,7 +508,8 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert event.value == pytest.approx(gemm.sqnr)
 
 
-def test_wandb(tmp_path: Path) -> None:
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     model = net()
     stats = float8_stats(model)
     settings = wandb.Settings(silent=True, console="off", disable_git=True)
