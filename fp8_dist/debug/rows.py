@@ -198,7 +198,7 @@ class AnomalyLimits:
         underflow: the largest percentage of the non-zero values that may become zero.
         sqnr: the lowest SQNR, in dB.
         lag: the number of octaves by which the amax may exceed the amax for which a DELAYED scale
-            was computed.
+            was computed. A cast that saturates for this reason is not judged by its SQNR.
         jump: the number of octaves by which the amax may exceed the largest amax of the same cast
             in the last 16 recorded steps.
 

@@ -4,7 +4,8 @@
 
 Each recipe trains a small Llama on text with warmup, a cosine schedule and clipped gradients, and
 every cast is recorded in every step. Beside the number of anomalies, the table has the most extreme
-value of each kind, which tells how far healthy training stays from the limits.
+value of each kind, which tells how far healthy training stays from the limits. (The SQNR of casts
+that saturate by a lag is shown, and the lag alone is judged.)
 """
 
 import math
