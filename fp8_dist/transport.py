@@ -363,11 +363,11 @@ def _encoded(
     return wire, rows
 
 
-class Scattering(NamedTuple):
-    """A reduce-scatter in flight, which :func:`finish_reduction` completes."""
+class Reduction(NamedTuple):
+    """A sum in flight, which :func:`finish_reduction` completes."""
 
     received: torch.Tensor  # [W, ..., bytes], in flight: the pieces of all ranks for this one
-    own: torch.Tensor  # this rank's own summand, padded to the size of the first shard
+    own: torch.Tensor  # this rank's own summand, padded to the size of the first piece
     runs: tuple[Run, ...]
     rank: int
     layout: Layout  # of the result
@@ -375,27 +375,32 @@ class Scattering(NamedTuple):
 
 def start_reduction(
     tensor: DTensor, placements: Placements, transport: Encoding
-) -> DTensor | Scattering:
+) -> DTensor | Reduction:
     """Start to redistribute a DTensor to other placements.
 
     A reduce-scatter, from Partial to Shard, becomes an all-to-all of encoded pieces, one for each
     rank, with blocks along the last dim. The rank that owns a shard sums in fp32, in the order of
-    ranks, and rounds once to the dtype of the tensor. Its own piece is not encoded. All other
-    redistributions are left to torch.
+    ranks, and rounds once to the dtype of the tensor. Its own piece is not encoded. An all-reduce,
+    from Partial to Replicate, becomes such a reduce-scatter of rows and an all-gather of the sums,
+    which are encoded from fp32, so that all ranks have the same bits. All other redistributions are
+    left to torch.
 
     Args:
         tensor: a DTensor, on a 1-D mesh if ``transport`` is not None.
-        transport: the encoding of the pieces; None for torch's reduce-scatter.
+        transport: the encoding of the pieces and of gathered sums; None for torch's collectives.
 
-    Collectives: an all-to-all of W pieces of the size of the first shard (smaller shards are
-    padded, as in torch's reduce-scatter), or those of ``DTensor.redistribute``.
+    Collectives: an all-to-all of W pieces of the size of the first piece (smaller pieces are
+    padded, as in torch's reduce-scatter), then for an all-reduce an all-gather of as many bytes; or
+    those of ``DTensor.redistribute``.
     """
-    dim = _scattered_dim(tensor, placements, transport)
-    if dim is None:
+    if not _is_encoded(tensor, placements, transport):
         return redistributed(tensor, placements)
     mesh, local = tensor.device_mesh, local_tensor(tensor)
     ranks, coordinate = mesh.size(), mesh.get_coordinate()
     assert coordinate is not None
+    dim = sharded_dim(placements[0], tensor.ndim)
+    if dim is None:
+        local, dim = local.reshape(-1, local.shape[-1]), 0
     size = local.shape[dim]
     chunk = -(-size // ranks)
     if chunk * ranks != size:
@@ -404,17 +409,21 @@ def start_reduction(
     runs = runs_of([Part(0, pieces.shape[-1], transport)])
     received = start_all_to_all(encode(pieces, runs, pieces.dtype), mesh.get_group())
     layout = Layout(mesh, placements, tensor.shape)
-    return Scattering(received, pieces[coordinate[0]], runs, coordinate[0], layout)
+    return Reduction(received, pieces[coordinate[0]], runs, coordinate[0], layout)
 
 
-def finish_reduction(started: DTensor | Scattering) -> DTensor:
+def finish_reduction(started: DTensor | Reduction) -> DTensor:
     """Return the result of :func:`start_reduction`, in flight if torch redistributes it."""
     if isinstance(started, DTensor):
         return started
     received, own, runs, rank, layout = started
     total = sum_of(funcol.wait_tensor(received), runs, own.dtype, own, rank)
     dim = sharded_dim(layout.placements[0], len(layout.shape))
-    assert dim is not None
+    if dim is None:
+        group, wire = layout.mesh.get_group(), encode(total, runs, own.dtype)
+        gathered = funcol.all_gather_into_tensor(wire, group.size(), str(group.group_name))
+        rows = decode(funcol.wait_tensor(gathered), runs, own.dtype).to(own.dtype)
+        return layout.wrap(rows[: layout.shape[:-1].numel()].view(layout.shape))
     chunk = total.shape[dim]
     kept = max(0, min(chunk, layout.shape[dim] - rank * chunk))
     return layout.wrap(total.narrow(dim, 0, kept).to(own.dtype).contiguous())
@@ -425,10 +434,11 @@ def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> 
     return finish_reduction(start_reduction(tensor, placements, transport))
 
 
-def _scattered_dim(tensor: DTensor, placements: Placements, transport: Encoding) -> int | None:
-    """The dim of a reduce-scatter with encoded pieces; None if torch redistributes."""
+def _is_encoded(tensor: DTensor, placements: Placements, transport: Encoding) -> bool:
+    """Whether a redistribution is a sum with encoded pieces; else torch redistributes."""
     if transport is None or tensor.device_mesh.size() == 1 or tensor.numel() == 0:
-        return None
+        return False
     assert tensor.device_mesh.ndim == 1, tensor.device_mesh
-    is_sum = tensor.placements[0] == Partial() and not has_pieces(placements)
-    return sharded_dim(placements[0], tensor.ndim) if is_sum else None
+    return tensor.placements[0] == Partial() and not (
+        has_pieces(placements) or placements[0].is_partial()
+    )

@@ -17,7 +17,13 @@ from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
 from fp8_dist.linear.operands import reason_to_move_high
-from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
+from fp8_dist.mesh import (
+    Layout,
+    has_pieces,
+    local_tensor,
+    reduced,
+    sharded_dim,
+)
 from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import warn_once
@@ -55,7 +61,7 @@ def share_input(
     Raises:
         ValueError: there are no layers; a layer declared that it is not column-parallel; the layers
             disagree; ``input`` is a DTensor on a mesh of several axes; or ``reduce_transport`` is
-            given for an input that is not sharded, or whose layers declare it.
+            given for an input whose layers declare it.
         TypeError: ``layers`` is not a sequence of Float8Linear; or ``input`` is a DTensor where a
             local tensor was declared, or the other way round.
     """
@@ -84,20 +90,20 @@ class ModuleInput(PrepareModuleInput):
         pairs = [*zip(self.input_layouts or (), self.desired_input_layouts or (), strict=False)]
         by_name = self.desired_input_kwarg_layouts
         pairs += [(at, by_name.get(name)) for name, at in self.input_kwarg_layouts.items()]
-        gathers = any(isinstance(at, Shard) and then == Replicate() for at, then in pairs)
-        if reduce_transport is not None and (self.use_local_output or not gathers):
+        whole = any(at is not None and then == Replicate() for at, then in pairs)
+        if reduce_transport is not None and (self.use_local_output or not whole):
             raise ValueError(
                 f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
-                "reduce-scatter of the gradient of an input that is gathered: from a Shard to "
-                f"Replicate(), with use_local_output=False. This style has none: {self!r}"
+                "sum of the gradients of an input that the module reads whole: to Replicate(), "
+                f"with use_local_output=False. This style has none: {self!r}"
             )
 
     def _prepare_input_arg(
         self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any
     ) -> Any:
         """Redistribute an input, with the transport if it is gathered; torch's hook calls this."""
-        transport, gathers = self.reduce_transport, desired_layout == Replicate()
-        if transport is None or not (gathers and isinstance(input_layout, Shard)):
+        transport = self.reduce_transport
+        if transport is None or desired_layout != Replicate() or input_layout is None:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         if not isinstance(input, DTensor):
             input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
@@ -146,24 +152,18 @@ def cast_input(
 
 
 def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
-    """Gather a sharded input. Its gradient is reduced with a transport.
+    """Gather an input, unless it is whole. Its gradient is reduced with a transport.
 
     Args:
-        input: a DTensor on a 1-D mesh, in high precision or float8.
-        transport: the encoding of the sums; None for torch's reduce-scatter.
+        input: a DTensor on a 1-D mesh, in high precision or float8; Shard or Replicate.
+        transport: the encoding of the sums; None for torch's collectives.
 
-    Collectives: an all-gather; in the backward a reduce-scatter or, with a transport, the
-    all-to-all of :func:`fp8_dist.transport.start_reduction`.
+    Collectives: an all-gather of a Shard; in the backward a reduce-scatter or an all-reduce or,
+    with a transport, the collectives of :func:`fp8_dist.transport.start_reduction`.
     """
     if transport is None:
         return input.redistribute(placements=(Replicate(),))
     check_summed_in_fp32(input, transport, who)
-    if not isinstance(input.placements[0], Shard):
-        raise ValueError(
-            f"{who}: reduce_transport={transport!r} applies to the reduce-scatter of the gradient "
-            f"of a sharded input, but the input is {input.placements} on {input.device_mesh}; "
-            "shard it (sequence parallelism), or drop the argument"
-        )
     return _gathered(input, transport, who)
 
 
@@ -210,6 +210,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, input: DTensor, spec: _Spec) -> DTensor:
         ctx.spec, ctx.layout = spec, Layout.of(input)
         ctx.set_materialize_grads(False)
+        if input.placements == (Replicate(),):
+            layout = Layout.of(input)
+            assert layout is not None
+            return layout.wrap(local_tensor(input))  # autograd would make a view of the input
         return input.redistribute(placements=(Replicate(),))
 
     @staticmethod

@@ -41,8 +41,8 @@ def declare_placements(
         output: placement of the output, which a row-parallel layer sums over the mesh.
             ``Partial()`` leaves the sum to the caller, for a layer without a bias.
         reduce_transport: as in the two styles. It applies to the output of a row-parallel layer and
-            to grad_input of a column-parallel one, where these are sharded. ``share_input`` takes
-            it from the layers. The result then depends on the number of ranks.
+            to grad_input of a column-parallel one. ``share_input`` takes it from the layers. The
+            result then depends on the number of ranks.
 
     A gradient has the placement of its tensor. The gradient of a replicated tensor is the full
     gradient on every rank. So the gradients of a replicated input, weight or bias are summed over
@@ -60,7 +60,7 @@ def declare_placements(
         TypeError: ``layer`` is not a Float8Linear, ``mesh`` is not a DeviceMesh, or a placement is
             not a Placement.
         ValueError: the mesh is not 1-D; a placement is not among those above; ``reduce_transport``
-            is given and nothing is reduce-scattered; the weight has been distributed over ``mesh``
+            is given and nothing is summed; the weight has been distributed over ``mesh``
             already; its shape does not fit; or ranks differ.
     """
     if isinstance(mesh, DeviceMesh):
@@ -88,13 +88,12 @@ def declare_placements(
         weight = Shard(1)
     _check_placements(layer, weight, input, output)
     check_transport(reduce_transport, layer.fqn)
-    scattered = {Shard(0): input, Shard(1): output}.get(weight)  # type: ignore[call-overload]
-    if reduce_transport is not None and not isinstance(scattered, Shard):
+    if reduce_transport is not None and (weight == Replicate() or output == Partial()):
         raise ValueError(
-            f"{layer.fqn}: reduce_transport={reduce_transport!r} applies to a reduce-scatter: of "
-            "the output of a row-parallel layer (weight=Shard(1), output a Shard), or of "
-            "grad_input of a column-parallel one (weight=Shard(0), input a Shard). There is none "
-            f"with weight={weight!r}, input={input!r}, output={output!r}"
+            f"{layer.fqn}: reduce_transport={reduce_transport!r} applies to the sum of the output "
+            "of a row-parallel layer (weight=Shard(1)), or of grad_input of a column-parallel one "
+            f"(weight=Shard(0)). There is none with weight={weight!r}, input={input!r}, "
+            f"output={output!r}"
         )
     _check_shapes(layer, mesh, weight)
     layer.local_placements = LocalPlacements(mesh, weight, input)

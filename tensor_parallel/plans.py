@@ -124,16 +124,13 @@ def residual_style(
     return ResidualRowwiseParallel(**layouts)
 
 
-def check_plan_transport(
-    model: nn.Module, transport: Encoding, sequence_parallel: bool, caller: str
-) -> None:
-    """Raise for a transport if the plan has no reduce-scatter that it applies to."""
+def check_plan_transport(model: nn.Module, transport: Encoding, caller: str) -> None:
+    """Raise for a transport if the plan has no sum that it applies to."""
     check_transport(transport, caller)
-    if transport is not None and not (sequence_parallel and float8_layers(model)):
+    if transport is not None and not float8_layers(model):
         raise ValueError(
-            f"{caller}: reduce_transport={transport!r} applies to the reduce-scatters of converted "
-            "layers, which this plan doesn't have: convert the model before, with "
-            "sequence_parallel=True"
+            f"{caller}: reduce_transport={transport!r} applies to the sums of converted layers, "
+            "which this model doesn't have: convert it before"
         )
 
 
@@ -201,9 +198,9 @@ def llama_tp_plan(
         loss_parallel: the head returns logits as a DTensor sharded along the vocabulary, for
             ``torch.distributed.tensor.parallel.loss_parallel``. False: full logits, as a plain
             tensor.
-        reduce_transport: as in the styles, for all reduce-scatters of converted layers: those of
+        reduce_transport: as in the styles, for all sums of converted layers over ranks: those of
             the outputs of ``wo`` and ``w2``, and of the input gradients of blocks and of the head.
-            The reduce-scatters of the embedding and of unconverted layers stay in high precision.
+            The sums of the embedding and of unconverted layers stay in high precision.
             The result then depends on the number of ranks.
 
     Returns:
@@ -211,9 +208,9 @@ def llama_tp_plan(
 
     Raises:
         ValueError: modules are missing (all of them are listed), or ``reduce_transport`` is given
-            without sequence parallelism or for a model that was not converted.
+            for a model that was not converted.
     """
-    check_plan_transport(model, reduce_transport, sequence_parallel, "llama_tp_plan")
+    check_plan_transport(model, reduce_transport, "llama_tp_plan")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": EmbeddingRowwiseParallel(

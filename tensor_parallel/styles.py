@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Placement, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -85,13 +85,6 @@ class _Float8LinearStyle(CheckedStyle):
             use_local_output=use_local_output,
         )
         self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
-        output = self.output_layouts[0]
-        if reduce_transport and isinstance(self, RowwiseParallel) and not isinstance(output, Shard):
-            raise ValueError(
-                f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
-                f"reduce-scatter of the output, and output_layouts={output!r} has none: give a "
-                "Shard (sequence parallelism), or drop the argument"
-            )
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         """Yield an error for a module that is not a Float8Linear, or is distributed already."""
@@ -117,6 +110,7 @@ class _Float8LinearStyle(CheckedStyle):
 
         def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
             if isinstance(inputs[0], DTensor):
+                self._check_gathers(module, inputs[0])
                 return inputs[0]
             return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
 
@@ -124,6 +118,18 @@ class _Float8LinearStyle(CheckedStyle):
             return output.to_local() if use_local_output else output
 
         return distribute_module(module, device_mesh, self._partition, annotate, local_output)
+
+    def _check_gathers(self, module: nn.Module, input: DTensor) -> None:
+        """Raise ValueError for a transport if the input of a column-parallel layer is whole."""
+        whole = isinstance(self, ColwiseParallel) and input.placements[0].is_replicate()
+        if whole and self.reduce_transport is not None:
+            assert isinstance(module, Float8Linear)
+            raise ValueError(
+                f"{module.fqn}: reduce_transport={self.reduce_transport!r} applies to the "
+                "reduction of grad_input, which a layer leaves to what gathered its input. Give "
+                "the argument to that (PrepareFloat8ModuleInput, share_input), or pass the input "
+                "as a plain tensor"
+            )
 
     def _partition(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(module, Float8Linear)
@@ -142,16 +148,14 @@ class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):
             gathered as float8.
         output_layouts: placement of the output; default ``Shard(-1)``.
         use_local_output: return a plain tensor instead of a DTensor.
-        reduce_transport: the encoding in which grad_input travels if it is reduce-scattered:
-            ``"float8"`` or ``"bf16"``, with sums in fp32. It is reduce-scattered if this layer
-            gathers its input. None: torch's reduce-scatter. **The result depends on the number of
-            ranks**, so the rule that training on a mesh gives the same bits as on one device does
-            not hold.
+        reduce_transport: the encoding in which grad_input travels: ``"float8"`` or ``"bf16"``, with
+            sums in fp32. None: torch's collectives. **The result depends on the number of ranks**,
+            so the rule that training on a mesh gives the same bits as on one device does not hold.
 
     Collectives: in the forward, an all-gather of the input, if it is sharded and was not gathered
     before. In the backward, a reduce-scatter (or all-reduce) of grad_input in high precision, or
-    with ``reduce_transport`` an all-to-all of 1.008 (float8) or 2 (bf16) bytes per element. And the
-    amax all-reduces of the recipe:
+    with ``reduce_transport`` an all-to-all of 1.008 (float8) or 2 (bf16) bytes per element. An
+    all-reduce also gathers as many bytes of sums. And the amax all-reduces of the recipe:
 
     * ``tensorwise`` gathers 1 byte per element. It reduces 4 bytes for a sharded input, and 4 for
       grad_output.
@@ -164,8 +168,8 @@ class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):
 
     Raises:
         ValueError: the style is applied to a module that is not a Float8Linear;
-            ``reduce_transport`` is not one of the above; or, in the forward, it is given and this
-            layer does not gather its input.
+            ``reduce_transport`` is not one of the above; or, in the forward, it is given and the
+            input is a DTensor that was gathered before.
     """
 
 
@@ -177,8 +181,8 @@ class Float8RowwiseParallel(_Float8LinearStyle, RowwiseParallel):
         output_layouts: placement of the output; default Replicate. With a ``Shard`` (sequence
             parallelism) grad_output is gathered as float8.
         use_local_output: return a plain tensor instead of a DTensor.
-        reduce_transport: the encoding in which the output travels if it is reduce-scattered, to a
-            ``Shard``, as in :class:`Float8ColwiseParallel`.
+        reduce_transport: the encoding in which the output travels, as in
+            :class:`Float8ColwiseParallel`.
 
     Collectives: in the forward, a reduce-scatter (or all-reduce) of the output in high precision,
     or with ``reduce_transport`` an all-to-all as in :class:`Float8ColwiseParallel`. In the
@@ -193,8 +197,7 @@ class Float8RowwiseParallel(_Float8LinearStyle, RowwiseParallel):
 
     Raises:
         ValueError: the style is applied to a module that is not a Float8Linear; or
-            ``reduce_transport`` is not one of the above, or is given for an output that is not
-            reduce-scattered.
+            ``reduce_transport`` is not one of the above.
     """
 
 
@@ -212,8 +215,8 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         float8_dtype: the dtype to cast to; ``None``: the input dtype of the followed layers.
         fwd_config_submodule_fqn: the name, in the module, of the one Float8Linear that is followed;
             ``None``: all of them are followed, and they must agree.
-        reduce_transport: as in :class:`Float8ColwiseParallel`, for the gradients of inputs that are
-            gathered here. The gradients of the layers that read an input are summed, and then
+        reduce_transport: as in :class:`Float8ColwiseParallel`, for the gradients of inputs that the
+            module reads whole. The gradients of the layers that read an input are summed, and then
             reduced once.
 
     Collectives: for each input, one all-gather of 1 byte per element, and for a dynamic scale per
@@ -221,9 +224,9 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
     backward, a reduce-scatter of the gradient, as in :class:`Float8ColwiseParallel`.
 
     Raises:
-        ValueError: ``reduce_transport`` is given and no input is gathered; or the style is applied
-            to a module without a Float8Linear, with layers that disagree, or with layers that can't
-            use one float8 copy of their input (``rowwise`` needs two).
+        ValueError: ``reduce_transport`` is given and the module reads no input whole; or the style
+            is applied to a module without a Float8Linear, with layers that disagree, or with layers
+            that can't use one float8 copy of their input (``rowwise`` needs two).
     """
 
     def __init__(

@@ -338,10 +338,13 @@ class _LinearFunction(torch.autograd.Function):
                 grad_input = layout.wrap(grad_input)
                 # If this layer gathered the input, it also reduce-scatters the gradient. An input
                 # that arrived gathered gets a Partial gradient, so that all layers that take it
-                # share one reduction.
+                # share one reduction, unless this layer has a transport for it.
                 each = zip(ctx.x_layout.placements, layouts.input, layouts.grad_input, strict=True)
-                target = tuple([grad if now == need else now for now, need, grad in each])
-                moving = start_reduction(grad_input, target, spec.reduce_transport)
+                transport = spec.reduce_transport
+                target = tuple(
+                    [grad if now == need and not transport else now for now, need, grad in each]
+                )
+                moving = start_reduction(grad_input, target, transport)
         if needs_weight:
             left, right = operands["grad_weight"]
             where = None

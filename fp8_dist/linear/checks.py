@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import Shard
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
@@ -30,23 +29,6 @@ def check_summed_in_fp32(input: torch.Tensor, transport: str, fqn: str) -> None:
             f"{fqn}: reduce_transport={transport!r} sums in fp32, but the input is in fp64; drop "
             "the argument, or cast the model and the input to fp32"
         )
-
-
-def check_reduces_input_gradient(
-    weight: torch.Tensor, input: torch.Tensor, transport: str, fqn: str
-) -> None:
-    """Raise ValueError if a column-parallel layer with a transport gets a gathered input."""
-    here, there = Layout.of(weight), Layout.of(input)
-    if here is None or there is None:
-        return
-    for at, given in zip(here.placements, there.placements, strict=True):
-        if at == Shard(0) and given.is_replicate():
-            raise ValueError(
-                f"{fqn}: reduce_transport={transport!r} applies to the reduce-scatter of "
-                "grad_input, and a layer whose input arrives whole has none. Give the argument to "
-                "what gathers the input (PrepareFloat8ModuleInput, share_input). If nothing does, "
-                "shard the input (sequence parallelism), or drop the argument"
-            )
 
 
 def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) -> None:

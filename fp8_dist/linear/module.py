@@ -19,7 +19,6 @@ from fp8_dist.linear.checks import (
     check_alignment,
     check_mesh,
     check_prepared,
-    check_reduces_input_gradient,
     check_summed_in_fp32,
 )
 from fp8_dist.linear.operands import LinearSpec
@@ -67,8 +66,8 @@ class Float8Linear(nn.Linear):
         fqn: the layer's name in the converted model, for messages.
         output_placements: the placements of a DTensor output; ``None`` keeps the placements in
             which the GEMM leaves it. The tensor-parallel styles set it.
-        reduce_transport: the encoding of the summands in reduce-scatters of the output and of
-            grad_input. The styles and ``declare_placements`` set it.
+        reduce_transport: the encoding of the summands of the output and of grad_input. The styles
+            and ``declare_placements`` set it.
         local_placements: the placements of plain local tensors on a mesh, if they are declared.
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
         float8_weight: the object that casts the weight and caches its scales.
@@ -177,14 +176,21 @@ class Float8Linear(nn.Linear):
         """
         declared = self.local_placements
         if declared is None:
-            return self._forward(input, self.weight, self.bias)
+            return self._forward(input, self.weight, self.bias, self.reduce_transport)
         declared.check(input, self.weight, self.output_placements, self.fqn)
-        output = self._forward(*declared.distributed(input, self.weight, self.bias))
+        # What share_input returns has its own reduction of the gradient.
+        transport = None if isinstance(input, DTensor) else self.reduce_transport
+        operands = declared.distributed(input, self.weight, self.bias)
+        output = self._forward(*operands, transport)
         assert isinstance(output, DTensor)
         return output.to_local()
 
     def _forward(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transport: Encoding,
     ) -> torch.Tensor:
         """:meth:`forward` for the parameters, or for DTensors that wrap them."""
         dtype, plain = input.dtype, not isinstance(input, DTensor)
@@ -210,11 +216,8 @@ class Float8Linear(nn.Linear):
             check_mesh(weight, input, self.fqn)
             if not (self.float8_weight.is_compared or compiling):
                 self.float8_weight.compare("the first forward")
-        transport = self.reduce_transport
         if transport is not None:
             check_summed_in_fp32(input, transport, self.fqn)
-            if self.local_placements is None:
-                check_reduces_input_gradient(weight, input, transport, self.fqn)
         if not compiling:
             check_alignment(self.config, self.weight, input.device, self.fqn)
             if self.histories:
@@ -241,7 +244,7 @@ class Float8Linear(nn.Linear):
         it. If no recipe has these casts, they are listed. The state of the weight's scale is
         ``fresh``, ``stale`` (precomputed before the weight changed), ``unknown`` (the next use
         computes it), ``stored`` with the weight (:func:`fp8_dist.freeze_to_float8`), or ``delayed``
-        with the number of amaxes in its history. The transport of reduce-scatters is shown if there
+        with the number of amaxes in its history. The transport of sums is shown if there
         is one.
 
         Collectives: none. Nothing is waited for, and no state is changed.

@@ -51,7 +51,7 @@ class LinearSpec(NamedTuple):
     histories: Mapping[str, AmaxHistory]
     owner: Owner  # the layer's float8_weight
     record: bool  # whether the forward's casts belong to a training step
-    reduce_transport: Encoding = None  # of the reduce-scatters of the output and of grad_input
+    reduce_transport: Encoding = None  # of the sums of the output and of grad_input
 
 
 class Recast(NamedTuple):

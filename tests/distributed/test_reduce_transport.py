@@ -1,4 +1,4 @@
-"""Reduce-scatters of tensor parallelism that travel in float8 or bf16 (reduce_transport)."""
+"""Sums of tensor parallelism that travel in float8 or bf16 (reduce_transport)."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8_dist import (
@@ -44,19 +44,24 @@ from fp8_dist.tensor_parallel import (
 from fp8_dist.transport import Encoding, reduced_to
 from scripts.common.llama import Llama, LlamaConfig
 
+SEQUENCE_SHARD = Shard(1)
 SEQUENCE: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-# The lowest SQNR, in dB, of what was reduced once.
+# The lowest SQNR, in dB, of what was reduced once. The sums of an all-reduce are rounded too.
 LOWEST = {"float8": 30, "bf16": 55}
+LOWEST_OF_WHOLE = {"float8": 28, "bf16": 52}
 
 
-def mlp_plan(transport: Encoding, prepared: bool, local: bool = True) -> dict[str, Any]:
-    """The plan of an MLP whose input and output are sharded by sequence."""
-    out = {"output_layouts": Shard(1), "use_local_output": local}
+def mlp_plan(
+    transport: Encoding, prepared: bool, local: bool = True, at: Placement = SEQUENCE_SHARD
+) -> dict[str, Any]:
+    """The plan of an MLP with the placement of its input and output, sharded by sequence."""
+    out = {"output_layouts": at, "use_local_output": local}
     plan: dict[str, Any] = {"w2": Float8RowwiseParallel(**out, reduce_transport=transport)}
     if prepared:
-        plan[""] = PrepareFloat8ModuleInput(**SEQUENCE, reduce_transport=transport)
+        given = SEQUENCE | {"input_layouts": at}
+        plan[""] = PrepareFloat8ModuleInput(**given, reduce_transport=transport)
         return plan | {"w1": Float8ColwiseParallel(), "w3": Float8ColwiseParallel()}
-    gathers = {"input_layouts": Shard(1), "reduce_transport": transport}
+    gathers = {"input_layouts": at, "reduce_transport": transport}
     return plan | {name: Float8ColwiseParallel(**gathers) for name in ("w1", "w3")}
 
 
@@ -68,24 +73,29 @@ def mlp(
     recipe: str = "tensorwise",
     local: bool = False,
     dtype: torch.dtype = torch.float32,
+    at: Placement = SEQUENCE_SHARD,
 ) -> nn.Module:
     net = Net(dim=256, hidden=384, layers=1).to(dtype)
     convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name(recipe))
-    return parallelize_module(net.layers[0], mesh, mlp_plan(transport, prepared, local))
+    return parallelize_module(net.layers[0], mesh, mlp_plan(transport, prepared, local, at))
 
 
 def step(
-    module: nn.Module, mesh: DeviceMesh, length: int, dtype: torch.dtype = torch.float32
+    module: nn.Module,
+    mesh: DeviceMesh,
+    length: int,
+    dtype: torch.dtype = torch.float32,
+    at: Placement = SEQUENCE_SHARD,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[CommAudit, CommAudit]]:
     """Output and grad_input, whole, and the collectives of the forward and of the backward."""
     generator = torch.Generator().manual_seed(1)
     x, grad = torch.randn(2, 2, length, 256, generator=generator).to(dtype)
     x.requires_grad_()
-    given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[at])
     audits = comm_audit(mesh), comm_audit(mesh)
     with audits[0]:
-        output = module(given)
-    placed = DTensor.from_local(grad, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+        output = module(given if at == SEQUENCE_SHARD else x)
+    placed = DTensor.from_local(grad, mesh, [Replicate()]).redistribute(placements=[at])
     with audits[1]:
         output.backward(placed)
     assert x.grad is not None
@@ -135,12 +145,14 @@ all_to_all torch.uint8: 0, 32, 32 B""",
     )
 
 
-def distances(transport: Encoding, length: int, prepared: bool, recipe: str) -> list[float]:
-    """From torch's reduce-scatter: SQNR of the output and grad_input; others have the same bits."""
+def distances(
+    transport: Encoding, length: int, prepared: bool, recipe: str, at: Placement = SEQUENCE_SHARD
+) -> list[float]:
+    """From torch's sums: SQNR of the output and grad_input; others have the same bits."""
     mesh = device_mesh(tp=dist.get_world_size())
-    modules = [mlp(mesh, t, prepared, recipe=recipe) for t in (None, transport)]
-    (output, grad, _), (other, other_grad, _) = (step(m, mesh, length) for m in modules)
-    repeated = step(mlp(mesh, transport, prepared, recipe=recipe), mesh, length)
+    modules = [mlp(mesh, t, prepared, recipe=recipe, at=at) for t in (None, transport)]
+    (output, grad, _), (other, other_grad, _) = (step(m, mesh, length, at=at) for m in modules)
+    repeated = step(mlp(mesh, transport, prepared, recipe=recipe, at=at), mesh, length, at=at)
     assert same_bits(other, repeated[0])
     assert same_bits(other_grad, repeated[1])
     for p, q in zip(*(m.parameters() for m in modules), strict=True):
@@ -162,6 +174,24 @@ def test_distance(ranks: RankPools, world: int, cases: list[tuple[Any, int, bool
         for found in ranks(world).run(distances, transport, length, prepared, "tensorwise"):
             assert LOWEST[str(transport)] <= min(found)
             assert max(found) < 70  # it was encoded
+
+
+# Without sequence parallelism: prepared inputs, and layers that reduce their own gradients.
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [("float8", 5, True, "tensorwise"), ("bf16", 6, False, "tensorwise")]),
+        (3, [("float8", 5, False, "rowwise_folded"), ("bf16", 1, True, "tensorwise")]),
+    ],
+)
+def test_distance_of_whole_tensors(
+    ranks: RankPools, world: int, cases: list[tuple[Any, int, bool, str]]
+) -> None:
+    for case in cases:
+        every = ranks(world).run(distances, *case, Replicate())
+        assert all(found == every[0] for found in every)  # all ranks have the same bits
+        assert LOWEST_OF_WHOLE[case[0]] <= min(every[0])
+        assert max(every[0]) < 70
 
 
 @pytest.mark.parametrize("recipe", ["rowwise_folded", "blockwise", "mxfp8", "delayed"])
@@ -210,6 +240,34 @@ def test_the_owner_sums_in_the_order_of_ranks() -> list[Any]:
         found = reduced_to(partial, (Shard(at),), transport)
         assert (found.shape, found.placements) == (torch.Size(shape), (Shard(at),))
         if not same_bits(found.to_local(), reference_sum(mine, rank, transport)):
+            wrong.append(case)
+    return wrong
+
+
+@on_ranks(3, returns=[])
+def test_whole_sums_are_rounded_once_and_equal_on_ranks() -> list[Any]:
+    """Cases in which a sum that all ranks get has not the bits of the reference."""
+    world = dist.get_world_size()
+    mesh, wrong = device_mesh(tp=world), []
+    shapes = [(7, 200), (3, 8, 128), (2, 40), (130,), (2, 0, 64)]
+    for case in product(shapes, ("float8", "bf16"), (torch.float32, torch.bfloat16)):
+        shape, transport, dtype = case
+        generator = torch.Generator().manual_seed(3)
+        summands = [torch.randn(shape, generator=generator).to(dtype) for _ in range(world)]
+        partial = DTensor.from_local(summands[dist.get_rank()], mesh, [Partial()])
+        found = reduced_to(partial, (Replicate(),), transport)
+        assert (found.shape, found.placements) == (torch.Size(shape), (Replicate(),))
+        rows = [x.float().reshape(-1, shape[-1]) for x in summands]
+        chunk = -(-len(rows[0]) // world)
+        sums = [
+            on_the_wire(row, transport)
+            for owner in range(world)
+            for row in reference_sum(
+                [x[owner * chunk : (owner + 1) * chunk] for x in rows], owner, transport
+            )
+        ]
+        expected = torch.stack(sums).view(shape) if sums else torch.empty(shape)
+        if not same_bits(found.to_local(), expected.to(dtype)):
             wrong.append(case)
     return wrong
 
@@ -374,37 +432,44 @@ def test_both_switches_on_a_mesh_of_two_axes() -> None:
     ]
 
 
-@pytest.mark.parametrize("transport", ["float8", None])
+@pytest.mark.parametrize(
+    ("transport", "at"), [("float8", Shard(1)), (None, Shard(1)), ("float8", Replicate())]
+)
 @on_ranks(2, returns=[True] * 3)
-def test_layers_of_plain_tensors(transport: Encoding) -> list[bool]:
+def test_layers_of_plain_tensors(transport: Encoding, at: Placement) -> list[bool]:
     """Declared layers of local tensors, and layers that share a DTensor, as under the styles."""
     mesh = device_mesh(tp=2)
     styled = Net(dim=256, hidden=384, layers=1)
     convert_to_float8_training(styled)
-    parallelize_module(styled.layers[0], mesh, mlp_plan(transport, True))
+    parallelize_module(styled.layers[0], mesh, mlp_plan(transport, True, at=at))
     by_hand = local_net(mesh, Float8LinearConfig(), True, dim=256, hidden=384, layers=1)
     inner: Any = by_hand.layers[0]
     for name in ("w1", "w3"):
-        at = {"weight": Shard(0), "input": Shard(1), "output": Shard(-1)}
-        declare_placements(inner.get_submodule(name), mesh, **at, reduce_transport=transport)
-    at = {"weight": Shard(1), "input": Shard(-1), "output": Shard(1)}
-    declare_placements(inner.w2, mesh, **at, reduce_transport=transport)
+        placed = {"weight": Shard(0), "input": at, "output": Shard(-1)}
+        declare_placements(inner.get_submodule(name), mesh, **placed, reduce_transport=transport)
+    placed = {"weight": Shard(1), "input": Shard(-1), "output": at}
+    declare_placements(inner.w2, mesh, **placed, reduce_transport=transport)
     shared = Net(dim=256, hidden=384, layers=1)
     convert_to_float8_training(shared)
-    plan = mlp_plan(transport, True)
+    plan = mlp_plan(transport, True, at=at)
     del plan[""]
     parallelize_module(shared.layers[0], mesh, plan)
     layer: Any = shared.layers[0]
     layer.register_forward_pre_hook(
         lambda module, args: share_input(
-            DTensor.from_local(args[0], mesh, [Shard(1)]),
+            DTensor.from_local(args[0], mesh, [at]),
             [layer.w1, layer.w3],
             reduce_transport=transport,
         )
     )
     results = []
     for net in (styled, by_hand, shared):
-        x = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+        x = torch.randn(
+            2,
+            4,
+            256,
+            generator=torch.Generator().manual_seed(dist.get_rank() if at == Shard(1) else 0),
+        )
         x.requires_grad_()
         with comm_audit(mesh) as audit:
             output = net(x)
@@ -422,20 +487,29 @@ TINY = LlamaConfig(
 )
 
 
-def llama_step(transport: Encoding, head: bool, kept: str = "") -> tuple[float, dict[str, int]]:
+def llama_step(
+    transport: Encoding, head: bool, kept: str = "", sequence_parallel: bool = True
+) -> tuple[float, dict[str, int]]:
     """The loss, and how many of the collectives that sum or exchange have what dtype."""
     mesh, model = device_mesh(tp=2), Llama(TINY)
     in_head = skip_head(model)
     convert_to_float8_training(
         model, module_filter_fn=lambda m, n: (head or in_head(m, n)) and n != kept
     )
-    apply_tp_plan(model, mesh, llama_tp_plan(model, reduce_transport=transport))
+    arguments: Any = {"sequence_parallel": sequence_parallel, "reduce_transport": transport}
+    plan = llama_tp_plan(model, **arguments)
+    apply_tp_plan(model, mesh, plan)
     tokens = torch.randint(0, 64, (2, 16))
     with comm_audit(mesh) as audit:
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
     ops = ("reduce_scatter", "all_to_all")
-    return loss.item(), {op: audit.count(op) for op in ops}
+    counts = {op: audit.count(op) for op in ops}
+    if not sequence_parallel:
+        amaxes = torch.int32
+        counts["all_gather"] = audit.count("all_gather")
+        counts["all_reduce"] = audit.count("all_reduce") - audit.count("all_reduce", dtype=amaxes)
+    return loss.item(), counts
 
 
 def test_plan_of_llama(ranks: RankPools) -> None:
@@ -451,6 +525,16 @@ def test_plan_of_llama(ranks: RankPools) -> None:
     assert counts == {"reduce_scatter": 1, "all_to_all": 9}
     counts = ranks(2).run_same(llama_step, "float8", False, "layers.0.attention.wk")[1]
     assert counts == {"reduce_scatter": 2, "all_to_all": 8}
+
+
+def test_plan_of_llama_without_sequence_parallelism(ranks: RankPools) -> None:
+    """Two sums of each block, and one of the head; that of the embedding is torch's."""
+    loss, counts = ranks(2).run_same(llama_step, None, True, "", False)
+    assert counts == {"reduce_scatter": 0, "all_to_all": 0, "all_gather": 1, "all_reduce": 10}
+    found, counts = ranks(2).run_same(llama_step, "float8", True, "", False)
+    assert counts == {"reduce_scatter": 0, "all_to_all": 9, "all_gather": 10, "all_reduce": 1}
+    assert found == pytest.approx(loss, rel=0.02)
+    assert found != loss
 
 
 def observed(transport: Encoding, prepared: bool) -> list[str]:
@@ -472,15 +556,14 @@ def test_statistics_show_gemms_before_the_transport(ranks: RankPools) -> None:
         assert found == expected
 
 
-def test_styles_without_a_reduce_scatter_are_refused() -> None:
+def test_styles_without_a_sum_are_refused() -> None:
     layer = nn.Sequential(nn.Linear(32, 32))
     texts = [
         raised(ValueError, lambda: Float8ColwiseParallel(reduce_transport="fp8")),
-        raised(ValueError, lambda: Float8RowwiseParallel(reduce_transport="bf16")),
         *(
             raised(ValueError, lambda a=a: PrepareFloat8ModuleInput(**a, reduce_transport="bf16"))
             for a in (
-                {"input_layouts": Replicate(), "desired_input_layouts": Replicate()},
+                {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)},
                 SEQUENCE | {"use_local_output": True},
             )
         ),
@@ -490,16 +573,15 @@ def test_styles_without_a_reduce_scatter_are_refused() -> None:
         "\n".join(texts),
         """\
 Float8ColwiseParallel: reduce_transport is 'fp8'; it must be one of ('float8', 'bf16', None)
-Float8RowwiseParallel: reduce_transport='bf16' applies to the reduce-scatter of the output, and output_layouts=Replicate() has none: give a Shard (sequence parallelism), or drop the argument
-PrepareFloat8ModuleInput: reduce_transport='bf16' applies to the reduce-scatter of the gradient of an input that is gathered: from a Shard to Replicate(), with use_local_output=False. This style has none: PrepareFloat8ModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),), input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=False)
-PrepareFloat8ModuleInput: reduce_transport='bf16' applies to the reduce-scatter of the gradient of an input that is gathered: from a Shard to Replicate(), with use_local_output=False. This style has none: PrepareFloat8ModuleInput(input_layouts=(Shard(dim=1),), desired_input_layouts=(Replicate(),), input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=True)
-llama_tp_plan: reduce_transport='float8' applies to the reduce-scatters of converted layers, which this plan doesn't have: convert the model before, with sequence_parallel=True""",
+PrepareFloat8ModuleInput: reduce_transport='bf16' applies to the sum of the gradients of an input that the module reads whole: to Replicate(), with use_local_output=False. This style has none: PrepareFloat8ModuleInput(input_layouts=(Shard(dim=1),), desired_input_layouts=(Shard(dim=1),), input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=False)
+PrepareFloat8ModuleInput: reduce_transport='bf16' applies to the sum of the gradients of an input that the module reads whole: to Replicate(), with use_local_output=False. This style has none: PrepareFloat8ModuleInput(input_layouts=(Shard(dim=1),), desired_input_layouts=(Replicate(),), input_kwarg_layouts={}, desired_input_kwarg_layouts={}, use_local_output=True)
+llama_tp_plan: reduce_transport='float8' applies to the sums of converted layers, which this model doesn't have: convert it before""",
     )
 
 
 def refusals() -> list[str]:
     mesh = device_mesh(tp=2)
-    # The layers of a prepared input have no reduction; nor has an input that is whole anyway.
+    # The layers of a prepared input have no reduction.
     plan: dict[str, Any] = {"": PrepareFloat8ModuleInput(**SEQUENCE)}
     plan |= {name: Float8ColwiseParallel(reduce_transport="bf16") for name in ("w1", "w3")}
     twice = parallelize_module(converted(), mesh, plan)
@@ -507,7 +589,6 @@ def refusals() -> list[str]:
         converted(), mesh, {"": PrepareFloat8ModuleInput(**SEQUENCE, reduce_transport="bf16")}
     )
     x = torch.randn(2, 4, 32)
-    replicated = DTensor.from_local(x, mesh, [Replicate()])
     layer: Any = converted().w1
     column = {"weight": Shard(0), "input": Shard(1), "output": Shard(-1)}
     by_hand: Any = converted().w1
@@ -516,11 +597,10 @@ def refusals() -> list[str]:
     declare_placements(by_hand, mesh, **column)
     return [
         raised(ValueError, lambda: twice(x)),
-        raised(ValueError, lambda: whole(replicated)),
         raised(
             ValueError,
             lambda: declare_placements(
-                layer, mesh, **column | {"input": Replicate()}, reduce_transport="float8"
+                layer, mesh, **column | {"weight": Replicate()}, reduce_transport="float8"
             ),
         ),
         raised(ValueError, lambda: share_input(x, [by_hand], reduce_transport="float8")),
@@ -539,9 +619,8 @@ def test_refusals(ranks: RankPools) -> None:
     assert_expected_inline(
         "\n".join(ranks(2).run_same(refusals)),
         """\
-layers.0.w1: reduce_transport='bf16' applies to the reduce-scatter of grad_input, and a layer whose input arrives whole has none. Give the argument to what gathers the input (PrepareFloat8ModuleInput, share_input). If nothing does, shard the input (sequence parallelism), or drop the argument
-PrepareFloat8ModuleInput: reduce_transport='bf16' applies to the reduce-scatter of the gradient of a sharded input, but the input is (Replicate(),) on DeviceMesh((tp=2), 'cpu', stride=(1,)); shard it (sequence parallelism), or drop the argument
-layers.0.w1: reduce_transport='float8' applies to a reduce-scatter: of the output of a row-parallel layer (weight=Shard(1), output a Shard), or of grad_input of a column-parallel one (weight=Shard(0), input a Shard). There is none with weight=Shard(dim=0), input=Replicate(), output=Shard(dim=-1)
+layers.0.w1: reduce_transport='bf16' applies to the reduction of grad_input, which a layer leaves to what gathered its input. Give the argument to that (PrepareFloat8ModuleInput, share_input), or pass the input as a plain tensor
+layers.0.w1: reduce_transport='float8' applies to the sum of the output of a row-parallel layer (weight=Shard(1)), or of grad_input of a column-parallel one (weight=Shard(0)). There is none with weight=Replicate(), input=Shard(dim=1), output=Shard(dim=-1)
 share_input: reduce_transport='float8', but ['layers.0.w1'] declared how their input stands; give it to declare_placements
 PrepareFloat8ModuleInput: reduce_transport='bf16' sums in fp32, but the input is in fp64; drop the argument, or cast the model and the input to fp32
 layers.0.w2: reduce_transport='bf16' sums in fp32, but the input is in fp64; drop the argument, or cast the model and the input to fp32""",

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.integrations.transformers.tp_styles import DividedHeads
 from fp8_dist.tensor_parallel.plans import colwise_style, residual_style
+from fp8_dist.transport import Encoding
 
 
 class _Names(NamedTuple):
@@ -49,8 +50,10 @@ _KNOWN = {
 _HEAD_SIZES = ("attention_head_size", "head_dim", "key_value_proj_dim")
 
 
-def layer_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+def layer_plan(model: nn.Module, transport: Encoding = None) -> dict[str, ParallelStyle]:
     """Return the plan of a model whose layers are known by name; empty if they are not.
+
+    ``transport``: the ``reduce_transport`` of the styles of converted layers.
 
     Collectives of the plan, for each block: an all-reduce of the output and, in the backward, one
     of the gradient of each layer's input.
@@ -60,9 +63,10 @@ def layer_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     for name, module in model.named_modules() if known else ():
         assert known is not None
         if isinstance(module, nn.Linear) and _ends(name, known.readers):
-            plan[name] = colwise_style(module)
+            plan[name] = colwise_style(module, transport)
         elif isinstance(module, nn.Linear) and _ends(name, known.writers):
-            plan[name] = residual_style(module, input_layouts=Shard(-1), output_layouts=Replicate())
+            at = {"input_layouts": Shard(-1), "output_layouts": Replicate()}
+            plan[name] = residual_style(module, transport, **at)
         elif isinstance(module, nn.Embedding) and _ends(name, known.tables):
             plan[name] = ColwiseParallel()
     for name in [name for name in plan if known and _ends(name, known.readers)]:

@@ -367,10 +367,9 @@ def hf_tp_plan(
             shards. False: the stream is replicated.
         loss_parallel: return logits from the head for
             ``torch.distributed.tensor.parallel.loss_parallel``.
-        reduce_transport: as in the float8 styles. It applies to all reduce-scatters of converted
-            layers, which reduce the outputs of blocks, and the input gradients of blocks and of the
-            head. The reduce-scatters of the embedding and of unconverted layers stay in high
-            precision.
+        reduce_transport: as in the float8 styles. It applies to all sums of converted layers over
+            ranks: of the outputs of blocks, and of the input gradients of blocks and of the head.
+            The sums of the embedding and of unconverted layers stay in high precision.
 
     Returns:
         The plan, which maps module names to styles.
@@ -389,14 +388,14 @@ def hf_tp_plan(
             whose role in the model is unknown. The message names all of them.
         ValueError: ``sequence_parallel`` is set for a model that merges other inputs (images,
             sound) into its embeddings, ``loss_parallel`` for a model without a sharded head, or
-            ``reduce_transport`` without sequence parallelism or for a model that was not converted.
+            ``reduce_transport`` for a model that was not converted.
             ``apply_tp_plan`` raises it, before it changes the model, if the ranks cannot share the
             heads evenly.
     """
-    check_plan_transport(model, reduce_transport, sequence_parallel, "hf_tp_plan")
+    check_plan_transport(model, reduce_transport, "hf_tp_plan")
     plan: dict[str, ParallelStyle] = {}
     if not (declared_plan(model) or sequence_parallel or loss_parallel):
-        plan = layer_plan(model)
+        plan = layer_plan(model, reduce_transport)
     if plan:
         return plan
     structure = StructureReader(model, sequence_parallel).read()
@@ -424,10 +423,8 @@ def hf_tp_plan(
     if sequence_parallel:
         plan |= _stream_styles(structure)
     for block in structure.blocks:
-        if block.in_replicated:  # the block reduce-scatters nothing
-            plan |= _block_styles(model, block, Replicate(), None)
-        else:
-            plan |= _block_styles(model, block, stream, reduce_transport)
+        around = Replicate() if block.in_replicated else stream
+        plan |= _block_styles(model, block, around, reduce_transport)
     if structure.head is not None:
         plan[structure.head] = colwise_style(
             model.get_submodule(structure.head),

@@ -314,11 +314,12 @@ def test_gradient_checkpointing(ranks: RankPools, kind: str, reentrant: bool) ->
         check(kind, found)
 
 
-def encoded(kind: str) -> tuple[float, float, Counter[str]]:
-    """Against the same model with torch's reduce-scatters: logits, gradients; the sums of a step."""
+def encoded(kind: str, sequence_parallel: bool) -> tuple[float, float, Counter[str]]:
+    """Against the same model with torch's sums: logits, gradients; the sums of a step."""
     mesh, ids = device_mesh(tp=2), batch(0)
-    model = planned(converted(kind), mesh, reduce_transport="float8")
-    other, counts = planned(converted(kind), mesh), Counter[str]()
+    options = {"sequence_parallel": sequence_parallel}
+    model = planned(converted(kind), mesh, reduce_transport="float8", **options)
+    other, counts = planned(converted(kind), mesh, **options), Counter[str]()
     with comm_audit(mesh) as audit:
         output = backward(model, ids)
     expected = backward(other, ids)
@@ -327,14 +328,19 @@ def encoded(kind: str) -> tuple[float, float, Counter[str]]:
     return sqnr(expected.logits, output.logits), gradients(model, other)[0], counts
 
 
-# Of each block the output, and the gradient of the input. Two of Llama 4's blocks stand in replicated
-# ones, and all-reduce.
-@pytest.mark.parametrize(("kind", "sums"), [("llama", 8), ("llama4", 4)])
-def test_reductions_in_float8(ranks: RankPools, kind: str, sums: int) -> None:
-    for logits, gradients_of_all, counts in ranks(2).run(encoded, kind):
+# Of each block the output, and the gradient of the input. (Two of Llama 4's blocks stand in replicated
+# ones.) Embedding and head reduce-scatter.
+@pytest.mark.parametrize(
+    ("kind", "sequence_parallel", "sums"),
+    [("llama", True, (8, 2)), ("llama4", True, (8, 2)), ("llama", False, (8, 0))],
+)
+def test_reductions_in_float8(
+    ranks: RankPools, kind: str, sequence_parallel: bool, sums: tuple[int, int]
+) -> None:
+    for logits, gradients_of_all, counts in ranks(2).run(encoded, kind, sequence_parallel):
         assert 20 < logits < 60
-        assert gradients_of_all > 20
-        assert (counts["all_to_all"], counts["reduce_scatter"]) == (sums, 2)
+        assert gradients_of_all > 19
+        assert (counts["all_to_all"], counts["reduce_scatter"]) == sums
 
 
 def test_loss_parallel(ranks: RankPools) -> None:
@@ -548,16 +554,16 @@ def test_plans_layer_by_layer(fake_world: DeviceMesh) -> None:
 
 def test_options_that_a_plan_does_not_have() -> None:
     model, base = converted("llama"), converted("llama_base")
-    options = {"sequence_parallel": False, "reduce_transport": "float8"}
+    plain = build("llama")
     messages = [
-        raised(ValueError, lambda: hf_tp_plan(model, **options)),
+        raised(ValueError, lambda: hf_tp_plan(plain, reduce_transport="float8")),
         raised(ValueError, lambda: hf_tp_plan(base, loss_parallel=True)),
         raised(ValueError, lambda: llama_tp_plan(model)),
     ]
     assert_expected_inline(
         "\n".join(messages),
         """\
-hf_tp_plan: reduce_transport='float8' applies to the reduce-scatters of converted layers, which this plan doesn't have: convert the model before, with sequence_parallel=True
+hf_tp_plan: reduce_transport='float8' applies to the sums of converted layers, which this model doesn't have: convert it before
 hf_tp_plan: loss_parallel=True needs a head, and the plan of this LlamaModel has none: leave it out
 llama_tp_plan does not know the module names of this LlamaForCausalLM, a model of transformers: use fp8_dist.integrations.transformers.hf_tp_plan(model)""",
     )
