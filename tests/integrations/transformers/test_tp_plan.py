@@ -37,6 +37,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
+    BertConfig,
+    BertModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaForCausalLM,
@@ -51,6 +53,7 @@ from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from fp8_dist.transport import Encoding
 
 # Gathers in high precision in a step with sequence parallelism, besides those of the head's input,
 # the logits, and the embedding's gradient. Routed experts: input, and gradient of the output.
@@ -341,6 +344,28 @@ def test_reductions_in_float8(
         assert 20 < logits < 60
         assert gradients_of_all > 19
         assert (counts["all_to_all"], counts["reduce_scatter"]) == sums
+
+
+def encoder(transport: Encoding) -> tuple[torch.Tensor, int]:
+    """The states of a BERT of one layer, and the exchanges of a step."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    config = BertConfig(num_hidden_layers=1, vocab_size=64, hidden_dropout_prob=0.0, **sizes)
+    model = convert_to_float8_training(BertModel(config, add_pooling_layer=False))
+    mesh = device_mesh(tp=2)
+    plan = hf_tp_plan(model, sequence_parallel=False, reduce_transport=transport)
+    apply_tp_plan(model, mesh, plan)
+    with comm_audit(mesh) as audit:
+        states = model(input_ids=torch.arange(32).view(2, 16)).last_hidden_state
+        states.square().sum().backward()
+    return states.detach(), audit.count("all_to_all")
+
+
+def test_reductions_of_an_encoder_in_float8(ranks: RankPools) -> None:
+    """The outputs of attention and of the feed-forward; the gradients of four layers' inputs."""
+    (expected, none), (states, sums) = (ranks(2).run(encoder, t)[0] for t in (None, "float8"))
+    assert (none, sums) == (0, 6)
+    assert 20 < sqnr(expected, states) < 80  # the stream is not encoded
 
 
 def test_loss_parallel(ranks: RankPools) -> None:
