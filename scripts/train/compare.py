@@ -1,4 +1,4 @@
-"""Compares a run of scripts.train.train with a bf16 run: losses, bytes on the wire, a plot.
+"""Compares runs of scripts.train.train with a bf16 run: bytes on the wire, losses, a plot.
 
 python -m scripts.train.compare runs/bf16 runs/tensorwise --assert
 """
@@ -42,8 +42,10 @@ def read_run(folder: Path) -> dict[str, Any]:
     # The very last step ran under the audit, which takes time of its own.
     speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
     promised = gathers_float8(config["recipe"])
+    wire = dict.fromkeys(config.get(f"{kind}_transport") for kind in ("gradient", "reduce"))
+    sums = "|".join(filter(None, wire))
     return {
-        "name": config["recipe"],
+        "name": config["recipe"] + (f", sums in {sums}" if sums else ""),
         "losses": [float(step["loss"]) for step in steps],
         "tokens_per_second": fmean(speeds),
         "bytes": sum(row["bytes"] for row in rows),
@@ -128,49 +130,53 @@ def loss_difference(baseline: dict[str, Any], run: dict[str, Any]) -> float:
     return last_loss(run) / last_loss(baseline) - 1
 
 
-def report(baseline: dict[str, Any], run: dict[str, Any]) -> str:
-    """Renders the comparison and its verdict for people."""
-    name, against = run["name"], baseline["name"]
-    head = ["", "first loss", f"mean of last {LAST_STEPS}", "bytes per step", "of it float8"]
+def report(baseline: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    """Renders the comparison and its verdicts for people."""
+    of = f"of {baseline['name']}'s"
+    head = ["bytes of a step", "gathers", of, "all collectives", of, "first loss"]
+    head += [f"mean of last {LAST_STEPS}", f"above {baseline['name']}'s", "tokens/s"]
     rows = [
         [
             each["name"],
+            *share(each["all_gather_bytes"], baseline["all_gather_bytes"]),
+            *share(each["bytes"], baseline["bytes"]),
             f"{each['losses'][0]:.4f}",
             f"{last_loss(each):.4f}",
-            f"{each['bytes']:,}",
-            f"{each['float8_bytes']:,}",
+            f"{loss_difference(baseline, each):+.2%}",
             f"{each['tokens_per_second']:,.0f}",
         ]
-        for each in (baseline, run)
+        for each in (baseline, *runs)
     ]
-    lines = [table([*head, "tokens/s"], rows, "lr")]
-    lines.append(f"loss of {name} against {against}: {loss_difference(baseline, run):+.2%}")
-    for key, what in (
-        ("all_gather_bytes", "bytes of all-gathers, unconverted layers included"),
-        ("bytes", "bytes of all collectives, gradients and sums included"),
-    ):
-        if baseline[key]:  # one rank gathers nothing, and may reduce nothing either
-            lines.append(f"{what}, {name} / {against}: {run[key] / baseline[key]:.3f}")
+    return "\n".join([table(head, rows, "lr"), *(verdict(baseline, run) for run in runs)])
+
+
+def share(size: int, whole: int) -> tuple[str, str]:
+    """Bytes, and their share of others. (One rank sends none.)"""
+    return f"{size:,}", f"{size / whole:.3f}" if whole else ""
+
+
+def verdict(baseline: dict[str, Any], run: dict[str, Any]) -> str:
+    """Renders the verdict on one run for people."""
     gathers = "every gather for a float8 layer is float8"
     if not run["gathers_float8"]:
-        gathers = f"{name} gathers in high precision"
-    wrong = "; ".join(problems(baseline, run))
-    lines.append(
-        f"verdict: NOT AS EXPECTED: {wrong}"
-        if wrong
-        else f"verdict: within {MAX_DIFFERENCE:.0%} of {against}, and both below "
-        f"{MAX_FRACTION_OF_FIRST:.0%} of their first loss; {gathers}"
+        gathers = "it gathers in high precision"
+    if wrong := "; ".join(problems(baseline, run)):
+        return f"{run['name']}: NOT AS EXPECTED: {wrong}"
+    return (
+        f"{run['name']}: loss within {MAX_DIFFERENCE:.0%} of {baseline['name']}'s, and both below "
+        f"{MAX_FRACTION_OF_FIRST:.0%} of their first; {gathers}"
     )
-    return "\n".join(lines)
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:
     """Draws the losses of runs, each the mean of up to `SMOOTHING_STEPS` steps."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for run, style in zip(runs, ("-", "--"), strict=True):
+    for i, run in enumerate(runs):
         losses, steps = run["losses"], range(1, len(run["losses"]) + 1)
         windows = [losses[max(0, step - SMOOTHING_STEPS) : step] for step in steps]
-        axes.plot(steps, [*map(fmean, windows)], style, label=run["name"])
+        # Narrower than those before, which it may cover.
+        width = max(1.5, 6 - 2.25 * i)
+        axes.plot(steps, [*map(fmean, windows)], linewidth=width, label=run["name"])
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.set_title(f"Training loss, mean of the last {SMOOTHING_STEPS} steps")
     axes.grid(alpha=0.3)
@@ -183,20 +189,22 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = command_parser("scripts.train.compare", __doc__)
     parser.add_argument("baseline", type=Path, help="folder of the bf16 run")
-    parser.add_argument("run", type=Path, help="folder of the run to judge")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="run", help="folder of a run to judge"
+    )
     parser.add_argument("--out", type=Path, default=Path(), help="folder of loss.png")
     parser.add_argument(
-        "--assert", dest="strict", action="store_true", help="fail when the verdict is bad"
+        "--assert", dest="strict", action="store_true", help="fail when a verdict is bad"
     )
     args = parser.parse_args(argv)
-    baseline, run = read_run(args.baseline), read_run(args.run)
-    if baseline["name"] == run["name"]:
-        parser.error(f"both runs are {run['name']} runs: compare different recipes")
+    baseline, *runs = found = [read_run(folder) for folder in (args.baseline, *args.runs)]
+    if len({run["name"] for run in found}) < len(found):
+        parser.error(f"runs are alike: {', '.join(run['name'] for run in found)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    plot([baseline, run], args.out / "loss.png")
-    print(report(baseline, run))
+    plot(found, args.out / "loss.png")
+    print(report(baseline, runs))
     print(f"written: {args.out / 'loss.png'}")
-    return 1 if args.strict and problems(baseline, run) else 0
+    return 1 if args.strict and any(problems(baseline, run) for run in runs) else 0
 
 
 if __name__ == "__main__":

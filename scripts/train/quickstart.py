@@ -1,15 +1,18 @@
-"""Trains a small Llama in bf16 and in float8, from the same seed, and compares the two runs.
+"""Trains a small Llama in bf16 and in float8, from the same seed, and compares the runs.
 
-Takes the options of scripts.train.train, for both runs, with defaults of its own: four ranks on
+A third run sends gradients, and the sums of tensor parallelism, in float8 too.
+
+Takes the options of scripts.train.train, for all runs, with defaults of its own: four ranks on
 this machine, FSDP2 (--dp 2) x tensor parallelism with sequence parallelism (--tp 2). --recipe is
-the float8 recipe that is compared with bf16; transports are those of its run alone. --out
-(runs/quickstart in the repository) is the folder of the comparison; each run has its own folder in
-it.
+the float8 recipe that is compared with bf16. With transports, the float8 run has these, and there
+is no third. --out (runs/quickstart in the repository) is the folder of the comparison; each run has
+its own folder in it.
 """
 
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +24,13 @@ from scripts.train.processes import choose_device
 from scripts.train.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = {"dp": 2, "tp": 2, "recipe": "tensorwise", "out": ROOT / "runs/quickstart"}
+DEFAULTS = {
+    "dp": 2,
+    "tp": 2,
+    "recipe": "tensorwise",
+    "steps": 80,
+    "out": ROOT / "runs/quickstart",
+}
 
 NO_TRANSPORTS = {
     "gradient_transport": None,
@@ -43,10 +52,14 @@ def parse_args(argv: list[str]) -> Namespace:
     return parse_options(parser, argv, world_size=asked.dp * asked.ep * asked.tp)
 
 
-def options_of(args: Namespace, recipe: str) -> Namespace:
-    """The options of one run; the bf16 run reduces as torch does."""
-    own = {"recipe": recipe, "out": args.out / recipe}
-    return Namespace(**vars(args) | own | (NO_TRANSPORTS if recipe == BF16 else {}))
+def runs_of(args: Namespace) -> list[Namespace]:
+    """The options of each run; the bf16 run reduces as torch does."""
+    own: dict[str, dict[str, Any]] = {BF16: NO_TRANSPORTS | {"recipe": BF16}, args.recipe: {}}
+    given = args.gradient_transport or args.reduce_transport
+    if not given and args.model != "moe" and args.dp > 1 and args.tp > 1:
+        sums = {"gradient_transport": "float8", "reduce_transport": "float8"}
+        own[f"{args.recipe}-float8-sums"] = sums
+    return [Namespace(**vars(args) | each | {"out": args.out / n}) for n, each in own.items()]
 
 
 def train_rank(args: Namespace) -> None:
@@ -60,9 +73,9 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     ranks = args.dp * args.ep * args.tp
     device, _ = choose_device(0, ranks)
-    runs = [options_of(args, recipe) for recipe in (BF16, args.recipe)]
+    runs = runs_of(args)
     for run in runs:
-        print(f"== training: {run.recipe}, dp {args.dp} x tp {args.tp}", flush=True)
+        print(f"== training: {run.out.name}, dp {args.dp} x tp {args.tp}", flush=True)
         run_on_ranks(ranks, train_rank, run, device=device.type)
     print("== comparing", flush=True)
     # The verdict decides the exit status only for the run it is made for: other options may train

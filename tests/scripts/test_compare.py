@@ -74,6 +74,30 @@ def test_two_runs(
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [5.5] + [3.0] * 20
+    bf16 = write_run(tmp_path / "a", "bf16", losses, {"all_gather bfloat16": 4000})
+    sizes = {"all_gather float8_e4m3fn": 2000, "reduce_scatter float32": 4000}
+    float8 = write_run(tmp_path / "b", "tensorwise", losses, sizes)
+    sums = write_run(tmp_path / "c", "tensorwise", losses, {"all_gather float8_e4m3fn": 2000})
+    arguments = [str(bf16), str(float8), str(sums), "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        compare.main(arguments)
+    assert "runs are alike: bf16, tensorwise, tensorwise" in capsys.readouterr().err
+    config = json.loads((sums / "config.json").read_text())
+    config |= {"gradient_transport": "float8", "reduce_transport": "float8"}
+    (sums / "config.json").write_text(json.dumps(config))
+    assert compare.main([*arguments, "--assert"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "| tensorwise | 2,000 | 0.500 | 6,000 | 1.500 | 5.5000 | 3.0000 | +0.00% |" in printed
+    assert "| tensorwise, sums in float8 | 2,000 | 0.500 | 2,000 | 0.500 |" in printed
+    assert printed.count(": loss within 1% of bf16's") == 2
+    config["recipe"] = "delayed"
+    (sums / "config.json").write_text(json.dumps(config | {"reduce_transport": "bf16"}))
+    assert compare.main([*arguments, "--assert"]) == 0
+    assert "delayed, sums in float8|bf16" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "allowed"),
     [

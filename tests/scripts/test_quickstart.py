@@ -51,13 +51,29 @@ def test_transports_are_those_of_the_float8_run(text):
     """The bf16 run has no sums of converted layers, and is what the bytes are compared with."""
     wire = ["--gradient-transport", "float8", "--error-feedback", "--reduce-transport", "float8"]
     args = quickstart.parse_args(["--data", "text.txt", *wire])
-    bf16, float8 = (quickstart.options_of(args, recipe) for recipe in ("bf16", "tensorwise"))
-    assert (bf16.gradient_transport, bf16.error_feedback, bf16.reduce_transport) == (
+    bf16, float8 = quickstart.runs_of(args)
+    assert (bf16.recipe, bf16.gradient_transport, bf16.error_feedback, bf16.reduce_transport) == (
+        "bf16",
         None,
         False,
         None,
     )
     assert vars(float8) == vars(args) | {"out": args.out / "tensorwise"}
+
+
+def test_a_third_run_sends_sums_in_float8_where_it_can(text):
+    args = quickstart.parse_args(["--data", "text.txt"])
+    names = ["bf16", "tensorwise", "tensorwise-float8-sums"]
+    assert [run.out.name for run in quickstart.runs_of(args)] == names
+    third = quickstart.runs_of(args)[2]
+    assert (third.recipe, third.gradient_transport, third.reduce_transport) == (
+        "tensorwise",
+        "float8",
+        "float8",
+    )
+    for options in (["--tp", "1"], ["--dp", "1"], ["--model", "moe"]):
+        args = quickstart.parse_args(["--data", "text.txt", *options])
+        assert len(quickstart.runs_of(args)) == 2
 
 
 def test_help(capsys):
@@ -67,7 +83,7 @@ def test_help(capsys):
     assert capsys.readouterr().out.count("usage: quickstart.sh") == 1
 
 
-def test_two_runs_and_their_comparison(text):
+def test_the_runs_and_their_comparison(text):
     """The whole command but for its installation and its steps; the page has its collectives."""
     text.write_text(text.read_text() * 9)
     argv = "--data text.txt --out base --steps 2"
@@ -77,17 +93,17 @@ def test_two_runs_and_their_comparison(text):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "loss of tensorwise against bf16" in done.stdout
     page = (ROOT / "docs/quickstart.md").read_text()
     table, _, _ = Path("base/tensorwise/comm.txt").read_text().partition("\n\n")
     assert f"{indent(table, '    ')}\n\n" in page
-    # Of each run the bytes of a step and those of them that are float8; the two ratios.
-    sizes = re.compile(
-        r"(bf16|tensorwise) .* ([\d,]+ \| +[\d,]+) \| +[\d,]+ \||bytes of (.* / bf16: .*)"
-    )
-    assert len(sizes.findall(done.stdout)) == 4
-    assert sizes.findall(done.stdout) == sizes.findall(page)
-    for name in ("bf16/metrics.jsonl", "tensorwise/comm.txt", "loss.png"):
+    # Of each run: bytes of gathers and of all collectives, each as a share of bf16's too.
+    sizes = re.compile(r"^ *\| ((?:bf16|tensorwise)[^|]*(?:\| +[\d,.]+ ){4})", re.MULTILINE)
+    found = sizes.findall(done.stdout)
+    assert len(found) == 3
+    assert found == sizes.findall(page)
+    for line in ("send 0.58 of", "sends 0.78 of", "sends 0.53."):
+        assert line in page
+    for name in ("bf16/metrics.jsonl", "tensorwise-float8-sums/comm.txt", "loss.png"):
         assert Path("base", name).stat().st_size > 0
 
 
