@@ -261,7 +261,10 @@ def test_the_wheel_holds_the_library_alone_and_runs(installed: Path) -> None:
 
 
 def test_the_changelog_has_the_version_or_is_ahead_of_it() -> None:
-    sections = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## \[(.+?)\](.*)$", text, re.MULTILINE)
+    sections = [name for name, _ in headings]
+    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", date) for _, date in headings[1:])
     release = fp8_dist.__version__.partition(".dev")[0]
     assert sections[0] == "Unreleased"
     assert sections[1:2] == ([] if release != fp8_dist.__version__ else [release])
