@@ -10,7 +10,7 @@ from rank_tests import on_ranks
 from ranks import device_mesh
 from reference import raised, same_bits
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,8 +33,11 @@ CASES = [(2, 1, "rowwise"), (2, 1, "mxfp8"), (1, 2, "delayed"), (2, 2, "tensorwi
 DIMS = {"dim": 64, "hidden": 128}
 
 
-def shard(net: Net, mesh: Any, **arguments: Any) -> None:
+def shard(net: Net, mesh: Any, recipe: str = "") -> None:
     """FSDP2 with a group for each layer, one for a single linear layer, and one for the rest."""
+    # With one of the recipes, activations and high-precision gathers are bf16.
+    compute = torch.bfloat16 if recipe == "mxfp8" else None
+    arguments = {"mp_policy": MixedPrecisionPolicy(param_dtype=compute)}
     if mesh.size() > 1:
         for module in (net.layers[0].w2, *net.layers, net):
             fully_shard(module, mesh=mesh, **arguments)
@@ -75,7 +78,7 @@ def test_trains_on_as_if_never_converted(dp: int, tp: int, recipe: str) -> list[
     convert_to_float8_training(net, config=config)
     if tp > 1:
         apply_tp_plan(net, mesh["tp"], net_plan(net, True))
-    shard(net, mesh["dp"])
+    shard(net, mesh["dp"], recipe)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     attach_update(optimizer, net)
     x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
@@ -94,7 +97,7 @@ def test_trains_on_as_if_never_converted(dp: int, tp: int, recipe: str) -> list[
     twin.load_state_dict(saved)
     if tp > 1:
         parallelize_module(twin, mesh["tp"], plain_plan(twin))
-    shard(twin, mesh["dp"])
+    shard(twin, mesh["dp"], recipe)
     twins = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     optimizer.state.clear()  # the twin begins without moments, too
     with comm_audit() as audit:
