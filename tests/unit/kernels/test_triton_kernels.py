@@ -75,9 +75,10 @@ def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2:
         check_operator(cast_copies, x, values, dtype, power_of_2, of, transposed)
         multipliers = [scaling_from_amax.portable(each, dtype, power_of_2)[0] for each in values]
         check_operator(quantize_copies, x, multipliers, dtype, of, transposed, fits=True)
-    check_operator(cast_rows, x, dtype, power_of_2, [False, True])
-    assert used >= {"_rows", "_tiles"}
-    assert used >= {"_cast", "_cast_rows", "_cast_rows_and_columns"}
+    for transposed in ([False], [False, True]):
+        check_operator(cast_rows, x, dtype, power_of_2, transposed)
+    assert used >= {"_rows", "_tiles", "_cast", "_cast_rows_and_columns"}
+    assert ("_cast_rows" in used) is (x.stride(1) == 1)
 
 
 def test_casts_of_any_shape_dtype_and_strides(used: set[str]) -> None:
@@ -88,6 +89,13 @@ def test_casts_of_any_shape_dtype_and_strides(used: set[str]) -> None:
     for shape in ((70, 65), (3, 1)):
         for view in views(matrix(shape, torch.bfloat16)):
             check_casts(used, view, E4M3, True)
+
+
+def test_rows_that_registers_do_not_hold_are_read_twice(used: set[str]) -> None:
+    for columns, names in ((16384, {"_cast_rows"}), (16385, {"_rows", "_cast"})):
+        used.clear()
+        check_operator(cast_rows, matrix((2, columns), torch.bfloat16), E4M3, True, [False])
+        assert used == names
 
 
 @pytest.mark.parametrize(
@@ -176,7 +184,7 @@ def test_folded_casts(used: set[str]) -> None:
     check_operator(fold_gradient, grad, E5M2, s, t, True)
     found = implementation(fold_gradient)(grad, E5M2, s, t, True)[0]
     assert (found.float() == torch.finfo(E5M2).max).all()
-    assert used == {"_fold_rows", "_fold_columns"}
+    assert used == {"_multipliers", "_fold_rows", "_fold_columns"}
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 33, 1], [16, 32], [0, 70, 0]])

@@ -15,7 +15,9 @@ import triton.language as tl
 from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
-    blocks,
+    OF_ROWS,
+    STEPS,
+    STRIPES,
     fused,
     matrix,
     programs,
@@ -27,17 +29,8 @@ from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, covered_dims
 from fp8_dist.torch_internals import foreach_zero_
 
-_STEPS = 8  # number of tiles that one instance reads
 
-_OF_ROWS = (
-    blocks(4, BM=8, BN=256),
-    blocks(4, BM=4, BN=1024),
-    blocks(8, BM=16, BN=256),
-    blocks(8, BM=2, BN=2048),
-)
-
-
-@tuned(*_OF_ROWS)
+@tuned(*OF_ROWS)
 @triton.jit
 def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> None:
     # One instance: BM rows. Moves the bytes of x once.
@@ -48,7 +41,7 @@ def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> No
     tl.store(out + i, tl.max(largest, 1), mask=i < x[1])
 
 
-@tuned(blocks(4, BM=32, BN=64), blocks(4, BM=16, BN=128), blocks(8, BM=32, BN=128))
+@tuned(*STRIPES)
 @triton.jit
 def _tiles(
     x: tl.tuple,
@@ -75,7 +68,7 @@ def _tiles(
         tl.atomic_max(whole, tl.max(of_columns, 0), sem="relaxed")
 
 
-@tuned(*_OF_ROWS)
+@tuned(*OF_ROWS)
 @triton.jit
 def _many(
     table: tl.tensor,
@@ -115,7 +108,7 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
 
 
 @fused(amax, _takes)
-def _amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Compute an amax in two launches, one for rows; 2 bytes per bf16 element."""
     flat, of_rows = as_matrix(x), dims is not None and tuple(dims) == covered_dims("row", x.ndim)
     # If columns are contiguous in memory, read the rows of the transpose instead.
@@ -143,12 +136,12 @@ def _find(
     M, K = x.shape
     wanted = (rows, columns, whole)
     _tiles(
-        lambda chosen: (programs(M, chosen["BM"] * _STEPS), programs(K, chosen["BN"])),
+        lambda chosen: (programs(M, chosen["BM"] * STEPS), programs(K, chosen["BN"])),
         (x.dtype, size_class(M, K), x.stride(1) == 1, *(t is None for t in wanted)),
         x.device,
         matrix(x),
         *(None if t is None else t.view(torch.int32) for t in wanted),
-        STEPS=_STEPS,
+        STEPS=STEPS,
     )
 
 
@@ -160,9 +153,11 @@ def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
         column = column.view(*[1] * (x.ndim - 1), -1)
         found = {"row": row.view(*x.shape[:-1], 1), "column": column}
     else:
-        found = {name: _amax(x, covered_dims(name, x.ndim)) for name in covers if name != "tensor"}
+        found = {
+            name: find_amax(x, covered_dims(name, x.ndim)) for name in covers if name != "tensor"
+        }
         rows = found.get("row")
-        found["tensor"] = _amax(x) if rows is None or not rows.numel() else rows.amax()
+        found["tensor"] = find_amax(x) if rows is None or not rows.numel() else rows.amax()
     return [found[name] for name in covers]
 
 

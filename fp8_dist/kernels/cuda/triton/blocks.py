@@ -94,7 +94,6 @@ def spread(values: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.t
 
 @tuned(
     blocks(4, BM=32, BN=128),
-    blocks(8, BM=32, BN=256),
     blocks(8, BM=64, BN=128),
     blocks(8, BM=128, BN=128),
     blocks(8, BM=128, BN=64),

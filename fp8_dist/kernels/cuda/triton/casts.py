@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8_dist.kernels.cuda.triton.amaxes import find_amax
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
     TILES,
@@ -46,12 +47,14 @@ from fp8_dist.kernels.quantization import (
     quantize_copies,
     transposed_copy,
 )
-from fp8_dist.kernels.scale import Scaling, scaling_from_amax
+from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
 
 # Granularity of the scales.
 TENSOR = tl.constexpr(0)
 ROW = tl.constexpr(1)
 COLUMN = tl.constexpr(2)
+
+_WIDEST = 16384  # columns of a row that the registers of an instance hold
 
 
 @tuned(blocks(4, BLOCK=1024))
@@ -121,23 +124,18 @@ def _cast(
             tl.store(scaling[1], reciprocal(m))
     v = load_tile(x, i, j)
     if amax is not None:
-        tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0))
+        tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0), sem="relaxed")
     v = v * m
     if SATURATE:
         v = saturated(v, BIAS)
     store_layouts(copies, to_float8(v, BIAS, SOFT), i, j, M, K)
 
 
-@tuned(
-    blocks(4, BM=32, BN=128),
-    blocks(8, BM=32, BN=256),
-    blocks(8, BM=64, BN=128),
-    blocks(4, BM=16, BN=256),
-)
+@tuned(blocks(8), blocks(4), blocks(16))
 @triton.jit
 def _cast_rows(
     x: tl.tuple,
-    copies: tl.tuple,
+    out: tl.tensor,
     amax_and_scale: tl.tuple,
     POWER_OF_2: tl.constexpr,
     BIAS: tl.constexpr,
@@ -145,21 +143,17 @@ def _cast_rows(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: BM rows. They are read for their amaxes and then again, mostly from the L2
-    # cache, for the cast. Moves the bytes of x once to twice, and 1 byte per element and layout.
+    # One instance: BM rows of at most BN columns, which stay in registers. Moves the bytes of x
+    # once, and 1 byte per element.
     M, K = x[1], x[2]
     i = indices(tl.program_id(0), BM)
-    largest = tl.zeros([BM, BN], tl.int32)
-    for block in range(tl.cdiv(K, BN)):
-        largest = tl.maximum(largest, magnitude(load_tile(x, i, indices(block, BN))))
-    amax = tl.max(largest, 1).to(tl.float32, bitcast=True)
+    j = indices(tl.program_id(1), BN)
+    v = load_tile(x, i, j)
+    amax = tl.max(magnitude(v), 1).to(tl.float32, bitcast=True)
     m = multiplier_of(amax, POWER_OF_2, BIAS)
     tl.store(amax_and_scale[0] + i, amax, mask=i < M)
     tl.store(amax_and_scale[1] + i, reciprocal(m), mask=i < M)
-    for block in range(tl.cdiv(K, BN)):
-        j = indices(block, BN)
-        code = to_float8(load_tile(x, i, j) * m[:, None], BIAS, SOFT)
-        store_layouts(copies, code, i, j, M, K)
+    store_tile(out, to_float8(v * m[:, None], BIAS, SOFT), i, j, M, K)
 
 
 @tuned(*TILES)
@@ -409,19 +403,32 @@ def _cast_by_rows(
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
 ) -> Tensors:
-    """Cast by rows in one launch; 3 to 5 bytes per bf16 element, 1 more for both layouts."""
-    numbers = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2)]
-    layouts, argument = Layouts(x, dtype, transposed), matrix(x)
+    """Cast by rows in one launch; 3 bytes per bf16 element.
+
+    Both layouts, and rows that registers do not hold, take two launches: 5 bytes per bf16 element,
+    6 for both layouts.
+    """
+    argument = matrix(x)
     _, M, K, _, stride_k = argument
-    _cast_rows(
-        lambda chosen: (programs(M, chosen["BM"]),),
-        (x.dtype, size_class(M, K), stride_k == 1, *layouts.wanted),
-        x.device,
-        *(argument, layouts.argument, tuple(numbers)),
-        POWER_OF_2=round_scales_to_power_of_2,
-        **float8_constants(dtype, x.device),
-    )
-    return [*numbers, *layouts.copies(transposed)]
+    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    if True in transposed or K > _WIDEST or stride_k != 1:
+        amax, m = find_amax(x, covered_dims("row", x.ndim)), torch.empty_like(scale)
+        power_of_2 = round_scales_to_power_of_2
+        layouts = _cast_by(x, amax, dtype, transposed, scaling=(m, scale), power_of_2=power_of_2)
+    else:
+        amax, layouts = torch.empty_like(scale), Layouts(x, dtype, transposed)
+        BN = triton.next_power_of_2(max(K, 16))
+        BM = max(1, _WIDEST // 2 // BN)
+        _cast_rows(
+            lambda chosen: (programs(M, BM), 1),
+            (x.dtype, size_class(M, K)),
+            x.device,
+            *(argument, layouts.argument[0], (amax, scale)),
+            POWER_OF_2=round_scales_to_power_of_2,
+            **float8_constants(dtype, x.device),
+            **{"BM": BM, "BN": BN},
+        )
+    return [amax, scale, *layouts.copies(transposed)]
 
 
 @fused(cast_and_record, lambda x, *_, **__: _takes(x))

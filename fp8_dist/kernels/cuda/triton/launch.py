@@ -70,6 +70,18 @@ TILES = (
     blocks(4, BM=32, BN=128),
 )
 
+# Choices for kernels whose instances each read whole rows, for the amaxes of these.
+OF_ROWS = (
+    blocks(4, BM=8, BN=256),
+    blocks(4, BM=4, BN=1024),
+    blocks(8, BM=16, BN=256),
+    blocks(8, BM=2, BN=2048),
+)
+# Choices for kernels whose instances each read STEPS tiles, one below the other, for the amaxes of
+# columns. A tile is so wide that each thread has all of its rows: threads share no column.
+STRIPES = (blocks(4, BM=8, BN=1024), blocks(2, BM=8, BN=512), blocks(4, BM=4, BN=1024))
+STEPS = 8
+
 
 class Tuned:
     """Kernel with several choices of block sizes. The first call with a key finds the fastest.
