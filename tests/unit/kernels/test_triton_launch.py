@@ -65,6 +65,19 @@ def test_the_fastest_is_found_once_for_each_key_but_not_while_a_graph_is_capture
     assert len(measured) == 2
 
 
+def test_without_memory_to_measure_the_first_choice_is_kept(
+    measured: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(call: Callable[[], None], quantiles: list[float]) -> list[float]:
+        measured.append(0.0)
+        raise torch.OutOfMemoryError("no 256 MB")
+
+    monkeypatch.setattr(launch, "measure", measure)
+    kernel = make()
+    assert [run(kernel, 0), run(kernel, 0)] == [4, 4]
+    assert measured == [0.0]
+
+
 def test_the_instruction_is_used_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     cuda = torch.device("cuda", 0)

@@ -86,8 +86,8 @@ STEPS = 8
 class Tuned:
     """Kernel with several choices of block sizes. The first call with a key finds the fastest.
 
-    The choice does not change the result. If nothing can be measured, in the interpreter and while
-    a CUDA graph is captured, the first choice is used.
+    The choice does not change the result. If nothing can be measured, in the interpreter, while a
+    CUDA graph is captured, and without memory to do it, the first choice is used.
     """
 
     def __init__(self, kernel: Any, configs: tuple[triton.Config, ...]) -> None:
@@ -117,9 +117,12 @@ class Tuned:
         if chosen is None:
             if not INTERPRETED and not torch.cuda.is_current_stream_capturing():
                 tuner = triton.autotune(list(self.configs), key=[], do_bench=measure)(self.kernel)
-                tuner[grid](*args, **constants, **_OPTIONS)
-                self._fastest[key] = tuner.best_config.all_kwargs() | _OPTIONS
-                return
+                try:
+                    tuner[grid](*args, **constants, **_OPTIONS)
+                    self._fastest[key] = tuner.best_config.all_kwargs() | _OPTIONS
+                    return
+                except torch.OutOfMemoryError:  # Triton clears the cache with 256 MB
+                    self._fastest[key] = self.configs[0].all_kwargs() | _OPTIONS
             chosen = self.configs[0].all_kwargs() | _OPTIONS
         self.kernel.run(*args, grid=grid, warmup=False, **constants, **chosen)
 
