@@ -19,7 +19,7 @@ from fp8_dist import Float8Linear
 from fp8_dist.moe import Float8ExpertsConfig, grouped_linear
 from fp8_dist.moe.config import ExpertsRecipe
 from scripts.bench import timing
-from scripts.bench.layers import Shape, layer_of
+from scripts.bench.layers import Shape, layer_of, shape_text
 from scripts.bench.timing import Timed
 from scripts.common import report
 from scripts.common.candidates import BF16
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
         if experts.config is not None:
             layer.module = Float8Linear.from_float(layer.module, experts.config.linear)
         timed[f"linear {name}"] = Timed(layer.run, layer.change_weight)
-    found = timing.medians(timed, args, description=timing.shape_text(args.shape))
+    found = timing.medians(timed, args, description=shape_text(args.shape))
     kinds = ("experts", "linear")
     return {kind: {n: found[f"{kind} {n}"] for n in (BF16, *RECIPES)} for kind in kinds}
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sentence = f"{name}: {experts / linear:.2f}, at most {args.asserted:g}"
             checks.append(report.Check(sentence, experts / linear <= args.asserted))
     header = ["candidate", "experts, ms", "linear, ms", "experts x bf16", "linear x bf16", "ratio"]
-    title = f"{args.experts} experts {timing.shape_text(args.shape)}"
+    title = f"{args.experts} experts {shape_text(args.shape)}"
     return report.finish(args, {title: table(header, lines, "lr")}, checks)
 
 

@@ -2,11 +2,15 @@
 
     python -m scripts.bench.gpu
 
-All in one run, candidates in turns, times by CUDA events: nn.Linear in bf16, the library's recipes
-and torchao's (if it is installed), eager and compiled.
+Candidates one after the other: nn.Linear in bf16, the library's recipes and torchao's (if it is
+installed), eager and compiled. A line is printed when a candidate is measured, and tables at the
+end. "ms" is the time of the device, by CUDA events, while the host is ahead. "wall ms" is that of
+a step among several, as the host's clock sees them: it is longer where the device waits for the
+host.
 
-- Layers: forward and backward of each linear layer's shape with 8192 rows; the weight has changed.
-  (Compiled: one shape of each model, as every shape is compiled anew.)
+- Layers: forward and backward of each linear layer's shape; the weight has changed. The widest of
+  the 8B model first, eager and compiled, with 8192, 2048 and 8191 rows, then the others with 8192
+  rows. (Compiled: that one of each model, as every shape is compiled anew.)
 - Step: two blocks of Llama 8B with embedding and head, one sequence of 8192 tokens on each rank,
   under FSDP2 on all GPUs; AdamW (fused).
 
@@ -30,10 +34,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from tqdm import tqdm
 
-from scripts.bench.layers import Shape, layer_of
-from scripts.bench.timing import shape_text
+from scripts.bench.layers import Shape, layer_of, shape_text
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.common.markdown import table
@@ -47,6 +49,9 @@ WARM_UP = 3
 SLEEP = 4_000_000  # cycles, some 2 ms
 COMPILED_LAYER = "w1, w3"
 TOKENS = 8192  # of a sequence
+FEW, ODD = 2048, 8191  # rows of a layer besides
+COMPILED_SHARE = 5  # of the time, where candidates are compiled too
+STEPS = 10  # that the host's clock times together
 STEP_SHARE = 0.4  # of the time, for the training step
 
 
@@ -68,11 +73,12 @@ class Work:
 
 
 class Result(NamedTuple):
-    """Measurement of a candidate: the median seconds, and the peak bytes of a GPU."""
+    """Measurement of a candidate: seconds of the device and of the host, peak bytes of a GPU."""
 
     name: str
     compiled: bool
     seconds: float
+    wall: float
     flops: float
     tokens: int
     peak: int
@@ -81,28 +87,36 @@ class Result(NamedTuple):
 def variants(kinds: Sequence[bool] = (False, True)) -> list[Variant]:
     """All candidates, eager and compiled; the most wanted first, as time may run out."""
     names = (BF16, "tensorwise", *TORCHAO[:1], *OURS[1:], *TORCHAO[1:])
-    return [(name, compiled) for compiled in kinds for name in names]
+    every = [(name, compiled) for compiled in kinds for name in names]
+    first = [(BF16, False), (BF16, True), ("tensorwise", False), ("tensorwise", True)]
+    first += [(name, True) for name in TORCHAO[:1]]
+    wanted = [variant for variant in first if variant in every]
+    return wanted + [variant for variant in every if variant not in wanted]
 
 
 def layer_shapes() -> dict[str, Shape]:
     """The linear layers of the two models, without those of equal shape."""
-    shapes = {}
+    wide = MODELS["8b"].dim, MODELS["8b"].ffn_dim
+    shapes = {f"8b {COMPILED_LAYER}, {rows} rows": (rows, *wide) for rows in (TOKENS, FEW, ODD)}
     for size in ("8b", "70b"):
         d, ffn = MODELS[size].dim, MODELS[size].ffn_dim
         kv = MODELS[size].n_kv_heads * MODELS[size].head_dim
         of_model = {"wq, wo": (d, d), "wk, wv": (d, kv), "w1, w3": (d, ffn), "w2": (ffn, d)}
         shapes |= {f"{size} {layer}": (TOKENS, *features) for layer, features in of_model.items()}
-    return shapes
+    return {name: shape for name, shape in shapes.items() if name != f"8b {COMPILED_LAYER}"}
 
 
 def layer_work(shape: Shape, variant: Variant) -> Work:
     """Forward and backward of one linear layer."""
     name, compiled = variant
     layer = layer_of(name, shape, "cuda")
+    timed = layer
     if compiled:
-        layer.module.compile(fullgraph=True, dynamic=False)
+        # (In place, torch 2.13 finds nothing to compile in a layer of its own.)
+        module: Any = torch.compile(layer.module, fullgraph=True, dynamic=False)
+        timed = replace(layer, module=module)
     m, k, n = shape
-    return Work(layer.run, 6.0 * m * k * n, m, layer.change_weight)
+    return Work(timed.run, 6.0 * m * k * n, m, layer.change_weight)
 
 
 def step_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) -> Work:
@@ -143,18 +157,39 @@ def event_seconds(work: Work) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def measure(work: Work, repeat: int, seconds_of: Callable[[Work], float]) -> tuple[float, int]:
-    """The median of the runs after a few, and the bytes allocated at most; with all ranks."""
+def wall_seconds(work: Work) -> float:
+    """The mean time of a run among several, on the host's clock, with what is done before."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        work.before()
+        work.run()
+    synchronize()
+    return (time.perf_counter() - begin) / STEPS
+
+
+def measure(
+    work: Work, repeat: int, seconds_of: Callable[[Work], float]
+) -> tuple[float, float, int]:
+    """The median of the runs after a few, the time of one on the host's clock, the peak bytes.
+
+    The peak is that of the runs that count: the first ones find block sizes. On several ranks each
+    is the largest.
+    """
     for _ in range(WARM_UP):
         seconds_of(work)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     readings = [seconds_of(work) for _ in range(repeat)]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    found = (statistics.median(readings), peak)
+    found = (statistics.median(readings), wall_seconds(work), peak)
     if not dist.is_initialized():
         return found
     everyone = [found] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
-    return max(seconds for seconds, _ in everyone), max(peak for _, peak in everyone)
+    seconds, walls, peaks = zip(*everyone, strict=True)
+    return max(seconds), max(walls), max(peaks)
 
 
 def compare(
@@ -167,14 +202,11 @@ def compare(
 ) -> list[Result]:
     """Measures candidates one after the other for so many minutes; the first one always.
 
-    All ranks stop where rank 0 does.
+    All ranks stop where rank 0 does. An error of a candidate is printed, on several ranks raised.
     """
     results: list[Result] = []
     deadline = time.monotonic() + 60 * minutes
-    silent = True if dist.is_initialized() and dist.get_rank() > 0 else None
-    for variant in tqdm(
-        candidates, desc=description, unit="candidate", disable=silent, leave=False
-    ):
+    for variant in candidates:
         if results and _is_late(deadline):
             break
         # What the candidate before has left is freed.
@@ -182,10 +214,19 @@ def compare(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        work = make(variant)
-        seconds, peak = measure(work, repeat, seconds_of)
-        results.append(Result(*variant, seconds, work.flops, work.tokens, peak))
+        try:
+            work = make(variant)
+            seconds, wall, peak = measure(work, repeat, seconds_of)
+        except Exception as error:  # of one candidate: the others are measured
+            if not results or dist.is_initialized():
+                raise
+            first = next(iter(str(error).splitlines()), "")
+            print(f"{description}: {shown(*variant)}: {type(error).__name__}: {first}", flush=True)
+            continue
+        results.append(Result(*variant, seconds, wall, work.flops, work.tokens, peak))
+        if description and not (dist.is_initialized() and dist.get_rank()):
+            times = f"{1e3 * seconds:.3f} ms, wall {1e3 * wall:.3f} ms, {peak / 1e9:.2f} GB"
+            print(f"{description}: {shown(*variant)}: {times}", flush=True)
         del work
     return results
 
@@ -204,6 +245,7 @@ def results_table(results: Sequence[Result], wanted: Sequence[Variant]) -> str:
         [
             shown(r.name, r.compiled),
             f"{1e3 * r.seconds:.2f}",
+            f"{1e3 * r.wall:.2f}",
             f"{results[0].seconds / r.seconds:.2f}",
             f"{compiled.seconds / r.seconds:.2f}" if compiled else "",
             f"{r.tokens / r.seconds:,.0f}",
@@ -212,10 +254,12 @@ def results_table(results: Sequence[Result], wanted: Sequence[Variant]) -> str:
         ]
         for r in results
     ]
-    header = ["candidate", "ms", "x bf16's speed", "x bf16 compiled", "tokens/s", "TFLOP/s"]
-    missing = "; ".join(shown(*variant) for variant in wanted[len(results) :])
-    note = f"Left out for lack of time: {missing}.\n\n" if missing else ""
-    return note + table([*header, "peak GB"], lines, "lr")
+    times = ["candidate", "ms", "wall ms", "x bf16's speed", "x bf16 compiled"]
+    header = [*times, "tokens/s", "TFLOP/s", "peak GB"]
+    measured = {(r.name, r.compiled) for r in results}
+    missing = "; ".join(shown(*variant) for variant in wanted if variant not in measured)
+    note = f"Left out for lack of time, or failed: {missing}.\n\n" if missing else ""
+    return note + table(header, lines, "lr")
 
 
 def shown(name: str, compiled: bool) -> str:
@@ -237,6 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("scripts.bench.gpu", __doc__, repeat=10)
     budget = "for all parts together, beside what compiles when they end; %(default)s"
     parser.add_argument("--budget-minutes", type=float, default=7.0, metavar="MINUTES", help=budget)
+    parts = "what to time; default: both"
+    parser.add_argument("--part", choices=["layers", "step"], help=parts)
     parser.add_argument("--gpus", type=positive, help="of the training step; default: all")
     args = start(parser, argv)
     if args.device != "cuda" or not torch.cuda.is_available():
@@ -245,8 +291,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); what can be "
             "derived without one is printed by python -m scripts.bench.gpu_counts"
         )
-    for_step = STEP_SHARE * args.budget_minutes
-    tables = layer_tables(args, args.budget_minutes - for_step)
+    share = {"layers": 0.0, "step": 1.0}.get(args.part, STEP_SHARE)
+    for_step = share * args.budget_minutes
+    tables = layer_tables(args, args.budget_minutes - for_step) if share < 1 else {}
+    if args.part == "layers":
+        return finish(args, tables)
     torch.cuda.empty_cache()
     gpus = args.gpus or torch.cuda.device_count()
     task = (measured_step, replace(MODELS["8b"], n_layers=2), TOKENS, for_step, args.repeat)
@@ -257,12 +306,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def layer_tables(args: argparse.Namespace, minutes: float) -> dict[str, str]:
-    """All layers; each shape may take its part of the time that is left."""
+    """All layers; each shape may take its part of the time that is left, compiled ones the most."""
     end = time.monotonic() + 60 * minutes
     shapes = layer_shapes()
     tables = {}
+    parts = [COMPILED_SHARE if COMPILED_LAYER in name else 1 for name in shapes]
     for i, (name, shape) in enumerate(shapes.items()):
-        left = max(0.0, end - time.monotonic()) / 60 / (len(shapes) - i)
+        left = max(0.0, end - time.monotonic()) / 60 * parts[i] / sum(parts[i:])
         candidates = variants() if COMPILED_LAYER in name else variants([False])
         results = compare(
             partial(layer_work, shape), candidates, left, args.repeat, description=name

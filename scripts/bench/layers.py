@@ -56,3 +56,8 @@ def layer_of(name: str, shape: Shape, device: str) -> Layer:
         linear = nn.Linear(k, n, bias=False)
     linear.weight = nn.Parameter(w)
     return Layer(linear_of(name, linear), x.requires_grad_(), g)
+
+
+def shape_text(shape: Shape) -> str:
+    """A shape as people read it."""
+    return " x ".join(map(str, shape))

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from scripts.bench import timing
-from scripts.bench.layers import Shape, layer_of
+from scripts.bench.layers import Shape, layer_of, shape_text
 from scripts.bench.timing import Timed
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.report import start
@@ -32,7 +32,7 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
             cached = layer_of(name, shape, args.device)
             timed[f"{name}, weight cached"] = Timed(cached.run, cached.clear)
     calls = max(1, min(50, 10**7 // math.prod(shape)))  # of what takes microseconds
-    return timing.medians(timed, args, calls=calls, description=timing.shape_text(shape))
+    return timing.medians(timed, args, calls=calls, description=shape_text(shape))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", default=default, help=shapes
     )
     args = start(parser, argv)
-    found = {f"linear {timing.shape_text(shape)}": measure(shape, args) for shape in args.shapes}
+    found = {f"linear {shape_text(shape)}": measure(shape, args) for shape in args.shapes}
     return timing.finish(args, found)
 
 

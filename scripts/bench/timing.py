@@ -9,7 +9,7 @@ import ctypes
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -154,8 +154,3 @@ def shape_type(text: str) -> tuple[int, int, int]:
     if len(sizes) != 3 or any(size < 1 or size % 16 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text}: expected MxKxN, positive multiples of 16")
     return sizes
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """A shape as people read it."""
-    return " x ".join(map(str, shape))

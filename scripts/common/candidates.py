@@ -28,7 +28,7 @@ OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
 RECIPES = (BF16, *OURS)
 # Scales of rows need a kernel that CPUs have since torch 2.12.
 _PEERS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-if torch.__version__.startswith("2.11."):
+if torch.__version__.startswith("2.11.") and not torch.cuda.is_available():
     _PEERS = ("tensorwise",)
 TORCHAO = () if torchao is None else tuple(f"torchao {recipe}" for recipe in _PEERS)
 

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from tqdm import tqdm
 
 from scripts.common.gloo import use_one_thread_per_group
+
+try:
+    from tqdm import tqdm
+except ImportError:  # the programs for a day with a GPU do without
+    tqdm = None
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -68,7 +72,8 @@ def _rank_main(
     faulthandler.enable()  # a rank that dies of a signal says where
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    tqdm.set_lock(RLock())  # os._exit below would leave tqdm's own, a semaphore, behind
+    if tqdm is not None:
+        tqdm.set_lock(RLock())  # os._exit below would leave tqdm's own, a semaphore, behind
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:

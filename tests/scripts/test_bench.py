@@ -1,10 +1,7 @@
 """The benchmarks: real runs at their smallest sizes, what they count, and what they refuse."""
 
 import argparse
-import os
 import re
-import subprocess
-import sys
 import time
 from argparse import Namespace
 from functools import partial
@@ -188,19 +185,7 @@ def test_steps_of_several_gpus(ranks: RankPools) -> None:
     assert all(r.tokens == 32 and r.seconds > 0 for r in every)
     assert [r.name for r in late] == ["bf16"]
     shown = gpu.results_table(late, gpu.variants([False])[:2])
-    assert shown.startswith("Left out for lack of time: tensorwise.\n\n| candidate ")
-
-
-def test_the_day_with_a_gpu_needs_one(tmp_path: Path) -> None:
-    environment = os.environ | {"PY": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", str(ROOT / "scripts/gpu_day.sh")]
-    for words, status, message in (
-        ([], 2, "usage: "),
-        ([str(tmp_path / "day")], 1, "finds no CUDA device: install torch for CUDA"),
-    ):
-        done = subprocess.run(command + words, env=environment, capture_output=True, text=True)
-        assert done.returncode == status
-        assert message in done.stderr
+    assert shown.startswith("Left out for lack of time, or failed: tensorwise.\n\n| candidate ")
 
 
 GEMM = Kernel("_scaled_mm", "gemm", 1, 10**9, 10**9, 12 * 10**11, "float8")

@@ -95,6 +95,10 @@ class Tuned:
         self.configs = configs
         self._fastest: dict[Hashable, dict[str, Any]] = {}
 
+    def chosen(self, key: Hashable) -> dict[str, Any]:
+        """Return the block sizes and options of launches with a key; the first ones before any."""
+        return self._fastest.get(key) or self.configs[0].all_kwargs()
+
     def __call__(
         self,
         grid: Callable[[Blocks], tuple[int, ...]],

@@ -1,0 +1,88 @@
+"""Runs a program where torch has a CUDA device that computes nothing, to see that it runs at all.
+
+    python -m scripts.common.fake_cuda.rehearsal -m MODULE ARGS...
+    python -m scripts.common.fake_cuda.rehearsal -c CODE
+
+Tensors have no memory (``kernels.cpp``), launches do nothing, and each takes a millisecond on the
+device's clock.
+"""
+
+import ctypes
+import os
+import runpy
+import sys
+from typing import Any
+
+import torch
+
+from scripts.common.fake_cuda import streams
+from scripts.common.fake_cuda.device import pretend
+from scripts.common.fake_cuda.inductor import compiled_code_launches_nothing
+from scripts.common.fake_cuda.process import built
+from scripts.common.fake_cuda.triton_kernels import launch_nothing
+
+_GUARD = "FP8_DIST_REHEARSAL"  # the guard, until torch is imported
+
+
+class _Event(streams.Event):
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0
+
+
+class _Generator(torch.Generator):
+    """The device has no generator of random numbers."""
+
+    def __new__(cls, device: Any = None) -> "_Generator":
+        return super().__new__(cls)
+
+
+def main(argv: list[str]) -> None:
+    """Become a process with the device, then run the program."""
+    guard = os.environ.pop(_GUARD, None)
+    if guard is None:
+        guard = str(built("guard.cpp"))
+        os.environ |= {_GUARD: guard, "LD_PRELOAD": guard}
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *argv])
+    os.environ.pop("LD_PRELOAD", None)  # not for what the program starts
+    ctypes.CDLL(guard).take_over()
+    torch.set_num_threads(1)
+    pretend()
+    ctypes.CDLL(str(built("kernels.cpp")))
+    launch_nothing()
+    answers: dict[str, Any] = {
+        "Event": _Event,
+        "_sleep": lambda cycles: None,
+        "empty_cache": lambda: None,
+        "max_memory_allocated": lambda device=None: 10**9,
+        "reset_peak_memory_stats": lambda device=None: None,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    randn = torch.randn
+    torch.Generator = _Generator  # type: ignore[misc]
+    torch.randn = lambda *size, generator=None, **options: randn(*size, **options)
+    kind, program, *arguments = argv
+    sys.argv = [program, *arguments]
+    try:
+        with compiled_code_launches_nothing():
+            if kind == "-c":
+                exec(program, {"__name__": "__main__"})
+            else:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        _end(end.code if isinstance(end.code, int) else int(end.code is not None))
+    _end(0)
+
+
+def _end(status: int) -> None:
+    """End at once: autograd's thread for the device never does."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
