@@ -266,7 +266,24 @@ def _fold_rows_of_groups(
             store_tile(g1, to_float8(v, BIAS, SOFT), i, j, M, N)
 
 
-@tuned(blocks(4, BM=64, BN=64), blocks(8, BM=64, BN=128), blocks(8, BM=128, BN=64))
+@tuned(blocks(4, BLOCK=1024))
+@triton.jit
+def _scaling_of_columns(
+    column_amax: tl.tensor,
+    multiplier: tl.tensor,
+    scale: tl.tensor,
+    size: tl.tensor,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One instance: BLOCK columns, of all groups. Moves 12 bytes per column.
+    i = indices(tl.program_id(0), BLOCK)
+    m = multiplier_of(tl.load(column_amax + i, mask=i < size, other=0.0), True, BIAS)
+    tl.store(multiplier + i, m, mask=i < size)
+    tl.store(scale + i, reciprocal(m) * (1 / UNIT), mask=i < size)
+
+
+@tuned(*TILES)
 @triton.jit
 def _fold_columns_of_groups(
     g0: tl.tensor,
@@ -274,10 +291,8 @@ def _fold_columns_of_groups(
     input_scale: tl.tensor,
     group: tl.tensor,
     source: tl.tensor,
-    column_amax: tl.tensor,
+    multiplier: tl.tensor,
     g2_t: tl.tensor,
-    scale: tl.tensor,
-    E: tl.tensor,
     P: tl.tensor,
     N: tl.tensor,
     BIAS: tl.constexpr,
@@ -288,19 +303,14 @@ def _fold_columns_of_groups(
     # One instance: a tile of BM places and BN columns. Moves 2 bytes per element.
     p = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
-    if tl.program_id(0) == 0:
-        for each in range(E):
-            value = tl.load(column_amax + each * N + j, mask=j < N, other=0.0)
-            m = multiplier_of(value, True, BIAS)
-            tl.store(scale + each * N + j, reciprocal(m) * (1 / UNIT), mask=j < N)
     i = tl.load(source + p, mask=p < P, other=-1)
     e = tl.load(group + i, mask=i >= 0, other=0)
     r = tl.load(scale0 + i, mask=i >= 0, other=0.0)
     t = tl.load(input_scale + i, mask=i >= 0, other=0.0) * UNIT
     mask = (i[:, None] >= 0) & (j[None, :] < N)
-    value = tl.load(column_amax + e[:, None] * N + j[None, :], mask=mask, other=0.0)
+    m = tl.load(multiplier + e[:, None] * N + j[None, :], mask=mask, other=0.0)
     code = tl.load(g0 + i[:, None] * N + j[None, :], mask=mask, other=0)
-    v = from_float8(code, BIAS, SOFT) * r[:, None] * t[:, None] * multiplier_of(value, True, BIAS)
+    v = from_float8(code, BIAS, SOFT) * r[:, None] * t[:, None] * m
     code = to_float8(tl.where(mask, v, 0.0), BIAS, SOFT)
     store_tile(g2_t, tl.trans(code), j, p, N, P)
 
@@ -320,7 +330,7 @@ def _fold_groups(
     groups: int,
     source: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Fold and cast in three launches, one without ``input_scale``; 5 bytes per element.
+    """Fold and cast in four launches, one without ``input_scale``; 5 bytes per element.
 
     It moves 3 bytes per element without ``input_scale`` or without ``weight_scale``.
     """
@@ -343,13 +353,21 @@ def _fold_groups(
     )
     if column_amax is not None and source is not None:
         qdata, of_columns = made[-2:]
-        P = len(source)
+        P, size = len(source), column_amax.numel()
+        multiplier = torch.empty_like(column_amax)
+        _scaling_of_columns(
+            lambda chosen: (programs(size, chosen["BLOCK"]),),
+            (),
+            device,
+            *(column_amax, multiplier, of_columns, size),
+            BIAS=BIAS[dtype],
+        )
         _fold_columns_of_groups(
             tiles(P, N),
             (size_class(P, N),),
             device,
-            *(as_bytes(g0), scale, scales[1], group, source, column_amax),
-            *(as_bytes(qdata), of_columns, groups, P, N),
+            *(as_bytes(g0), scale, scales[1], group, source, multiplier, as_bytes(qdata)),
+            *(P, N),
             **float8_constants(dtype, device),
         )
     return made
