@@ -409,9 +409,15 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
 def unwrap_float8_weights(weights: Collection[Float8Weight]) -> None:
     """Let FSDP2 gather sharded weights in high precision: the inverse of rewrapping.
 
-    A weight that is a DTensor stays the same parameter; a plain weight becomes a new one.
+    A weight that is a DTensor stays the same parameter; a plain weight becomes a new one. Weights
+    that FSDP2 does not gather in float8 stay as they are.
     """
-    _replace_tensors(weights, lambda tensor, name: Float8AllGatherWeight.unwrap(tensor))
+    wrapped = [
+        weight
+        for weight in weights
+        if isinstance(local_tensor(weight.parameter().detach()), Float8AllGatherWeight)
+    ]
+    _replace_tensors(wrapped, lambda tensor, name: Float8AllGatherWeight.unwrap(tensor))
     fsdp_gather_without_hooks({(weight.module, weight.name) for weight in weights})
 
 

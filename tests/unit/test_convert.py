@@ -293,9 +293,14 @@ def test_attached_updates_end_with_the_conversion_back() -> None:
     layer = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     attach_update(optimizer, layer)
+    loss, parameters = layer(torch.ones(16)).sum(), [*layer.parameters()]
     convert_to_linear(layer)
-    layer(torch.ones(16)).sum().backward()
+    # The optimizer, and a backward that has begun, go on with the same parameters.
+    assert all(a is b for a, b in zip(layer.parameters(), parameters, strict=True))
+    loss.backward()
+    before = layer[0].weight.clone()
     optimizer.step()
+    assert not same_bits(layer[0].weight, before)
 
 
 def test_convert_to_linear_refuses() -> None:
