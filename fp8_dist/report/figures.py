@@ -121,7 +121,12 @@ def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | N
 
 
 def _log_scale(axes: Axes) -> None:
-    """Make the axis of values logarithmic, with numbers as labels: the default are formulas."""
+    """Make the axis of values logarithmic, with numbers as labels: the default are formulas.
+
+    The axis stays linear if no value is positive.
+    """
+    if axes.dataLim.minposy == math.inf:
+        return
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     digits = "1235" if high < 30 * low else "1"

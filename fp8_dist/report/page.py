@@ -78,7 +78,7 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         total = run.config.get("steps")
         cells = [run.name, f"{len(run.metrics):,}" + (f" of {plain(total)}" if total else "")]
         for name in names:
-            last = [row[name] for row in run.metrics[-LAST_STEPS:] if name in row]
+            last = [row[name] for row in run.metrics if name in row][-LAST_STEPS:]
             values = [value for value in last if math.isfinite(value)]
             cells.append(shown_number(median(values)) if values else "")
         layers = len({row["fqn"] for row in run.stats or []} or run.config.get("float8_layers", ()))

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class RunWriter:
             TypeError: a metric is neither a number nor a tensor of one element.
         """
         for name, value in metrics.items():
-            if not isinstance(value, int | float | torch.Tensor):
+            if not isinstance(value, Real | torch.Tensor):
                 raise TypeError(f"RunWriter.log: {name}={value!r} must be a number or a tensor")
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:

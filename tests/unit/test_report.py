@@ -150,6 +150,21 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert f"<td>{tmp_path / 'a' / 'first'}</td>" in page
 
 
+@pytest.mark.filterwarnings("error")
+def test_metrics_that_are_rare_or_never_positive(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run")
+    for step in range(60):
+        rare = {"eval_loss": 2.25} if step == 1 else {}
+        writer.log(step, reward=-1.5 - step, zero=0, nan=math.nan, **rare)
+    page, pictures = page_of(tmp_path / "run")
+    (table,) = re.findall('<table id="summary">.*?</table>', page, re.S)
+    assert re.findall("<t[hd]>(.*?)<", table) == [
+        *("run", "logged steps", "reward", "zero", "eval_loss", "anomalies"),
+        *("run", "60", "-51", "0", "2.25", "0"),
+    ]
+    assert len(pictures) == 2 * 4
+
+
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     bad = "</script><img src=x onerror=alert(1)><b>&amp;</b>$x$"
     write_run(tmp_path, [bad, *LAYERS], recipe=bad, **{bad: bad})
@@ -243,6 +258,8 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
     error = raised(TypeError, partial(writer.log, 3, loss=torch.ones(2)))
     assert "RunWriter.log: loss has the shape [2]; log one number, such as" in error
     assert len(lines_of(tmp_path / "run" / "metrics.jsonl")) == 3
+    writer.log(3, loss=np.float32(0.5), tokens=np.int64(7))
+    assert lines_of(tmp_path / "run" / "metrics.jsonl")[3] == {"step": 3, "loss": 0.5, "tokens": 7}
 
 
 def test_what_a_resumed_run_knows_and_syncs(tmp_path: Path) -> None:
