@@ -128,7 +128,8 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     parallelism and FSDP2 have distributed. Weights keep their values, and layers their names, hooks
     and attributes. Afterwards the model computes what it would if it had never been converted:
     FSDP2 gathers weights in high precision, and tensor parallelism communicates as torch's styles
-    do. A call on a model without float8 layers changes nothing.
+    do, except that prepared inputs keep their ``reduce_transport``. A call on a model without
+    float8 layers changes nothing.
 
     Distributed parameters stay the same objects, so optimizers go on. A plain weight with
     ``enable_fsdp_float8_all_gather`` becomes a new parameter on the same storage. Updates that were
