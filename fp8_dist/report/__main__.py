@@ -10,6 +10,7 @@ import importlib
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ def _watch(page: Any, data: Any, out: Path, runs: list[Path], seconds: int) -> l
     try:
         while True:
             if (now := state()) != written:
-                page.write(out, runs, seconds)
+                with suppress(data.NoRun, FileNotFoundError):  # a run that starts again
+                    page.write(out, runs, seconds)
                 written = now
             time.sleep(seconds)
     except KeyboardInterrupt:

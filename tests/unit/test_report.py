@@ -165,6 +165,26 @@ def test_metrics_that_are_rare_or_never_positive(tmp_path: Path) -> None:
     assert len(pictures) == 2 * 4
 
 
+def test_a_live_page_outlives_a_run_that_starts_again(tmp_path: Path) -> None:
+    folder, shown = tmp_path / "run", []
+    RunWriter(folder).log(0, loss=1.5)
+
+    def sleep(seconds: float) -> None:
+        shown.append((folder / "report.html").read_text(encoding="utf-8").count("<td>1.5</td>"))
+        if len(shown) == 1:  # RunWriter removes the files of the run before, one by one
+            for name in data.FILES:
+                (folder / name).unlink(missing_ok=True)
+        elif len(shown) == 2:
+            RunWriter(folder).log(0, loss=2.5)
+        else:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(command.time, "sleep", sleep):
+        assert command.main([str(folder), "--watch", "5"]) == 0
+    assert shown == [1, 1, 0]
+    assert "<td>2.5</td>" in (folder / "report.html").read_text(encoding="utf-8")
+
+
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     bad = "</script><img src=x onerror=alert(1)><b>&amp;</b>$x$"
     write_run(tmp_path, [bad, *LAYERS], recipe=bad, **{bad: bad})
