@@ -86,6 +86,10 @@ def device_has_grouped_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
 
 
+# The recipe whose blocks each kind of device multiplies in float8.
+BLOCK_RECIPES = {"hopper": "blockwise", "blackwell": "mxfp8"}
+
+
 @cache
 def device_kind(device: torch.device) -> str | None:
     """Return the kind of a device's GEMM with block scales: "hopper", "blackwell" or None."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
-from fp8_dist.device import device_has_float8_gemm
+from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
@@ -154,8 +154,11 @@ def _gpus() -> Iterator[str]:
         where = "from compute capability 8.9 on"
         if hip:
             kind, where = properties.gcnArchName, "on gfx94x, gfx95x and gfx12x"
-        native = device_has_float8_gemm(torch.device("cuda", index))
-        how = "native" if native else f"emulated in a wider type (native {where})"
+        device = torch.device("cuda", index)
+        how = f"emulated in a wider type (native {where})"
+        if device_has_float8_gemm(device):
+            blocks = BLOCK_RECIPES.get(device_kind(device) or "", "none")
+            how = f"native; of the recipes with scales of blocks: {blocks}"
         yield f"  cuda:{index}: {properties.name}, {kind}: {how}"
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8_dist
 from fp8_dist import Float8LinearConfig, doctor, env
-from fp8_dist.device import device_has_float8_gemm
+from fp8_dist.device import device_has_float8_gemm, device_kind
 from fp8_dist.linear.checks import check_alignment
 
 ROOT = Path(__file__).parents[2]
@@ -90,16 +90,24 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (devices[d.index].major, 0))
     device_has_float8_gemm.cache_clear()
+    device_kind.cache_clear()
     yield
     device_has_float8_gemm.cache_clear()
+    device_kind.cache_clear()
 
 
 @pytest.mark.usefixtures("gpus")
-def test_gpus_multiply_natively_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_multiply_natively_or_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = report(capsys)
     assert "cpu: emulated in a wider type, as on every CPU\n" in text
     assert "cuda:0: A100, compute capability 8.0: emulated in a wider type (native from" in text
-    assert "cuda:1: H100, compute capability 9.0: native\n" in text
+    native = "cuda:1: H100, compute capability 9.0: native; of the recipes with scales of blocks: "
+    assert f"{native}none\n" in text  # GEMMs of blocks need a build for CUDA 12.9
+    device_kind.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert f"{native}blockwise\n" in report(capsys)
 
 
 def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

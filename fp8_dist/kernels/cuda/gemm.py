@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
-from fp8_dist.device import device_kind
+from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
 from fp8_dist.kernels.gemm import (
     ALIGNMENT,
     block_scaled_mm,
@@ -22,6 +22,7 @@ from fp8_dist.kernels.gemm import (
     row_major,
     tiled_exponents,
 )
+from fp8_dist.text import warn_once
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
 
@@ -144,7 +145,28 @@ def _block_scaled_mm(
 ) -> Tensor:
     operands = (a, b, scales_a, scales_b, blocks_a, blocks_b, out_dtype)
     product = None if emulate else block_mm(*operands)
-    return block_scaled_mm.portable(*operands, emulate) if product is None else product
+    if product is not None:
+        return product
+    if not emulate and device_has_float8_gemm(a.device):
+        size = max(blocks_a[:2])
+        why = _why_in_high_precision(device_kind(a.device), size, a, b)
+        warn_once(
+            f"GEMM of blocks {why}",
+            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} with one scale per block of "
+            f"{size} values: it runs in high precision, no faster than without float8; {why}",
+        )
+    return block_scaled_mm.portable(*operands, emulate)
+
+
+def _why_in_high_precision(kind: str | None, size: int, a: Tensor, b: Tensor) -> str:
+    """The reason why operands with blocks of ``size`` values are not multiplied in float8."""
+    if kind is None:
+        return "this device, or this build of torch, has no such GEMM; use rowwise_folded"
+    if size != _BLOCK[kind]:
+        return f"this device multiplies blocks of {_BLOCK[kind]} values; use {BLOCK_RECIPES[kind]}"
+    if a.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT:
+        return f"the sizes of the product must be multiples of {ALIGNMENT}; pad the batch"
+    return "the device's GEMM does not take these dtypes or shapes of blocks"
 
 
 block_scaled_mm.register("cuda", _block_scaled_mm)

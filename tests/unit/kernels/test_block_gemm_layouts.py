@@ -1,12 +1,16 @@
 """What GPUs' GEMMs with scales of blocks are given, by torch's own checks of operands without data."""
 
+import warnings
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch.nn.functional import scaled_mm
+from torch.utils._pytree import tree_map_only
 
+from fp8_dist import text
 from fp8_dist.kernels.blocks import exponents_shape
 from fp8_dist.kernels.cuda import gemm as block_gemm
 
@@ -76,3 +80,37 @@ def test_what_the_devices_do_not_multiply(kind: str, monkeypatch: pytest.MonkeyP
         (a.view(torch.float8_e5m2), b, blocks_a, torch.bfloat16),
     ):
         assert block_gemm.block_mm(left, right, of_a, of_b, blocks, blocks_b, dtype) is None
+
+
+def zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.shape, dtype=torch.uint8).view(like.dtype)
+
+
+def test_a_gemm_in_high_precision_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each reason."""
+    monkeypatch.setattr(text, "_warned", set())
+    monkeypatch.setattr(block_gemm, "device_has_float8_gemm", lambda device: True)
+    multiply = block_gemm.block_scaled_mm.implementations["cuda"]
+    told = []
+    for kind, of, rows in (
+        (None, "hopper", 64),
+        ("hopper", "blackwell", 64),
+        ("blackwell", "hopper", 64),
+        ("hopper", "hopper", 63),
+        ("hopper", "hopper", 61),
+    ):
+        monkeypatch.setattr(block_gemm, "device_kind", lambda device, kind=kind: kind)
+        given = tree_map_only(torch.Tensor, zeros, operands(of, "output", (rows, 256, 64, 0)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert multiply(*given, torch.bfloat16, False).shape == (rows, 64)
+            multiply(*given, torch.bfloat16, True)  # asked for, so it says nothing
+        told += [str(each.message) for each in caught]
+    assert_expected_inline(
+        "\n".join(told),
+        """\
+float8 GEMM of (64, 256) by (256, 64) with one scale per block of 128 values: it runs in high precision, no faster than without float8; this device, or this build of torch, has no such GEMM; use rowwise_folded
+float8 GEMM of (64, 256) by (256, 64) with one scale per block of 32 values: it runs in high precision, no faster than without float8; this device multiplies blocks of 128 values; use blockwise
+float8 GEMM of (64, 256) by (256, 64) with one scale per block of 128 values: it runs in high precision, no faster than without float8; this device multiplies blocks of 32 values; use mxfp8
+float8 GEMM of (63, 256) by (256, 64) with one scale per block of 128 values: it runs in high precision, no faster than without float8; the sizes of the product must be multiples of 16; pad the batch""",
+    )
