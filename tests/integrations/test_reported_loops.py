@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -223,7 +224,10 @@ def test_a_page_follows_a_run(browser_page: Page, tmp_path: Path) -> None:
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 0, "loss": 4.0}\n')
     watch = [sys.executable, "-m", "fp8_dist.report", str(run), "--watch", "1"]
-    process = subprocess.Popen(watch, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    # A shell lets the programs that it starts in the background ignore Ctrl-C.
+    obey = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(watch, cwd=ROOT, stdout=pipe, text=True, preexec_fn=obey)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == f"written: {run / 'report.html'}\n"

@@ -122,7 +122,8 @@ def load(
 
 def _of_docs() -> dict[str, Any]:
     """The functions that docs/state.md shows."""
-    (shown,) = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    programs = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
+    (shown,) = [program for program in programs if "def save(" in program]
     names: dict[str, Any] = {}
     exec(shown, names)
     return names

@@ -14,6 +14,7 @@ FILES = {
 # What SECURITY.md names: a program reads what it has just made itself.
 KNOWN = {
     ("scripts/common/fake_cuda/inductor.py", "exec"),
+    ("scripts/common/fake_cuda/rehearsal.py", "exec"),
     ("scripts/common/ranks.py", "pickle.loads"),
 }
 UNPICKLING = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")

@@ -89,8 +89,7 @@ def test_a_quantized_model_is_as_if_never_converted(recipe: str) -> None:
     assert set(vars(model[0])) - {"extra_repr"} == set(vars(nn.Linear(1, 1)))
     assert isinstance(model[0].weight, Float8Tensor)
     assert str(model[0]).startswith("Linear(in_features=64, out_features=32, bias=True, weight=")
-    with pytest.raises(ValueError, match="the module has no converted layer"):
-        optimizer.step()
+    optimizer.step()  # the attached update has nothing to do
     assert [row.converted for row in conversion_summary(model).rows] == [False, False]
     reason = conversion_summary(model).rows[0].reason
     assert reason == "its weight is a Float8Tensor, which multiplies in a way of its own"
