@@ -1,4 +1,4 @@
-"""What users read: names of modules and parameters, tables, and warnings."""
+"""Text for users: names of modules and parameters, tables, and warnings."""
 
 import warnings
 from collections.abc import Iterable, Sequence

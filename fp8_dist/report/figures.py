@@ -67,10 +67,10 @@ def layer_chart(run: Run, fqn: str) -> str:
 
 
 def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], list[tuple[str, list[str]]]]]:
-    """Of each kind of cast: its label, the measures that are zero everywhere, and pictures.
+    """Yield the label of each kind of cast, its measures that are zero everywhere, and pictures.
 
-    These are, for each run, its name and the picture of each other measure, which has the same
-    colours in all runs.
+    The pictures are, for each run, its name and one of each other measure, with the same colours in
+    all runs.
     """
     by_label: dict[str, dict[str, list[Row]]] = {}
     for run in runs:

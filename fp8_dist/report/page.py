@@ -142,7 +142,7 @@ def anomalies(index: int, run: Run) -> Iterator[Row]:
 
 
 def steps(index: int, run: Run) -> Iterator[tuple[str, Run, int, list[Row]]]:
-    """Of steps with anomalies: an anchor, the step, and its casts around the first anomaly."""
+    """Yield an anchor, the run, the step and its casts, for each step with anomalies."""
     for step in places(run, "step"):
         bad = {(row["fqn"], row["operand"]) for row in run.anomalies if row["step"] == step}
         rows = [
