@@ -68,6 +68,7 @@ from fp8_dist.kernels.scale import (
     amax as amax,
     amax_of_each as amax_of_each,
     amaxes as amaxes,
+    fusible_amax as fusible_amax,
     scaling_from_amax as scaling_from_amax,
 )
 

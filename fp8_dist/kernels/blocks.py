@@ -26,14 +26,12 @@ import torch
 
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies, transposed_copy
-from fp8_dist.kernels.scale import scaling_from_amax
+from fp8_dist.kernels.scale import magnitudes, scaling_from_amax
 
 NAN_EXPONENT = 255
 _BIAS = 127
 # The reciprocal of the scale of the byte 0. A tensor, because torch would convert a number to one.
 _LARGEST = torch.tensor(2.0**127, device="cpu")
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 def blocks_along(size: int, block: int, first: int) -> int:
@@ -71,14 +69,18 @@ def in_blocks(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
 
 
 def expanded(values: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
-    """Expand one value per block to one per element of a tensor of ``shape``, as a copy."""
+    """Expand one value per block to one per element of a tensor of ``shape``.
+
+    A dim with a single block keeps size 1, and is left to broadcasting.
+    """
     rows, columns, first_row, first_column = blocks
-    wide = values.repeat_interleave(columns, dim=-1)
-    wide = wide.narrow(-1, first_column if shape[-1] else 0, shape[-1])
-    if rows > 1:
-        wide = wide.repeat_interleave(rows, dim=-2)
-        wide = wide.narrow(-2, first_row if shape[-2] else 0, shape[-2])
-    return wide
+    if values.shape[-1] != 1:
+        values = values.repeat_interleave(columns, dim=-1)
+        values = values.narrow(-1, first_column if shape[-1] else 0, shape[-1])
+    if rows > 1 and values.shape[-2] != 1:
+        values = values.repeat_interleave(rows, dim=-2)
+        values = values.narrow(-2, first_row if shape[-2] else 0, shape[-2])
+    return values
 
 
 def powers_of_2(exponents: torch.Tensor) -> torch.Tensor:
@@ -123,9 +125,7 @@ def block_amaxes(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     shape = exponents_shape(x.shape, blocks)
     if not x.numel():
         return x.new_zeros(shape, dtype=torch.float32)
-    integer = _INTEGERS[x.itemsize]
-    # Without the sign, the bits of floats are ordered like their values, with NaN above all others.
-    bits = in_blocks(x, blocks).view(integer).bitwise_and(torch.iinfo(integer).max)
+    bits = magnitudes(in_blocks(x, blocks))
     # Reducing a dim of size 1 costs as much as reducing a long one.
     dims = [dim for dim in (-1, -3) if bits.shape[dim] > 1]
     largest = bits.amax(dims) if dims else bits

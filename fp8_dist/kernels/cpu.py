@@ -38,6 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels.blocks import (
     NAN_EXPONENT,
     block_exponents,
@@ -57,11 +58,11 @@ from fp8_dist.kernels.gemm import (
     scaled_mm_with,
 )
 from fp8_dist.kernels.quantization import cast_copies, multiplied, quantize
-from fp8_dist.kernels.scale import EPS, Scaling, amax, scaling_from_amax
+from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 
 _PART = 65536  # elements
 _FP32 = Struct("f")
-_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8_DTYPES}
 _FP32_MAX = torch.finfo(torch.float32).max
 _UNUSED = torch.zeros((), dtype=torch.bfloat16, device="cpu")
 
@@ -118,26 +119,23 @@ def _flushes(tiny: float = 5e-324) -> bool:
 
 
 def _amax(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
-    integer = _INTEGERS.get(x.dtype)
-    if x.numel() == 0 or integer is None:
+    if x.numel() == 0 or x.dtype is torch.float64:
         return amax.portable(x, dims)
     if dims is None:
         low, high = torch.aminmax(x)  # both are NaN if a value is NaN
         return _scalar(abs(max(-low.item(), high.item())))
     if not dims:
         return amax.portable(x, dims)
-    # Without the sign, the bits of floats are ordered like their values, with NaN above all others.
     # torch finds the maximum along a dim faster for integers than for floats.
-    largest = torch.iinfo(integer).max
     kept = x.shape[: x.ndim - len(dims)]
     are_last = tuple(dims) == tuple(range(len(kept), x.ndim))
     if are_last and x.numel() > 4 * _PART and x.is_contiguous():
         rows = x.view(math.prod(kept), -1)
         parts = rows.split(max(1, 4 * _PART // rows.shape[1]))
-        found = [part.view(integer).bitwise_and(largest).amax(1) for part in parts]
+        found = [magnitudes(part).amax(1) for part in parts]
         return torch.cat(found).view(x.dtype).to(torch.float32).view(*kept, *[1] * len(dims))
-    bits = x.view(integer).bitwise_and(largest)
-    return torch.amax(bits, tuple(dims), keepdim=True).view(x.dtype).to(torch.float32)
+    largest = magnitudes(x).amax(tuple(dims), keepdim=True)
+    return largest.view(x.dtype).to(torch.float32)
 
 
 def _scaling_from_amax(
@@ -148,7 +146,7 @@ def _scaling_from_amax(
     # torch, too, divides a number by a tensor by multiplying by the tensor's reciprocal. Python's
     # max keeps a NaN that comes first. The scale is rounded twice, to fp64 and to fp32, which
     # equals rounding once, because fp64 has more than twice the bits.
-    (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * torch.finfo(dtype).max))
+    (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * _LARGEST[dtype]))
     return _scalar(m), _scalar(1 / m if m else math.inf)
 
 

@@ -173,7 +173,7 @@ def cast_and_record(
         NaN, whatever their bytes are.
     """
     value = amax(x)
-    known = known + value * 0  # 0, or NaN
+    known = torch.add(known, value, alpha=0)  # NaN if the value is not finite
     of, power_of_2 = [0] * len(transposed), round_scales_to_power_of_2
     _, scale, *copies = cast_copies(x, [known], dtype, power_of_2, of, transposed, saturate=True)
     largest = torch.maximum(value if recorded is None else recorded, value)

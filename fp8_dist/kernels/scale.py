@@ -25,6 +25,10 @@ from fp8_dist.kernels.custom_op import custom_op
 
 EPS = 1e-12
 
+# Integers of the size of floats, by itemsize. Without the sign, the bits of floats are ordered like
+# their values, with NaN above all others.
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 # The quantization multiplier and the scale, fp32, of the same shape.
 Scaling = tuple[torch.Tensor, torch.Tensor]
 
@@ -55,6 +59,22 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     # abs clears the sign of a NaN and of -0.0, so that the bits of amaxes, read as integers, are
     # ordered like their values (fp8_dist.mesh.amax).
     return largest.to(torch.float32).abs()
+
+
+def magnitudes(x: torch.Tensor) -> torch.Tensor:
+    """View floats as integers of the order of their absolute values."""
+    integer = INTEGERS[x.itemsize]
+    return x.view(integer).bitwise_and(torch.iinfo(integer).max)
+
+
+def fusible_amax(x: torch.Tensor) -> torch.Tensor:
+    """Compute :func:`amax` of a non-empty tensor in a graph, by operators that Inductor fuses.
+
+    A kernel that writes rows of ``x`` then also finds their amaxes. The bits are those of
+    :func:`amax`: Inductor rounds a value to the dtype of ``x`` before it views it as an integer.
+    """
+    largest = magnitudes(x).amax(-1).amax()
+    return largest.view(x.dtype).to(torch.float32)
 
 
 def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:

@@ -100,7 +100,7 @@ class Form(NamedTuple):
             operand in high precision.
     """
 
-    places: tuple[int, ...]
+    places: Sequence[int]
     scheme: Scheme | None = None
     start: Start = (0, 0)
     is_cut: bool = False
@@ -123,22 +123,26 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Fo
     """List the tensors of operands; in a graph each once, because dynamo refuses duplicates."""
     flat: list[torch.Tensor] = []
     forms: list[Form | None] = []
-    rest: tuple[Any, ...]
-    compiling = torch.compiler.is_compiling()
+    last, compiling = None, torch.compiler.is_compiling()
     for operand in operands:
-        if operand is None:
-            forms.append(None)
+        if operand is None or operand is last:  # one copy of a weight often serves both GEMMs
+            forms.append(None if operand is None else forms[-1])
             continue
+        last = operand
+        tensors: tuple[torch.Tensor, ...]
+        rest: list[Any] = []
         if isinstance(operand, Quantized):
-            tensors, rest = (operand.qdata, *operand.scales), operand[2:]
+            qdata, scales, *rest = operand
+            tensors = (qdata, *scales)
         elif isinstance(operand, Recast):
-            tensors, rest = operand.statistics, operand[1:]
+            tensors, *rest = operand
         else:
-            tensors, rest = (operand,), ()
-        places = tuple(range(len(flat), len(flat) + len(tensors)))
+            tensors = (operand,)
+        places: Sequence[int]
         if compiling:
             places = tuple([_place(tensor, flat) for tensor in tensors])
         else:
+            places = range(len(flat), len(flat) + len(tensors))
             flat += tensors
         forms.append(Form(places, *rest))
     return flat, tuple(forms)

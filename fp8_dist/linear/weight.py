@@ -308,8 +308,7 @@ class Float8Weight(StoredWeight):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
                 return self._casts(parameter, shard, plan, source, record)
-        cache, shard = self.cache, shard.detach()
-        fresh = self.is_fresh(parameter, shard)
+        cache, fresh = self.cache, self.is_fresh(parameter, shard)
         known = cache.float8 if fresh else None
         if known is not None and plan.begins(known[0]) and known[1][0].qdata.device == shard.device:
             if is_selectively_checkpointed():
@@ -317,6 +316,7 @@ class Float8Weight(StoredWeight):
                 # does, even if the results are not needed.
                 self._known(shard, source, self.schemes)
             return known[1][: len(plan.of)], cache.whole_scales
+        shard = shard.detach()
         _, float8, whole = self.cast_shard(parameter, shard, plan, source, record, fresh)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         keeps &= not is_captured(shard)

@@ -43,6 +43,7 @@ _SAVED: set[Any] = {
     scaled_mm.overload,
     slots_by_expert.overload,
     weight_statistics.overload,
+    aten.amax.default,  # in compiled code on GPUs
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_dot_product_flash_attention.default,

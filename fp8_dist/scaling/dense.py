@@ -16,6 +16,7 @@ from fp8_dist.kernels import (
     amaxes,
     cast_copies,
     cast_rows,
+    fusible_amax,
     fusible_scaled_mm,
     scaled_mm,
     scaling_from_amax,
@@ -103,6 +104,11 @@ class Dense(Scheme):
         if self._is_cast_by_rows(x):
             return (amax(x, (x.ndim - 1,)).amax(-2, keepdim=True),)
         return (amax(x, self.levels[0].covered_dims(x.ndim)),)
+
+    def fusible_statistics(self, x: Tensor) -> Statistics | None:
+        if self.per != "tensor" or not fuses_casts(x) or not x.ndim or not x.numel():
+            return None
+        return (fusible_amax(x),)
 
     def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
         if self.per not in ("tensor", "row"):

@@ -27,12 +27,15 @@ from fp8_dist.torch_internals import graphs_fuse_collectives, storage_address
 
 
 def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list[Statistics]:
-    """Measure the statistics of a local tensor for each scheme; in a graph, by one operator.
+    """Measure the statistics of a local tensor for each scheme.
 
+    In a graph this is one operator, or operators that Inductor fuses with those that make ``x``.
     ``start`` is the :func:`common_start` of the schemes.
     """
     if not torch.compiler.is_compiling():
         return _measure(x, schemes, start)
+    if len(schemes) == 1 and (fusible := schemes[0].fusible_statistics(x)) is not None:
+        return [fusible]
     flat = measure_operator.overload(x, [scheme.key for scheme in schemes], start)
     return by_scheme(schemes, flat)[0]
 

@@ -313,6 +313,10 @@ class Scheme:
         """Whether :meth:`cast` without statistics reads ``x`` only once on its device."""
         return False
 
+    def fusible_statistics(self, x: Tensor) -> Statistics | None:
+        """:meth:`measure` by operators of a graph that Inductor fuses with those before, if any."""
+        return None
+
     def measure_with(
         self, x: Tensor, schemes: Sequence["Scheme"], start: Start
     ) -> list[Statistics]:

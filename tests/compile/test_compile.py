@@ -1,5 +1,6 @@
 """torch.compile of layers, and of whole blocks as FSDP2 users do it, without graph breaks."""
 
+import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -7,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graphs import Compilations, Graphs
 from local_nets import local_net
 from nets import Distributed, Net, blocks, full
@@ -28,7 +30,8 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.audit import CommTable
-from fp8_dist.kernels import block_scaled_mm, scaled_mm
+from fp8_dist.kernels import amax, block_scaled_mm, fusible_amax, scaled_mm
+from fp8_dist.scaling import dense
 from fp8_dist.scaling.operators import multiply_operator
 
 DTENSORS, SHARDED, LOCAL = "of DTensors", "sharded first", "of local tensors"
@@ -283,6 +286,46 @@ def test_a_layer_alone(backend: str, recipe: str) -> None:
         # The backward casts the output gradient alone.
         assert (forward["quantize"], backward["quantize"]) == (2, int(recipe != "rowwise_folded"))
         assert forward["scaled_mm"] + backward["scaled_mm"] + backward["mm"] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_amax_in_a_graph_has_the_bits_of_the_operator(dtype: torch.dtype) -> None:
+    """Fused with what makes the tensor, whose values a graph keeps in fp32, it sees rounded ones."""
+
+    @torch.compile(fullgraph=True)
+    def made(a: torch.Tensor, b: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        each = [F.silu(a) * b, F.rms_norm(a, a.shape[-1:], b[0]), (a + b).unsqueeze(0)]
+        return [(x, fusible_amax(x)) for x in each]
+
+    for value in (*torch.randn(20).tolist(), 0.0, math.inf, math.nan):
+        a, b = (torch.randn(24, 32).to(dtype) for _ in range(2))
+        a[3, 5] = value
+        for x, found in made(a, b):
+            expected = amax(x)
+            assert same_bits(found.nan_to_num(), expected.nan_to_num())
+            assert found.isnan() == expected.isnan()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=full_tier)])
+def test_graphs_that_find_amaxes_by_themselves(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs do so on GPUs; here they are told that the tensors are on one."""
+    monkeypatch.setattr(dense, "fuses_casts", lambda x: True)
+    layer, graphs = Float8Linear(64, 48, dtype=torch.bfloat16), Graphs()
+    for used in (graphs.backend, backend):
+        torch._dynamo.reset()
+        results = []
+        for run in (layer, torch.compile(layer, backend=used, fullgraph=True)):
+            torch.manual_seed(0)
+            x = torch.randn(2, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+            output = run(x)
+            output.float().square().mean().backward()
+            results.append([output.detach(), x.grad, *(p.grad for p in layer.parameters())])
+            layer.zero_grad()
+        assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    # Of rows, then of these; the weight's is found where its scale is asked for.
+    assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (2, 2)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp8", "delayed"])

@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_dist import float8_layers
+from scripts.common.candidates import BF16
 from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import fake_tensors
+from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
+from scripts.common.fake_cuda.inductor import compiled_code_is_counted
 from scripts.common.fake_cuda.world import RANKS, meshes
 from scripts.common.llama import MODELS, Block, rope_tables
 from scripts.common.models import after_step, convert
@@ -62,6 +64,36 @@ def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
     return counter.counts
 
 
+def count_compiled_block(name: str, sequence: int) -> Counts:
+    """Count one block on one device, compiled by Inductor, in a step whose weights have changed."""
+    torch._dynamo.reset()
+    mode, counter = FakeCudaMode(), KernelCounter()
+    size, dtype = (1, sequence, MODELS["8b"].dim), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with mode, torch.device("cuda"):
+            model = Blocks(1, sequence)
+            x, grad = torch.empty(size, requires_grad=True), torch.empty(size)
+    finally:
+        torch.set_default_dtype(dtype)
+    if name != BF16:
+        convert(name, model, shard=False)
+    with mode:
+        _load_histories(model)
+    compiled = torch.compile(model, fullgraph=True)
+    with (
+        patch.object(F, "scaled_dot_product_attention", flash_attention),
+        compiled_code_is_counted(mode, counter),
+    ):
+        compiled(x).backward(grad)
+        with fake_tensors(mode), torch.no_grad():
+            for layer in float8_layers(model).values():
+                layer.weight.add_(0)
+        counter.counts = Counts()
+        compiled(x).backward(grad)
+    return counter.counts
+
+
 def count_update(name: str, blocks: int) -> Counts:
     """Count the update of the scales of some blocks after the second optimizer step."""
     mesh = meshes(dp=RANKS)["dp"]
@@ -84,7 +116,11 @@ def _sharded(name: str, blocks: int, sequence: int, mesh: DeviceMesh) -> Blocks:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
+    _load_histories(model)
+    return model
+
+
+def _load_histories(model: nn.Module) -> None:
     for layer in float8_layers(model).values():
         for history in layer.histories.values():
             history.load(torch.ones(1, device="cuda"))
-    return model
