@@ -28,7 +28,7 @@ from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.debug.measures import gemm_results
 from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.observing import Observer, Owner, gemms_observed_by
+from fp8_dist.linear.observing import Observer, Owner, observed_by
 from fp8_dist.linear.weight import float8_modules
 from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.recipe import Gemm
@@ -390,7 +390,7 @@ class _Runs(Observer):
         )
         with (
             _untouched(self._model, self._layers.values()),
-            gemms_observed_by(self),
+            observed_by(self, gemms=True),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Self, get_args
@@ -122,10 +122,11 @@ class StepRecorder(Observer, ABC):
         step: the number of the last step that was entered.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gemms: bool = False) -> None:
         self.step = -1
         self._name = name  # for messages
-        self._stack: ExitStack | None = None
+        self._gemms = gemms
+        self._block: AbstractContextManager[None] | None = None
 
     def at(self, step: int) -> Self:
         """Return this object, so that entering it begins the step with this number."""
@@ -133,28 +134,24 @@ class StepRecorder(Observer, ABC):
         return self
 
     def __enter__(self) -> Self:
-        if self._stack is not None:
+        if self._block is not None:
             raise RuntimeError(f"this {self._name} is already recording; leave its block first")
         self.step += 1
-        self._stack = ExitStack()
         # Observe on all ranks, so that compiled code has the same operators on all of them.
-        if self._is_recorded(self.step):
-            self._begin(self._stack)
-            self._stack.enter_context(observed_by(self))
+        is_recorded = self._begin()
+        self._block = observed_by(self, self._gemms) if is_recorded else nullcontext()
+        self._block.__enter__()
         return self
 
     def __exit__(self, error: Any, *others: Any) -> None:
-        stack, self._stack = self._stack, None
-        assert stack is not None
-        stack.close()
+        block, self._block = self._block, None
+        assert block is not None
+        block.__exit__(None, None, None)
         self._end(failed=error is not None)
 
     @abstractmethod
-    def _is_recorded(self, step: int) -> bool:
-        """Return whether the casts of this step are recorded."""
-
-    def _begin(self, stack: ExitStack) -> None:
-        """Begin a recorded step. ``stack`` is closed when the step ends."""
+    def _begin(self) -> bool:
+        """Begin a step, and return whether its casts are recorded."""
 
     @abstractmethod
     def _end(self, failed: bool) -> None:
