@@ -149,17 +149,10 @@ def from_dict(values: Mapping[str, Any]) -> Row:
 def append_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Append rows to a file, one JSON object per line, with NaN and infinities as strings."""
     with path.open("a") as stream:
-        stream.writelines(json.dumps(_strict(row), allow_nan=False) + "\n" for row in rows)
-
-
-def _strict(row: dict[str, Any]) -> dict[str, Any]:
-    names = {math.inf: "Infinity", -math.inf: "-Infinity"}
-    return {
-        key: names.get(value, "NaN")
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for key, value in row.items()
-    }
+        for row in rows:
+            others = {k: v for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+            strict = row | {key: json.dumps(value) for key, value in others.items()}
+            stream.write(json.dumps(strict, allow_nan=False) + "\n")
 
 
 def table(rows: Iterable[Row]) -> str:
