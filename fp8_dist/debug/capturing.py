@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.debug.measures import Measures, measure
-from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, choose_slots, own_rank
+from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, matching, own_rank, slots_of
 from fp8_dist.debug.rows import CastStats
 from fp8_dist.device import is_float8
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Casts, Owner
+from fp8_dist.linear.weight import CONVERT_FIRST
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scales, Start, scheme_named
 
@@ -426,7 +427,7 @@ def capture(
         OSError: the folder can't be created.
         RuntimeError: the context manager is entered again inside its own block.
     """
-    slots = choose_slots("capture", model, fqn, operand, gemm)
+    slots = _chosen(model, fqn, operand, gemm)
     check_format("capture", format)
     chosen_steps, chosen_ranks = _numbers("steps", steps), _numbers("ranks", ranks)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -440,6 +441,26 @@ def capture(
     if chosen_ranks is not None and own_rank() not in chosen_ranks:
         slots = []
     return Capture(model, slots, made, chosen_steps, max_bytes, format)
+
+
+def _chosen(model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns) -> list[Slot]:
+    """Return the casts whose layer and operand match, and at least one of whose GEMMs matches."""
+    slots = [*slots_of(model)]
+    if not slots:
+        raise ValueError(f"capture: the model has no converted layer; {CONVERT_FIRST}")
+    fqns = list(dict.fromkeys(slot.fqn for slot in slots))
+    chosen_fqns = matching("capture", "fqn", fqn, fqns, "converted layer")
+    operands = matching("capture", "operand", operand, get_args(Operand), "operand")
+    gemms = matching("capture", "gemm", gemm, get_args(Gemm), "GEMM")
+    of_layers = [slot for slot in slots if slot.fqn in chosen_fqns]
+    chosen = [s for s in of_layers if s.operand in operands and gemms.intersection(s.gemms)]
+    if not chosen:
+        there = dict.fromkeys(f"{s.operand} for {', '.join(s.gemms)}" for s in of_layers)
+        raise ValueError(
+            f"capture: no chosen layer casts {' or '.join(sorted(operands))} for "
+            f"{' or '.join(sorted(gemms))}. Their casts are: {'; '.join(there)}"
+        )
+    return chosen
 
 
 def _numbers(argument: str, given: Numbers) -> Collection[int] | None:

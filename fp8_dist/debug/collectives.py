@@ -30,17 +30,6 @@ from fp8_dist.torch_internals import (
     tree_leaves,
 )
 
-# The namespaces of torch's communication ops. The ops of c10d_functional, which is deprecated,
-# decompose into those of _c10d_functional, except in inference mode.
-NAMESPACES = {
-    "c10d",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "_dtensor",
-    "symm_mem",
-}
-
 
 class CollectiveSchema(NamedTuple):
     """The meaning of the arguments of one communication op."""
@@ -108,6 +97,10 @@ c10d::check_for_nan  _c10d_functional::_wrap_tensor_autograd  symm_mem::_async_i
 _dtensor::mesh_get_process_group  symm_mem::_rendezvous  symm_mem::get_remote_tensors
 """
 IGNORED_OPS = set(_IGNORED.split())
+
+# The namespaces of torch's communication ops. The ops of c10d_functional, which is deprecated,
+# decompose into those of _c10d_functional, except in inference mode.
+NAMESPACES = {name.partition("::")[0] for name in (*SCHEMAS, *IGNORED_OPS)}
 
 
 class Collective(NamedTuple):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.linear.observing import Observer, Owner, observed_by
-from fp8_dist.linear.weight import CONVERT_FIRST, weights_by_layer
+from fp8_dist.linear.weight import weights_by_layer
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import without_wrappers
@@ -49,34 +49,6 @@ def slots_of(model: nn.Module, gemms: bool = False) -> Iterator[Slot]:
         for gemm in get_args(Gemm):
             if gemms and config.gemm_enabled(gemm):
                 yield Slot(*of, None, (gemm,))
-
-
-def choose_slots(
-    caller: str, model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns
-) -> list[Slot]:
-    """Return the casts whose layer and operand match, and at least one of whose GEMMs matches.
-
-    Raises:
-        TypeError: ``model`` is not a module, or patterns are neither a string nor several strings.
-        ValueError: the model has no converted layer, a pattern matches nothing, or no layer has a
-            cast that matches all three.
-    """
-    slots = [*slots_of(model)]
-    if not slots:
-        raise ValueError(f"{caller}: the model has no converted layer; {CONVERT_FIRST}")
-    fqns = list(dict.fromkeys(slot.fqn for slot in slots))
-    chosen_fqns = matching(caller, "fqn", fqn, fqns, "converted layer")
-    operands = matching(caller, "operand", operand, get_args(Operand), "operand")
-    gemms = matching(caller, "gemm", gemm, get_args(Gemm), "GEMM")
-    of_layers = [slot for slot in slots if slot.fqn in chosen_fqns]
-    chosen = [s for s in of_layers if s.operand in operands and gemms.intersection(s.gemms)]
-    if not chosen:
-        there = dict.fromkeys(f"{s.operand} for {', '.join(s.gemms)}" for s in of_layers)
-        raise ValueError(
-            f"{caller}: no chosen layer casts {' or '.join(sorted(operands))} for "
-            f"{' or '.join(sorted(gemms))}. Their casts are: {'; '.join(there)}"
-        )
-    return chosen
 
 
 def matching(
