@@ -220,7 +220,8 @@ class CommAudit(CommTable):
                 self._timer = stack.enter_context(CollectiveTimer())
             stack.enter_context(self._path)
             stack.enter_context(self._recorder)
-            stack.callback(self._forget)
+            stack.callback(self._payload_dtypes.clear)
+            stack.callback(self._joined.clear)
             self._entered = stack.pop_all()
         return self
 
@@ -228,17 +229,12 @@ class CommAudit(CommTable):
         assert self._entered is not None
         entered, self._entered = self._entered, None
         entered.__exit__(*error)
-        for key, seconds in zip(
-            self._timed_keys, self._timer.seconds if self._timer else (), strict=True
-        ):
+        found = self._timer.seconds if self._timer else []
+        for key, seconds in zip(self._timed_keys, found, strict=True):
             self._timed_seconds[key].append(seconds)
         self._timed_keys.clear()
         for key, times in self._timed_seconds.items():
             self._rows[key] = replace(self._rows[key], seconds=total_seconds(times))
-
-    def _forget(self) -> None:
-        self._payload_dtypes.clear()
-        self._joined.clear()
 
     def __repr__(self) -> str:
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"

@@ -13,7 +13,7 @@ import json
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import permutations
@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.debug.measures import Measures, measure
-from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, choose_slots, own_rank
+from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, matching, own_rank, slots_of
 from fp8_dist.debug.rows import CastStats
 from fp8_dist.device import is_float8
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.observing import Owner
+from fp8_dist.linear.observing import Casts, Owner
+from fp8_dist.linear.weight import CONVERT_FIRST
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scales, Start, scheme_named
 
@@ -101,8 +102,9 @@ class CapturedCast:
     def stats(self) -> CastStats:
         """Return the statistics that ``float8_stats`` would report for this cast alone."""
         found = Measures(*measure(self.high, self.low, self.rank).tolist())
-        of = self.step, self.fqn, self.operand, self.gemms
-        return CastStats.of(found, *of, self.low.scheme, self.delayed)
+        fields = ("step", "fqn", "operand", "gemms", "delayed")
+        cast = {name: getattr(self, name) for name in fields}
+        return CastStats.of(found, self.low.scheme, **cast)
 
     def file_name(self, format: FileFormat) -> str:
         """Return the name of the file.
@@ -191,12 +193,12 @@ def _read_safetensors(content: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0
 
 
 # The checks of the values in the JSON string.
 _VALUES: dict[str, Callable[[Any], bool]] = {
-    "step": lambda v: isinstance(v, int) and not isinstance(v, bool),
+    "step": lambda v: type(v) is int,
     "rank": _is_count,
     "fqn": lambda v: isinstance(v, str),
     "operand": lambda v: v in get_args(Operand),
@@ -277,8 +279,8 @@ class Capture(StepRecorder):
         self._full = ""  # the reason why nothing more is written, if so
         self._missing: list[Slot] = []  # the casts that were left out in this step
 
-    def _is_recorded(self, step: int) -> bool:
-        return self._steps is None or step in self._steps
+    def _begin(self) -> bool:
+        return self._steps is None or self.step in self._steps
 
     def _end(self, failed: bool) -> None:
         self._calls.clear()
@@ -292,14 +294,7 @@ class Capture(StepRecorder):
                 stacklevel=3,
             )
 
-    def on_casts(
-        self,
-        owner: Owner,
-        operand: Operand,
-        high: torch.Tensor,
-        lows: Mapping[tuple[Gemm, ...], Quantized],
-    ) -> None:
-        """Save the casts of an operand."""
+    def on_casts(self, owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts) -> None:
         for gemms, low in lows.items():
             if slot := self._slots.get((owner, operand, gemms)):
                 self._save(slot, high, low)
@@ -307,14 +302,12 @@ class Capture(StepRecorder):
     def on_prepared_cast(
         self, owner: Owner, high: torch.Tensor, low: Quantized
     ) -> tuple[torch.Tensor, Quantized] | None:
-        """Copy the cast of an input that several layers share."""
         if self._full or owner.fqn not in self._prepared_by:
             return None
         # Copy now, because compiled code may reuse the memory before a layer takes the input.
         return _copies(high, low)
 
     def on_prepared_use(self, owner: Owner, kept: tuple[torch.Tensor, Quantized] | None) -> None:
-        """Save a prepared input for a layer that takes it."""
         slot = self._inputs.get(owner)
         if slot and kept:
             self._save(slot, *kept)
@@ -434,7 +427,7 @@ def capture(
         OSError: the folder can't be created.
         RuntimeError: the context manager is entered again inside its own block.
     """
-    slots = choose_slots("capture", model, fqn, operand, gemm)
+    slots = _chosen(model, fqn, operand, gemm)
     check_format("capture", format)
     chosen_steps, chosen_ranks = _numbers("steps", steps), _numbers("ranks", ranks)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -448,6 +441,26 @@ def capture(
     if chosen_ranks is not None and own_rank() not in chosen_ranks:
         slots = []
     return Capture(model, slots, made, chosen_steps, max_bytes, format)
+
+
+def _chosen(model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns) -> list[Slot]:
+    """Return the casts whose layer and operand match, and at least one of whose GEMMs matches."""
+    slots = [*slots_of(model)]
+    if not slots:
+        raise ValueError(f"capture: the model has no converted layer; {CONVERT_FIRST}")
+    fqns = list(dict.fromkeys(slot.fqn for slot in slots))
+    chosen_fqns = matching("capture", "fqn", fqn, fqns, "converted layer")
+    operands = matching("capture", "operand", operand, get_args(Operand), "operand")
+    gemms = matching("capture", "gemm", gemm, get_args(Gemm), "GEMM")
+    of_layers = [slot for slot in slots if slot.fqn in chosen_fqns]
+    chosen = [s for s in of_layers if s.operand in operands and gemms.intersection(s.gemms)]
+    if not chosen:
+        there = dict.fromkeys(f"{s.operand} for {', '.join(s.gemms)}" for s in of_layers)
+        raise ValueError(
+            f"capture: no chosen layer casts {' or '.join(sorted(operands))} for "
+            f"{' or '.join(sorted(gemms))}. Their casts are: {'; '.join(there)}"
+        )
+    return chosen
 
 
 def _numbers(argument: str, given: Numbers) -> Collection[int] | None:

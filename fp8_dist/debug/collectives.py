@@ -30,17 +30,6 @@ from fp8_dist.torch_internals import (
     tree_leaves,
 )
 
-# The namespaces of torch's communication ops. The ops of c10d_functional, which is deprecated,
-# decompose into those of _c10d_functional, except in inference mode.
-NAMESPACES = {
-    "c10d",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "_dtensor",
-    "symm_mem",
-}
-
 
 class CollectiveSchema(NamedTuple):
     """The meaning of the arguments of one communication op."""
@@ -108,6 +97,10 @@ c10d::check_for_nan  _c10d_functional::_wrap_tensor_autograd  symm_mem::_async_i
 _dtensor::mesh_get_process_group  symm_mem::_rendezvous  symm_mem::get_remote_tensors
 """
 IGNORED_OPS = set(_IGNORED.split())
+
+# The namespaces of torch's communication ops. The ops of c10d_functional, which is deprecated,
+# decompose into those of _c10d_functional, except in inference mode.
+NAMESPACES = {name.partition("::")[0] for name in (*SCHEMAS, *IGNORED_OPS)}
 
 
 class Collective(NamedTuple):
@@ -203,20 +196,22 @@ class CollectiveTimer:
         with record_function(f"{_MARK}end"):
             pass
         self._profiler.stop()
-        events = list(self._profiler.events() or [])
+        events = sorted(self._profiler.events() or [], key=lambda event: event.time_range.start)
         # The timeline of a GPU has ranges with the same names.
         on_host = (event for event in events if event.device_type == DeviceType.CPU)
         marks = {event.name: event for event in on_host if event.name.startswith(_MARK)}
-        found = [marks.get(f"{_MARK}{i}") for i in range(len(self._calls))]
-        calls = list(zip(self._calls, found, strict=True))
-        self.seconds = [
-            None if mark is None or call.on_cpu else _seconds_of_kernels(mark)
-            for call, mark in calls
-        ]
         # For a collective that is still running, the profiler reports an end after all marks.
         end = max((mark.time_range.end for mark in marks.values()), default=0)
-        for position, seconds in _seconds_on_cpu(calls, events, end):
-            self.seconds[position] = seconds
+        of_backends = [event for event in events if event.is_async]
+        for i, call in enumerate(self._calls):
+            seconds, mark = None, marks.get(f"{_MARK}{i}")
+            if mark is not None and not call.on_cpu:
+                seconds = _seconds_of_kernels(mark)
+            elif mark is not None and (event := _backend_event(call, mark, of_backends)):
+                of_backends.remove(event)
+                if event.time_range.end <= end:
+                    seconds = event.time_range.elapsed_us() / 1e6
+            self.seconds.append(seconds)
 
     def around(self, collective: Collective) -> AbstractContextManager[Any]:
         """Return a context manager for the call that issues a collective."""
@@ -241,34 +236,22 @@ def _seconds_of_kernels(mark: FunctionEvent) -> float | None:
     return sum(kernel.duration for kernel in own) / 1e6 if own else None
 
 
-def _seconds_on_cpu(
-    calls: list[tuple[_Call, FunctionEvent | None]], events: list[FunctionEvent], end: float
-) -> Iterator[tuple[int, float | None]]:
-    """Yield the position and the duration of each call for which an event is found.
-
-    The duration is None if the event ended after ``end``.
-    """
-    waiting: list[tuple[int, _Call, FunctionEvent]] = []
-    for position, (call, mark) in enumerate(calls):
-        if call.on_cpu and mark is not None:
-            # The backend may send a packed copy of the tensors, of another shape.
-            sent = {shape for event in _inside(mark) for shape in _shapes(event)} - {()}
-            waiting.append((position, call._replace(shapes=call.shapes | sent), mark))
-    for event in sorted(events, key=lambda event: event.time_range.start):
+def _backend_event(
+    call: _Call, mark: FunctionEvent, events: list[FunctionEvent]
+) -> FunctionEvent | None:
+    """Return the first event of a collective on a backend's thread that a call may have caused."""
+    # The backend may send a packed copy of the tensors, of another shape.
+    sent = {shape for event in _inside(mark) for shape in _shapes(event)} - {()}
+    for event in events:
         name = _BACKEND_EVENT.fullmatch(event.name)
-        if not event.is_async or name is None:
-            continue
-        for entry in waiting:
-            position, call, mark = entry
-            if (
-                name[1] in _RUNS_AS.get(call.op, {call.op})
-                and _shapes(event) & call.shapes
-                and mark.time_range.start <= event.time_range.start
-            ):
-                waiting.remove(entry)
-                ended = event.time_range.end <= end
-                yield position, event.time_range.elapsed_us() / 1e6 if ended else None
-                break
+        if (
+            name is not None
+            and name[1] in _RUNS_AS.get(call.op, {call.op})
+            and _shapes(event) & (call.shapes | sent)
+            and mark.time_range.start <= event.time_range.start
+        ):
+            return event
+    return None
 
 
 def _shapes(event: FunctionEvent) -> set[tuple[int, ...]]:

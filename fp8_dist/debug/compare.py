@@ -28,7 +28,7 @@ from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.debug.measures import gemm_results
 from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.observing import Observer, Owner, gemms_observed_by
+from fp8_dist.linear.observing import Observer, Owner, observed_by
 from fp8_dist.linear.weight import float8_modules
 from fp8_dist.mesh import local_tensor, make_group
 from fp8_dist.recipe import Gemm
@@ -286,7 +286,6 @@ def compare_recipes(
 
 
 def _layers_of(model: nn.Module, module_filter_fn: LayerFilter | None) -> dict[str, nn.Linear]:
-    """Return the layers to compare, by name."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"compare_recipes: expected a model, got a {type(model).__name__}")
     # The layers that convert_to_float8_training can convert.
@@ -318,7 +317,6 @@ def _layers_of(model: nn.Module, module_filter_fn: LayerFilter | None) -> dict[s
 
 
 def _configs_of(recipes: Recipes, layers: dict[str, nn.Linear]) -> dict[str, Float8LinearConfig]:
-    """Return the configs to compare, by name."""
     if isinstance(recipes, Mapping):
         configs = dict(recipes)
     else:
@@ -342,7 +340,6 @@ def _configs_of(recipes: Recipes, layers: dict[str, nn.Linear]) -> dict[str, Flo
 
 
 def _default_loss(output: Any) -> Any:
-    """Return the loss in an output, such as a transformers model's, or a stand-in."""
     is_dict = isinstance(output, Mapping)
     loss = output.get("loss") if is_dict else getattr(output, "loss", None)
     if loss is not None:
@@ -364,8 +361,7 @@ class _Runs(Observer):
             for name, layer in layers.items()
         }
         self._recipe = HIGH_PRECISION  # the one that runs
-        # The names of layers, by the owners of their GEMMs in the run.
-        self._names: dict[Owner, str] = {}
+        self._owners: set[Owner] = set()  # of the casts and GEMMs of its layers
         # The results in high precision, by layer or parameter and by kind, and those of them that
         # results of the run have not been compared with.
         self._references: defaultdict[tuple[str, str], list[torch.Tensor]] = defaultdict(list)
@@ -390,15 +386,15 @@ class _Runs(Observer):
         )
         with (
             _untouched(self._model, self._layers.values()),
-            gemms_observed_by(self),
+            observed_by(self, gemms=True),
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
-            self._names.clear()
+            self._owners.clear()
             for name, layer in self._layers.items():
                 twin = None if config is None else _twin(name, layer, config)
                 if twin is not None:
-                    self._names[twin.float8_weight] = name
+                    self._owners.add(twin.float8_weight)
                 layer.__dict__["forward"] = partial(self._forward, name, layer, twin)
             if isinstance(batch, Mapping):
                 output = self._model(**batch)
@@ -458,13 +454,12 @@ class _Runs(Observer):
         right: torch.Tensor,
         result: torch.Tensor,
     ) -> None:
-        """Compare a layer's GEMM with the product in high precision."""
-        if owner not in self._names:
+        if owner not in self._owners:
             return  # a layer of the model that is not compared
         exact, found = gemm_results(gemm, left, right, result) or (result, result)
         if not owner.config.gemm_enabled(gemm):
             exact = found  # the recipe computes this GEMM in high precision
-        self._add((self._recipe, self._names[owner], gemm), exact.to(result.dtype), found)
+        self._add((self._recipe, owner.fqn, gemm), exact.to(result.dtype), found)
 
     def _see(self, name: str, what: str, tensor: torch.Tensor) -> None:
         """Keep a high-precision result, or compare a recipe's result of the same call with it."""
@@ -488,24 +483,20 @@ class _Runs(Observer):
             sums[0] += signal
             sums[1] += noise
 
-    def _sums_over_ranks(self, keys: list[_Key]) -> dict[_Key, list[float]]:
-        """Sum (signal, noise, number of results) by key over the ranks that share parameters."""
-        sums = torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
-        meshes = {p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)}
-        if meshes:
-            mesh = max(meshes, key=lambda mesh: mesh.size())
-            sums = sums.to(mesh.device_type)
-            for name in make_group([mesh]):
-                dist.all_reduce(sums, group=resolve_process_group(name))
-        return dict(zip(keys, sums.tolist(), strict=True))
-
     def result(self, recipes: Iterable[str]) -> RecipeComparison:
-        """Return the comparison of the runs."""
+        """Return the comparison of the runs, over all ranks that share parameters."""
         names = {id(p): name for name, p in self._model.named_parameters()}
         results = (*get_args(Gemm), "model_output", "model_grad_input")
         keys = [(r, f, what) for r in recipes for f in self._layers for what in results]
         keys += [(r, n, "model_gradient") for r in recipes for n in names.values()]
-        sums = self._sums_over_ranks(keys)
+        totals = torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
+        meshes = {p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)}
+        if meshes:
+            mesh = max(meshes, key=lambda mesh: mesh.size())
+            totals = totals.to(mesh.device_type)
+            for group in make_group([mesh]):
+                dist.all_reduce(totals, group=resolve_process_group(group))
+        sums = dict(zip(keys, totals.tolist(), strict=True))
         found = {key: decibels(signal, noise) for key, (signal, noise, n) in sums.items() if n}
         called = {name for _, name, what in found if what == "output"}
         layers, parameters, whole = [], [], {}
@@ -516,11 +507,11 @@ class _Runs(Observer):
                     of_weight = recipe, names[id(layer.weight)], "model_gradient"
                     values["model_grad_weight"] = found.get(of_weight)
                     layers.append(LayerSqnr(recipe, self._fqns[name], **values))
-            gradients = {name: (recipe, name, "model_gradient") for name in names.values()}
-            for name, key in gradients.items():
+            gradients = [(recipe, name, "model_gradient") for name in names.values()]
+            for key in gradients:
                 if key in found:
-                    parameters.append(ParameterSqnr(recipe, without_wrappers(name), found[key]))
-            signals, noises, _ = zip(*(sums[key] for key in gradients.values()), strict=True)
+                    parameters.append(ParameterSqnr(recipe, without_wrappers(key[1]), found[key]))
+            signals, noises, _ = zip(*(sums[key] for key in gradients), strict=True)
             whole[recipe] = decibels(sum(signals), sum(noises))
         not_called = [fqn for name, fqn in self._fqns.items() if name not in called]
         others = float8_modules(self._model).keys() - self._layers.keys()

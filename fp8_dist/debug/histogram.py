@@ -78,10 +78,9 @@ def histogram(cast: CapturedCast) -> Histogram:
     shape = math.prod(cast.high.shape[:-1]), columns
     scale = matrix_scales(cast.low).double()
     high = cast.high.reshape(shape).double()
-    units = high / scale
-    counted = units.isfinite() & (units != 0)
-    if not relative and not scale.isfinite():
-        counted = high.isfinite() & (high != 0)
+    known, units = relative or bool(scale.isfinite()), high / scale
+    of = units if known else high
+    counted = of.isfinite() & (of != 0)
     magnitudes = (units if relative else high)[counted].abs()
     low = as_bytes(cast.qdata.reshape(high.shape))[counted]
     to_zero = (low & 0x7F) == 0
@@ -91,14 +90,9 @@ def histogram(cast: CapturedCast) -> Histogram:
     effects = to_zero + 2 * saturated  # indices of kept, to_zero and saturated
     cells = torch.bincount(3 * (exponents - first) + effects, minlength=3 * (last - first + 1))
     octaves = [Octave(first + i, *counts) for i, counts in enumerate(cells.view(-1, 3).tolist())]
-    known = relative or bool(scale.isfinite())
-    return Histogram(
-        tuple(octaves),
-        len(magnitudes),
-        int((high == 0).sum()),
-        relative,
-        Float8Range.of(dtype, 1.0 if relative else scale.item()) if known else None,
-    )
+    limits = Float8Range.of(dtype, 1.0 if relative else scale.item()) if known else None
+    zeros = int((high == 0).sum())
+    return Histogram(tuple(octaves), len(magnitudes), zeros, relative, limits)
 
 
 def facts(cast: CapturedCast) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Self, get_args
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.linear.observing import Observer, Owner, observed_by
-from fp8_dist.linear.weight import CONVERT_FIRST, weights_by_layer
+from fp8_dist.linear.weight import weights_by_layer
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import without_wrappers
@@ -49,34 +49,6 @@ def slots_of(model: nn.Module, gemms: bool = False) -> Iterator[Slot]:
         for gemm in get_args(Gemm):
             if gemms and config.gemm_enabled(gemm):
                 yield Slot(*of, None, (gemm,))
-
-
-def choose_slots(
-    caller: str, model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns
-) -> list[Slot]:
-    """Return the casts whose layer and operand match, and at least one of whose GEMMs matches.
-
-    Raises:
-        TypeError: ``model`` is not a module, or patterns are neither a string nor several strings.
-        ValueError: the model has no converted layer, a pattern matches nothing, or no layer has a
-            cast that matches all three.
-    """
-    slots = [*slots_of(model)]
-    if not slots:
-        raise ValueError(f"{caller}: the model has no converted layer; {CONVERT_FIRST}")
-    fqns = list(dict.fromkeys(slot.fqn for slot in slots))
-    chosen_fqns = matching(caller, "fqn", fqn, fqns, "converted layer")
-    operands = matching(caller, "operand", operand, get_args(Operand), "operand")
-    gemms = matching(caller, "gemm", gemm, get_args(Gemm), "GEMM")
-    of_layers = [slot for slot in slots if slot.fqn in chosen_fqns]
-    chosen = [s for s in of_layers if s.operand in operands and gemms.intersection(s.gemms)]
-    if not chosen:
-        there = dict.fromkeys(f"{s.operand} for {', '.join(s.gemms)}" for s in of_layers)
-        raise ValueError(
-            f"{caller}: no chosen layer casts {' or '.join(sorted(operands))} for "
-            f"{' or '.join(sorted(gemms))}. Their casts are: {'; '.join(there)}"
-        )
-    return chosen
 
 
 def matching(
@@ -122,10 +94,11 @@ class StepRecorder(Observer, ABC):
         step: the number of the last step that was entered.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gemms: bool = False) -> None:
         self.step = -1
         self._name = name  # for messages
-        self._stack: ExitStack | None = None
+        self._gemms = gemms
+        self._block: AbstractContextManager[None] | None = None
 
     def at(self, step: int) -> Self:
         """Return this object, so that entering it begins the step with this number."""
@@ -133,28 +106,24 @@ class StepRecorder(Observer, ABC):
         return self
 
     def __enter__(self) -> Self:
-        if self._stack is not None:
+        if self._block is not None:
             raise RuntimeError(f"this {self._name} is already recording; leave its block first")
         self.step += 1
-        self._stack = ExitStack()
         # Observe on all ranks, so that compiled code has the same operators on all of them.
-        if self._is_recorded(self.step):
-            self._begin(self._stack)
-            self._stack.enter_context(observed_by(self))
+        is_recorded = self._begin()
+        self._block = observed_by(self, self._gemms) if is_recorded else nullcontext()
+        self._block.__enter__()
         return self
 
     def __exit__(self, error: Any, *others: Any) -> None:
-        stack, self._stack = self._stack, None
-        assert stack is not None
-        stack.close()
+        block, self._block = self._block, None
+        assert block is not None
+        block.__exit__(None, None, None)
         self._end(failed=error is not None)
 
     @abstractmethod
-    def _is_recorded(self, step: int) -> bool:
-        """Return whether the casts of this step are recorded."""
-
-    def _begin(self, stack: ExitStack) -> None:
-        """Begin a recorded step. ``stack`` is closed when the step ends."""
+    def _begin(self) -> bool:
+        """Begin a step, and return whether its casts are recorded."""
 
     @abstractmethod
     def _end(self, failed: bool) -> None:

@@ -68,22 +68,14 @@ class CastStats:
     position: int = dataclasses.field(default=0, compare=False)
 
     @staticmethod
-    def of(
-        m: Measures,
-        step: int,
-        fqn: str,
-        operand: Operand,
-        gemms: tuple[Gemm, ...],
-        scheme: Scheme,
-        delayed: bool,
-    ) -> "CastStats":
-        """Return the statistics of a cast, computed from its measures."""
+    def of(m: Measures, scheme: Scheme, **cast: Any) -> "CastStats":
+        """Return the statistics of a cast, computed from its measures.
+
+        ``cast`` has the other fields: ``step``, ``fqn``, ``operand``, ``gemms`` and ``delayed``.
+        """
         percent = 100 / m.values if m.values else 0.0
         return CastStats(
-            step=step,
-            fqn=fqn,
-            operand=operand,
-            gemms=gemms,
+            **cast,
             granularity=scheme.covers,
             dtype=scheme.dtype,
             amax=m.amax,
@@ -94,7 +86,6 @@ class CastStats:
             saturation=percent * m.saturated,
             nonfinite=percent * m.nonfinite,
             sqnr=decibels(m.signal, m.noise),
-            delayed=delayed,
             nonfinite_rank=int(-m.minus_rank) if m.nonfinite else None,
             position=int(-m.minus_position) if m.minus_position > -math.inf else 0,
         )
@@ -158,17 +149,10 @@ def from_dict(values: Mapping[str, Any]) -> Row:
 def append_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Append rows to a file, one JSON object per line, with NaN and infinities as strings."""
     with path.open("a") as stream:
-        stream.writelines(json.dumps(_strict(row), allow_nan=False) + "\n" for row in rows)
-
-
-def _strict(row: dict[str, Any]) -> dict[str, Any]:
-    names = {math.inf: "Infinity", -math.inf: "-Infinity"}
-    return {
-        key: names.get(value, "NaN")
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for key, value in row.items()
-    }
+        for row in rows:
+            others = {k: v for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+            strict = row | {key: json.dumps(value) for key, value in others.items()}
+            stream.write(json.dumps(strict, allow_nan=False) + "\n")
 
 
 def table(rows: Iterable[Row]) -> str:

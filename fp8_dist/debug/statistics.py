@@ -6,8 +6,7 @@ A layer is a Float8Linear, or one weight of a module of experts.
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,16 +38,14 @@ from fp8_dist.debug.rows import (
     decibels,
     table,
 )
-from fp8_dist.linear.observing import Owner, gemms_observed_by
-from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, weights_by_layer
+from fp8_dist.linear.observing import Casts, Owner
+from fp8_dist.linear.weight import CONVERT_FIRST, weights_by_layer
 from fp8_dist.mesh import GroupNames, first_difference, make_group
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
-
-
 # The owner, the operand and the GEMMs of a cast. None as the operand stands for a GEMM's result.
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
@@ -72,43 +69,39 @@ class Float8Stats(StepRecorder):
         on_anomaly: OnAnomaly,
         limits: AnomalyLimits,
     ) -> None:
-        super().__init__("float8_stats")
+        super().__init__("float8_stats", gemms)
         self.rows: list[Row] = []
         self.anomalies: list[Anomaly] = []
-        self._model, self._every, self._gemms = model, every, gemms
+        self._model, self._every = model, every
         self._on_anomaly, self._first = on_anomaly, FirstAnomalies(limits)
         self._measured: dict[_Key, torch.Tensor] = {}
         self._ranks = _RanksOfLayers(model, mesh)
 
-    def _is_recorded(self, step: int) -> bool:
-        return step % self._every == 0
-
-    def _begin(self, stack: ExitStack) -> None:
-        self._ranks.look()
-        if self._gemms:
-            stack.enter_context(gemms_observed_by(self))
+    def _begin(self) -> bool:
+        is_recorded = self.step % self._every == 0
+        if is_recorded:
+            self._ranks.look()
+        return is_recorded
 
     def _end(self, failed: bool) -> None:
         measured, self._measured = self._measured, {}
-        if not failed and self._is_recorded(self.step):
+        if not failed and self.step % self._every == 0:
             rows = self._rows_of(measured)
             self.rows += rows
             # Alarms are raised in the order of the casts, so that causes come before effects.
-            self._raise_alarms(sorted(rows, key=lambda row: row.position))
+            for row in sorted(rows, key=lambda row: row.position):
+                for anomaly in self._first.of(row):
+                    self.anomalies.append(anomaly)
+                    if callable(self._on_anomaly):
+                        self._on_anomaly(anomaly)
+                    elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
+                        warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
 
-    def on_casts(
-        self,
-        owner: Owner,
-        operand: Operand,
-        high: torch.Tensor,
-        lows: Mapping[tuple[Gemm, ...], Quantized],
-    ) -> None:
-        """Measure the casts of an operand."""
-        if owner not in self._ranks.owners:
-            return
-        measured = measure_casts(high, [*lows.values()], own_rank())
-        for gemms, found in zip(lows, measured, strict=True):
-            self._add((owner, operand, gemms), found)
+    def on_casts(self, owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts) -> None:
+        if owner in self._ranks.owners:
+            measured = measure_casts(high, [*lows.values()], own_rank())
+            for gemms, found in zip(lows, measured, strict=True):
+                self._add((owner, operand, gemms), found)
 
     def on_gemm(
         self,
@@ -118,21 +111,15 @@ class Float8Stats(StepRecorder):
         right: torch.Tensor,
         result: torch.Tensor,
     ) -> None:
-        """Measure a GEMM's result."""
-        if owner not in self._ranks.owners:
-            return
-        results = gemm_results(gemm, left, right, result)
-        if results is not None:
-            self._add((owner, None, (gemm,)), measure_product(*results))
+        if owner in self._ranks.owners and (found := gemm_results(gemm, left, right, result)):
+            self._add((owner, None, (gemm,)), measure_product(*found))
 
     def on_prepared_cast(
         self, owner: Owner, high: torch.Tensor, low: Quantized
     ) -> torch.Tensor | None:
-        """Measure the cast of an input that several layers share, and return the measures."""
         return measure(high, low, own_rank()) if owner in self._ranks.owners else None
 
     def on_prepared_use(self, owner: Owner, kept: torch.Tensor | None) -> None:
-        """Add the measures of a prepared input to those of a layer that takes it."""
         if kept is not None and owner in self._ranks.owners:
             (gemms,) = owner.casts_of("input")
             self._add((owner, "input", gemms), kept)
@@ -214,29 +201,17 @@ class Float8Stats(StepRecorder):
         for i, each in enumerate(measured.values()):
             each[Measures._fields.index("minus_position")] = -i
         slots = [*slots_of(self._model, self._gemms)]
-        own = [measured.get(slot.key) for slot in slots]
-        found = self._ranks.combined([slot.owner for slot in slots], own)
-        return [
-            _row(slot, each, self.step)
-            for slot, each in zip(slots, found, strict=True)
-            if each.scale != -math.inf  # some rank has measured it
-        ]
-
-    def _raise_alarms(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            for anomaly in self._first.of(row):
-                self.anomalies.append(anomaly)
-                if callable(self._on_anomaly):
-                    self._on_anomaly(anomaly)
-                elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
-                    warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
+        found = zip(slots, self._ranks.combined(slots, measured), strict=True)
+        # Some rank has measured those that have a scale.
+        return [_row(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
 
 
 def _row(slot: Slot, found: Measures, step: int) -> Row:
     if slot.operand is None or slot.scheme is None:
         sqnr = decibels(found.signal, found.noise)
         return GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-found.minus_position))
-    return CastStats.of(found, step, slot.fqn, slot.operand, slot.gemms, slot.scheme, slot.delayed)
+    cast = {"step": step, "fqn": slot.fqn, "operand": slot.operand, "gemms": slot.gemms}
+    return CastStats.of(found, slot.scheme, **cast, delayed=slot.delayed)
 
 
 class _RanksOfLayers:
@@ -251,59 +226,61 @@ class _RanksOfLayers:
         self._model, self._given = model, mesh
         self._meshes: dict[str, DeviceMesh] = {}
         self._agrees = False
-        self._groups_of: dict[str, GroupNames] = {}
-        self.owners: dict[Owner, str] = {}  # the owners of casts, and their layers
+        self._groups_of: dict[str, GroupNames] = {}  # by the layer's name in rows
         self.look()
 
     def look(self) -> None:
         """Update the meshes of the layers. FSDP2 may swap in parameters that are on no mesh."""
-        weights = weights_by_layer(self._model)
-        self.owners = {weight: name for name, weight in weights.items()}
-        for name, weight in weights.items():
+        self._weights = weights_by_layer(self._model)
+        self.owners: dict[Owner, str] = {weight: name for name, weight in self._weights.items()}
+        for name, weight in self._weights.items():
             for mesh in weight.meshes():
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
                     self._meshes[name] = mesh
 
-    def combined(
-        self, owners: Sequence[Owner], own: Sequence[torch.Tensor | None]
-    ) -> list[Measures]:
-        """Combine the measures of all ranks. All ranks call this method for the same layers.
+    def combined(self, slots: list[Slot], own: dict[_Key, torch.Tensor]) -> list[Measures]:
+        """Combine the measures of all ranks. All ranks call this method for the same slots.
 
         Args:
-            owners: the owner of each measured cast or GEMM.
-            own: this rank's measures of each of them, fp64 ``[11]``; None if this rank has none.
+            own: this rank's measures, fp64 ``[11]``, of those that it has measured.
 
-        Collectives: for each process group, an all-gather of 88 bytes for each element of
-        ``owners`` whose layer is on it.
+        Collectives: for each process group, an all-gather of 88 bytes for each slot whose layer is
+        on it.
         """
         self.look()
-        weights = weights_by_layer(self._model)
-        groups = self._groups_of = self._groups(weights)
-        # Use the device of a mesh if there is one, because FSDP2 may offload weights to the CPU.
-        device = next(iter(weights.values())).parameter().device
-        for mesh in self._meshes.values():
-            device = torch.device(mesh.device_type)
-        alike: dict[GroupNames, list[int]] = {}
-        for i, owner in enumerate(owners):
-            alike.setdefault(groups[self.owners[owner]], []).append(i)
-        found: dict[int, Measures] = {}
+        groups = self._groups()
+        self._groups_of = {slot.fqn: groups[self.owners[slot.owner]] for slot in slots}
+        alike: defaultdict[GroupNames, list[Slot]] = defaultdict(list)
+        for slot in slots:
+            alike[self._groups_of[slot.fqn]].append(slot)
+        none, found = nothing(self._device()), dict[Slot, Measures]()
         for names, members in alike.items():
-            none = nothing(device)
-            rows = [none if (row := own[i]) is None else row.to(device) for i in members]
-            found |= zip(members, _over(names, torch.stack(rows)), strict=True)
-        return [found[i] for i in range(len(owners))]
+            rows = torch.stack([own.get(slot.key, none).to(none.device) for slot in members])
+            for name in names:
+                size = resolve_process_group(name).size()
+                rows, *others = all_gather(rows, size, name).view(size, *rows.shape).clone()
+                for other in others:
+                    combine_(rows, other)
+            found |= zip(members, (Measures(*row) for row in rows.tolist()), strict=True)
+        return [found[slot] for slot in slots]
 
-    def is_first(self, name: str) -> bool:
+    def is_first(self, fqn: str) -> bool:
         """Return whether this rank is the first one whose measures of a layer were combined."""
-        return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[name])
+        return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[fqn])
 
-    def _groups(self, weights: dict[str, Float8Weight]) -> dict[str, GroupNames]:
+    def _device(self) -> torch.device:
+        # That of a mesh if there is one, because FSDP2 may offload weights to the CPU.
+        for mesh in self._meshes.values():
+            return torch.device(mesh.device_type)
+        return next(iter(self._weights.values())).parameter().device
+
+    def _groups(self) -> dict[str, GroupNames]:
         """Return the process groups of each layer.
 
         Collectives: the first time, if no layer is on a mesh, an all-reduce of 16 bytes.
         """
         if self._given is not None:
-            return dict.fromkeys(weights, make_group([self._given]))
+            return dict.fromkeys(self._weights, make_group([self._given]))
         made = {mesh: make_group([mesh]) for mesh in dict.fromkeys(self._meshes.values())}
         others: GroupNames = ()
         if made:
@@ -312,34 +289,20 @@ class _RanksOfLayers:
             assert dist.group.WORLD is not None
             others = (str(dist.group.WORLD.group_name),)
             if not self._agrees:
-                _check_same_layers(weights, dist.group.WORLD)
+                self._check_same_layers(dist.group.WORLD)
             self._agrees = True
-        return {
-            name: made[self._meshes[name]] if name in self._meshes else others for name in weights
-        }
+        known = {name: made[mesh] for name, mesh in self._meshes.items()}
+        return dict.fromkeys(self._weights, others) | known
 
-
-def _check_same_layers(weights: dict[str, Float8Weight], world: dist.ProcessGroup) -> None:
-    """Raise an error if ranks have different layers."""
-    facts = {name: f"{w.parameter().shape} {w.config}" for name, w in weights.items()}
-    device = next(iter(weights.values())).parameter().device.type
-    if (difference := first_difference(facts, [world], device)) is not None:
-        raise ValueError(
-            f"float8_stats: the ranks have different layers ({difference}), and weights on no "
-            "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
-            "ranks that have the same layers"
-        )
-
-
-def _over(groups: GroupNames, own: torch.Tensor) -> list[Measures]:
-    """Combine measures ``[rows, 11]`` over all ranks of the groups."""
-    for name in groups:
-        size = resolve_process_group(name).size()
-        parts = all_gather(own, size, name).view(size, *own.shape)
-        own = parts[0].clone()
-        for other in parts[1:]:
-            combine_(own, other)
-    return [Measures(*row) for row in own.tolist()]
+    def _check_same_layers(self, world: dist.ProcessGroup) -> None:
+        facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
+        difference = first_difference(facts, [world], self._device().type)
+        if difference is not None:
+            raise ValueError(
+                f"float8_stats: the ranks have different layers ({difference}), and weights on no "
+                "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
+                "ranks that have the same layers"
+            )
 
 
 def float8_stats(

@@ -1,7 +1,7 @@
 """Observers of the casts and GEMMs of layers, for statistics, captures and tests.
 
 Without an observer a cast costs one check of a Python variable, and no operator. In compiled code
-the operators are in the graph only while there is an observer of casts. The graphs with and without
+the operators are in the graph only while there is an observer. The graphs with and without
 them are both kept, so code compiles once more when it is first observed, and never again. GEMMs are
 only observed in eager code.
 
@@ -12,7 +12,7 @@ inputs. Therefore each cast has a number, which the Float8Tensor carries to the 
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -29,6 +29,8 @@ from fp8_dist.tensor import Float8Tensor, scales_of
 from fp8_dist.torch_internals import STAND_INS, in_backward, without_dispatch_modes
 
 R = TypeVar("R")
+# The float8 copies of an operand, by the GEMMs that take each.
+Casts = Mapping[tuple[Gemm, ...], Quantized]
 
 
 class Owner(Protocol):
@@ -61,13 +63,7 @@ class Observer:
     called without gradients and outside dispatch modes.
     """
 
-    def on_casts(
-        self,
-        owner: Owner,
-        operand: Operand,
-        high: torch.Tensor,
-        lows: Mapping[tuple[Gemm, ...], Quantized],
-    ) -> None:
+    def on_casts(self, owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts) -> None:
         """Called when a local operand was cast for GEMMs.
 
         ``high`` is ``[..., K]`` in high precision. ``lows`` are float8 copies of the same shape, by
@@ -105,20 +101,21 @@ class Observer:
 
 
 class _Shown(NamedTuple):
-    """The casts that an observer was shown.
+    """What an observer is shown, and was shown.
 
     Attributes:
+        gemms: whether it is shown GEMMs too.
         casts: casts outside a backward.
         kept: results of :meth:`Observer.on_prepared_cast`, by the number of the cast.
     """
 
+    gemms: bool
     casts: set[Hashable]
     kept: dict[int, object]
 
 
-_observers: dict[Observer, _Shown] = {}  # of casts
+_observers: dict[Observer, _Shown] = {}
 _is_observed = False  # what graphs guard on: guards on the dict would include its items
-_gemm_observers: list[Observer] = []
 _recordings: dict[int, list["GemmRecord"]] = {}  # by id: two recordings of the same are equal
 # Prepared inputs in high precision, by the cast number of the Float8Tensors made from each. Eager
 # code passes the number's tensor on, so an input is kept as long as one of its Float8Tensors lives.
@@ -127,37 +124,31 @@ _cast_numbers = itertools.count()
 
 
 def is_observed() -> bool:
-    """Whether there is an observer of casts."""
+    """Whether there is an observer."""
     return _is_observed
 
 
 def are_gemms_observed() -> bool:
     """Whether there is an observer of GEMMs; False in compiled code."""
-    return bool(_gemm_observers) and not torch.compiler.is_compiling()
+    is_eager = _is_observed and not torch.compiler.is_compiling()
+    return is_eager and any(shown.gemms for shown in _observers.values())
 
 
 @contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
-    """Show an observer the casts of all layers inside the block."""
+def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
+    """Show an observer the casts of all layers inside the block.
+
+    With ``gemms``, show it their GEMMs too, and run all code in the block eagerly.
+    """
     global _is_observed
-    _observers[observer] = _Shown(set(), {})
+    _observers[observer] = _Shown(gemms, set(), {})
     _is_observed = True
     try:
-        yield
+        with torch.compiler.set_stance("force_eager") if gemms else nullcontext():
+            yield
     finally:
         del _observers[observer]
         _is_observed = bool(_observers)
-
-
-@contextmanager
-def gemms_observed_by(observer: Observer) -> Iterator[None]:
-    """Show an observer the GEMMs of all layers inside the block, where all code runs eagerly."""
-    _gemm_observers.append(observer)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        _gemm_observers.remove(observer)
 
 
 def _tell(method: Callable[..., R], *arguments: Any) -> R:
@@ -201,30 +192,19 @@ def observe_copies(
     repeats: bool = True,
 ) -> Copies:
     """:func:`observe` each cast among the copies of an operand; in eager code, in one call."""
+    lows: dict[tuple[Gemm, ...], Quantized] = {}
+    for quantized in made:
+        lows.setdefault(owner.gemms_of(operand, quantized.scheme), quantized)
     if not torch.compiler.is_compiling():
-        lows: dict[tuple[Gemm, ...], Quantized] = {}
-        for quantized in made:
-            lows.setdefault(owner.gemms_of(operand, quantized.scheme), quantized)
         _show(owner, operand, high, lows, repeats)
         return made
-    found: list[Quantized] = []
     shown: dict[Scheme, torch.Tensor] = {}
-    for quantized in made:
-        scheme = quantized.scheme
-        if scheme not in shown:
-            gemms = owner.gemms_of(operand, scheme)
-            shown[scheme] = observe(owner, operand, gemms, high, quantized, repeats)
-        found.append(quantized._replace(scales=(shown[scheme], *quantized.scales[1:])))
-    return found
+    for gemms, low in lows.items():
+        shown[low.scheme] = observe(owner, operand, gemms, high, low, repeats)
+    return [each._replace(scales=(shown[each.scheme], *each.scales[1:])) for each in made]
 
 
-def _show(
-    owner: Owner,
-    operand: Operand,
-    high: torch.Tensor,
-    lows: Mapping[tuple[Gemm, ...], Quantized],
-    repeats: bool,
-) -> None:
+def _show(owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts, repeats: bool) -> None:
     new: dict[Observer, dict[tuple[Gemm, ...], Quantized]] = {}
     for gemms, low in lows.items():
         for observer in _observers_of((owner, operand, gemms), high, repeats):
@@ -292,7 +272,7 @@ def observe_prepared_cast(owner: Owner, input: torch.Tensor, low: Quantized) -> 
         low = low._replace(scales=(first, *low.scales[1:]))
     else:
         number = _show_preparation(owner, high, low)
-        if _gemm_observers:
+        if are_gemms_observed():
             _prepared[number] = input.detach()
     prepared = Float8Tensor.of(low, input.dtype).rewrap(cast_number=number)
     return with_local(input, prepared)
@@ -358,7 +338,7 @@ def observe_gemm(
     """Show observers a GEMM, unless an operand is unknown or the GEMM is of a repeated forward."""
     if left is None or right is None or result is None or (gemm == "output" and in_backward()):
         return
-    for observer in list(_gemm_observers):
+    for observer in [each for each, shown in _observers.items() if shown.gemms]:
         _tell(observer.on_gemm, owner, gemm, left, right, result)
 
 

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fp8_dist.report.data import FILES, NoRun
+
 _NEEDED = ("jinja2", "matplotlib")
 
 
@@ -35,14 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         parser.error(f'{" and ".join(missing)} must be installed: pip install "fp8-dist[report]"')
     page = importlib.import_module("fp8_dist.report.page")
-    data = importlib.import_module("fp8_dist.report.data")
     out = args.out or args.runs[0] / "report.html"
     try:
         notes = page.write(out, args.runs, args.watch)
         print(f"written: {out}", flush=True)
         if args.watch is not None:
-            notes = _watch(page, data, out, args.runs, args.watch)
-    except data.NoRun as error:
+            notes = _watch(page, out, args.runs, args.watch)
+    except NoRun as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror or error}")
@@ -51,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _watch(page: Any, data: Any, out: Path, runs: list[Path], seconds: int) -> list[str]:
+def _watch(page: Any, out: Path, runs: list[Path], seconds: int) -> list[str]:
     """Write the page again after each change, until Ctrl-C; then once more, without reloading."""
 
     def state() -> list[tuple[int, int]]:
-        files = [run / name for run in runs for name in data.FILES]
+        files = [run / name for run in runs for name in FILES]
         found = [file.stat() for file in files if file.is_file()]
         return [(stat.st_mtime_ns, stat.st_size) for stat in found]
 
@@ -63,7 +64,7 @@ def _watch(page: Any, data: Any, out: Path, runs: list[Path], seconds: int) -> l
     try:
         while True:
             if (now := state()) != written:
-                with suppress(data.NoRun, FileNotFoundError):  # a run that starts again
+                with suppress(NoRun, FileNotFoundError):  # a run that starts again
                     page.write(out, runs, seconds)
                 written = now
             time.sleep(seconds)

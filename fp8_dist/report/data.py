@@ -10,13 +10,17 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fp8_dist.debug import AnomalyLimits, anomaly_dict
+import torch
+
+from fp8_dist.debug import AnomalyLimits, CommRow, anomaly_dict
+from fp8_dist.debug.audit import CommTable
 from fp8_dist.debug.rows import FirstAnomalies, from_dict
 from fp8_dist.report.writer import ANOMALIES, COMM, CONFIG, METRICS, STATS
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 # Numbers of a float8 cast. Percentages are of the elements that are not zero.
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
@@ -35,7 +39,7 @@ class Run:
         name: the folder.
         config: config.json.
         metrics: one row for each step of metrics.jsonl.
-        comm: the rows of comm.json.
+        comm: the collectives of comm.json.
         stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
             order of layers.
         anomalies: of anomalies.jsonl; if there is no such file, those of the statistics.
@@ -45,7 +49,7 @@ class Run:
     name: str
     config: Row = dataclasses.field(default_factory=dict)
     metrics: list[Row] = dataclasses.field(default_factory=list)
-    comm: list[Row] | None = None
+    comm: CommTable | None = None
     stats: list[Row] | None = None
     anomalies: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -62,7 +66,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Reads several runs; those whose folders have the same name are named by the whole path."""
+    """Read several runs; those whose folders have the same name are named by the whole path."""
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
     for run, folder in zip(runs, folders, strict=True):
@@ -72,7 +76,7 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Reads what a folder holds of a run.
+    """Read what a folder holds of a run.
 
     Raises:
         NoRun: it holds none of `FILES`.
@@ -81,8 +85,8 @@ def read_run(folder: Path) -> Run:
         raise NoRun(f"{folder} has none of the files of a run: {', '.join(FILES)}")
     run = Run(folder.resolve().name)
 
-    def rows(name: str, parse: Callable[[Row], Row]) -> list[Row] | None:
-        """The rows of a file, which has one per line or is a list of them."""
+    def rows(name: str, parse: Callable[[Row], T]) -> list[T] | None:
+        """Return the rows of a file, which has one per line or is a list of them."""
         path = folder / name
         if not path.is_file():
             return None
@@ -107,7 +111,8 @@ def read_run(folder: Path) -> Run:
     for row in rows(METRICS, _metrics_row) or []:
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
-    run.comm = rows(COMM, lambda row: row | {"seconds": _number(row.get("seconds"))})
+    comm = rows(COMM, _comm_row)
+    run.comm = None if comm is None else CommTable(comm)
     run.stats = rows(STATS, stats_row)
     anomalies = rows(ANOMALIES, _anomaly_row)
     run.anomalies = [*_anomalies_of(run)] if anomalies is None else anomalies
@@ -115,7 +120,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _anomalies_of(run: Run) -> Iterator[Row]:
-    """The anomalies by the default limits, of statistics that came without a file of them."""
+    """Yield the anomalies, by the default limits, of statistics without a file of them."""
     first = FirstAnomalies(AnomalyLimits())
     for row in run.in_order_of_casts():
         with suppress(KeyError, TypeError, ValueError, AttributeError):  # a row lacks something
@@ -123,13 +128,13 @@ def _anomalies_of(run: Run) -> Iterator[Row]:
 
 
 def _loaded(text: str) -> list[Any]:
-    """The elements of a JSON list; another value is the only one."""
+    """Return the elements of a JSON list; another value is the only one."""
     found = json.loads(text)
     return found if isinstance(found, list) else [found]
 
 
 def _number(value: Any) -> float:
-    """A number, or the name of one that JSON lacks ("NaN", "Infinity"); None is NaN."""
+    """Convert a number, or the name of one that JSON lacks ("NaN", "Infinity"); None is NaN."""
     return math.nan if value is None else float(value)
 
 
@@ -137,8 +142,13 @@ def _metrics_row(row: Row) -> Row:
     return {name: _number(value) for name, value in row.items()} | {"step": int(row["step"])}
 
 
+def _comm_row(row: Row) -> CommRow:
+    known = {f.name: row[f.name] for f in dataclasses.fields(CommRow) if f.name in row}
+    return CommRow(**known | {"dtype": getattr(torch, row["dtype"].removeprefix("torch."))})
+
+
 def stats_row(row: Row) -> Row:
-    """A row of float8_stats.jsonl."""
+    """Return a row of float8_stats.jsonl, with its numbers, "label" and "finite"."""
     found = row | {name: _number(row[name]) for name in MEASURES if name in row}
     if row["kind"] == "gemm":
         finite = found["sqnr"] > -math.inf

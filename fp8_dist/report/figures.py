@@ -5,7 +5,6 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -31,22 +30,15 @@ HEATS = {
 _STYLE = {"svg.fonttype": "none", "text.parse_math": False}  # names are text as they are, "$" too
 
 
-class Chart(NamedTuple):
-    """Pictures of a metric: with a linear and with a logarithmic axis."""
-
-    linear: str
-    log: str
-
-
-def charts(runs: Sequence[Run]) -> list[Chart]:
-    """The charts of each metric that a run has, with all runs in each."""
+def charts(runs: Sequence[Run]) -> list[list[str]]:
+    """Return two pictures of each metric, with a linear and with a logarithmic axis."""
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
     with mpl.rc_context(_STYLE):
-        return [Chart(*(_line_chart(runs, name, log) for log in (False, True))) for name in names]
+        return [[_line_chart(runs, name, log) for log in (False, True)] for name in names]
 
 
 def layer_chart(run: Run, fqn: str) -> str:
-    """Amax and SQNR of a layer's casts over steps; steps with its anomalies are dotted lines."""
+    """Draw the amax and SQNR of a layer's casts over steps, with dotted lines at anomalies."""
     casts: dict[str, list[Row]] = {}
     for row in run.stats or []:
         if row["fqn"] == fqn and "amax" in row:
@@ -95,7 +87,7 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], list[tuple[
 
 
 def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
-    """A metric over steps, with a gap where it is not finite."""
+    """Draw a metric over steps, with a gap where it is not finite."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     for i, run in enumerate(runs):
@@ -141,7 +133,7 @@ def _mark(axes: Axes, anomalies: Sequence[Row]) -> None:
 
 
 def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array, Mask]:
-    """Layers, steps, and of each cell the value and whether it is bad; NaN without a row.
+    """Return layers, steps, and of each cell the value and whether it is bad; NaN without a row.
 
     Of several rows of a cell the worst value counts: the largest, or the smallest SQNR. Amaxes are
     octaves.
@@ -162,7 +154,7 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
 
 
 def _limits(values: Array, measure: str) -> tuple[float, float]:
-    """The ends of the colours: percentiles 1 and 99, at least one unit apart."""
+    """Return the ends of the colours: percentiles 1 and 99, at least one unit apart."""
     low, high = np.percentile(values, [1, 99]) if values.size else (0.0, 1.0)
     if measure in ("underflow", "saturation"):
         low = 0.0
@@ -177,7 +169,7 @@ def _heat_map(
     measure: str,
     limits: tuple[float, float],
 ) -> str:
-    """Layers x steps of a measure of one kind of rows, and the cells that are not finite."""
+    """Draw layers x steps of a measure of one kind of rows, and the cells that are not finite."""
     figure = Figure(figsize=(13, 1.4 + 0.16 * len(layers)), layout="constrained")
     axes = figure.subplots()
     axes.set_facecolor(EMPTY)
@@ -202,7 +194,7 @@ def _number(x: float) -> str:
 
 
 def _picture(figure: Figure) -> str:
-    """An SVG as a data URI: a browser shows it, and runs nothing that its texts may hold."""
+    """Return an SVG as a data URI: a browser shows it, and runs nothing that its texts may hold."""
     file = io.StringIO()
     figure.savefig(file, format="svg")
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue().encode()).decode()}"

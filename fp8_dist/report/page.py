@@ -63,13 +63,13 @@ def render(runs: Sequence[Run], refresh: int | None = None) -> str:
         ],
         charts=charts(runs),
         heat_maps=list(heat_maps(runs)),
-        collectives=[(run, collectives(run.comm)) for run in runs if run.comm is not None],
+        collectives=[(r, r.comm.without_modules().rows) for r in runs if r.comm is not None],
         config=config(runs),
     )
 
 
 def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of a table of figures, one row for each run."""
+    """Return the header and the rows of a table of figures, one row for each run."""
     units = {k: unit for run in runs for k, unit in run.config.get("units", {}).items()}
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
     header = ["run", "logged steps", *(f"{n}, {units[n]}" if n in units else n for n in names)]
@@ -83,8 +83,9 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             cells.append(shown_number(median(values)) if values else "")
         layers = len({row["fqn"] for row in run.stats or []} or run.config.get("float8_layers", ()))
         cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
-        size = sum(row["bytes"] for row in run.comm or [])
-        part = sum(row["float8_bytes"] for row in run.comm or []) / (size or 1)
+        comm = run.comm.rows if run.comm else []
+        size = sum(row.bytes for row in comm)
+        part = sum(row.float8_bytes for row in comm) / (size or 1)
         cells.append(f"{size / 1e6:,.1f} MB, {part:.0%} float8" if size else "")
         rows.append(cells)
     header += ["float8 layers", "anomalies", "collectives of a step"]
@@ -93,24 +94,24 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def shown_number(value: float) -> str:
-    """A metric for people."""
+    """Format a metric for people."""
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
 
 
 def plain(value: Any) -> str:
-    """A value of config.json for people."""
+    """Format a value of config.json for people."""
     is_count = isinstance(value, int) and not isinstance(value, bool)
     return f"{value:,}" if is_count else str(value)
 
 
 def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The facts about the runs, by name, with a value of each run."""
+    """Return the facts about the runs, by name, with a value of each run."""
     names = dict.fromkeys(name for run in runs for name in run.config if name not in HIDDEN)
     return [(name, [plain(run.config.get(name, "")) for run in runs]) for name in names]
 
 
 def alerts(run: Run, prefix: str) -> Iterator[str]:
-    """Sentences about values that are not finite: where the first of them is, by cast."""
+    """Yield sentences about values that are not finite: where the first of them is, by cast."""
     for name in run.metric_names:
         bad = [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]
         if bad:
@@ -125,12 +126,12 @@ def alerts(run: Run, prefix: str) -> Iterator[str]:
 
 
 def places(run: Run, name: str) -> list[Any]:
-    """The first steps ("step") or layers ("fqn") with anomalies, which have details."""
+    """Return the first steps ("step") or layers ("fqn") with anomalies, which have details."""
     return list(dict.fromkeys(row[name] for row in run.anomalies))[:MAX_DETAILS]
 
 
 def anomalies(index: int, run: Run) -> Iterator[Row]:
-    """The first anomalies of a run, with links to the details of their steps and layers."""
+    """Yield the first anomalies of a run, with links to the details of their steps and layers."""
     steps, layers = places(run, "step"), places(run, "fqn")
     for row in run.anomalies[:MAX_ANOMALIES]:
         step, layer = row["step"], row["fqn"]
@@ -153,18 +154,3 @@ def steps(index: int, run: Run) -> Iterator[tuple[str, Run, int, list[Row]]]:
         first = next((i for i, row in enumerate(rows) if row["bad"]), 0)
         start = max(0, first - ROWS_BEFORE)
         yield f"step-{index}-{step}", run, step, rows[start : start + ROWS]
-
-
-def collectives(rows: list[Row]) -> list[Row]:
-    """The rows of comm.json summed over modules."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("op", "axis", "dtype", "in_mixed_gather"))
-        groups.setdefault(key, []).append(row)
-    summed = []
-    for group in groups.values():
-        seconds = sum(row["seconds"] for row in group)
-        sums = {name: sum(row[name] for row in group) for name in ("count", "elements", "bytes")}
-        times = f"{1000 * seconds:.3f}" if math.isfinite(seconds) else ""
-        summed.append(group[0] | sums | {"milliseconds": times})
-    return summed

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,13 @@ class RunWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, COMM):
             (self.folder / name).unlink(missing_ok=True)
-        for name in (METRICS, STATS, ANOMALIES):
+        for name in (METRICS, STATS):
             _keep_lines_before(first, self.folder / name)
+        # Those before a resumed step: statistics know the anomalies of their own process alone.
+        told = _keep_lines_before(first, self.folder / ANOMALIES)
+        self._told = {(anomaly["fqn"], anomaly["what"]) for anomaly in told}
         if stats is not None:
             (self.folder / ANOMALIES).touch()  # the report looks for anomalies where it is missing
-        # Those before a resumed step: statistics know the anomalies of their own process alone.
-        self._told = _anomalies_in(self.folder / ANOMALIES)
         versions = {"torch": torch.__version__, "fp8_dist": __version__}
         versions["python"] = platform.python_version()
         facts = {**(config or {}), "units": dict(units or {}), **versions}
@@ -142,33 +144,19 @@ class RunWriter:
                     os.fsync(file.fileno())
 
 
-def _keep_lines_before(first: int | None, path: Path) -> None:
-    """Remove a file, or what it has of the step ``first`` and later ones."""
+def _keep_lines_before(first: int | None, path: Path) -> list[dict[str, Any]]:
+    """Remove a file, or what it has of the step ``first`` and later ones; return what it keeps."""
     if first is None:
         path.unlink(missing_ok=True)
-    elif path.exists():
-        # Replaced at once: a run that is killed here loses no line.
-        new = path.with_name(f".{path.name}.new")
-        new.write_text(_lines_before(first, path))
-        new.replace(path)
-
-
-def _lines_before(step: int, path: Path) -> str:
-    """The lines of a file of the steps before a step, but for one that was cut off."""
+    if not path.exists():
+        return []
     kept = []
     for line in path.read_text().splitlines(keepends=True):
-        try:
-            at = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if at < step and line.endswith("\n"):
-            kept.append(line)
-    return "".join(kept)
-
-
-def _anomalies_in(path: Path) -> set[tuple[str, str]]:
-    """The layers and kinds of the anomalies in a file, if there is one."""
-    if not path.exists():
-        return set()
-    found = map(json.loads, path.read_text().splitlines())
-    return {(anomaly["fqn"], anomaly["what"]) for anomaly in found}
+        with suppress(ValueError, KeyError, TypeError):  # a line that was cut off
+            if json.loads(line)["step"] < first and line.endswith("\n"):
+                kept.append(line)
+    # Replaced at once: a run that is killed here loses no line.
+    new = path.with_name(f".{path.name}.new")
+    new.write_text("".join(kept))
+    new.replace(path)
+    return [json.loads(line) for line in kept]

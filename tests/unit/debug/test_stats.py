@@ -459,6 +459,13 @@ def test_warnings_once_per_layer() -> None:
     ]
 
 
+def test_a_warning_names_a_model_that_is_a_layer_itself() -> None:
+    layer = convert_to_float8_training(nn.Linear(16, 16))
+    stats = float8_stats(layer, on_anomaly="warn", limits=AnomalyLimits(sqnr=100.0))
+    with pytest.warns(UserWarning, match="float8_stats: step 0: Float8Linear: weight"), stats:
+        layer(torch.randn(16, 16))
+
+
 # Outputs.
 
 
