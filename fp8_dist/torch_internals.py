@@ -102,7 +102,7 @@ try:
     _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
     tensor_version: Any = torch.Tensor._version  # the descriptor behind tensor._version
-    make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # What the library reads from objects, calls, or overrides in subclasses.
@@ -172,6 +172,22 @@ def graphs_fuse_collectives() -> bool:
     """Whether graphs fuse collectives with GEMMs: async tensor parallelism of torch.compile."""
     inductor = sys.modules.get("torch._inductor.config")
     return bool(getattr(inductor, "_micro_pipeline_tp", False))
+
+
+def make_wrapper(
+    cls: Any, inner: torch.Tensor, dtype: torch.dtype, pin_memory: bool = False
+) -> Any:
+    """Make a tensor of the subclass ``cls``, without data, with the layout of ``inner``."""
+    return _make_wrapper_subclass(
+        cls,
+        inner.size(),
+        strides=inner.stride(),
+        storage_offset=inner.storage_offset(),
+        dtype=dtype,
+        layout=inner.layout,
+        device=inner.device,
+        pin_memory=pin_memory,
+    )
 
 
 def stable_hash(tensor: torch.Tensor) -> str:

@@ -4,7 +4,8 @@ Nothing is summed in the narrow type. Ranks exchange encoded pieces in an all-to
 owns a sum decodes the pieces it receives, and adds them in fp32, in the order of ranks.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Literal, NamedTuple
 
 import torch
@@ -188,17 +189,26 @@ class GradientErrors:
         Parameters may be frozen, or trained again, from one step to the next.
         """
         sizes = {part.number: part.size for part in parts if part.encoding is not None}
-        self._kept = {
-            (number, stage): self._kept.get((number, stage)) or self._none_yet(stage, size)
-            for number, size in sizes.items()
-            for stage in self.rows
-        }
+        before, self._kept = self._kept, {}
+        for (number, size), (stage, shape) in product(sizes.items(), self.rows.items()):
+            if (number, stage) in before:
+                self._kept[number, stage] = before[number, stage]
+                continue
+            codes = torch.zeros(*shape, size, dtype=torch.uint8, device=self.device)
+            self._kept[number, stage] = codes, codes.new_ones(*shape, blocks_of(size))
 
-    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Yield the number of a parameter, the name of one of its tensors, and the uint8 tensor."""
-        for (number, stage), (codes, exponents) in self._kept.items():
-            yield number, f"{stage}.codes", codes
-            yield number, f"{stage}.exponents", exponents
+    def tensors(self, names: Mapping[int, str], rank: str) -> dict[str, torch.Tensor]:
+        """Return the uint8 tensors of the parameters that have ``names``, by their numbers.
+
+        The name of a tensor contains its shape and ``rank``.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for (number, stage), pair in self._kept.items():
+            for kind, tensor in zip(("codes", "exponents"), pair, strict=True):
+                if number in names:
+                    shape = "x".join(map(str, tensor.shape))
+                    found[f"{names[number]}.{stage}.{kind}.{shape}.{rank}"] = tensor
+        return found
 
     def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` ``[..., S]`` plus the kept errors, in fp32."""
@@ -223,11 +233,6 @@ class GradientErrors:
                 yield part, start
             start += part.size
 
-    def _none_yet(self, stage: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = *self.rows[stage], size
-        codes = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        return codes, codes.new_ones(*self.rows[stage], blocks_of(size))
-
 
 def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send ``rows[i]`` to rank i of a group. Row i of the result comes from rank i.
@@ -236,6 +241,11 @@ def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     """
     sizes = [1] * len(rows)
     return funcol.all_to_all_single(rows.contiguous(), sizes, sizes, str(group.group_name))
+
+
+def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    gathered = funcol.all_gather_into_tensor(rows, group.size(), str(group.group_name))
+    return funcol.wait_tensor(gathered)
 
 
 def reduce_scatter(
@@ -270,8 +280,12 @@ def reduce_scatter(
     for stage, group in enumerate(groups):
         if group.size() == 1:
             continue
+        dtype, rank, own_seed = x.dtype, group.rank(), seed_of(seed, stage)
+        # [ranks, rows for each of them, ..., S]
         rows = x.view(len(x) // group.size(), group.size(), *x.shape[1:]).transpose(0, 1)
-        x = _exchange(rows, runs, group, stage, seed_of(seed, stage), errors)
+        wire, rows = _encoded(rows, runs, dtype, stage, own_seed, errors, exact=rank)
+        received = funcol.wait_tensor(start_all_to_all(wire, group))
+        x = sum_of(received, runs, dtype, rows[rank], rank)
     return x.view(x.shape[1:])
 
 
@@ -309,8 +323,7 @@ def all_reduce(
     of_sums = (p._replace(encoding=sums if p.encoding == "float8" else None) for p in own_parts)
     runs, seed = runs_of(of_sums, seed), seed_of(seed, 1)
     wire, _ = _encoded(own.div_(divisor), runs, x.dtype, 1, seed, errors)
-    gathered = funcol.all_gather_into_tensor(wire, ranks, str(group.group_name))
-    rows = decode(funcol.wait_tensor(gathered).view(ranks, -1), runs, x.dtype)
+    rows = decode(_gathered(wire.unsqueeze(0), group), runs, x.dtype)
     columns = rows.split([part.size for part in own_parts], -1)
     return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
 
@@ -318,21 +331,6 @@ def all_reduce(
 def split(parts: Sequence[Part], ranks: int) -> list[Part]:
     """The piece of each part that one rank sums in :func:`all_reduce`, including padding."""
     return [part._replace(size=-(-part.size // ranks)) for part in parts]
-
-
-def _exchange(
-    rows: torch.Tensor,
-    runs: Sequence[Run],
-    group: dist.ProcessGroup,
-    stage: int,
-    seed: int,
-    errors: GradientErrors | None,
-) -> torch.Tensor:
-    """Exchange rows ``[L, A, ..., S]`` between L ranks; sum this rank's rows, ``[A, ..., S]``."""
-    dtype, rank = rows.dtype, group.rank()
-    wire, rows = _encoded(rows, runs, dtype, stage, seed, errors, exact=rank)
-    received = funcol.wait_tensor(start_all_to_all(wire, group))
-    return sum_of(received, runs, dtype, rows[rank], rank)
 
 
 def _encoded(
@@ -420,9 +418,8 @@ def finish_reduction(started: DTensor | Reduction) -> DTensor:
     total = sum_of(funcol.wait_tensor(received), runs, own.dtype, own, rank)
     dim = sharded_dim(layout.placements[0], len(layout.shape))
     if dim is None:
-        group, wire = layout.mesh.get_group(), encode(total, runs, own.dtype)
-        gathered = funcol.all_gather_into_tensor(wire, group.size(), str(group.group_name))
-        rows = decode(funcol.wait_tensor(gathered), runs, own.dtype).to(own.dtype)
+        wire = _gathered(encode(total, runs, own.dtype), layout.mesh.get_group())
+        rows = decode(wire, runs, own.dtype).to(own.dtype)
         return layout.wrap(rows[: layout.shape[:-1].numel()].view(layout.shape))
     chunk = total.shape[dim]
     kept = max(0, min(chunk, layout.shape[dim] - rank * chunk))

@@ -154,13 +154,13 @@ def ddp_gradient_errors(model: DistributedDataParallel) -> dict[str, torch.Tenso
     Names are those of ``gradient_errors``, with the rank's place in the group of DDP.
     """
     found: dict[str, torch.Tensor] = {}
-    names = {id(p): without_wrappers(name) for name, p in model.module.named_parameters()}
+    named = model.module.named_parameters()
+    names = {id(p): f"ddp.{without_wrappers(name)}" for name, p in named}
     trained = [p for p in model.module.parameters() if p.requires_grad]
     for state in ddp_hook_states(model):
         errors = state.errors_of(trained) if isinstance(state, Float8DDPState) else None
-        for number, kind, tensor in errors.tensors() if errors is not None else ():
-            if number in names:  # models may share a state
-                shape, group = "x".join(map(str, tensor.shape)), state.group()
-                rank = f"rank{dist.get_rank()}.{group.rank()}of{group.size()}"
-                found[f"ddp.{names[number]}.{kind}.{shape}.{rank}"] = tensor
+        if errors is not None:
+            group = state.group()
+            rank = f"rank{dist.get_rank()}.{group.rank()}of{group.size()}"
+            found |= errors.tensors(names, rank)  # models may share a state
     return found

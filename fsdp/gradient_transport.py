@@ -1,6 +1,6 @@
 """Reductions of FSDP2's gradients that travel in float8 or bf16 and are summed in fp32."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -178,28 +178,6 @@ class EncodedReplicas:
         x.copy_(mean)
 
 
-def _remove(group: Any) -> None:
-    """Restore FSDP2's own reductions in a parameter group, except where other code set another."""
-    found = fsdp_reduction(group)
-    set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found)
-    replicas = fsdp_replicas(group)
-    if isinstance(replicas, EncodedReplicas):
-        set_fsdp_replicas(group, replicas.replicas)
-
-
-def _errors_of_group(group: Any) -> Iterator[tuple[str, GradientErrors]]:
-    """Yield the errors that a parameter group's reductions keep, with a prefix for their names."""
-    shards = fsdp_reduction(group)
-    if not isinstance(shards, EncodedReduction) or shards.errors is None:
-        return
-    parts, replicas = shards.parts_with_errors(), fsdp_replicas(group)
-    shards.errors.keep_for(parts)
-    yield "", shards.errors
-    if isinstance(replicas, EncodedReplicas) and replicas.errors is not None:
-        replicas.errors.keep_for(split(parts, replicas.size()))
-        yield "replicas.", replicas.errors
-
-
 def set_gradient_transport(
     model: nn.Module,
     transport: Transport | None,
@@ -281,7 +259,13 @@ def set_gradient_transport(
         )
         _check_agreement(groups, encodings, options)
     for number, (module, group) in enumerate(groups.items()):
-        _remove(group)
+        # Restore FSDP2's own reductions, except where other code has set another.
+        found = fsdp_reduction(group)
+        set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found)
+        replicas = fsdp_replicas(group)
+        if isinstance(replicas, EncodedReplicas):
+            replicas = replicas.replicas
+            set_fsdp_replicas(group, replicas)
         if transport is None:
             continue
         seed = NEAREST
@@ -291,7 +275,6 @@ def set_gradient_transport(
         shown = module or "the root module"
         reduction = EncodedReduction(shown, group, of_group, seed, error_feedback, hierarchy)
         set_fsdp_reduction(group, reduction, reduction.note)
-        replicas = fsdp_replicas(group)
         if replicas is not None and replicas.size() > 1:
             set_fsdp_replicas(group, EncodedReplicas(replicas, reduction, error_feedback))
 
@@ -306,12 +289,17 @@ def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
     names = _names(model)
     for module in model.modules():
         for group in fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else ():
-            for prefix, errors in _errors_of_group(group):
-                own = _names_of(group, names, "Float8State")
-                rank = f"rank{dist.get_rank()}.shard{fsdp_reduce_scatter_group(group).rank()}"
-                for number, kind, tensor in errors.tensors():
-                    shape = "x".join(map(str, tensor.shape))
-                    found[f"{prefix}{own[number]}.{kind}.{shape}.{rank}"] = tensor
+            shards, replicas = fsdp_reduction(group), fsdp_replicas(group)
+            if not isinstance(shards, EncodedReduction) or shards.errors is None:
+                continue
+            parts, own = shards.parts_with_errors(), _names_of(group, names, "Float8State")
+            rank = f"rank{dist.get_rank()}.shard{fsdp_reduce_scatter_group(group).rank()}"
+            shards.errors.keep_for(parts)
+            found |= shards.errors.tensors(dict(enumerate(own)), rank)
+            if isinstance(replicas, EncodedReplicas) and replicas.errors is not None:
+                replicas.errors.keep_for(split(parts, replicas.size()))
+                of_sums = {i: f"replicas.{name}" for i, name in enumerate(own)}
+                found |= replicas.errors.tensors(of_sums, rank)
     return found
 
 

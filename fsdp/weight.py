@@ -30,20 +30,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 
+from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.linear.module import other_users
 from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
 from fp8_dist.linear.weight_cache import WeightCache
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.tensor.stored import Stored
+from fp8_dist.tensor.stored import Stored, padded_shard, unpadded
 from fp8_dist.torch_internals import (
     disabled_torch_function,
     fsdp_gather_without_hooks,
     fsdp_groups,
     fsdp_parameters,
     in_backward,
-    make_wrapper_subclass,
+    make_wrapper,
     set_dtensor_local,
     stable_hash,
     tensor_data,
@@ -107,16 +108,7 @@ class Float8AllGatherWeight(torch.Tensor):
     def __new__(cls, tensor: torch.Tensor, name: str = "weight") -> "Float8AllGatherWeight":
         # Under inference_mode too, a view of a parameter is not an inference tensor.
         with torch.inference_mode(tensor.is_inference()):
-            self = make_wrapper_subclass(
-                cls,
-                tensor.size(),
-                strides=tensor.stride(),
-                storage_offset=tensor.storage_offset(),
-                dtype=tensor.dtype,
-                layout=tensor.layout,
-                device=tensor.device,
-                pin_memory=tensor.is_pinned(),
-            )
+            self = make_wrapper(cls, tensor, tensor.dtype, tensor.is_pinned())
         self._tensor, self._name, self._writes = tensor, name, _Writes()
         return self
 
@@ -257,7 +249,9 @@ class Float8AllGatherWeight(torch.Tensor):
         if not (module.training or in_backward()):
             cache.begin_evaluation()
         cast, whole = weight.gather_cast(self._tensor)
-        data, layout = _padded_bytes(cast.qdata, outer_size, mesh.size()), weight.layout()
+        data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
+        # A view of the float8 dtype, so that an audit can find the payload's dtype.
+        data, layout = as_bytes(data.view(cast.qdata.dtype)), weight.layout()
         scheme, scales = cast.scheme, cast.scales
         moving = scheme.moving_levels(layout)
         if layout is None:
@@ -299,8 +293,7 @@ class Float8AllGatherWeight(torch.Tensor):
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
         # padded weight. It has another shape if a dim other than the first is sharded.
-        qdata = data.view(scheme.dtype)
-        qdata = qdata.as_strided(size, torch.empty(size, device="meta").stride())
+        qdata = unpadded(data, scheme.dtype, size)
         weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
         return Float8Tensor.of(weight, param_dtype), ()
 
@@ -344,17 +337,6 @@ def _check_other_shards(weight: Float8Weight, mesh: DeviceMesh) -> None:
 @lru_cache(maxsize=1024)
 def _some_are_empty(layout: Layout) -> bool:
     return any(0 in local_sizes(layout, dim) for dim in range(len(layout.shape)))
-
-
-def _padded_bytes(qdata: torch.Tensor, outer: torch.Size, world_size: int) -> torch.Tensor:
-    """Return a shard as uint8, padded with zeros to the size that FSDP2 gives every rank."""
-    rows = -(-outer[0] // world_size)
-    if qdata.shape[1:] != outer[1:] or len(qdata) == rows:
-        padded = qdata.contiguous()  # FSDP2 refuses uneven shards of other dims than the first
-    else:
-        pad = (*(0, 0) * (qdata.ndim - 1), 0, rows - len(qdata))
-        padded = torch.nn.functional.pad(qdata.view(torch.uint8), pad).view(qdata.dtype)
-    return padded.view(torch.uint8)  # a view, so that an audit can find the payload's dtype
 
 
 # FSDP2 calls inspect.signature before each gather. With a stored signature this takes a third of

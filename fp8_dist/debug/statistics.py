@@ -38,9 +38,10 @@ from fp8_dist.debug.rows import (
     decibels,
     table,
 )
+from fp8_dist.linear.agreement import first_difference
 from fp8_dist.linear.observing import Casts, Owner
 from fp8_dist.linear.weight import CONVERT_FIRST, weights_by_layer
-from fp8_dist.mesh import GroupNames, first_difference, make_group
+from fp8_dist.mesh import GroupNames, make_group
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import resolve_process_group

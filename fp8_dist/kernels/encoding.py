@@ -178,7 +178,7 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
     """
     size = max(each.itemsize for each in numbers)
     parts = [_rounded_up(as_bytes(qdata), size)]
-    for each in _widest_first(numbers):
+    for each in sorted(numbers, key=lambda each: -each.itemsize):
         # Flatten first: torch calls a column contiguous whatever the stride of its last dim, but
         # view(dtype) refuses strides other than 1.
         flat = each.reshape(-1).contiguous().view(torch.uint8)
@@ -189,10 +189,6 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
 def _rounded_up(rows: torch.Tensor, size: int) -> torch.Tensor:
     missing = -rows.shape[-1] % size
     return torch.nn.functional.pad(rows, (0, missing)) if missing else rows  # padding by 0 copies
-
-
-def _widest_first(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return sorted(numbers, key=lambda each: -each.itemsize)
 
 
 def unpack_rows(

@@ -8,17 +8,18 @@ forward.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.mesh import first_difference
-from fp8_dist.torch_internals import STAND_INS, innermost
+from fp8_dist.torch_internals import STAND_INS, innermost, without_dispatch_modes
 
 # Modules whose parameters and layers were compared, including their submodules.
 _compared: "WeakSet[nn.Module]" = WeakSet()
@@ -27,6 +28,8 @@ _converted: "WeakSet[nn.Module]" = WeakSet()
 
 # Modules with float8 parameters, by name. (Any, because Float8Linear imports this module.)
 Layers = Mapping[str, Any]
+
+_KNOWN = ""  # the name under which a known difference is added to the facts
 
 
 class Facts:
@@ -76,6 +79,69 @@ class Facts:
                 f"{caller}: the ranks of {found[0]} have set up the model in different ways: "
                 f"{found[1]}. {fix}"
             )
+
+
+def first_difference(
+    facts: Mapping[str, str],
+    groups: Sequence[dist.ProcessGroup],
+    device: str,
+    known: str | None = None,
+) -> str | None:
+    """Describe the first fact that differs between ranks, and the ranks on which it differs.
+
+    Returns None if there is no difference. All ranks get the same result.
+
+    Args:
+        facts: values by name. Their order is compared, too.
+        groups: the groups of this rank along each axis of a mesh, or one group of all ranks.
+        device: the type of the devices that communicate.
+        known: a difference that was found before. If any rank passes one, it is the result.
+
+    Collectives: one all-reduce of 16 bytes over each group. If there is a difference, also those of
+    ``all_gather_object`` of the facts over each group. Dispatch modes, such as ``comm_audit``, do
+    not see them.
+    """
+    if not groups:
+        return None
+    facts = facts if known is None else {_KNOWN: known, **facts}
+    text = "".join(f"\n{name}\t{value}" for name, value in facts.items())
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    with without_dispatch_modes(), torch.inference_mode(False):
+        bounds = torch.tensor([digest, -digest], device=device)
+        for group in groups:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
+        largest, negative_smallest = bounds.tolist()
+        if largest == -negative_smallest:
+            return None
+        texts = [f"{dist.get_rank()}{text}"]
+        for group in groups:
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, texts, group)
+            texts = [text for part in parts for text in part]
+    by_rank = {}
+    for each in texts:
+        rank, *lines = each.split("\n")
+        by_rank[int(rank)] = dict(line.split("\t", 1) for line in lines)
+    return _described(dict(sorted(by_rank.items())))
+
+
+def _described(by_rank: Mapping[int, Mapping[str, str]]) -> str:
+    for facts in by_rank.values():
+        if _KNOWN in facts:
+            return facts[_KNOWN]
+    for name in dict.fromkeys(name for facts in by_rank.values() for name in facts):
+        ranks: dict[str, list[int]] = {}
+        for rank, facts in by_rank.items():
+            ranks.setdefault(facts.get(name, "missing"), []).append(rank)
+        if len(ranks) > 1:
+            found = "; ".join(f"{value} on {_listed(some)}" for value, some in ranks.items())
+            return f"{name}: {found}"
+    return "the order of layers differs"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    numbers = list(map(str, ranks))
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
 
 def note_converted(model: nn.Module) -> None:

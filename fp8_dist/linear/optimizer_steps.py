@@ -5,7 +5,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -18,23 +18,18 @@ from fp8_dist.torch_internals import (
     when_backward_ends,
 )
 
-
-class WatchesSteps(Protocol):
-    """An object that is notified of optimizer steps."""
-
-    def optimizer_stepped(self, updated: set[int]) -> None:
-        """Called after an optimizer step that updated the parameters with these ids."""
-
-
-_watchers: "weakref.WeakSet[WatchesSteps]" = weakref.WeakSet()
+_watchers: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _watchers_lock = threading.Lock()  # models may be trained in several threads
 # The attribute of an optimizer that holds the calls after its steps. A global table would keep
 # alive an optimizer that is an attribute of the module that a call refers to.
 _CALLS = "_fp8_dist_after_steps"
 
 
-def watch_steps(watcher: WatchesSteps) -> None:
-    """Notify an object of all optimizer steps from now on, as long as it lives."""
+def watch_steps(watcher: Any) -> None:
+    """Notify an object of all optimizer steps from now on, as long as it lives.
+
+    Its method ``optimizer_stepped`` is called with the ids of the parameters that were updated.
+    """
     _install_hook()
     with _watchers_lock:
         _watchers.add(watcher)

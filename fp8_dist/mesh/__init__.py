@@ -4,7 +4,6 @@ Other packages import from here. All amaxes are reduced in this package. Of the 
 only ``torch_internals``.
 """
 
-from fp8_dist.mesh.agreement import first_difference as first_difference
 from fp8_dist.mesh.amax import (
     GroupNames as GroupNames,
     all_reduce_max as all_reduce_max,

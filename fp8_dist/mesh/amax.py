@@ -107,24 +107,16 @@ def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
     return tuple(str(mesh.get_group(i).group_name) for mesh, i in own)
 
 
-class CommonGroups(NamedTuple):
-    """Groups for tensors on several meshes.
-
-    Attributes:
-        groups: the groups to reduce over, one after the other; none if there is nothing to reduce.
-        missing: for each mesh, the axes of the groups that it lacks. The values of a tensor on that
-            mesh may differ along these axes.
-    """
-
-    groups: GroupNames
-    missing: dict[DeviceMesh, list[Axis]]
-
-
-def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
+def common_groups(
+    axes: Mapping[DeviceMesh, Collection[int]],
+) -> tuple[GroupNames, dict[DeviceMesh, list[Axis]]]:
     """Return the groups to reduce over, for the given axes of each mesh.
 
     If there are several meshes, the groups span all axes of each. The result is one group, except
-    in the cases that :func:`make_group` describes.
+    in the cases that :func:`make_group` describes; none if there is nothing to reduce.
+
+    The second result has, for each of several meshes, the axes of the groups that it lacks. The
+    values of a tensor on that mesh may differ along these axes.
 
     Collectives: those of ``make_group``, if there are several axes.
 
@@ -132,19 +124,19 @@ def common_groups(axes: Mapping[DeviceMesh, Collection[int]]) -> CommonGroups:
         NotImplementedError: several meshes that are not slices of one root mesh.
     """
     if not axes:
-        return CommonGroups((), {})
+        return (), {}
     if len(axes) == 1:
         ((mesh, own),) = axes.items()
         if len(own) > 1:
             make_group([mesh])
         # Axes on which a tensor is replicated may be included.
-        return CommonGroups(groups_over(mesh, sorted(own), replicated=range(mesh.ndim)), {})
+        return groups_over(mesh, sorted(own), replicated=range(mesh.ndim)), {}
     union = union_of(axes)
     missing = {}
     for mesh in axes:
         has = axes_of(mesh)
         missing[mesh] = [part for part in union if not any(axis.covers(part) for axis in has)]
-    return CommonGroups(make_group(axes), missing)
+    return make_group(axes), missing
 
 
 def make_amax_group(mesh: DeviceMesh) -> None:

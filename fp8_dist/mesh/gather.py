@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, product
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,32 +27,6 @@ _ALIGNMENT = 16
 
 # The parts of a tensor that ranks have, by rank and dim.
 _Parts = tuple[tuple[Pieces, ...], ...]
-
-
-class _Slots(NamedTuple):
-    """The places of a tensor's shards in the messages of ranks.
-
-    Attributes:
-        shape, dtype: those of the full tensor.
-        parts: the part that each rank has.
-        begins: the byte where it begins in the rank's message.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    parts: _Parts
-    begins: list[int]
-
-    def full(self, messages: torch.Tensor) -> torch.Tensor:
-        """The full tensor, from the messages ``[ranks, bytes]``."""
-        whole = messages.new_empty(self.shape, dtype=self.dtype)
-        for message, begin, pieces in zip(messages, self.begins, self.parts, strict=True):
-            sizes = _sizes(pieces)
-            end = begin + math.prod(sizes) * self.dtype.itemsize
-            shard = message[begin:end].view(self.dtype).view(sizes)
-            for offset, local, size in regions(pieces):
-                narrowed(whole, offset, size).copy_(narrowed(shard, local, size))
-        return whole
 
 
 def full_tensors(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -123,11 +96,19 @@ def _gathered(
         sent = buffers.pop()
         gather = funcol.all_gather_into_tensor_out(sent, len(ranks), name, out=buffers[-1])
         funcol.wait_tensor(gather)
-    slots = [
-        _Slots(layout.shape, tensor.dtype, own, [ends[i] for ends in begins])
-        for i, (layout, tensor, own) in enumerate(zip(layouts, tensors, parts, strict=True))
-    ]
-    return [partial(each.full, messages) for each in slots]
+    dtypes = [tensor.dtype for tensor in tensors]
+
+    def full(i: int) -> torch.Tensor:
+        whole = messages.new_empty(layouts[i].shape, dtype=dtypes[i])
+        for message, ends, pieces in zip(messages, begins, parts[i], strict=True):
+            sizes = _sizes(pieces)
+            end = ends[i] + math.prod(sizes) * dtypes[i].itemsize
+            shard = message[ends[i] : end].view(dtypes[i]).view(sizes)
+            for offset, local, size in regions(pieces):
+                narrowed(whole, offset, size).copy_(narrowed(shard, local, size))
+        return whole
+
+    return [partial(full, i) for i in range(len(layouts))]
 
 
 def _sizes(pieces: Sequence[Pieces]) -> list[int]:

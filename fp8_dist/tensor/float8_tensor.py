@@ -16,7 +16,7 @@ from fp8_dist.torch_internals import (
     STAND_INS,
     disabled_torch_function,
     is_mutable,
-    make_wrapper_subclass,
+    make_wrapper,
     stable_hash,
 )
 
@@ -97,15 +97,7 @@ class Float8Tensor(torch.Tensor):
                 f"Float8Tensor: scales of the shapes {shown} do not cover qdata of shape "
                 f"{tuple(qdata.shape)} with one scale per {scheme.covers}; they must be {shapes}"
             )
-        self = make_wrapper_subclass(
-            cls,
-            qdata.size(),
-            strides=qdata.stride(),
-            storage_offset=qdata.storage_offset(),
-            dtype=orig_dtype,
-            layout=qdata.layout,
-            device=qdata.device,
-        )
+        self = make_wrapper(cls, qdata, orig_dtype)
         self.qdata, self.orig_dtype, self.cast_number = qdata, orig_dtype, cast_number
         self.key, self.start, self.is_cut = scheme.key, start, is_cut
         self.set_scales(scales)

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from fp8_dist.device import is_float8
 from fp8_dist.torch_internals import (
     disabled_torch_function,
-    make_wrapper_subclass,
+    make_wrapper,
     stable_hash,
     tensor_data,
     tree_leaves,
@@ -63,16 +63,7 @@ class Stored(torch.Tensor):
 
     @staticmethod
     def __new__(cls, stored: torch.Tensor, dtype: torch.dtype, *args: Any) -> Any:
-        return make_wrapper_subclass(
-            cls,
-            stored.size(),
-            strides=stored.stride(),
-            storage_offset=stored.storage_offset(),
-            dtype=dtype,
-            layout=stored.layout,
-            device=stored.device,
-            pin_memory=stored.is_pinned(),
-        )
+        return make_wrapper(cls, stored, dtype, stored.is_pinned())
 
     def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
         self.stored = stored
@@ -199,11 +190,7 @@ class Stored(torch.Tensor):
 
         Collectives: none.
         """
-        shard = _bytes_of(self)
-        rows = -(-outer_size[0] // mesh.size())
-        if shard.shape[1:] == outer_size[1:] and len(shard) < rows:
-            shard = pad(shard, (*(0, 0) * (shard.ndim - 1), 0, rows - len(shard)))
-        return (shard.contiguous(),), outer_size
+        return (padded_shard(_bytes_of(self), outer_size, mesh.size()),), outer_size
 
     def fsdp_post_all_gather(
         self,
@@ -216,8 +203,7 @@ class Stored(torch.Tensor):
         """Return the unsharded parameter for FSDP2, on the storage of the gathered bytes."""
         if out is not None:
             return None  # FSDP2 refilled the same storage
-        stored = all_gather_outputs[0].view(self.stored.dtype)
-        stored = stored.as_strided(metadata, torch.empty(metadata, device="meta").stride())
+        stored = unpadded(all_gather_outputs[0], self.stored.dtype, metadata)
         return self.like(stored, param_dtype), ()
 
 
@@ -290,6 +276,22 @@ class StoredScales(Stored):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["stored"], (self.dtype, self.saved_as)
+
+
+def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
+    """Pad a shard with zeros to the size that FSDP2 gives every rank; contiguous.
+
+    FSDP2 refuses uneven shards of other dims than the first.
+    """
+    missing = -(-outer_size[0] // ranks) - len(shard)
+    if shard.shape[1:] == outer_size[1:] and missing:
+        shard = pad(shard, (*(0, 0) * (shard.ndim - 1), 0, missing))
+    return shard.contiguous()
+
+
+def unpadded(output: torch.Tensor, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:
+    """Return FSDP2's all-gather output, of padded bytes, as a tensor of a dtype and a size."""
+    return output.view(dtype).as_strided(size, torch.empty(size, device="meta").stride())
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
