@@ -19,8 +19,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fp8_dist.linear.weight import weights_of
 from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.experts import Kind, expert_group, experts_config, feature_mesh, weight_of
-from fp8_dist.moe.functions import combined_product, dispatched_product, local_part
-from fp8_dist.moe.grouped import add_bias
+from fp8_dist.moe.functions import combined_product, grouped_product, local_part
+from fp8_dist.moe.operators import add_bias
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import StridedShard
 
@@ -66,7 +66,8 @@ def _forward(
     if mesh is not None:
         hidden_states, top_k_weights = _shared(hidden_states, mesh), _shared(top_k_weights, mesh)
     routing = route(top_k_index, num_experts, group)
-    (hidden,) = dispatched_product(hidden_states, [weight_of(self, first)], routing, config)
+    up = [weight_of(self, first)]
+    (hidden,) = grouped_product(hidden_states, up, routing.groups, config, routing)
     bias = None
     if self.has_bias:
         first_bias, bias = (local_part(getattr(self, f"{name}_bias")) for name in (first, second))
