@@ -21,6 +21,7 @@ from fp8_dist.tensor_parallel.plans import (
     EmbeddingRowwiseParallel,
     check_plan_transport,
     colwise_style,
+    head_style,
     local_if_even,
     prepare_style,
     residual_style,
@@ -378,13 +379,8 @@ def hf_tp_plan(
         around = Replicate() if in_routed else stream
         plan |= _block_styles(model, block, styles, around, reduce_transport, in_routed)
     if structure.head is not None:
-        plan[structure.head] = colwise_style(
-            model.get_submodule(structure.head),
-            reduce_transport,
-            input_layouts=stream,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-            use_local_output=not loss_parallel,
-        )
+        head = model.get_submodule(structure.head)
+        plan[structure.head] = head_style(head, stream, loss_parallel, reduce_transport)
     return plan
 
 
