@@ -24,11 +24,7 @@ from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.scaling import Scheme
-from fp8_dist.tensor_parallel.inputs import (
-    ModuleInput,
-    cast_input,
-    check_transport,
-)
+from fp8_dist.tensor_parallel.inputs import ModuleInput, cast_input, check_transport
 from fp8_dist.transport import Encoding
 
 # Attributes of torch's and this library's styles that ranks compare.

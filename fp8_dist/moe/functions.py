@@ -24,7 +24,7 @@ from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
 from fp8_dist.linear.autograd import flattened
 from fp8_dist.linear.observing import are_gemms_observed, is_observed, observe_copies, observe_gemm
-from fp8_dist.linear.operands import Recast, WeightCasts, cast_input
+from fp8_dist.linear.operands import WeightCasts, cast_input
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
@@ -168,7 +168,9 @@ def _gradients(
     shown = zip(ctx.owners, high, high_weights, strict=True)
     for (grad, weight, recast, layout, need), (owner, left, right) in zip(each, shown, strict=True):
         if isinstance(weight, Tensor) and recast is not None:
-            weight = _cast_again(weight, recast)
+            known = CastPlan((recast.scheme,)), [recast.statistics], recast.start
+            _, (scales,), (qdata,) = cast(weight.detach(), *known)
+            weight = Quantized(qdata, scales, *recast[1:])
         assert isinstance(weight, Quantized)
         arguments = ctx.groups, (needs[0], need), ctx.dtypes, ctx.config, layout
         one, of_weight = grouped_gradients(Operands(grad, rows, weight), *arguments)
@@ -224,12 +226,6 @@ def _observe_gemm(
     for expert, begin, count in groups.slices():
         own = [x[expert] if x.ndim == 3 else x.narrow(0, begin, count) for x in known]
         observe_gemm(owner, gemm, *own)
-
-
-def _cast_again(weight: Tensor, recast: Recast) -> Quantized:
-    statistics, scheme, start, is_cut = recast
-    _, (scales,), (qdata,) = cast(weight.detach(), CastPlan((scheme,)), [statistics], start)
-    return Quantized(qdata, scales, scheme, start, is_cut)
 
 
 def _cast_rows(
