@@ -34,11 +34,20 @@ class _ExpertsStyle(CheckedStyle):
             )
             return
         fqn = next(iter(weights_of(module).values())).fqn or "the module"
-        yield from (f"{fqn}{misfit}" for misfit in self.misfits_of_experts(module, size))
+        yield from (f"{fqn}: {misfit}" for misfit in self.misfits_of_experts(module))
+        for name, placement in self.placements(module).items():
+            dim = sharded_dim(placement, 3)
+            assert dim is not None
+            count = module.get_parameter(name).shape[dim] // getattr(placement, "split_factor", 1)
+            if count % size:
+                yield (
+                    f"{fqn}.{name}: {count} {'features' if dim else 'experts'} can't be divided "
+                    f"equally between {size} ranks; choose a number of ranks that divides it"
+                )
 
-    def misfits_of_experts(self, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield the reasons, as they follow the name of converted experts."""
-        raise NotImplementedError
+    def misfits_of_experts(self, module: nn.Module) -> Iterator[str]:
+        """Yield the reasons that follow from the kind of experts or from their config."""
+        yield from ()
 
     def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
         layers = float8_modules(module)
@@ -78,15 +87,6 @@ class Float8ExpertParallel(_ExpertsStyle):
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:
         return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
 
-    def misfits_of_experts(self, module: nn.Module, size: int) -> Iterator[str]:
-        for name, parameter in module.named_parameters(recurse=False):
-            experts = len(parameter)
-            if experts % size:
-                yield (
-                    f".{name}: {experts} experts can't be divided equally between {size} ranks; "
-                    "choose a number of ranks that divides it"
-                )
-
 
 class Float8ExpertTensorParallel(_ExpertsStyle):
     """Style for converted experts: ranks divide the hidden features of each expert.
@@ -113,25 +113,15 @@ class Float8ExpertTensorParallel(_ExpertsStyle):
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:
         return parts_of(module)
 
-    def misfits_of_experts(self, module: nn.Module, size: int) -> Iterator[str]:
-        config, placements = experts_config(module), self.placements(module)
+    def misfits_of_experts(self, module: nn.Module) -> Iterator[str]:
+        config = experts_config(module)
         if config is not None and config.combine == "float8":
             yield (
-                ": combine='float8' would cast the outputs before they are summed over ranks; use "
+                "combine='float8' would cast the outputs before they are summed over ranks; use "
                 "combine='high_precision'"
             )
-        if not placements:
+        if not self.placements(module):
             yield (
-                f": the features of a {type(module).__name__} can't be divided; use "
+                f"the features of a {type(module).__name__} can't be divided; use "
                 "Float8ExpertParallel"
             )
-        for name, placement in placements.items():
-            dim = sharded_dim(placement, 3)
-            assert dim is not None
-            features = module.get_parameter(name).shape[dim]
-            features //= getattr(placement, "split_factor", 1)
-            if features % size:
-                yield (
-                    f".{name}: {features} features can't be divided equally between {size} ranks; "
-                    "choose a number of ranks that divides it"
-                )

@@ -17,13 +17,7 @@ from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
 from fp8_dist.linear.operands import reason_to_move_high
-from fp8_dist.mesh import (
-    Layout,
-    has_pieces,
-    local_tensor,
-    reduced,
-    sharded_dim,
-)
+from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
 from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import warn_once
@@ -208,11 +202,11 @@ class _Spec(NamedTuple):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: DTensor, spec: _Spec) -> DTensor:
-        ctx.spec, ctx.layout = spec, Layout.of(input)
+        layout = Layout.of(input)
+        assert layout is not None
+        ctx.spec, ctx.layout = spec, layout
         ctx.set_materialize_grads(False)
-        if input.placements == (Replicate(),):
-            layout = Layout.of(input)
-            assert layout is not None
+        if layout.placements == (Replicate(),):
             return layout.wrap(local_tensor(input))  # autograd would make a view of the input
         return input.redistribute(placements=(Replicate(),))
 

@@ -9,9 +9,8 @@ again. Otherwise the plan is an error.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
-from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -93,16 +92,27 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     }
     # Names instead of patterns, for which torch warns about every module that does not match.
     resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
-    ties = find_ties(model)
+    ties = _ties(model)
     # Without duplicates: all projections of an attention module report its head counts.
     offenders = dict.fromkeys(_offenders(model, mesh.size(), plan, matches))
-    offenders |= dict.fromkeys(untied_by(ties, resolved))
+    for tie in ties:
+        places = {name: _place(model, name, resolved) for name in tie}
+        if len({*places.values()} - {None}) > 1:
+            offenders[_refusal(places)] = None
     if offenders:
         listing = "\n".join(f"  - {offender}" for offender in offenders)
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
     parallelize_module(model, mesh, resolved)
-    tie_again(ties)
+    for tie in ties:
+        now = {name: _place_now(model.get_parameter(name)) for name in tie}
+        if len({*now.values()}) > 1:  # a style that does not derive from torch's
+            raise ValueError(f"apply_tp_plan: {_refusal(now)}")
+        shared = model.get_parameter(tie[0])
+        for name in tie[1:]:
+            module, _, attribute = name.rpartition(".")
+            if model.get_parameter(name) is not shared:
+                setattr(model.get_submodule(module), attribute, shared)
     return model
 
 
@@ -175,87 +185,45 @@ def _check_heads(model: nn.Module, name: str, size: int) -> Iterator[str]:
             )
 
 
-class Use(NamedTuple):
-    """Use of a parameter: a module, its name, and the name of the parameter in it."""
-
-    fqn: str
-    module: nn.Module
-    name: str
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        """The parameter, as it is registered now."""
-        return self.module._parameters[self.name]
-
-    def __str__(self) -> str:
-        return f"{self.fqn}.{self.name}" if self.fqn else self.name
-
-
-def find_ties(model: nn.Module) -> list[list[Use]]:
-    """Return the uses of each parameter that several modules, or several names in one, share."""
-    uses: dict[int, list[Use]] = {}
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that several modules, or several names in one, share."""
+    names: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                uses.setdefault(id(parameter), []).append(Use(fqn, module, name))
-    return [shared for shared in uses.values() if len(shared) > 1]
-
-
-def untied_by(ties: list[list[Use]], styles: dict[str, ParallelStyle]) -> Iterator[str]:
-    """Yield an error for each parameter that the styles, by module name, would untie."""
-    for uses in ties:
-        places = [_place(use, styles) for use in uses]
-        known = [place for place in places if place is not None]
-        if len(set(known)) > 1:
-            yield _refusal(uses, places)
-
-
-def tie_again(ties: list[list[Use]]) -> None:
-    """Let the uses share one parameter again, after the styles were applied.
-
-    Raises:
-        ValueError: styles that do not derive from torch's placed the parameter in several ways.
-    """
-    for uses in ties:
-        places = [_place_now(use) for use in uses]
-        if len(set(places)) > 1:
-            raise ValueError(f"apply_tp_plan: {_refusal(uses, places)}")
-        for use in uses[1:]:
-            if use.parameter is not uses[0].parameter:
-                setattr(use.module, use.name, uses[0].parameter)
+                names.setdefault(id(parameter), []).append(f"{fqn}.{name}" if fqn else name)
+    return [tied for tied in names.values() if len(tied) > 1]
 
 
 _Place = Placement | str  # a parameter's placement on the mesh, or "whole" for a plain tensor
 
 
-def _place(use: Use, styles: dict[str, ParallelStyle]) -> _Place | None:
+def _place(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) -> _Place | None:
     """Return the placement of a parameter under the styles; None if it is not known."""
-    style = styles.get(use.fqn)
+    fqn, _, attribute = name.rpartition(".")
+    style = styles.get(fqn)
     if style is None or isinstance(style, _OF_ACTIVATIONS):
-        return _place_now(use)
+        return _place_now(model.get_parameter(name))
     if isinstance(style, SequenceParallel):
         return Replicate()
-    is_embedding = isinstance(use.module, nn.Embedding)
+    is_embedding = isinstance(model.get_submodule(fqn), nn.Embedding)
     if isinstance(style, ColwiseParallel):
         return Shard(1) if is_embedding else Shard(0)
     if isinstance(style, RowwiseParallel):
-        if use.name != "weight":
+        if attribute != "weight":
             return Replicate()
         return Shard(0) if is_embedding else Shard(1)
     return None
 
 
-def _place_now(use: Use) -> _Place:
-    parameter = use.parameter
+def _place_now(parameter: nn.Parameter) -> _Place:
     return parameter.placements[-1] if isinstance(parameter, DTensor) else "whole"
 
 
-def _refusal(uses: Sequence[Use], places: Sequence[_Place | None]) -> str:
-    found = ", ".join(
-        f"{use} {place or 'unknown'}" for use, place in zip(uses, places, strict=True)
-    )
+def _refusal(places: Mapping[str, _Place | None]) -> str:
+    found = ", ".join(f"{name} {place or 'unknown'}" for name, place in places.items())
     return (
-        f"{' and '.join(repr(str(use)) for use in uses)} are one parameter (tied), which the plan "
+        f"{' and '.join(map(repr, places))} are one parameter (tied), which the plan "
         f"would untie: {found}. Give its modules entries that divide it alike, such as "
         "RowwiseParallel for an nn.Embedding and ColwiseParallel for an nn.Linear (both Shard(0)), "
         "or give them parameters of their own before"

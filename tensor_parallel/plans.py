@@ -115,6 +115,15 @@ def colwise_style(
     return ColwiseParallel(**arguments)
 
 
+def head_style(
+    layer: nn.Module, stream: Placement, loss_parallel: bool, reduce_transport: Encoding = None
+) -> ParallelStyle:
+    """Return the style of a head: logits are whole, or a DTensor for the parallel loss."""
+    output = Shard(-1) if loss_parallel else Replicate()
+    layouts = {"input_layouts": stream, "output_layouts": output}
+    return colwise_style(layer, reduce_transport, use_local_output=not loss_parallel, **layouts)
+
+
 def residual_style(
     layer: nn.Module, reduce_transport: Encoding = None, **layouts: Placement
 ) -> ParallelStyle:
@@ -211,13 +220,21 @@ def llama_tp_plan(
             for a model that was not converted.
     """
     check_plan_transport(model, reduce_transport, "llama_tp_plan")
+    stack = model._modules.get("layers") or nn.Module()
+    names = [f"layers.{name}" for name, _ in stack.named_children()]
+    expected = ["tok_embeddings", "norm", "output"]
+    for layer in names or ["layers.0"]:
+        for block, (norm, consumers, writer) in _BLOCKS.items():
+            expected += [f"{layer}.{norm}", f"{layer}.{block}"]
+            expected += [f"{layer}.{block}.{name}" for name in (*consumers, writer)]
+    check_names(model, expected, "llama_tp_plan")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": EmbeddingRowwiseParallel(
             input_layouts=Replicate(), output_layouts=between
         )
     }
-    for layer in _layer_names(model):
+    for layer in names:
         for block, (norm, consumers, writer) in _BLOCKS.items():
             if sequence_parallel:
                 plan[f"{layer}.{norm}"] = SequenceParallel()
@@ -231,24 +248,7 @@ def llama_tp_plan(
             )
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
-    plan["output"] = colwise_style(
-        model.get_submodule("output"),
-        reduce_transport,
-        input_layouts=between,
-        output_layouts=Shard(-1) if loss_parallel else Replicate(),
-        use_local_output=not loss_parallel,
+    plan["output"] = head_style(
+        model.get_submodule("output"), between, loss_parallel, reduce_transport
     )
     return plan
-
-
-def _layer_names(model: nn.Module) -> list[str]:
-    """Return the names of the layers, after checking that all modules exist."""
-    modules = dict(model.named_modules())
-    layers = [f"layers.{name}" for name, _ in modules.get("layers", nn.Module()).named_children()]
-    expected = ["tok_embeddings", "norm", "output"]
-    for layer in layers or ["layers.0"]:
-        for block, (norm, consumers, writer) in _BLOCKS.items():
-            expected += [f"{layer}.{norm}", f"{layer}.{block}"]
-            expected += [f"{layer}.{block}.{name}" for name in (*consumers, writer)]
-    check_names(model, expected, "llama_tp_plan")
-    return layers

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_module
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -24,11 +24,7 @@ from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.scaling import Scheme
-from fp8_dist.tensor_parallel.inputs import (
-    ModuleInput,
-    cast_input,
-    check_transport,
-)
+from fp8_dist.tensor_parallel.inputs import ModuleInput, cast_input, check_transport
 from fp8_dist.transport import Encoding
 
 # Attributes of torch's and this library's styles that ranks compare.
@@ -71,23 +67,11 @@ class _Float8LinearStyle(CheckedStyle):
     output_layouts: Any
     use_local_output: bool
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        reduce_transport: Encoding = None,
-    ) -> None:
-        super().__init__(  # type: ignore[call-arg]  # of torch's style
-            input_layouts=input_layouts,
-            output_layouts=output_layouts,
-            use_local_output=use_local_output,
-        )
+    def __init__(self, *, reduce_transport: Encoding = None, **arguments: Any) -> None:
+        super().__init__(**arguments)  # of torch's style
         self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield an error for a module that is not a Float8Linear, or is distributed already."""
         if not isinstance(module, Float8Linear):
             torch_style = "Rowwise" if isinstance(self, RowwiseParallel) else "Colwise"
             yield (
@@ -232,28 +216,15 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_output: bool = False,
         float8_dtype: torch.dtype | None = None,
         fwd_config_submodule_fqn: str | None = None,
-        reduce_transport: Encoding = None,
+        **arguments: Any,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-            reduce_transport=reduce_transport,
-        )
+        super().__init__(**arguments)
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield an error for a module whose followed layers can't use one float8 copy."""
         layers, kind = float8_layers(module), type(module).__name__
         fqn = self.fwd_config_submodule_fqn
         if not layers:

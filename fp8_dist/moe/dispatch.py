@@ -6,15 +6,15 @@ its scales in one message, and is multiplied as it arrives. There, rows are sort
 those of an expert by rank and slot: as one device sorts the slots of all ranks.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_dist.kernels import custom_op
+from fp8_dist.kernels import Groups, custom_op
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
-from fp8_dist.moe.grouped import Groups
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import funcol
 
@@ -198,29 +198,27 @@ def send_rows(rows: Quantized, places: Tensor, routing: Routing) -> Quantized:
 
     ``places``: the row of each of ``routing.slots``.
     """
-    qdata = as_bytes(rows.qdata).index_select(0, places).view(rows.qdata.dtype)
-    scales = [scale.index_select(0, places) for scale in rows.scales]
-    if routing.arrivals is None:
-        return rows._replace(qdata=qdata, scales=tuple(scales))
-    return _unpacked(routing.to_experts(as_bytes(pack_rows(qdata, scales))), rows)
+    rows = _each(rows, lambda x: x.index_select(0, places))
+    return rows if routing.arrivals is None else _in_one(rows, routing.to_experts)
 
 
 def return_rows(rows: Quantized, routing: Routing) -> Quantized:
     """Send float8 rows with their scales back to their slots, in one message."""
-    qdata = routing.as_received(as_bytes(rows.qdata)).view(rows.qdata.dtype)
-    scales = [routing.as_received(scale) for scale in rows.scales]
+    rows = _each(rows, routing.as_received)
     if routing.arrivals is not None:
-        packed = as_bytes(pack_rows(qdata, scales))
-        rows = _unpacked(routing.returned(packed), rows)
-        qdata, scales = rows.qdata, list(rows.scales)
-    placed = tuple([routing.placed(scale) for scale in scales])
-    return rows._replace(qdata=routing.placed(as_bytes(qdata)).view(qdata.dtype), scales=placed)
+        rows = _in_one(rows, routing.returned)
+    return _each(rows, routing.placed)
 
 
-def _unpacked(message: Tensor, like: Quantized) -> Quantized:
-    numbers = [(scale.shape[-1], scale.dtype) for scale in like.scales]
-    qdata, scales = unpack_rows(message, like.qdata.dtype, like.qdata.shape[1], numbers)
-    contiguous = tuple([scale.contiguous() for scale in scales])
-    return like._replace(
-        qdata=as_bytes(qdata).contiguous().view(like.qdata.dtype), scales=contiguous
-    )
+def _each(rows: Quantized, move: Callable[[Tensor], Tensor]) -> Quantized:
+    """Move the bytes and each of the scales of float8 rows."""
+    qdata = move(as_bytes(rows.qdata)).view(rows.qdata.dtype)
+    return rows._replace(qdata=qdata, scales=tuple([move(scale) for scale in rows.scales]))
+
+
+def _in_one(rows: Quantized, move: Callable[[Tensor], Tensor]) -> Quantized:
+    """Move the bytes and the scales of float8 rows in one message."""
+    message = move(as_bytes(pack_rows(rows.qdata, rows.scales)))
+    numbers = [(scale.shape[-1], scale.dtype) for scale in rows.scales]
+    qdata, scales = unpack_rows(message, rows.qdata.dtype, rows.qdata.shape[1], numbers)
+    return _each(rows._replace(qdata=qdata, scales=tuple(scales)), lambda x: x.contiguous())

@@ -4,10 +4,10 @@ The modules keep their classes. A *kind* tells how a library's experts are recog
 module call the forward of ``fp8_dist.integrations``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,79 +17,76 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
-from fp8_dist.linear.weight import Float8Weight, checked_module
+from fp8_dist.linear.weight import Float8Weight, checked_module, weights_of
 from fp8_dist.linear.weight_cache import Known, ScaleState
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
-from fp8_dist.moe.functions import Weight, local_part
+from fp8_dist.moe.functions import Weight, local_part, turned
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, OperandCopies
-from fp8_dist.scaling import CastPlan, Quantized, Scheme
+from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.torch_internals import StridedShard
 
 FilterFn = Callable[[nn.Module, str], bool]
 
 
-class Kind(NamedTuple):
+class Kind:
     """How the experts of a library are converted and exported.
 
-    Attributes:
-        weights: the names of the weights ``[E, N, K]`` of a module; empty if it has no experts.
-        are_transposed: whether the weights of a module are stored as ``[E, K, N]``.
-        unfit: the reason why these experts can't be converted, or ``None``.
-        parts: the placement of each weight if ranks have parts of each expert: of its features,
-            between the first and the last weight. Empty if these can't be divided.
-        use: makes a module use float8, once its weights are converted.
-        entries: the entries of a checkpoint for a weight, or the scales of its blocks, given the
-            model and the name in its state dict.
+    The methods of this class are for experts of one's own: their class names its weights, and their
+    forward calls the functions of ``layers``.
     """
 
-    weights: Callable[[nn.Module], tuple[str, ...]]
-    are_transposed: Callable[[nn.Module], bool]
-    unfit: Callable[[nn.Module], str | None]
-    parts: Callable[[nn.Module], Mapping[str, Placement]]
-    use: Callable[[nn.Module], None]
-    entries: Callable[[nn.Module, str, torch.Tensor], dict[str, torch.Tensor]]
+    def weights(self, module: nn.Module) -> tuple[str, ...]:
+        """The names of the weights ``[E, N, K]`` of a module; empty if it has no experts."""
+        return tuple(getattr(module, "float8_weight_names", ()))
+
+    def is_transposed(self, module: nn.Module) -> bool:
+        """Whether the weights of a module are stored as ``[E, K, N]``."""
+        return False
+
+    def unfit(self, module: nn.Module) -> str | None:
+        """The reason why these experts can't be converted, or ``None``."""
+        found = {name: module._parameters.get(name) for name in self.weights(module)}
+        wrong = [name for name, weight in found.items() if weight is None or weight.ndim != 3]
+        return f"it has no parameter {', '.join(wrong)} of shape [E, N, K]" if wrong else None
+
+    def parts(self, module: nn.Module) -> dict[str, Placement]:
+        """The placement of each weight if ranks have parts of each expert.
+
+        These are parts of the features between the first and the last weight. Empty if the features
+        can't be divided.
+        """
+        return {}
+
+    def use(self, module: nn.Module) -> None:
+        """Make a module use float8, once its weights are converted."""
+
+    def entries(self, model: nn.Module, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The entries of a checkpoint for a weight, or the scales of its blocks.
+
+        ``name``: the name of the weight in the state dict of ``model``.
+        """
+        return {name: tensor}
 
 
-def _own_names(module: nn.Module) -> tuple[str, ...]:
-    return tuple(getattr(module, "float8_weight_names", ()))
-
-
-def _own_unfit(module: nn.Module) -> str | None:
-    found = {name: module._parameters.get(name) for name in _own_names(module)}
-    wrong = [name for name, weight in found.items() if weight is None or weight.ndim != 3]
-    return f"it has no parameter {', '.join(wrong)} of shape [E, N, K]" if wrong else None
-
-
-# Experts of a class that names its weights, whose forward calls the functions of ``layers``.
-_OWN = Kind(
-    _own_names,
-    are_transposed=lambda module: False,
-    unfit=_own_unfit,
-    parts=lambda module: {},
-    use=lambda module: None,
-    entries=lambda model, name, tensor: {name: tensor},
-)
 # The modules that define a ``KIND``, by the package of the experts' classes.
 _KINDS = {"transformers": "fp8_dist.integrations.transformers.experts"}
+_OWN = Kind()
 
 
-def _kind_of(module: nn.Module) -> Kind | None:
-    if _own_names(module):
-        return _OWN
+def _kind_of(module: nn.Module) -> Kind:
     packages = [cls.__module__.partition(".")[0] for cls in type(module).__mro__]
     known = [package for package in packages if package in _KINDS]
-    return _kind_in(known[0]) if known else None
+    return _kind_in(known[0]) if known and not _OWN.weights(module) else _OWN
 
 
 @cache
-def _kind_in(package: str) -> Kind | None:
-    """The kind of a package's experts; None if they are not known in the installed release."""
+def _kind_in(package: str) -> Kind:
     try:
         kind: Kind = import_module(_KINDS[package]).KIND
     except ModuleNotFoundError as error:
         if (error.name or "").startswith(f"{package}."):
-            return None
+            return _OWN  # they are not known in the installed release
         raise
     return kind
 
@@ -108,7 +105,7 @@ class ExpertWeight(Float8Weight):
     @property
     def is_transposed(self) -> bool:
         """Whether the weight is stored as ``[E, K, N]``."""
-        return self.kind is not None and self.kind.are_transposed(self.module)
+        return self.kind.is_transposed(self.module)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -161,25 +158,18 @@ class ExpertWeight(Float8Weight):
         (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
         if recast is not None:
             statistics, _, start, is_cut = recast
-            recast = Recast(_turned(statistics), scheme, start[::-1], is_cut)
+            statistics = tuple([each.mT for each in statistics])
+            recast = Recast(statistics, scheme, start[::-1], is_cut)
         assert output is not None
-        qdata, scales, _, start, is_cut = output
-        cast = Quantized(qdata.transpose(1, 2), _turned(scales), scheme, start[::-1], is_cut)
-        turned = WeightCasts(cast, grad_input and cast, recast)
-        return Weight(tensor.transpose(1, 2), turned, self)
-
-
-def _turned(numbers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple([each.transpose(1, 2) for each in numbers])
+        cast = turned(output, scheme)
+        return Weight(tensor.mT, WeightCasts(cast, grad_input and cast, recast), self)
 
 
 def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
     """The shapes ``[E, N, K]`` of a module's weights of experts; empty if none are known."""
     kind = _kind_of(module)
-    if kind is None:
-        return {}
     weights = {name: module.get_parameter(name) for name in kind.weights(module)}
-    return {n: (w.mT if kind.are_transposed(module) else w).shape for n, w in weights.items()}
+    return {n: (w.mT if kind.is_transposed(module) else w).shape for n, w in weights.items()}
 
 
 def checkpoint_entries(
@@ -191,8 +181,7 @@ def checkpoint_entries(
         name: the name of the weight in the state dict.
         tensor: the plain tensor ``[E, N, K]``, or the scales of its blocks.
     """
-    kind = weight.kind
-    return {name: tensor} if kind is None else kind.entries(model, name, tensor)
+    return weight.kind.entries(model, name, tensor)
 
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:
@@ -257,7 +246,7 @@ def convert_experts_to_float8_training(
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
     for fqn, part in checked_module(module).named_modules():
         kind = _kind_of(part)
-        if kind is None or not kind.weights(part):
+        if not kind.weights(part):
             continue
         if module_filter_fn is not None and not module_filter_fn(part, fqn):
             continue
@@ -313,8 +302,8 @@ def weight_of(module: nn.Module, name: str) -> Weight:
 
     Collectives: as :meth:`fp8_dist.linear.weight.Float8Weight.forward_casts`.
     """
-    weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
-    weight, parameter = weights[name], getattr(module, name)
+    weight: Any = weights_of(module)[name]
+    parameter = getattr(module, name)
     compiling = torch.compiler.is_compiling()  # in a graph, the query of the casts does the rest
     if isinstance(parameter, DTensor) and not (weight.is_compared or compiling):
         weight.compare("the first forward")
@@ -324,19 +313,15 @@ def weight_of(module: nn.Module, name: str) -> Weight:
     return operand
 
 
-def parts_of(module: nn.Module) -> Mapping[str, Placement]:
-    """The placements that divide the features of converted experts; see :class:`Kind`."""
-    if experts_config(module) is None:
-        return {}
-    weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
-    kind = next(iter(weights.values())).kind
-    return {} if kind is None else kind.parts(module)
+def parts_of(module: nn.Module) -> dict[str, Placement]:
+    """The placements that divide the features of converted experts; see :meth:`Kind.parts`."""
+    weight: Any = next(iter(weights_of(module).values()))
+    return weight.kind.parts(module)
 
 
 def feature_mesh(module: nn.Module) -> DeviceMesh | None:
     """The mesh whose ranks have parts of each expert; ``None`` if this rank has whole experts."""
-    weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
-    layouts = {name: weight.layout() for name, weight in weights.items()}
+    layouts = {name: weight.layout() for name, weight in weights_of(module).items()}
     meshes = {layout.mesh for layout in layouts.values() if layout is not None}
     if len(meshes) != 1:
         return None
@@ -354,19 +339,20 @@ def expert_group(module: nn.Module) -> tuple[int, ProcessGroup | None]:
     Raises:
         ValueError: the weights are distributed in another way.
     """
-    weights: Mapping[str, ExpertWeight] = module.float8_weights  # type: ignore[assignment]
+    weights = [*weights_of(module).values()]
     if feature_mesh(module) is not None:
-        return len(next(iter(weights.values())).parameter()), None
+        return len(weights[0].parameter()), None
     # Meshes are compared, because equal meshes may have several groups of the same ranks.
-    found = {_mesh_of(weight) for weight in weights.values()}
+    found = {_mesh_of(weight) for weight in weights}
     if len(found) > 1:
-        fqn = next(iter(weights.values())).fqn
-        raise ValueError(f"{fqn}: the weights of the experts are distributed in different ways")
+        raise ValueError(
+            f"{weights[0].fqn}: the weights of the experts are distributed in different ways"
+        )
     experts, mesh = found.pop()
     return experts, None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
 
-def _mesh_of(weight: ExpertWeight) -> tuple[int, DeviceMesh | None]:
+def _mesh_of(weight: Float8Weight) -> tuple[int, DeviceMesh | None]:
     """The number of experts of all ranks, and the mesh that divides them."""
     layout = weight.layout()
     if layout is None:

@@ -21,15 +21,21 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.cast import cast_copies, quantize
 from fp8_dist.device import autocast
-from fp8_dist.linear.autograd import Form, flattened
+from fp8_dist.kernels import Groups
+from fp8_dist.linear.autograd import flattened
 from fp8_dist.linear.observing import are_gemms_observed, is_observed, observe_copies, observe_gemm
-from fp8_dist.linear.operands import Recast, WeightCasts, cast_input
+from fp8_dist.linear.operands import WeightCasts, cast_input
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
-from fp8_dist.moe.grouped import Groups, Operands, is_stored_transposed
-from fp8_dist.moe.operators import grouped_gradients, grouped_mm
+from fp8_dist.moe.operators import (
+    Operands,
+    add_bias,
+    grouped_gradients,
+    grouped_mm,
+    is_stored_transposed,
+)
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, cast, dequantize
 from fp8_dist.tensor import Float8Tensor, quantized_as
@@ -82,35 +88,25 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
             )
         found = quantized_as(local, scheme)
     else:
-        found = _cast(weight.detach(), scheme)
+        high, shard = weight.detach(), Float8Weight.gather_type.unwrap(local).detach()
+        if is_stored_transposed(shard):
+            plan = CastPlan((stored_transposed(scheme),))
+            found = turned(cast_copies(high.mT, plan, local=shard.mT)[1][0], scheme)
+        else:
+            found = cast_copies(high, CastPlan((scheme,)), local=shard)[1][0]
     return Weight(local_part(weight), WeightCasts(found, found))
 
 
-def _cast(weight: Tensor, scheme: Scheme) -> Quantized:
-    shard = Float8Weight.gather_type.unwrap(local_tensor(weight)).detach()
-    if not is_stored_transposed(shard):
-        return cast_copies(weight, CastPlan((scheme,)), local=shard)[1][0]
-    plan = CastPlan((stored_transposed(scheme),))
-    qdata, scales, _, start, is_cut = cast_copies(weight.mT, plan, local=shard.mT)[1][0]
-    turned = tuple([scale.mT for scale in scales])
-    return Quantized(qdata.mT, turned, scheme, start[::-1], is_cut)
+def turned(cast: Quantized, scheme: Scheme) -> Quantized:
+    """Transpose the matrices of a cast, as a view. ``scheme`` is that of the result."""
+    qdata, scales, _, start, is_cut = cast
+    turned_scales = tuple([scale.mT for scale in scales])
+    return Quantized(qdata.mT, turned_scales, scheme, start[::-1], is_cut)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """The local part of a tensor, to which gradients flow."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class _Saved(NamedTuple):
-    """The state that a backward needs, apart from its saved tensors."""
-
-    forms: tuple[Form | None, ...]  # of the rows, then of each weight
-    recasts: tuple[Recast | None, ...]  # for each weight
-    layouts: tuple[Layout | None, ...]  # of the gradient of each product
-    dtypes: tuple[torch.dtype, torch.dtype]  # of rows and of weights
-    groups: Groups
-    config: Float8ExpertsConfig
-    owners: tuple[Float8Weight | None, ...]  # for each weight
 
 
 def _save(
@@ -120,16 +116,18 @@ def _save(
     dtype: torch.dtype,
     groups: Groups,
     config: Float8ExpertsConfig,
+    routing: Routing | None,
 ) -> None:
+    ctx.groups, ctx.config, ctx.routing, ctx.high = groups, config, routing, None
     # FSDP2 frees a weight that it gathered in high precision, and gathers it again.
     operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
-    tensors, forms = flattened(rows, *operands)
-    recasts = tuple([weight.casts.recast for weight in weights])
-    layouts = tuple([weight.layout_of_rows(len(rows.qdata), 1) for weight in weights])
-    dtypes = dtype, weights[0].tensor.dtype
-    owners = tuple([weight.owner for weight in weights])
-    ctx.saved = _Saved(forms, recasts, layouts, dtypes, groups, config, owners)
+    tensors, ctx.forms = flattened(rows, *operands)  # of the rows, then of each weight
     ctx.save_for_backward(*tensors)
+    ctx.recasts = tuple([weight.casts.recast for weight in weights])
+    # Those of the gradient of each product.
+    ctx.layouts = tuple([weight.layout_of_rows(len(rows.qdata), 1) for weight in weights])
+    ctx.dtypes = dtype, weights[0].tensor.dtype
+    ctx.owners = tuple([weight.owner for weight in weights])
 
 
 def _products(
@@ -159,26 +157,27 @@ def _gradients(
         needs: whether gradients of the rows and of each weight are needed.
         high: ``grads`` in high precision, for observers.
     """
-    saved: _Saved = ctx.saved
-    high_rows, *high_weights = ctx.high or [None] * len(saved.forms)
+    high_rows, *high_weights = ctx.high or [None] * len(ctx.forms)
     ctx.high = None  # ctx lives as long as the graph
     tensors = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
-    rows, *weights = (form and form.operand(tensors) for form in saved.forms)
+    rows, *weights = (form and form.operand(tensors) for form in ctx.forms)
     assert isinstance(rows, Quantized)
     of_rows: Tensor | None = None
     of_weights: list[Tensor | None] = []
-    each = zip(grads, weights, saved.recasts, saved.layouts, needs[1:], strict=True)
-    shown = zip(saved.owners, high, high_weights, strict=True)
+    each = zip(grads, weights, ctx.recasts, ctx.layouts, needs[1:], strict=True)
+    shown = zip(ctx.owners, high, high_weights, strict=True)
     for (grad, weight, recast, layout, need), (owner, left, right) in zip(each, shown, strict=True):
         if isinstance(weight, Tensor) and recast is not None:
-            weight = _cast_again(weight, recast)
+            known = CastPlan((recast.scheme,)), [recast.statistics], recast.start
+            _, (scales,), (qdata,) = cast(weight.detach(), *known)
+            weight = Quantized(qdata, scales, *recast[1:])
         assert isinstance(weight, Quantized)
-        arguments = saved.groups, (needs[0], need), saved.dtypes, saved.config, layout
+        arguments = ctx.groups, (needs[0], need), ctx.dtypes, ctx.config, layout
         one, of_weight = grouped_gradients(Operands(grad, rows, weight), *arguments)
         of_rows = one if of_rows is None else of_rows if one is None else of_rows + one
         of_weights.append(of_weight)
-        _observe_gemm(owner, "grad_input", saved.groups, left, right, one)
-        _observe_gemm(owner, "grad_weight", saved.groups, left, high_rows, of_weight)
+        _observe_gemm(owner, "grad_input", ctx.groups, left, right, one)
+        _observe_gemm(owner, "grad_weight", ctx.groups, left, high_rows, of_weight)
     return of_rows, of_weights
 
 
@@ -229,12 +228,6 @@ def _observe_gemm(
         observe_gemm(owner, gemm, *own)
 
 
-def _cast_again(weight: Tensor, recast: Recast) -> Quantized:
-    statistics, scheme, start, is_cut = recast
-    _, (scales,), (qdata,) = cast(weight.detach(), CastPlan((scheme,)), [statistics], start)
-    return Quantized(qdata, scales, scheme, start, is_cut)
-
-
 def _cast_rows(
     rows: Tensor,
     config: Float8ExpertsConfig,
@@ -283,8 +276,7 @@ class _Up(torch.autograd.Function):
         rows = _cast_tokens(x, config, [weight.owner for weight in weights])
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
-        _save(ctx, rows, weights, x.dtype, groups, config)
-        ctx.routing, ctx.high = routing, None
+        _save(ctx, rows, weights, x.dtype, groups, config, routing)
         products = _products(rows, weights, groups, x.dtype, config)
         if are_gemms_observed():
             high, group = x.detach(), None
@@ -297,10 +289,9 @@ class _Up(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        config, layouts, routing = ctx.saved.config, ctx.saved.layouts, ctx.routing
-        count = 5 + len(grads)
+        config, routing, count = ctx.config, ctx.routing, 5 + len(grads)
         needs, unused = ctx.needs_input_grad[:count], ctx.needs_input_grad[count:]
-        each = zip(grads, ctx.saved.owners, layouts, strict=True)
+        each = zip(grads, ctx.owners, ctx.layouts, strict=True)
         rows = [_cast_rows(g, config, "grad_output", [owner], own) for g, owner, own in each]
         of_rows, of_weights = _gradients(ctx, rows, (needs[0], *needs[5:]), grads)
         if of_rows is not None and routing is not None:
@@ -310,31 +301,22 @@ class _Up(torch.autograd.Function):
         return of_rows, None, None, None, None, *of_weights, *[None for _ in unused]
 
 
-def _first_products(
+def grouped_product(
     x: Tensor,
     weights: Sequence[Weight],
     groups: Groups,
-    routing: Routing | None,
     config: Float8ExpertsConfig,
+    routing: Routing | None = None,
 ) -> tuple[Tensor, ...]:
+    """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`.
+
+    ``routing``: the way of tokens to the rows of ``groups``, to which they are sent first; see
+    :func:`fp8_dist.moe.dispatch_linear`.
+    """
     tensors = [weight.tensor for weight in weights]
     # As in float8_linear: dynamo miscounts the arguments if the last ones are two.
     rest = [*tensors, None] if len(tensors) == 2 else tensors
     return _Up.apply(autocast(x), groups, routing, config, tuple(weights), *rest)
-
-
-def grouped_product(
-    x: Tensor, weights: Sequence[Weight], groups: Groups, config: Float8ExpertsConfig
-) -> tuple[Tensor, ...]:
-    """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`."""
-    return _first_products(x, weights, groups, None, config)
-
-
-def dispatched_product(
-    x: Tensor, weights: Sequence[Weight], routing: Routing, config: Float8ExpertsConfig
-) -> tuple[Tensor, ...]:
-    """Send tokens to their experts, and multiply; see :func:`fp8_dist.moe.dispatch_linear`."""
-    return _first_products(x, weights, routing.groups, routing, config)
 
 
 def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Tensor:
@@ -361,13 +343,12 @@ class _Down(torch.autograd.Function):
         (product,) = _products(rows, [weight], routing.groups, dtype, config)
         output = product
         if bias is not None:
-            output = product + bias.detach()[routing.groups.of_row].to(dtype)
-        _save(ctx, rows, [weight], dtype, routing.groups, config)
-        ctx.high = None
+            output = add_bias(product, bias.detach(), routing.groups)
+        _save(ctx, rows, [weight], dtype, routing.groups, config, routing)
         if are_gemms_observed():
             of_gemm = hidden.detach(), [weight], [product]
             ctx.high = _observe_products(*of_gemm, routing.groups, routing.group)
-        ctx.routing, ctx.bias_dtype = routing, None if bias is None else bias.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
         ctx.set_materialize_grads(False)  # that of the output
         slots = routing.tokens * routing.top_k
@@ -377,8 +358,8 @@ class _Down(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         assert grad is not None  # Combine's backward returns one on every rank.
-        routing, config = ctx.routing, ctx.saved.config
-        of_slots = _cast_rows(grad, config, "grad_output", ctx.saved.owners)
+        routing, config = ctx.routing, ctx.config
+        of_slots = _cast_rows(grad, config, "grad_output", ctx.owners)
         rows = send_rows(of_slots, routing.slots, routing)
         high = None
         if ctx.high is not None:

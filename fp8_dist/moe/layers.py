@@ -6,17 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.kernels import custom_op
+from fp8_dist.kernels import Groups, custom_op
 from fp8_dist.moe.config import DEFAULT, Float8ExpertsConfig
 from fp8_dist.moe.dispatch import Routing
 from fp8_dist.moe.functions import (
     Weight,
     cast_weight,
     combined_product,
-    dispatched_product,
     grouped_product,
 )
-from fp8_dist.moe.grouped import Groups, add_bias
+from fp8_dist.moe.operators import add_bias
 
 
 def grouped_linear(
@@ -87,7 +86,7 @@ def dispatch_linear(
     several, config = not isinstance(weights, Tensor), config or DEFAULT
     operands = _operands(x, weights, config, "dispatch_linear")
     _check_routing(x, routing.tokens, operands[0].tensor, routing, "dispatch_linear")
-    products = dispatched_product(x, operands, routing, config)
+    products = grouped_product(x, operands, routing.groups, config, routing)
     return products if several else products[0]
 
 

@@ -1,21 +1,68 @@
-"""The grouped GEMMs of experts as operators for graphs.
+"""Grouped GEMMs of experts, on float8 operands; in a graph, each function is one operator.
 
-A graph does not know how many rows an expert has. So each function of
-:mod:`fp8_dist.moe.grouped` is one operator there, which reads the sizes of the groups.
+Rows ``[R, ...]`` are tokens, sorted by expert. Expert e has the weight ``w[e]`` of ``[E, N, K]``,
+and the rows of its group::
+
+    output[m]      = w[e] x[m]                 for each row m of e       [R, N]
+    grad_input[m]  = w[e]^T g[m]               for each row m of e       [R, K]
+    grad_weight[e] = sum of g[m] x[m]^T        over the rows m of e      [E, N, K]
+
+There is one float8 copy of each operand: x and g by rows, as they are sent between ranks, and w.
+Scales that run along a contraction are folded into g, as in :mod:`fp8_dist.linear.rowwise_folded`:
+for grad_input those of the rows of w (recipe ``rowwise_folded``), and for grad_weight those of the
+rows of x. The folded g is cast again: by rows, or with one scale per column of an expert's rows.
+Rows in blocks are cast again in blocks of tokens of one expert instead. Everything follows from the
+float8 copy of g, so the result does not depend on the rank that cast it.
+
+A graph does not know how many rows an expert has. The operators read the sizes of the groups.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fp8_dist.kernels import custom_op
+from fp8_dist.cast import quantize
+from fp8_dist.kernels import (
+    ALIGNMENT,
+    Groups,
+    custom_op,
+    fold_groups,
+    grouped_mx_mm,
+    grouped_mx_sums,
+    grouped_scaled_mm,
+    grouped_scaled_sums,
+    has_grouped_gemm,
+    has_grouped_mx_gemm,
+    transposed_groups,
+    unit_scales,
+    without_empty,
+)
+from fp8_dist.kernels.folding import UNIT
 from fp8_dist.mesh import Layout
-from fp8_dist.moe import grouped
 from fp8_dist.moe.config import Float8ExpertsConfig
-from fp8_dist.moe.grouped import Groups, Operands
-from fp8_dist.scaling import Quantized, flat, operand_of
+from fp8_dist.recipe import Gemm
+from fp8_dist.scaling import BlockScheme, Quantized, dequantize, flat, multiply, operand_of
+from fp8_dist.text import warn_once
+
+
+class Operands(NamedTuple):
+    """The operands of a backward: g ``[R, N]`` and x ``[R, K]``, by rows, and w ``[E, N, K]``."""
+
+    grad: Quantized
+    input: Quantized
+    weights: Quantized
+
+
+def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
+    """Add the bias of its expert, of ``[E, N]``, to each row ``[R, N]``.
+
+    The gradient of the bias is a sum over rows, in fp32.
+    """
+    return rows + bias.to(torch.float32)[groups.of_row].to(rows.dtype)
 
 
 def grouped_mm(
@@ -26,11 +73,36 @@ def grouped_mm(
     out_dtype: torch.dtype,
     config: Float8ExpertsConfig,
 ) -> Tensor:
-    """:func:`fp8_dist.moe.grouped.grouped_mm`; in a graph, one operator."""
-    if not torch.compiler.is_compiling():
-        return grouped.grouped_mm(rows, weights, turn, groups, out_dtype, config)
-    operands = *flat(rows), *flat(weights), *_flat_groups(groups)
-    return grouped_mm_operator.overload(*operands, turn, out_dtype, *_flat_config(config))
+    """Multiply the rows of each expert by its weight.
+
+    Args:
+        rows: ``[R, K]``; ``[R, N]`` without ``turn``.
+        weights: ``[E, N, K]``.
+        turn: whether to transpose the weights.
+
+    Returns:
+        ``[R, N]``; ``[R, K]`` without ``turn``.
+    """
+    if torch.compiler.is_compiling():
+        operands = *flat(rows), *flat(weights), *_flat(groups, config)
+        return grouped_mm_operator.overload(*operands, turn, out_dtype)
+    n, k = dims = weights.qdata.shape[1:]
+    if has_grouped_gemm(rows.qdata, dims, out_dtype, config.emulate):
+        data, scale = weights.qdata, weights.scales[0]
+        if turn:
+            data, scale = data.mT, scale.mT
+        if _are_mx(rows, dims):
+            return grouped_mx_mm(rows.qdata, data, rows.scales[0], scale, groups)
+        if rows.scheme.is_recast_for_rows:
+            wide = _as_bf16(weights)
+            return F.grouped_mm(_as_bf16(rows), wide.mT if turn else wide, offs=groups.ends)
+        return grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
+    product = rows.qdata.new_empty((len(rows.qdata), n if turn else k), dtype=out_dtype)
+    for group in groups.slices():
+        own = _own(rows, *group), _own(weights, *group)
+        part = product.narrow(0, *group[1:])
+        part.copy_(multiply(*own, (False, turn), out_dtype, _options(config)))
+    return product
 
 
 def grouped_gradients(
@@ -41,34 +113,184 @@ def grouped_gradients(
     config: Float8ExpertsConfig,
     layout: Layout | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """:func:`fp8_dist.moe.grouped.grouped_gradients`; in a graph, one operator.
+    """Compute the gradients of rows and of weights. The latter has the order of their memory.
 
-    ``layout``: the layout of the gradient, if ranks have parts of each row.
+    Args:
+        needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
+        layout: the layout of the gradient, if ranks have parts of each row.
 
     Collectives: with a layout and the recipe ``rowwise_folded``, an all-reduce of 4 bytes per row.
     """
     if layout is not None and config.folds and needs[0]:
-        left, right = grouped.folded_parts(of.grad, of.weights, groups, layout)
-        of_rows = grouped_mm(left, right, False, groups, dtypes[0], config)
-        return of_rows, grouped_gradients(of, groups, (False, needs[1]), dtypes, config)[1]
-    if not torch.compiler.is_compiling():
-        return grouped.grouped_gradients(of, groups, needs, dtypes, config)
-    operands = *[each for operand in of for each in flat(operand)], *_flat_groups(groups)
-    overload, rest = grouped_gradients_operator.overload, _flat_config(config)
-    made = iter(overload(*operands, needs, *dtypes, *rest))
-    return next(made) if needs[0] else None, next(made) if needs[1] else None
+        operands = _folded_parts(of.grad, of.weights, groups, layout)
+        _, of_weights = grouped_gradients(of, groups, (False, needs[1]), dtypes, config)
+        return grouped_mm(*operands, False, groups, dtypes[0], config), of_weights
+    if torch.compiler.is_compiling():
+        operands = *[each for operand in of for each in flat(operand)], *_flat(groups, config)
+        made = iter(grouped_gradients_operator.overload(*operands, needs, *dtypes))
+        return next(made) if needs[0] else None, next(made) if needs[1] else None
+    grad, _, weights = of
+    dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
+    at_once = has_grouped_gemm(grad.qdata, dims, dtypes[1], config.emulate) and (
+        blocks or config.pad_token_groups_for_grouped_mm or groups.is_aligned(ALIGNMENT)
+    )
+    source = groups.padded(ALIGNMENT).source if at_once and needs[1] and not blocks else None
+    of_gemm = _gradient_operands(of, groups, needs, source, config)
+    of_rows = of_weights = None
+    if needs[0]:
+        of_rows = grouped_mm(*of_gemm["grad_input"], False, groups, dtypes[0], config)
+    if needs[1]:
+        turns = is_stored_transposed(weights.qdata)
+        left, right = of_gemm["grad_weight"][:: -1 if turns else 1]
+        if source is not None:
+            of_weights = grouped_scaled_sums(
+                left.qdata, right.qdata, left.scales[0], right.scales[0], groups
+            )
+        elif at_once:
+            of_weights = _sums_of_blocks(left, right, groups)
+        else:
+            of_weights = _sums(left, right, groups, dtypes[1], config)
+        of_weights = of_weights.mT if turns else of_weights
+    return of_rows, of_weights
 
 
-_GROUPS = "Tensor on_host, Tensor sizes, Tensor of_row, Tensor ends"
-_CONFIG = "str recipe, bool pads, bool emulate"
+def is_stored_transposed(weights: Tensor) -> bool:
+    """Whether weights ``[E, N, K]`` are a view of contiguous ones ``[E, K, N]``."""
+    return weights.mT.is_contiguous() and not weights.is_contiguous()
 
 
-def _flat_groups(groups: Groups) -> tuple[Tensor, ...]:
-    return groups.on_host, groups.sizes, groups.of_row, groups.ends
+def _sums(
+    left: Quantized,
+    right: Quantized,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    config: Float8ExpertsConfig,
+) -> Tensor:
+    """The sums of ``[R, N]`` times ``[R, K]``, one expert after the other."""
+    shape = len(groups.counts), left.qdata.shape[1], right.qdata.shape[1]
+    sums = without_empty(left.qdata.new_empty(shape, dtype=out_dtype), groups)
+    for group in groups.slices():
+        own = [_own(each, *group) for each in (left, right)]
+        a, b = (each.scheme.for_rows(each, None) for each in own)
+        sums[group[0]] = multiply(a, b, (True, False), out_dtype, _options(config))
+    return sums
 
 
-def _flat_config(config: Float8ExpertsConfig) -> tuple[str, bool, bool]:
-    return config.recipe, config.pad_token_groups_for_grouped_mm, config.emulate
+def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor:
+    """The sums of ``[R, N]`` times ``[R, K]``, in blocks, in one GEMM.
+
+    Groups are padded to whole blocks, so that new blocks of rows have rows of one expert.
+    """
+    (level,) = left.scheme.levels
+    source, ends = groups.padded(level.columns or 1)
+    pads, taken = (source < 0).unsqueeze(1), source.clamp(min=0)
+
+    def again(operand: Quantized) -> Quantized:
+        data, scale = (
+            each.index_select(0, taken).masked_fill_(pads, 0)
+            for each in (operand.qdata.view(torch.uint8), operand.scales[0])
+        )
+        padded = operand._replace(qdata=data.view(operand.qdata.dtype), scales=(scale,))
+        return padded.scheme.for_rows(padded, None)
+
+    a, b = again(left), again(right)
+    if _are_mx(left, (a.qdata.shape[1], b.qdata.shape[1])):
+        return grouped_mx_sums(a.qdata.t(), b.qdata.t(), a.scales[0], b.scales[0], groups)
+    return without_empty(F.grouped_mm(_as_bf16(a).t(), _as_bf16(b), offs=ends), groups)
+
+
+def _are_mx(rows: Quantized, sizes: Sequence[int]) -> bool:
+    """Whether the device multiplies these blocks in groups."""
+    (level,) = rows.scheme.levels
+    return has_grouped_mx_gemm(rows.qdata, rows.scales[0], sizes, level.columns or 0)
+
+
+def _as_bf16(operand: Quantized) -> Tensor:
+    assert isinstance(operand.scheme, BlockScheme)
+    warn_once(
+        "grouped GEMM of blocks",
+        "torch's grouped GEMM takes no scales of blocks but those of 'mxfp8', on a Blackwell, for "
+        "features that are multiples of 32, so experts are multiplied in bf16; 'rowwise_folded' "
+        "and 'tensorwise' are in float8",
+    )
+    return operand.scheme.as_bf16(operand)
+
+
+def _gradient_operands(
+    of: Operands,
+    groups: Groups,
+    needs: tuple[bool, bool],
+    source: Tensor | None,
+    config: Float8ExpertsConfig,
+) -> dict[Gemm, tuple[Quantized, Quantized]]:
+    """The operands of both gradient GEMMs, with scales that these can apply.
+
+    ``source``: transpose those of grad_weight, as :func:`transposed_groups`.
+    """
+    grad, input, weights = of
+    operands: dict[Gemm, tuple[Quantized, Quantized]] = {
+        "grad_input": (grad, weights),
+        "grad_weight": (grad, input),
+    }
+    scheme = grad.scheme
+    s = weights.scales[0].flatten(1) if config.folds and needs[0] else None
+    t = input.scales[0].view(-1) if needs[1] and not scheme.is_recast_for_rows else None
+    if s is None and t is None:
+        return operands
+    # The scales of the other operand are 1, because they were folded in.
+    ones = (unit_scales(input.qdata),)
+    of_row, experts = groups.of_row, len(groups.counts)
+    made = iter(fold_groups(grad.qdata, grad.scales[0], s, t, of_row, experts, source))
+    if s is not None:
+        right = weights._replace(scales=ones, scheme=weights.scheme.second)
+        operands["grad_input"] = Quantized(next(made), (next(made),), scheme), right
+    if t is not None:
+        left = Quantized(next(made), (next(made).unsqueeze(1),), scheme.second)
+        data = input.qdata if source is None else transposed_groups(input.qdata, source)
+        operands["grad_weight"] = left, Quantized(data, ones, scheme.second)
+    return operands
+
+
+def _folded_parts(
+    grad: Quantized, weights: Quantized, groups: Groups, layout: Layout
+) -> tuple[Quantized, Quantized]:
+    """The operands of grad_input for gradients of which this rank has a part of each row."""
+    fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.of_row)
+    folded = quantize(layout.wrap(dequantize(grad) * fold), grad.scheme)
+    ones = (unit_scales(weights.qdata),)
+    right = weights._replace(scales=ones, scheme=weights.scheme.second)
+    return folded._replace(scales=(folded.scales[0] / UNIT,)), right
+
+
+def _own(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
+    """An expert's part of rows ``[R, K]``, or of weights ``[E, N, K]``.
+
+    Scales of three dims are those of experts.
+    """
+    data, scales = operand.qdata, operand.scales
+    if data.ndim == 2:
+        data = data.narrow(0, begin, count)
+        scales = operand.scheme.part_of_scales(scales, operand.start, 0, begin, count, 2)
+    else:
+        data = data[expert]
+    own = tuple([scale[expert] if scale.ndim > 2 else scale for scale in scales])
+    return operand._replace(qdata=data, scales=own)
+
+
+def _options(config: Float8ExpertsConfig) -> tuple[bool, bool, bool]:
+    # Some experts have few rows, so the sizes are padded where a device requires that.
+    return False, True, config.emulate
+
+
+# The arguments of an operator for the groups and the config.
+_GROUPS = (
+    "Tensor on_host, Tensor sizes, Tensor of_row, Tensor ends, str recipe, bool pads, bool emulate"
+)
+
+
+def _flat(groups: Groups, config: Float8ExpertsConfig) -> tuple[Any, ...]:
+    of_config = config.recipe, config.pad_token_groups_for_grouped_mm, config.emulate
+    return groups.on_host, groups.sizes, groups.of_row, groups.ends, *of_config
 
 
 @lru_cache
@@ -77,26 +299,25 @@ def _config(recipe: Any, pads: bool, emulate: bool) -> Float8ExpertsConfig:
 
 
 def _empty_product(*arguments: Any) -> Tensor:
-    rows, weights, turn, out_dtype = arguments[0], arguments[4], *arguments[12:14]
+    rows, weights, turn, out_dtype = arguments[0], arguments[4], *arguments[15:]
     return rows.new_empty((rows.shape[0], weights.shape[1 if turn else 2]), dtype=out_dtype)
 
 
 @custom_op(
     "grouped_mm(Tensor a, Tensor[] scales_a, str scheme_a, int[] start_a, Tensor b, "
     f"Tensor[] scales_b, str scheme_b, int[] start_b, {_GROUPS}, bool turn, "
-    f"ScalarType out_dtype, {_CONFIG}) -> Tensor",
+    "ScalarType out_dtype) -> Tensor",
     fake=_empty_product,
 )
 def grouped_mm_operator(*arguments: Any) -> Tensor:
     """Operator of :func:`grouped_mm`."""
     rows, weights = operand_of(*arguments[:4]), operand_of(*arguments[4:8])
-    turn, out_dtype, *of_config = arguments[12:]
-    groups, config = Groups(*arguments[8:12]), _config(*of_config)
-    return grouped.grouped_mm(rows, weights, turn, groups, out_dtype, config)
+    groups, config = Groups(*arguments[8:12]), _config(*arguments[12:15])
+    return grouped_mm(rows, weights, arguments[15], groups, arguments[16], config)
 
 
 def _empty_gradients(*arguments: Any) -> list[Tensor]:
-    likes, (needs, *dtypes) = (arguments[4], arguments[8]), arguments[16:19]
+    likes, (needs, *dtypes) = (arguments[4], arguments[8]), arguments[19:]
     each = zip(likes, needs, dtypes, strict=True)
     return [torch.empty_like(like, dtype=dtype) for like, need, dtype in each if need]
 
@@ -104,14 +325,14 @@ def _empty_gradients(*arguments: Any) -> list[Tensor]:
 @custom_op(
     "grouped_gradients(Tensor g, Tensor[] scales_g, str scheme_g, int[] start_g, Tensor x, "
     "Tensor[] scales_x, str scheme_x, int[] start_x, Tensor w, Tensor[] scales_w, str scheme_w, "
-    f"int[] start_w, {_GROUPS}, bool[] needs, ScalarType rows_dtype, ScalarType weight_dtype, "
-    f"{_CONFIG}) -> Tensor[]",
+    f"int[] start_w, {_GROUPS}, bool[] needs, ScalarType rows_dtype, ScalarType weight_dtype"
+    ") -> Tensor[]",
     fake=_empty_gradients,
 )
 def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     """Operator of :func:`grouped_gradients`. Returns the gradients that are needed."""
     of = Operands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
-    needs, of_rows, of_weight, *of_config = arguments[16:]
-    groups, config = Groups(*arguments[12:16]), _config(*of_config)
-    made = grouped.grouped_gradients(of, groups, needs, (of_rows, of_weight), config)
+    groups, config = Groups(*arguments[12:16]), _config(*arguments[16:19])
+    needs, *dtypes = arguments[19:]
+    made = grouped_gradients(of, groups, needs, tuple(dtypes), config)
     return [gradient for gradient in made if gradient is not None]

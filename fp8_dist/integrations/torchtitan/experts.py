@@ -21,7 +21,7 @@ from fp8_dist import rewrap_float8_weights
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.experts import add_weights, weight_of
-from fp8_dist.moe.functions import combined_product, dispatched_product
+from fp8_dist.moe.functions import combined_product, grouped_product
 
 _UP, _DOWN = ("w1_EFD", "w3_EFD"), "w2_EDF"
 _DISPATCHERS = (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config)
@@ -53,7 +53,7 @@ class TitanFloat8GroupedExperts(GroupedExperts):
         config: Float8ExpertsConfig = self.float8_experts_config
         routing = route(expert_ids, self.num_experts, group)
         up = [weight_of(self, name) for name in _UP]
-        gate, hidden = dispatched_product(x, up, routing, config)
+        gate, hidden = grouped_product(x, up, routing.groups, config, routing)
         down = weight_of(self, _DOWN)
         slots = combined_product(F.silu(gate) * hidden, down, routing, config)
         return slots.view(*expert_ids.shape, x.shape[1])

@@ -19,8 +19,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fp8_dist.linear.weight import weights_of
 from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.experts import Kind, expert_group, experts_config, feature_mesh, weight_of
-from fp8_dist.moe.functions import combined_product, dispatched_product, local_part
-from fp8_dist.moe.grouped import add_bias
+from fp8_dist.moe.functions import combined_product, grouped_product, local_part
+from fp8_dist.moe.operators import add_bias
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import StridedShard
 
@@ -58,7 +58,7 @@ def _forward(
     group: ProcessGroup | None,
 ) -> Tensor:
     """The outputs of ``num_experts`` experts, which ``group`` shares."""
-    config, (first, second) = experts_config(self), _weights(self)
+    config, (first, second) = experts_config(self), weights_of(self)
     assert config is not None
     _check_whole(self)
     _warn_if_set(self)
@@ -66,7 +66,8 @@ def _forward(
     if mesh is not None:
         hidden_states, top_k_weights = _shared(hidden_states, mesh), _shared(top_k_weights, mesh)
     routing = route(top_k_index, num_experts, group)
-    (hidden,) = dispatched_product(hidden_states, [weight_of(self, first)], routing, config)
+    up = [weight_of(self, first)]
+    (hidden,) = grouped_product(hidden_states, up, routing.groups, config, routing)
     bias = None
     if self.has_bias:
         first_bias, bias = (local_part(getattr(self, f"{name}_bias")) for name in (first, second))
@@ -87,43 +88,51 @@ def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-def _weights(module: nn.Module) -> tuple[str, ...]:
-    first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-    found = [module._parameters.get(name) for name in (first, "down_proj")]
-    is_experts = all(parameter is not None and parameter.ndim == 3 for parameter in found)
-    return (first, "down_proj") if is_experts else ()
+class _Kind(Kind):
+    """Experts of transformers' experts interface."""
+
+    def weights(self, module: nn.Module) -> tuple[str, ...]:
+        first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+        found = [module._parameters.get(name) for name in (first, "down_proj")]
+        is_experts = all(parameter is not None and parameter.ndim == 3 for parameter in found)
+        return (first, "down_proj") if is_experts else ()
+
+    def is_transposed(self, module: Any) -> bool:
+        return module.is_transposed
+
+    def unfit(self, module: nn.Module) -> str | None:
+        if not hasattr(module, "is_transposed"):
+            return (
+                "its class does not use transformers' experts interface, which passes the experts "
+                "of each token (those of Llama 4 multiply every token, scaled by the router before)"
+            )
+        return "it has a norm after each expert" if module.has_post_expert_norm else None
+
+    def parts(self, module: Any) -> dict[str, Placement]:
+        if module.is_transposed or module.has_bias or not module.is_concatenated:
+            return {}
+        first, last = self.weights(module)
+        # Each rank has parts of gate and of up.
+        divided: Any = StridedShard(1, split_factor=2) if module.has_gate else Shard(1)
+        return {first: divided, last: Shard(2)}
+
+    def use(self, module: nn.Module) -> None:
+        # A config of its own, so that unconverted experts of the model keep their implementation.
+        shared: Any = module.config
+        config = copy.copy(shared)
+        config._experts_implementation = IMPLEMENTATION
+        config.float8_replaces = shared, shared._experts_implementation
+        config.float8_features = {n: getattr(module, n).shape[1:] for n in self.weights(module)}
+        module.config = config
+
+    def entries(self, model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if not isinstance(model, PreTrainedModel):
+            return {name: tensor}
+        # Clones, because views of one tensor can't be saved as safetensors.
+        return {n: t.clone() for n, t in revert_weight_conversion(model, {name: tensor}).items()}
 
 
-def _are_transposed(module: Any) -> bool:
-    return module.is_transposed
-
-
-def _unfit(module: nn.Module) -> str | None:
-    if not hasattr(module, "is_transposed"):
-        return (
-            "its class does not use transformers' experts interface, which passes the experts of "
-            "each token (those of Llama 4 multiply every token, scaled by the router before)"
-        )
-    return "it has a norm after each expert" if module.has_post_expert_norm else None
-
-
-def _parts(module: nn.Module) -> dict[str, Placement]:
-    if module.is_transposed or module.has_bias or not module.is_concatenated:
-        return {}
-    first, last = _weights(module)
-    # Each rank has parts of gate and of up.
-    divided: Any = StridedShard(1, split_factor=2) if module.has_gate else Shard(1)
-    return {first: divided, last: Shard(2)}
-
-
-def _use(module: nn.Module) -> None:
-    # A config of its own, so that unconverted experts of the model keep their implementation.
-    shared: Any = module.config
-    config = copy.copy(shared)
-    config._experts_implementation = IMPLEMENTATION
-    config.float8_replaces = shared, shared._experts_implementation
-    config.float8_features = {n: getattr(module, n).shape[1:] for n in _weights(module)}
-    module.config = config
+KIND = _Kind()
 
 
 def _warn_if_set(module: Any) -> None:
@@ -159,13 +168,6 @@ def _check_converted(module: nn.Module, argument: str) -> None:
             f"{type(module).__name__} are not converted; call convert_experts_to_float8_training, "
             "or load the model with quantization_config=Fp8DistConfig(experts_recipe=...)"
         )
-
-
-def _entries(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    if not isinstance(model, PreTrainedModel):
-        return {name: tensor}
-    # Clones, because views of one tensor can't be saved as safetensors.
-    return {n: t.clone() for n, t in revert_weight_conversion(model, {name: tensor}).items()}
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
@@ -215,5 +217,3 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
             return tensor.redistribute(placements=[Shard(0)]).to_local()
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)
-
-KIND = Kind(_weights, _are_transposed, _unfit, _parts, _use, _entries)

@@ -60,8 +60,9 @@ def layer_plan(model: nn.Module, transport: Encoding = None) -> dict[str, Parall
     """
     known = _KNOWN.get(getattr(getattr(model, "config", None), "model_type", ""))
     plan: dict[str, ParallelStyle] = {}
-    for name, module in model.named_modules() if known else ():
-        assert known is not None
+    if known is None:
+        return plan
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and _ends(name, known.readers):
             plan[name] = colwise_style(module, transport)
         elif isinstance(module, nn.Linear) and _ends(name, known.writers):
@@ -69,7 +70,7 @@ def layer_plan(model: nn.Module, transport: Encoding = None) -> dict[str, Parall
             plan[name] = residual_style(module, transport, **at)
         elif isinstance(module, nn.Embedding) and _ends(name, known.tables):
             plan[name] = ColwiseParallel()
-    for name in [name for name in plan if known and _ends(name, known.readers)]:
+    for name in [name for name in plan if _ends(name, known.readers)]:
         parent, _, child = name.rpartition(".")
         block: Any = model.get_submodule(parent)
         size = next((getattr(block, n) for n in _HEAD_SIZES if hasattr(block, n)), 1)

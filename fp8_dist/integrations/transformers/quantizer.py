@@ -10,7 +10,6 @@ local tensors to every ``nn.Linear`` instead. The styles here pass DTensors to f
 cases.
 """
 
-import re
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.fsdp import rewrap_float8_weights
+from fp8_dist.integrations.transformers.tp_plan import without_numbers
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.linear.weight import float8_weights
 from fp8_dist.model.conv1d import conv1d_class
@@ -318,8 +318,7 @@ def _check_plan(model: PreTrainedModel) -> None:
     known = {*_FLOAT8_NAMES.values(), *_WHOLE}
     experts = float8_experts(model) if distributed.ep_size == 1 else {}
     names = [*float8_layers(model), *experts]
-    keys = {fqn: re.sub(r"\.\d+(?=\.|$)", ".*", fqn) for fqn in names}
-    styles = {fqn: plan.get(key) for fqn, key in keys.items()}
+    styles = {fqn: plan.get(without_numbers(fqn)) for fqn in names}
     if unknown := [
         f"{fqn} ({style})" for fqn, style in styles.items() if style not in (None, *known)
     ]:

@@ -8,7 +8,6 @@ stream.
 
 import re
 import warnings
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -22,6 +21,7 @@ from fp8_dist.tensor_parallel.plans import (
     EmbeddingRowwiseParallel,
     check_plan_transport,
     colwise_style,
+    head_style,
     local_if_even,
     prepare_style,
     residual_style,
@@ -33,55 +33,10 @@ _READER = {"colwise"}
 _GATHERING_READER = {"colwise_gather_output", "colwise_rep"}
 _WRITER = {"rowwise"}
 _SPLITTING_WRITER = {"rowwise_split_input", "rowwise_rep"}
-_HEAD_NORM = {"replicated_with_grad_allreduce"}
+_HEAD_NORM = "replicated_with_grad_allreduce"
 _EMBEDDING = {"embedding_rowwise"}
 _READERS, _WRITERS = _READER | _GATHERING_READER, _WRITER | _SPLITTING_WRITER
 _EXPERTS = "experts"
-
-
-@dataclass
-class Block:
-    """A block of a layer.
-
-    Attributes:
-        name: the full name of the block.
-        readers: the names of its readers, relative to the block.
-        writers: the names of its writers, relative to the block.
-        head_norms: the names of the norms of its heads, relative to the block.
-        gathers_outputs: whether the outputs of its readers are gathered, and each writer takes its
-            part of its input.
-        in_replicated: whether its input is replicated, because it is inside a replicated block.
-    """
-
-    name: str
-    readers: list[str] = field(default_factory=list)
-    writers: list[str] = field(default_factory=list)
-    head_norms: list[str] = field(default_factory=list)
-    gathers_outputs: bool = False
-    in_replicated: bool = False
-
-
-@dataclass
-class Structure:
-    """The modules of a model, by their full names.
-
-    Attributes:
-        embedding: the embedding before the layers.
-        layers: the layers, in order.
-        blocks: the sharded blocks in the layers.
-        norms: the norms in the layers, outside of blocks.
-        replicated: the blocks that have routed experts, which every rank computes in full.
-        last_norm: the norm after the layers; ``""`` if it is not known.
-        head: the sharded head; None if there is none.
-    """
-
-    embedding: str
-    layers: list[str]
-    blocks: list[Block]
-    norms: list[str]
-    replicated: list[str]
-    last_norm: str
-    head: str | None
 
 
 def declared_plan(model: nn.Module) -> dict[str, str]:
@@ -101,13 +56,24 @@ def without_numbers(names: str) -> str:
     return re.sub(r"\.\d+\b", ".*", names)
 
 
-class StructureReader:
-    """A reader of a model's structure.
+class Structure:
+    """The modules of a model, by their full names.
 
     Attributes:
+        embedding: the embedding before the layers.
+        layers: the layers, in order.
+        blocks: the sharded blocks in the layers, each with the declared styles of its readers,
+            writers and norms of heads, by their names relative to the block.
+        norms: the norms in the layers, outside of blocks.
+        routed: the blocks that have routed experts, which every rank computes in full.
+        last_norm: the norm after the layers; ``""`` if it is not known.
+        head: the sharded head; None if there is none.
         problems: descriptions of unknown parts of the model, without layer numbers. The value is
             True if a problem affects only sequence parallelism.
-        routed: the names of blocks that have routed experts.
+
+    Raises:
+        NotImplementedError: the model declares no plan, or parts of the model are unknown. The
+            message names all of them.
     """
 
     def __init__(self, model: nn.Module, sequence_parallel: bool) -> None:
@@ -118,14 +84,6 @@ class StructureReader:
         self.routed = [
             name.rpartition(".")[0] for name in self.modules if name.endswith(f".{_EXPERTS}")
         ]
-
-    def read(self) -> Structure:
-        """Return the structure.
-
-        Raises:
-            NotImplementedError: the model declares no plan, or parts of the model are unknown. The
-                message names all of them.
-        """
         styles = self.matched_styles()
         self.raise_problems()
         stacks = [*dict.fromkeys(stack for name in styles if (stack := self.stack_of(name)))]
@@ -135,14 +93,13 @@ class StructureReader:
             self.refuse(f"its plan divides layers of {len(stacks)} lists: {', '.join(stacks)}")
         self.raise_problems()
         (stack,) = stacks
-        layers = [f"{stack}.{i}" for i in self.modules[stack]._modules]
-        blocks = self.read_blocks(styles, stack)
-        norms = self.check_layers(layers, {block.name for block in blocks})
-        embedding, last_norm = self.check_ends(stack, styles)
-        head = self.find_head(styles, stack, embedding)
+        self.layers = [f"{stack}.{i}" for i in self.modules[stack]._modules]
+        self.blocks = self.read_blocks(styles, stack)
+        self.norms = self.check_layers()
+        self.embedding, self.last_norm = self.check_ends(stack, styles)
+        self.head = self.find_head(styles, stack)
         self.raise_problems()
-        replicated = [name for name in self.routed if name.startswith(f"{stack}.")]
-        return Structure(embedding, layers, blocks, norms, replicated, last_norm, head)
+        self.routed = [name for name in self.routed if name.startswith(f"{stack}.")]
 
     def raise_problems(self) -> None:
         if self.problems:
@@ -188,7 +145,7 @@ class StructureReader:
             expected = nn.Linear
         elif style in _EMBEDDING:
             expected = nn.Embedding
-        elif style not in _HEAD_NORM:
+        elif style != _HEAD_NORM:
             self.refuse(f"{name}: the style {style!r}")
             return
         if not isinstance(module, expected):
@@ -207,63 +164,52 @@ class StructureReader:
         prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
         return next((p for p in prefixes if isinstance(self.modules[p], nn.ModuleList)), "")
 
-    def read_blocks(self, styles: dict[str, str], stack: str) -> list[Block]:
-        blocks: dict[str, Block] = {}
-        of_block: dict[str, set[str]] = {}
+    def read_blocks(self, styles: dict[str, str], stack: str) -> dict[str, dict[str, str]]:
+        blocks: dict[str, dict[str, str]] = {}
         for name, style in styles.items():
-            if not name.startswith(f"{stack}."):
-                continue
-            parent, _, child = name.rpartition(".")
-            block = blocks.setdefault(parent, Block(parent))
-            block.in_replicated = parent.rpartition(".")[0] in self.routed
-            of_block.setdefault(parent, set()).add(style)
-            if style in _READERS:
-                block.readers.append(child)
-            elif style in _WRITERS:
-                block.writers.append(child)
-            elif style in _HEAD_NORM:
-                block.head_norms.append(child)
-        for name, block in blocks.items():
-            self.check_block(block, of_block[name])
-        return list(blocks.values())
+            if name.startswith(f"{stack}."):
+                block, _, child = name.rpartition(".")
+                blocks.setdefault(block, {})[child] = style
+        for block, of_block in blocks.items():
+            self.check_block(block, of_block)
+        return blocks
 
-    def check_block(self, block: Block, styles: set[str]) -> None:
-        block.gathers_outputs = bool(styles & _GATHERING_READER)
+    def check_block(self, block: str, styles: dict[str, str]) -> None:
+        """Check the modules of a block, and add the norms of its heads to the styles."""
+        found, gathers = set(styles.values()), _gathers_outputs(styles)
         allowed = (
-            _GATHERING_READER | _SPLITTING_WRITER
-            if block.gathers_outputs
-            else _READER | _WRITER | _HEAD_NORM
+            _GATHERING_READER | _SPLITTING_WRITER if gathers else _READER | _WRITER | {_HEAD_NORM}
         )
-        if not styles <= allowed or not block.readers or not block.writers:
+        if not found <= allowed or not found & _READERS or not found & _WRITERS:
             self.refuse(
-                f"{block.name}: the styles {', '.join(sorted(styles))} do not make a block, of "
+                f"{block}: the styles {', '.join(sorted(found))} do not make a block, of "
                 "layers that read its input and layers that write its output"
             )
-        module = self.modules[block.name]
+        module = self.modules[block]
         for name, child in module.named_modules():
-            if not child._parameters or name in (*block.readers, *block.writers, *block.head_norms):
+            if not child._parameters or styles.get(name) in _READERS | _WRITERS | {_HEAD_NORM}:
                 continue
-            if _is_norm(child) and block.gathers_outputs:
+            if _is_norm(child) and gathers:
                 continue  # its input is gathered
             if _is_norm(child, getattr(module, "head_dim", 0)):
-                block.head_norms.append(name)
+                styles[name] = _HEAD_NORM
             else:
-                where = f"{block.name}.{name}" if name else block.name
+                where = f"{block}.{name}" if name else block
                 self.refuse(
                     f"{where}: a {type(child).__name__} in a divided block, without a style"
                 )
 
-    def check_layers(self, layers: list[str], blocks: set[str]) -> list[str]:
+    def check_layers(self) -> list[str]:
         """Return the norms in the layers. Any other module in a layer is a block, or unknown."""
         norms = []
-        for layer in layers:
-            if layer in blocks:
+        for layer in self.layers:
+            if layer in self.blocks:
                 self.refuse(f"{layer}: linear layers of its plan are not in a block")
             if own := [*self.modules[layer]._parameters]:
                 self.refuse(f"{layer}: parameters of its own: {own}", of_sequences=True)
             for child, module in self.modules[layer].named_children():
                 name = f"{layer}.{child}"
-                if name in blocks or name in self.routed or not [*module.parameters()]:
+                if name in self.blocks or name in self.routed or not [*module.parameters()]:
                     continue
                 if _is_norm(module):
                     norms.append(name)
@@ -298,22 +244,27 @@ class StructureReader:
                 self.refuse(f"{name}: a {kind} beside the layers", of_sequences=True)
         return next(iter(embeddings), ""), next(iter(norms), "")
 
-    def find_head(self, styles: dict[str, str], stack: str, embedding: str) -> str | None:
+    def find_head(self, styles: dict[str, str], stack: str) -> str | None:
         """Return the sharded head, if any. A tied head is sharded like the embedding."""
-        table = self.modules[embedding]._parameters.get("weight") if embedding else None
+        table = self.modules[self.embedding]._parameters.get("weight") if self.embedding else None
         heads = [
             name
             for name, module in self.modules.items()
             if isinstance(module, nn.Linear) and module.weight is table
         ]
         for name, style in styles.items():
-            if name.startswith(f"{stack}.") or name in (embedding, *heads):
+            if name.startswith(f"{stack}.") or name in (self.embedding, *heads):
                 continue
             if style in _READERS and not heads:
                 heads.append(name)
             else:
                 self.refuse(f"{name}: the style {style!r} outside of the layers")
         return heads[0] if heads else None
+
+
+def _gathers_outputs(block: dict[str, str]) -> bool:
+    """Return whether readers' outputs are gathered, and each writer takes its part of its input."""
+    return not _GATHERING_READER.isdisjoint(block.values())
 
 
 def _is_norm(module: nn.Module, size: int | None = None) -> bool:
@@ -398,7 +349,7 @@ def hf_tp_plan(
         plan = layer_plan(model, reduce_transport)
     if plan:
         return plan
-    structure = StructureReader(model, sequence_parallel).read()
+    structure = Structure(model, sequence_parallel)
     config: Any = getattr(model, "config", None)
     # The config of a model of several inputs contains that of its decoder.
     if sequence_parallel and getattr(config, "get_text_config", lambda: config)() is not config:
@@ -411,7 +362,7 @@ def hf_tp_plan(
             f"hf_tp_plan: loss_parallel=True needs a head, and the plan of this "
             f"{type(model).__name__} has none: leave it out"
         )
-    if blocks := dict.fromkeys(map(without_numbers, structure.replicated)):
+    if blocks := dict.fromkeys(map(without_numbers, structure.routed)):
         warnings.warn(
             "hf_tp_plan leaves routed experts as they are: every tensor-parallel rank keeps all of "
             f"those in {', '.join(blocks)}, and computes all tokens",
@@ -422,17 +373,14 @@ def hf_tp_plan(
     plan = {structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)}
     if sequence_parallel:
         plan |= _stream_styles(structure)
-    for block in structure.blocks:
-        around = Replicate() if block.in_replicated else stream
-        plan |= _block_styles(model, block, around, reduce_transport)
+    for block, styles in structure.blocks.items():
+        # Llama 4 adds the output of routed experts to that of shared ones, in place.
+        in_routed = block.rpartition(".")[0] in structure.routed
+        around = Replicate() if in_routed else stream
+        plan |= _block_styles(model, block, styles, around, reduce_transport, in_routed)
     if structure.head is not None:
-        plan[structure.head] = colwise_style(
-            model.get_submodule(structure.head),
-            reduce_transport,
-            input_layouts=stream,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-            use_local_output=not loss_parallel,
-        )
+        head = model.get_submodule(structure.head)
+        plan[structure.head] = head_style(head, stream, loss_parallel, reduce_transport)
     return plan
 
 
@@ -440,7 +388,7 @@ def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
     """Make the styles of a sequence-parallel stream outside of the sharded blocks."""
     plan: dict[str, ParallelStyle] = {structure.layers[0]: tp_styles.StreamInput()}
     plan |= {name: tp_styles.StreamNorm(local_if_even) for name in structure.norms}
-    plan |= {name: tp_styles.ReplicatedBlock() for name in structure.replicated}
+    plan |= {name: tp_styles.ReplicatedBlock() for name in structure.routed}
     # A sharded head takes a DTensor. Without one, the output of the last norm is gathered.
     plan[structure.last_norm] = (
         SequenceParallel() if structure.head else tp_styles.StreamNorm(DTensor.full_tensor)
@@ -449,33 +397,40 @@ def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
 
 
 def _block_styles(
-    model: nn.Module, block: Block, stream: Placement, transport: Encoding
+    model: nn.Module,
+    block: str,
+    styles: dict[str, str],
+    stream: Placement,
+    transport: Encoding,
+    may_change_output: bool,
 ) -> dict[str, ParallelStyle]:
     """Make the styles of a block, which reads and writes a stream, and of its layers."""
-    module: Any = model.get_submodule(block.name)
-    readers: dict[str, Any] = {name: module.get_submodule(name) for name in block.readers}
+    module: Any = model.get_submodule(block)
+    readers = {n: module.get_submodule(n) for n, style in styles.items() if style in _READERS}
+    gathers = _gathers_outputs(styles)
     # The number of heads, or else of features, in the output of each reader.
     size = int(getattr(module, "head_dim", 1))
     parts = {name: layer.out_features // size for name, layer in readers.items()}
-    style = prepare_style(
-        readers,
-        stream,
-        transport,
-        plain=tp_styles.BlockInput,
-        float8=tp_styles.Float8BlockInput,
-        parts={} if block.gathers_outputs else parts,
-        # Llama 4 adds the output of routed experts to that of shared ones, in place.
-        may_change_output=block.in_replicated,
-    )
-    plan: dict[str, ParallelStyle] = {block.name: style}
-    inside = Replicate() if block.gathers_outputs else Shard(-1)
-    for name, layer in readers.items():
-        plan[f"{block.name}.{name}"] = colwise_style(layer, output_layouts=inside)
-    for name in block.writers:
-        plan[f"{block.name}.{name}"] = residual_style(
-            module.get_submodule(name), transport, input_layouts=inside, output_layouts=stream
+    plan: dict[str, ParallelStyle] = {
+        block: prepare_style(
+            readers,
+            stream,
+            transport,
+            plain=tp_styles.BlockInput,
+            float8=tp_styles.Float8BlockInput,
+            parts={} if gathers else parts,
+            may_change_output=may_change_output,
         )
-    for name in block.head_norms:
-        # Dim 2 stands for the heads. These norms see full rows, whatever the order of the dims is.
-        plan[f"{block.name}.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    }
+    inside = Replicate() if gathers else Shard(-1)
+    for name, style in styles.items():
+        layer = module.get_submodule(name)
+        if style in _READERS:
+            made = colwise_style(layer, output_layouts=inside)
+        elif style in _WRITERS:
+            made = residual_style(layer, transport, input_layouts=inside, output_layouts=stream)
+        else:
+            # Dim 2 stands for the heads. Norms see full rows, whatever the order of the dims is.
+            made = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan[f"{block}.{name}"] = made
     return plan

@@ -88,7 +88,6 @@ class BlockInput(ModuleInput, CheckedStyle):
         self.parts, self.may_change_output = parts, may_change_output
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield an error for each layer whose parts the ranks cannot share evenly."""
         yield from super().misfits(module, size)
         yield from _uneven(self.parts, size)
 
@@ -114,7 +113,6 @@ class DividedHeads(CheckedStyle):
         self.parts: dict[str, int] = {}
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        """Yield an error for each layer whose parts the ranks cannot share evenly."""
         yield from _uneven(self.parts, size)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
