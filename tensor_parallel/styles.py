@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import DTensor, Placement, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -67,8 +67,19 @@ class _Float8LinearStyle(CheckedStyle):
     output_layouts: Any
     use_local_output: bool
 
-    def __init__(self, *, reduce_transport: Encoding = None, **arguments: Any) -> None:
-        super().__init__(**arguments)  # of torch's style
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        reduce_transport: Encoding = None,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]  # of torch's style
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
         self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
@@ -216,11 +227,23 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
     def __init__(
         self,
         *,
+        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
         float8_dtype: torch.dtype | None = None,
         fwd_config_submodule_fqn: str | None = None,
-        **arguments: Any,
+        reduce_transport: Encoding = None,
     ) -> None:
-        super().__init__(**arguments)
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+            reduce_transport=reduce_transport,
+        )
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
 
