@@ -12,7 +12,7 @@ The statistics of a part of a weight are at their global positions, so that ever
 statistics of the whole weight.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.parameter import device_of
 from fp8_dist.linear.weight import (
     CONVERT_FIRST,
     Float8Weight,
@@ -35,12 +36,27 @@ from fp8_dist.linear.weight import (
 )
 from fp8_dist.linear.weight_cache import Known, ScaleState
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
-from fp8_dist.scaling import Placed, Scales, Scheme, Statistics, message_dtype
+from fp8_dist.scaling import Placed, Scales, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_init_shards
 
-# The id of a weight, which layers may share, and one of its schemes.
-Key = tuple[int, Scheme]
+# The id of a weight, which layers may share, and the key of one of its schemes.
+Key = tuple[int, str]
+
+
+class _Shard(NamedTuple):
+    """A rank's part of a weight.
+
+    Attributes:
+        local: the shard, plain and in high precision.
+        layout: the layout of the weight; None if it is not distributed.
+        is_gathered: whether FSDP2 gathers it in float8. That depends on the type of the parameter,
+            which is the same for all layers that share it.
+    """
+
+    local: Tensor
+    layout: Layout | None
+    is_gathered: bool
 
 
 class WeightStatistics(NamedTuple):
@@ -63,25 +79,28 @@ class WeightStatistics(NamedTuple):
     everywhere: tuple[int, ...] = ()
 
 
-def local_statistics(weights: Iterable[Float8Weight]) -> dict[Key, WeightStatistics]:
-    """Measure the shards of weights, by the id of the parameter and the scheme."""
-    wanted = {
-        (id(weight.parameter()), scheme): weight for weight in weights for scheme in weight.schemes
-    }
-    shards = {key: weight.shard() for key, weight in wanted.items()}
-    layouts = {key: weight.layout() for key, weight in wanted.items()}
+def _local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, WeightStatistics]:
+    """Measure the shards of weights, by the id of the parameter and the key of the scheme."""
+    shards: dict[Key, _Shard] = {}
     alike: dict[tuple[Any, ...], list[Key]] = {}
-    for key, weight in wanted.items():
-        kind = (key[1], shards[key].dtype, shards[key].device, weight.device)
-        alike.setdefault(kind, []).append(key)
+    for weight, parameter in weights.items():
+        stored, layout = local_tensor(parameter), weight.layout(parameter)
+        local = weight.gather_type.unwrap(stored)
+        shard, device = _Shard(local, layout, local is not stored), device_of(local, layout)
+        for scheme in weight.schemes:
+            key = id(parameter), scheme.key
+            if key not in shards:
+                shards[key] = shard
+                alike.setdefault((scheme.key, local.dtype, local.device, device), []).append(key)
     found = {}
-    for (scheme, _, _, device), same in alike.items():
-        starts = [scheme.start(layouts[key]) for key in same]
-        each = scheme.measure_each([shards[key] for key in same], starts)
-        levels = zip(*[_moved(level, device) for level in zip(*each, strict=True)], strict=True)
-        for key, statistics in zip(same, levels, strict=True):
-            found[key] = _placed(wanted[key], layouts[key], statistics, scheme)
-    return {key: found[key] for key in wanted}
+    for (name, _, _, device), same in alike.items():
+        scheme, each = scheme_named(name), [shards[key] for key in same]
+        starts = [scheme.start(shard.layout) for shard in each]
+        measured = scheme.measure_each([shard.local for shard in each], starts)
+        levels = zip(*[_moved(level, device) for level in zip(*measured, strict=True)], strict=True)
+        for key, shard, statistics in zip(same, each, levels, strict=True):
+            found[key] = _placed(shard, statistics, scheme)
+    return {key: found[key] for key in shards}
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
@@ -93,16 +112,11 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _placed(
-    weight: Float8Weight, layout: Layout | None, local: Statistics, scheme: Scheme
-) -> WeightStatistics:
-    axes = scheme.axes(layout)
+def _placed(shard: _Shard, local: Statistics, scheme: Scheme) -> WeightStatistics:
+    layout, axes = shard.layout, scheme.axes(shard.layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
-    # FSDP2 goes by the type of the parameter, which is the same for all layers that share it.
-    stored = local_tensor(weight.parameter())
-    is_gathered = weight.gather_type.unwrap(stored) is not stored
-    moving = scheme.moving_levels(layout) if is_gathered else ()
+    moving = scheme.moving_levels(layout) if shard.is_gathered else ()
     everywhere = () if moving and scheme.rides_in_gather(layout) else moving
     sharded = sharded_axes(layout)
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])
@@ -171,11 +185,10 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
     _check_weights(chosen)
-    weights = [
-        weight for weight in chosen.values() if not weight.may_change_unnoticed(weight.parameter())
-    ]
+    parameters = {weight: weight.parameter() for weight in chosen.values()}
+    weights = {w: p for w, p in parameters.items() if not w.may_change_unnoticed(p)}
     for weight, known, whole_scales in _known(weights):
-        weight.cache.store(weight.parameter(), known, ScaleState.PRECOMPUTED, whole_scales)
+        weight.cache.store(weights[weight], known, ScaleState.PRECOMPUTED, whole_scales)
     note_made(weights)
 
 
@@ -266,24 +279,25 @@ def _axes_by_mesh(
 
 
 def _known(
-    weights: Sequence[Float8Weight],
+    weights: Mapping[Float8Weight, Tensor],
 ) -> Iterator[tuple[Float8Weight, Known, Scales | None]]:
     """Yield each weight with its statistics by scheme, and perhaps the scales of all of it.
 
+    ``weights`` maps them to their parameters.
     These are the scales of the global weight, if FSDP2's gather can't carry them.
     """
-    local = local_statistics(weights)
+    local = _local_statistics(weights)
     parts = _reduced(local.values())
     by_key = {
         key: [None if place is None else place.whole(next(parts)) for place in own.places]
         for key, own in local.items()
     }
-    for weight in weights:
-        parameter = id(weight.parameter())
+    for weight, parameter in weights.items():
         known: Known = {}
         whole_scales: Scales | None = None
         for scheme in weight.schemes:
-            own, wholes = local[parameter, scheme], by_key[parameter, scheme]
+            key = id(parameter), scheme.key
+            own, wholes = local[key], by_key[key]
             each = zip(own.local, own.places, wholes, strict=True)
             known[scheme] = tuple(
                 [n if p is None or whole is None else p.part(whole) for n, p, whole in each]

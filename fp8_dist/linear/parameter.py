@@ -180,10 +180,7 @@ class LayerParameter:
     @property
     def device(self) -> torch.device:
         """The device on which the scales are used, even with CPU offload."""
-        shard, layout = self.shard(), self.layout()
-        if layout is None or layout.mesh.device_type == shard.device.type:
-            return shard.device
-        return torch.device(layout.mesh.device_type)
+        return device_of(self.shard(), self.layout())
 
     def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
         """Whether a write to ``parameter`` may never be noticed.
@@ -222,3 +219,10 @@ class LayerParameter:
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
         """:meth:`plain` of a forward's weight, or of the sharded parameter that was gathered."""
         return self.plain(weight if self.sharded is None else self.sharded)
+
+
+def device_of(shard: torch.Tensor, layout: Layout | None) -> torch.device:
+    """The device on which the scales of a shard are used, even with CPU offload."""
+    if layout is None or layout.mesh.device_type == shard.device.type:
+        return shard.device
+    return torch.device(layout.mesh.device_type)

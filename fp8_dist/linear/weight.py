@@ -573,8 +573,9 @@ def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
 
 def note_made(weights: Iterable[Float8Weight]) -> None:
     """Let later gathers wait for the scales and casts of weights that this stream computes."""
-    on_gpu = [weight for weight in weights if weight.device.type == "cuda"]
-    if on_gpu:
+    if not torch.cuda.is_available():
+        return
+    if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
         event = torch.cuda.current_stream().record_event()
         for weight in on_gpu:
             weight.made = event
