@@ -5,6 +5,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -344,12 +345,15 @@ def test_files(tmp_path: Path) -> None:
 # Layers that share a weight, and parts of a model
 
 
-def test_layers_that_share_a_weight() -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_layers_that_share_a_weight(gathers: bool) -> None:
+    config = replace(CONFIGS["blockwise"], enable_fsdp_float8_all_gather=gathers)
+
     def sharing() -> nn.Sequential:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).bfloat16()
         net[1].weight = net[0].weight
-        convert_to_float8_training(net, config=CONFIGS["blockwise"])
+        convert_to_float8_training(net, config=config)
         return net.requires_grad_(False)
 
     net, expected = sharing(), run(sharing())
