@@ -215,13 +215,13 @@ class StoredWeight(LayerParameter):
     def entries(self) -> dict[str, torch.Tensor]:
         """The entries of a state dict for a stored weight, without copying its data.
 
-        These are the data, in float8, and the scales, in fp32 or as they were loaded. They are
-        DTensors if the parameters are.
+        These are the data, in float8, and the scales, in fp32, or in e8m0 if they are exponents
+        that were loaded so. They are DTensors if the parameters are.
         """
         data, scales = self.parts()
-        held = self.local_scales()
-        is_e8m0 = held.saved_as is torch.float8_e8m0fnu
-        saved = held.stored.view(held.saved_as) if is_e8m0 else fp32_scales(held.stored)
+        held, e8m0 = self.local_scales(), torch.float8_e8m0fnu
+        is_e8m0 = held.saved_as is e8m0 and held.stored.dtype is torch.uint8
+        saved = held.stored.view(e8m0) if is_e8m0 else fp32_scales(held.stored)
         return {
             self.name: _entry(data, _content(data)),
             self.scales_name: _entry(scales, saved),

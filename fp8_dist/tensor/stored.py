@@ -8,6 +8,7 @@ shard, gather, move and offload them like all parameters, but as the bytes that 
 
 from collections.abc import Callable
 from inspect import signature
+from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 import torch
@@ -161,7 +162,7 @@ class Stored(torch.Tensor):
                 "DistributedDataParallel does to broadcast parameters; call freeze_to_float8 on "
                 "the module that it wraps, as the last step before that"
             )
-        content = _bytes_of if func in _ON_BYTES else _content_of
+        content = _bytes_of if func in _ON_BYTES else attrgetter("stored")
         args_, kwargs_ = tree_map_only(Stored, content, (args, kwargs))
         out = func(*args_, **kwargs_)
         if func is aten.copy_.default:
@@ -244,7 +245,8 @@ class StoredScales(Stored):
 
     Attributes:
         stored: the scales in float32; or their exponents in uint8, if all are powers of two.
-        saved_as: the dtype of their entry in checkpoints: float32, or float8_e8m0fnu.
+        saved_as: the dtype of their entry in checkpoints: float32, or float8_e8m0fnu. Scales that
+            are stored in float32 are always saved in it.
     """
 
     static = ("dtype", "saved_as")
@@ -263,10 +265,6 @@ def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
             f"copy_ of a {type(source).__name__} of {source.dtype} to a {type(to).__name__} of "
             f"{to.dtype}, one of which is stored in float8; {_REMEDY}"
         )
-
-
-def _content_of(each: Stored) -> torch.Tensor:
-    return each.stored
 
 
 def _bytes_of(each: Stored) -> torch.Tensor:

@@ -297,6 +297,18 @@ def test_states_load_as_they_were_saved(name: str, assign: bool, form: Any) -> N
     assert all(same_bits(again[key], tensor) for key, tensor in state.items())
 
 
+def test_scales_in_e8m0_are_loaded_by_layers_with_fp32_scales() -> None:
+    state, net = in_e8m0(frozen("blockwise")), frozen("vllm")
+    net.load_state_dict(state)
+    again = state_of(net)
+    assert again.keys() == state.keys()
+    for key, tensor in state.items():
+        assert same_bits(again[key], tensor.to(torch.float32) if "scale" in key else tensor)
+    other = frozen("vllm")
+    other.load_state_dict(again)
+    assert same(run(other), run(net))
+
+
 @every_config
 def test_a_state_in_high_precision_is_cast(name: str) -> None:
     twin = converted(name)
