@@ -371,8 +371,8 @@ class Float8LinearConfig:
         return self._gemm_options[gemm]
 
     def _types(self, operand: Operand) -> set[ScalingType]:
-        gemms = [gemm for gemm, operands in GEMM_OPERANDS.items() if operand in operands]
-        casts = [self.cast_config(operand, gemm) for gemm in gemms]
+        uses = GEMM_OPERANDS.items()
+        casts = [self.cast_config(operand, gemm) for gemm, taken in uses if operand in taken]
         return {cast.scaling_type for cast in casts if cast.enabled}
 
     @staticmethod
@@ -475,9 +475,8 @@ class Float8LinearConfig:
             )
 
     def _check_fsdp_gather(self) -> None:
-        if self.enable_fsdp_float8_all_gather is not True:
-            return
-        if self.recipe.gather_scheme["weight"] is not None:
+        is_gathered = self.recipe.gather_scheme["weight"] is not None
+        if is_gathered or self.enable_fsdp_float8_all_gather is not True:
             return
         gemms: tuple[Gemm, ...] = ("output", "grad_input")
         for gemm in gemms:

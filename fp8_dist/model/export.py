@@ -293,9 +293,7 @@ def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
     Raises: the errors of :func:`float8_state_dict`.
     """
     model = unwrapped(model)
-    weights = checked_weights(model, "float8_quantization_config")
-    blocks = blocks_of(next(iter(weights.values())))
-    assert blocks is not None
+    _, blocks = checked_weights(model, "float8_quantization_config")
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -355,14 +353,11 @@ def float8_stream(
         caller: the name of the public function, for messages.
         gather: whether to gather tensors. Otherwise those of distributed parameters are DTensors.
         keeps: whether this rank gets tensors.
-        bucket_bytes, names, divide_experts: as in :func:`iter_float8_weights`.
 
-    Collectives: the iterator has those of :func:`iter_float8_weights`; this call has none.
-
-    Raises: the errors of :func:`iter_float8_weights`, in this call.
+    For all else see :func:`iter_float8_weights`, whose errors this call raises.
     """
     model, names = unwrapped(model), names or {}
-    weights = checked_weights(model, caller)
+    weights, blocks = checked_weights(model, caller)
     gathered_as = {
         user: parameter.param_dtype
         for parameter in fsdp_parameters(fsdp_groups())
@@ -380,12 +375,10 @@ def float8_stream(
             continue
         weight, is_divided, dtype = weights.get(key), False, None
         wholes = {key: torch.empty(value.shape, dtype=value.dtype, device="meta")}
-        block = None
         if weight is not None:
-            scheme, layout = blocks_of(weight), Layout.of(weight.parameter())
-            assert scheme is not None
-            scheme.start(layout)  # raises if it can't be cast
-            block, dtype = scheme.rows, gathered_as.get((weight.module, weight.name))
+            layout = Layout.of(weight.parameter())
+            weight.schemes[0].start(layout)  # raises if it can't be cast
+            dtype = gathered_as.get((weight.module, weight.name))
             if divide_experts and (gather or layout is None):
                 wholes = entries_of(model, weight, key, wholes[key])
                 is_divided = wholes.keys() != {key}
@@ -394,7 +387,8 @@ def float8_stream(
             new = names.get(name, name) if isinstance(names, Mapping) else names(name)
             if new is not None:
                 chosen[name] = new
-                sent.setdefault(new, []).append(_Sent(name, whole.shape, whole.dtype, block))
+                rows = None if weight is None else blocks.rows
+                sent.setdefault(new, []).append(_Sent(name, whole.shape, whole.dtype, rows))
         if chosen:  # layers may share a weight, which is cast once
             same = id(weight.parameter()) if weight else key
             source = _Source(value, weight, dtype, is_divided, {})
@@ -496,8 +490,7 @@ def _cast(
     measured = []
     for source in bucket:
         if (weight := source.weight) is not None and not weight.is_stored:
-            scheme, layout = blocks_of(weight), Layout.of(weight.parameter())
-            assert scheme is not None
+            (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
             local = scheme.measure(source.shard(), scheme.start(layout))
             measured.append((scheme, local, layout))
     wholes = iter(zip(measured, whole_statistics_of_each(measured), strict=True))
@@ -539,8 +532,8 @@ def weights_by_key(model: nn.Module) -> dict[str, Float8Weight]:
     }
 
 
-def checked_weights(model: nn.Module, caller: str) -> dict[str, Float8Weight]:
-    """Return the float8 weights by their state-dict keys.
+def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weight], BlockScheme]:
+    """Return the float8 weights by their state-dict keys, and their scheme.
 
     Raises:
         ValueError: there is no converted layer, or a layer can't be exported.
@@ -554,8 +547,13 @@ def checked_weights(model: nn.Module, caller: str) -> dict[str, Float8Weight]:
         )
     first, of_first = next(iter(converted.items()))
     for name, weight in converted.items():
-        blocks = blocks_of(weight)
-        if blocks is None:
+        blocks, *others = weight.schemes or (None,)
+        if (
+            others
+            or not isinstance(blocks, BlockScheme)
+            or blocks.rows != blocks.columns
+            or blocks.dtype is not torch.float8_e4m3fn
+        ):
             config = experts_config(weight.module) or config_text(weight.config)
             raise ValueError(
                 f"{caller}: {name} was converted with {config}, but FP8 block checkpoints hold "
@@ -563,7 +561,7 @@ def checked_weights(model: nn.Module, caller: str) -> dict[str, Float8Weight]:
                 'state dict into a model that was converted with the recipe "blockwise", and '
                 "export that"
             )
-        if blocks != blocks_of(of_first):
+        if blocks != of_first.schemes[0]:
             raise ValueError(
                 f"{caller}: {first} and {name} have weights in blocks of different sizes or rules, "
                 "but a checkpoint has one weight_block_size; convert all layers with one recipe"
@@ -587,7 +585,7 @@ def checked_weights(model: nn.Module, caller: str) -> dict[str, Float8Weight]:
             "unconverted (module_filter_fn), or untie the weights"
         )
     found = weights_by_key(model)
-    assert blocks is not None
+    assert isinstance(blocks, BlockScheme)
     for name, weight in found.items():
         whole = torch.empty(weight.parameter().shape, device="meta")
         sizes = whole.shape[-2:]
@@ -600,7 +598,7 @@ def checked_weights(model: nn.Module, caller: str) -> dict[str, Float8Weight]:
                     "leave the experts unconverted (module_filter_fn), or convert with the recipe "
                     '"mxfp8", whose blocks are 32 x 32'
                 )
-    return found
+    return found, blocks
 
 
 def entries_of(
@@ -610,12 +608,3 @@ def entries_of(
     if isinstance(weight, ExpertWeight):
         return checkpoint_entries(model, weight, name, tensor)
     return {name: tensor}
-
-
-def blocks_of(weight: Float8Weight) -> BlockScheme | None:
-    """Return the scheme of a weight if FP8 block checkpoints have it, else None."""
-    blocks, *others = weight.schemes or (None,)
-    if others or not isinstance(blocks, BlockScheme):
-        return None
-    is_square = blocks.rows == blocks.columns and blocks.dtype is torch.float8_e4m3fn
-    return blocks if is_square else None
