@@ -38,13 +38,18 @@ from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.model.checkpoint_policy import selective_checkpoint_policy
 from fp8_dist.model.convert import convert_to_float8_training, convert_to_linear
-from fp8_dist.model.export import float8_quantization_config, float8_state_dict
+from fp8_dist.model.export import (
+    WeightEntry,
+    WeightShard,
+    float8_quantization_config,
+    float8_state_dict,
+    iter_float8_weights,
+)
 from fp8_dist.model.filters import auto_filter, skip_head
 from fp8_dist.model.freeze import dequantized, freeze_to_float8, unfreeze_from_float8
 from fp8_dist.model.load import load_float8_checkpoint
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.state import Float8State
-from fp8_dist.model.weight_stream import WeightEntry, WeightShard, iter_float8_weights
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.version import __version__
 

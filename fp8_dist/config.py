@@ -340,20 +340,27 @@ class Float8LinearConfig:
     def recipe(self) -> Recipe:
         """The scheme of each operand in each GEMM."""
         delayed = [o for o in get_args(Operand) if ScalingType.DELAYED in self._types(o)]
-        table = {
-            (operand, gemm): self._scheme(operand, gemm)
-            for gemm, operands in GEMM_OPERANDS.items()
-            for operand in operands
-        }
+        table: dict[tuple[Operand, Gemm], Scheme | None] = {}
+        for gemm, operands in GEMM_OPERANDS.items():
+            for operand in operands:
+                config, scheme = self.cast_config(operand, gemm), None
+                if config.enabled:
+                    scheme = config.scheme(operand, self.round_scales_to_power_of_2)
+                    if is_second(operand, gemm) and not self.fold_row_scales:
+                        scheme = scheme.second
+                table[operand, gemm] = scheme
         return Recipe(table, frozenset(delayed), self.fold_row_scales, self.emulate)
 
     @cached_property
     def _gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
-        options: dict[Gemm, tuple[bool, bool, bool]] = {}
-        for gemm in GEMM_OPERANDS:
-            fast = getattr(self, f"gemm_config_{gemm}").use_fast_accum
-            options[gemm] = (fast, self.pad_inner_dim or gemm == "grad_weight", self.emulate)
-        return options
+        return {
+            gemm: (
+                getattr(self, f"gemm_config_{gemm}").use_fast_accum,
+                self.pad_inner_dim or gemm == "grad_weight",
+                self.emulate,
+            )
+            for gemm in GEMM_OPERANDS
+        }
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
@@ -363,17 +370,9 @@ class Float8LinearConfig:
         """
         return self._gemm_options[gemm]
 
-    def _scheme(self, operand: Operand, gemm: Gemm) -> Scheme | None:
-        config = self.cast_config(operand, gemm)
-        if not config.enabled:
-            return None
-        scheme = config.scheme(operand, self.round_scales_to_power_of_2)
-        return scheme.second if is_second(operand, gemm) and not self.fold_row_scales else scheme
-
     def _types(self, operand: Operand) -> set[ScalingType]:
-        """The scaling types of the casts of ``operand``."""
-        gemms = [gemm for gemm, operands in GEMM_OPERANDS.items() if operand in operands]
-        casts = [self.cast_config(operand, gemm) for gemm in gemms]
+        uses = GEMM_OPERANDS.items()
+        casts = [self.cast_config(operand, gemm) for gemm, taken in uses if operand in taken]
         return {cast.scaling_type for cast in casts if cast.enabled}
 
     @staticmethod
@@ -476,9 +475,8 @@ class Float8LinearConfig:
             )
 
     def _check_fsdp_gather(self) -> None:
-        if self.enable_fsdp_float8_all_gather is not True:
-            return
-        if self.recipe.gather_scheme["weight"] is not None:
+        is_gathered = self.recipe.gather_scheme["weight"] is not None
+        if is_gathered or self.enable_fsdp_float8_all_gather is not True:
             return
         gemms: tuple[Gemm, ...] = ("output", "grad_input")
         for gemm in gemms:

@@ -37,8 +37,6 @@ from fp8_dist.version import __version__
 
 OLDEST_TORCH = "2.11"
 
-_RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with the given arguments, by default those of the process; return 0.
@@ -52,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model to look at")
-    parser.add_argument("--recipe", choices=_RECIPES, default="tensorwise")
+    recipes = [recipe.value for recipe in Float8LinearRecipeName]
+    parser.add_argument("--recipe", choices=recipes, default="tensorwise")
     parser.add_argument("--dp", type=_ranks, default=1, metavar="N", help="ranks of FSDP2")
     parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")
     args = parser.parse_args(argv)
@@ -116,13 +115,9 @@ def _environment() -> Iterator[str]:
     yield "  cpu: emulated in a wider type, as on every CPU"
     yield from _gpus()
     yield "\ncommunication"
-    if dist.is_available():
-        missing = "not in this build of torch"
-        has_nccl = dist.is_nccl_available()
-        yield f"  NCCL: {'.'.join(map(str, torch.cuda.nccl.version())) if has_nccl else missing}"
-        yield f"  gloo: {'available' if dist.is_gloo_available() else missing}"
-    else:
-        yield "  torch is built without torch.distributed"
+    missing, has_nccl = "not in this build of torch", dist.is_nccl_available()
+    yield f"  NCCL: {'.'.join(map(str, torch.cuda.nccl.version())) if has_nccl else missing}"
+    yield f"  gloo: {'available' if dist.is_gloo_available() else missing}"
     yield "\ncasts on GPUs"
     if find_spec("triton") is None:
         yield "  Triton: not installed; GPUs cast with torch's operators, which is slower"

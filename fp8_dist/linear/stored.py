@@ -52,6 +52,12 @@ class StoredWeight(LayerParameter):
         """The parameter that has the scales of a stored weight."""
         return self.module.get_parameter(self.scales_name)
 
+    def local_scales(self) -> StoredScales:
+        """The local tensor of these scales."""
+        local = local_tensor(self.scales())
+        assert isinstance(local, StoredScales)
+        return local
+
     def stored(self, parameter: torch.Tensor) -> Quantized | None:
         """Return the local data and scales of a stored weight; ``None`` if it is not stored.
 
@@ -77,7 +83,7 @@ class StoredWeight(LayerParameter):
                 "optimizer can update it; call unfreeze_from_float8 to train it, or "
                 "requires_grad_(False)"
             )
-        return self._quantized(local, self.layout(parameter), _content(self.scales()))
+        return self._quantized(local, self.layout(parameter), self.local_scales().stored)
 
     def _quantized(
         self, local: StoredFloat8, layout: Layout | None, scales: torch.Tensor
@@ -108,47 +114,46 @@ class StoredWeight(LayerParameter):
         parameter = self.parameter()
         local, layout = local_tensor(parameter), self.layout(parameter)
         assert isinstance(local, StoredFloat8)
-        qdata, scales, scheme, start, _ = self._quantized(local, layout, self._whole_scales())
+        held = with_local(self.scales(), self.local_scales().stored)
+        whole = held.full_tensor() if isinstance(held, DTensor) else held
+        qdata, scales, scheme, start, _ = self._quantized(local, layout, whole)
         return with_local(parameter, scheme.dequantize(qdata, scales, start).to(parameter.dtype))
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
         return self.dequantized() if self.is_stored else super().high_precision(weight)
 
-    def _whole_scales(self) -> torch.Tensor:
-        scales = self.scales()
-        plain = with_local(scales, _content(scales))
-        return plain.full_tensor() if isinstance(plain, DTensor) else plain
+    def store(
+        self,
+        qdata: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        saved_as: torch.dtype = torch.float32,
+    ) -> None:
+        """Store a plain weight with these data and scales, in two new parameters.
 
-    def store(self, qdata: torch.Tensor, scales: torch.Tensor) -> None:
-        """Store a plain weight with these data and scales, in two new parameters."""
-        module, (scheme,) = self.module, self.schemes
-        data = StoredFloat8(qdata, self.parameter().dtype, scheme.key)
-        scales = scales if scales.ndim else scales.view(1)
-        held = StoredScales(_as_stored(scales, stored_dtype(scheme)), torch.float32)
-        module.register_parameter(self.scales_name, nn.Parameter(held, requires_grad=False))
-        setattr(module, self.name, nn.Parameter(data, requires_grad=False))
-        self.bind(self.parameter())
+        Args:
+            dtype: that of the weight in high precision.
+            saved_as: that of the scales in checkpoints.
+        """
+        (scheme,) = self.schemes
+        held = as_stored(scales if scales.ndim else scales.view(1), scheme)
+        data = StoredFloat8(qdata, dtype, scheme.key)
+        own = StoredScales(held, torch.float32, saved_as)
+        self.share(nn.Parameter(data, requires_grad=False), nn.Parameter(own, requires_grad=False))
 
     def restore(self, dtype: torch.dtype) -> None:
-        """Store the weight again after a loader has put plain tensors in its place.
-
-        ``dtype``: that of the weight in high precision.
-        """
+        """Store the weight again after a loader has put plain tensors in its place."""
         plain, (scheme,) = self.parameter().detach(), self.schemes
-        if plain.dtype is not scheme.dtype:
-            return
-        scales = self.scales().detach()
-        held = as_stored(scales, stored_dtype(scheme), f"{self.fqn}.{self.scales_name}")
-        self.share(
-            nn.Parameter(StoredFloat8(plain, dtype, scheme.key), requires_grad=False),
-            nn.Parameter(StoredScales(held, torch.float32, scales.dtype), requires_grad=False),
-        )
-        self.bind(self.parameter())
+        if plain.dtype is scheme.dtype:
+            scales = self.scales().detach()
+            held = as_stored(scales, scheme, f"{self.fqn}.{self.scales_name}")
+            self.store(plain, held, dtype, scales.dtype)
 
     def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
         """Take the parameters of a stored weight, which another layer may have too."""
         self.module.register_parameter(self.scales_name, scales)
         setattr(self.module, self.name, data)
+        self.bind(self.parameter())
 
     def bind(self, parameter: torch.Tensor | None) -> None:
         """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
@@ -198,7 +203,7 @@ class StoredWeight(LayerParameter):
             own = scheme.local_part(every, layout)
         (cast,) = cast_by(local, CastPlan((scheme,)), [own], layout)
         (whole,) = scheme.scales_from(every)
-        whole = _as_stored(whole.view(scales.shape), stored_dtype(scheme))
+        whole = as_stored(whole.view(scales.shape), scheme)
         if isinstance(scales, DTensor):
             whole = taken(whole, own_pieces(scales))
         return cast.qdata, whole
@@ -210,15 +215,17 @@ class StoredWeight(LayerParameter):
     def entries(self) -> dict[str, torch.Tensor]:
         """The entries of a state dict for a stored weight, without copying its data.
 
-        These are the data, in float8, and the scales, in fp32 or as they were loaded. They are
-        DTensors if the parameters are.
+        These are the data, in float8, and the scales, in fp32, or in e8m0 if they are exponents
+        that were loaded so. They are DTensors if the parameters are.
         """
         data, scales = self.parts()
-        held = local_tensor(scales)
-        assert isinstance(held, StoredScales)
-        saved = _as_saved(held.stored, held.saved_as)
-        entries = {self.name: (data, _content(data)), self.scales_name: (scales, saved)}
-        return {name: _entry(parameter, local) for name, (parameter, local) in entries.items()}
+        held, e8m0 = self.local_scales(), torch.float8_e8m0fnu
+        is_e8m0 = held.saved_as is e8m0 and held.stored.dtype is torch.uint8
+        saved = held.stored.view(e8m0) if is_e8m0 else fp32_scales(held.stored)
+        return {
+            self.name: _entry(data, _content(data)),
+            self.scales_name: _entry(scales, saved),
+        }
 
     def load(self, state: dict[str, Any], prefix: str) -> None:
         """Replace the entries of a state dict for a stored weight by tensors like its parameters.
@@ -231,9 +238,8 @@ class StoredWeight(LayerParameter):
             ValueError: the data or the scales have another dtype, the scales are missing, or they
                 are not powers of two, and the scheme's are.
         """
-        data, held = map(local_tensor, self.parts())
+        data, held = local_tensor(self.parameter()), self.local_scales()
         assert isinstance(data, StoredFloat8)
-        assert isinstance(held, StoredScales)
         key, scales_key = prefix + self.name, prefix + self.scales_name
         given = state.get(key)
         if given is None or isinstance(local_tensor(given), Stored):
@@ -252,7 +258,7 @@ class StoredWeight(LayerParameter):
         else:
             qdata, scales = local, local_tensor(state[scales_key])
             held.saved_as = scales.dtype
-            scales = as_stored(scales, stored_dtype(scheme), f"{self.fqn}: {scales_key}")
+            scales = as_stored(scales, scheme, f"{self.fqn}: {scales_key}")
         if [n for n in scales.shape if n != 1] == [n for n in held.shape if n != 1]:
             scales = scales.view(held.shape)  # else load_state_dict reports it
         state[key] = with_local(self.parameter(), data.like(qdata))
@@ -301,59 +307,40 @@ def _entry(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def _content(parameter: torch.Tensor) -> torch.Tensor:
-    """The plain local tensor of a stored parameter."""
     local = local_tensor(parameter)
     assert isinstance(local, Stored), type(local)
     return local.stored
 
 
-def _as_saved(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales in the dtype of a checkpoint."""
-    if dtype is torch.float8_e8m0fnu:
-        return scales.view(dtype)
-    return fp32_scales(scales)
+def as_stored(scales: torch.Tensor, scheme: Scheme, name: str | None = None) -> torch.Tensor:
+    """Convert scales to the dtype in which they are stored: fp32, or uint8 for exponents.
 
-
-def stored_dtype(scheme: Scheme) -> torch.dtype:
-    """The dtype in which the scales of a weight are stored."""
-    return torch.uint8 if scheme.has_exponents else torch.float32
-
-
-def as_stored(scales: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Convert the scales of a checkpoint to the dtype in which they are stored.
+    ``name``: of the entry, if they are from a checkpoint.
 
     Raises:
-        ValueError: they are neither fp32 nor exponents, or fp32 and not powers of two.
+        ValueError: those of a checkpoint are neither fp32 nor e8m0, or fp32 and not powers of two,
+            although the scheme has exponents.
     """
-    if scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
+    if name is not None and scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
         raise ValueError(
             f"{name} has the dtype {scales.dtype}; scales are float32 or float8_e8m0fnu"
         )
-    stored = _as_stored(scales, dtype)
-    if scales.dtype is torch.float32 and not _are_equal(stored, scales):
+    if scales.dtype is torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    if not scheme.has_exponents:
+        return fp32_scales(scales)
+    if scales.dtype is torch.uint8:
+        return scales
+    stored = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    if name is None or scales.is_meta:
+        return stored
+    # NaN stands for infinity too.
+    if not torch.equal(fp32_scales(stored).nan_to_num(), scales.nan_to_num(posinf=0.0)):
         raise ValueError(
             f"{name} are not powers of two, and the layer's scheme has exponents; convert the "
             'model with Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32")'
         )
     return stored
-
-
-def _as_stored(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert scales to a dtype in which they are stored: fp32, or uint8 for exponents."""
-    if scales.dtype is torch.float8_e8m0fnu:
-        scales = scales.view(torch.uint8)
-    if scales.dtype is dtype:
-        return scales
-    if dtype is torch.float32:
-        return fp32_scales(scales)
-    return (scales.view(torch.int32) >> 23).to(torch.uint8)
-
-
-def _are_equal(stored: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Whether scales have the values that are stored for them; NaN stands for infinity too."""
-    if stored.dtype is scales.dtype or scales.is_meta:
-        return True
-    return torch.equal(fp32_scales(stored).nan_to_num(), scales.nan_to_num(posinf=0.0))
 
 
 torch.serialization.add_safe_globals([StoredEntry])

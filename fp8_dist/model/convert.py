@@ -24,9 +24,9 @@ from fp8_dist.model.conv1d import (
     note_linear,
     save_as_conv1d,
 )
-from fp8_dist.model.filters import FilterFn, note_left_out, why_misaligned, why_unconvertible
-from fp8_dist.model.report import ConversionSummary, WeightSummary, conversion_summary
-from fp8_dist.moe.experts import float8_experts
+from fp8_dist.model.filters import LEFT_OUT, why_misaligned, why_unconvertible
+from fp8_dist.model.report import conversion_summary
+from fp8_dist.moe.experts import FilterFn, float8_experts
 
 
 def convert_to_float8_training(
@@ -225,7 +225,7 @@ def _choose(
             reason_of = getattr(module_filter_fn, "reason", None)
             default = "module_filter_fn returned False"
             reasons[fqn] = reason_of(fqn) if callable(reason_of) else default
-            note_left_out(layer, reasons[fqn])
+            LEFT_OUT[layer] = reasons[fqn]
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
                 raise ValueError(
@@ -235,8 +235,7 @@ def _choose(
                 )
             reasons[fqn] = "it is a Float8Linear already"
         elif reason := why_unconvertible(layer):
-            reasons[fqn] = reason
-            note_left_out(layer, reason)
+            LEFT_OUT[layer] = reasons[fqn] = reason
             left.append(f"{fqn} ({reason})")
         else:
             chosen[fqn] = layer
@@ -267,29 +266,27 @@ def _choose(
 def _experts(module: nn.Module) -> list[str]:
     """Return a message about experts that stay unconverted, if there are any."""
     summary = conversion_summary(module)
-    rows = [row for row in summary.rows if row.kind == "experts" and not row.converted]
+    experts = [row for row in summary.rows if row.kind == "experts"]
+    rows = [row for row in experts if not row.converted]
     if not rows:
         return []
+    parameters, flops = summary.shares(rows)
+    shares = f"{parameters:.1%} of the model's parameters"
+    if all(row.visited for row in experts):
+        used = " or ".join(sorted({f"{row.visited} of {row.shape[0]} experts" for row in experts}))
+        shares += (
+            f" and {flops:.1%} of the FLOPs of products with weights (per token, which uses {used})"
+        )
+    else:
+        shares += (
+            " (their share of FLOPs is not known: neither the modules nor the config say how many "
+            "experts a token uses)"
+        )
     return [
         "Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: "
-        f"{_listed((row.name, row.shape) for row in rows)}. They hold {_shares(rows, summary)}. "
+        f"{_listed((row.name, row.shape) for row in rows)}. They hold {shares}. "
         "fp8_dist.moe.convert_experts_to_float8_training converts those that it knows"
     ]
-
-
-def _shares(part: list[WeightSummary], summary: ConversionSummary) -> str:
-    """Describe the share of some rows in parameters, and in FLOPs if they are known."""
-    parameters, flops = summary.shares(part)
-    said = f"{parameters:.1%} of the model's parameters"
-    experts = [row for row in summary.rows if row.kind == "experts"]
-    if not all(row.visited for row in experts):
-        return (
-            f"{said} (their share of FLOPs is not known: neither the modules nor the config say "
-            "how many experts a token uses)"
-        )
-    used = " or ".join(sorted({f"{row.visited} of {row.shape[0]} experts" for row in experts}))
-    how = f" (per token, which uses {used})" if used else ""
-    return f"{said} and {flops:.1%} of the FLOPs of products with weights{how}"
 
 
 def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> str:

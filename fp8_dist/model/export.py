@@ -1,23 +1,231 @@
-"""Export of a trained model's weights in the format of Hugging Face's FP8 block checkpoints.
+"""Export of a model's weights in float8, as a stream or as a state dict.
 
-In this format a converted layer has two entries: ``NAME.weight`` in float8_e4m3fn, and
-``NAME.weight_scale_inv`` in fp32, with one scale per block. Despite the name, the scale is not
-inverted: ``weight ~= qdata * scale``. The weights of a module's experts are entries of single
-experts, under the names of the library that the model is from.
+The casts are those of a forward. The format is that of Hugging Face's FP8 block checkpoints: a
+converted layer has two entries, ``NAME.weight`` in float8_e4m3fn, and ``NAME.weight_scale_inv`` in
+fp32, with one scale per block. Despite the name, the scale is not inverted: ``weight ~= data *
+scale``. The weights of a module's experts are entries of single experts, under the names of the
+library that the model is from.
 """
 
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist.linear.weight import weights_of
-from fp8_dist.mesh import Layout
-from fp8_dist.model.weight_stream import blocks_of, checked_weights, float8_stream, unwrapped
+from fp8_dist.kernels import fp32_scales
+from fp8_dist.linear.module import config_text, other_users
+from fp8_dist.linear.weight import (
+    CONVERT_FIRST,
+    Float8Weight,
+    float8_weights,
+    weights_by_layer,
+    weights_of,
+)
+from fp8_dist.mesh import (
+    Layout,
+    full_tensors,
+    local_tensor,
+    narrowed,
+    own_pieces,
+    regions,
+    with_local,
+)
+from fp8_dist.moe.experts import ExpertWeight, checkpoint_entries, experts_config
+from fp8_dist.scaling import BlockScheme, whole_statistics_of_each
 from fp8_dist.text import without_wrappers
+from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
+
+# The default size of a bucket: large enough for the full bandwidth of a network.
+BUCKET_BYTES = 2**28
+
+# A server's name for each name of a checkpoint; None leaves the tensor out.
+Names = Mapping[str, str | None] | Callable[[str], str | None]
+
+
+class WeightEntry(NamedTuple):
+    """A whole tensor of :func:`iter_float8_weights`.
+
+    Attributes:
+        name: its name.
+        tensor: float8_e4m3fn data, or a tensor that is not converted, in its own dtype.
+        scale_inv: the scale of each block of float8 data, fp32 (for a weight that is stored in
+            float8, in the dtype in which it was loaded, unless it is concatenated with a weight
+            whose scales are fp32); ``None`` for other tensors.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    scale_inv: torch.Tensor | None
+
+
+class WeightShard(NamedTuple):
+    """A rank's part of a tensor of :func:`iter_float8_weights`.
+
+    Attributes:
+        name: the name of the whole tensor.
+        tensor: the part, as in :class:`WeightEntry`.
+        scale_inv: the scales of the whole tensor.
+        offset: where the part begins in the whole tensor.
+        shape: the shape of the whole tensor.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    scale_inv: torch.Tensor | None
+    offset: tuple[int, ...]
+    shape: torch.Size
+
+
+class _Source(NamedTuple):
+    """A tensor of a model's state dict.
+
+    Attributes:
+        value: the tensor.
+        weight: the float8 weight that it is, if it is one.
+        dtype: the dtype in which FSDP2 gathers the weight, if it does so in high precision.
+        is_divided: whether the tensor is divided into entries of single experts.
+        names: the server's name of each entry, by the name in the state dict and that of the entry.
+            There are several of the former if layers share a weight. Entries that are left out are
+            missing.
+    """
+
+    value: torch.Tensor
+    weight: Float8Weight | None
+    dtype: torch.dtype | None
+    is_divided: bool
+    names: dict[str, dict[str, str]]
+
+    def shard(self) -> torch.Tensor:
+        """The values that are cast, on the device of the mesh."""
+        assert self.weight is not None
+        parameter, shard = self.weight.parameter(), self.weight.shard()
+        rounds = self.dtype is not None and shard is local_tensor(parameter)
+        if isinstance(parameter, DTensor):  # collectives need it; FSDP2 may offload to the CPU
+            shard = shard.to(parameter.device_mesh.device_type)
+        return shard.detach().to(self.dtype) if rounds else shard.detach()
+
+    def parts(
+        self, model: nn.Module, tensor: torch.Tensor, scales: torch.Tensor | None
+    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """The entries that are sent, by the server's name, and their scales."""
+        for key, names in self.names.items():
+            tensors, each = {key: tensor}, {key: scales}
+            if self.is_divided and self.weight is not None and scales is not None:
+                tensors = entries_of(model, self.weight, key, tensor)
+                each = dict(entries_of(model, self.weight, key, scales))
+            for name, new in names.items():
+                yield new, tensors.pop(name), each[name]
+
+
+# The tensors that have a name, whole or distributed, and the scales of all of their blocks.
+_Stream = Iterator[tuple[str, list[torch.Tensor], torch.Tensor | None]]
+
+
+@overload
+def iter_float8_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = ...,
+    shards: Literal[False] = ...,
+    ranks: Collection[int] | None = ...,
+    names: Names | None = ...,
+    divide_experts: bool = ...,
+) -> Iterator[WeightEntry]: ...
+
+
+@overload
+def iter_float8_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = ...,
+    shards: Literal[True],
+    ranks: Collection[int] | None = ...,
+    names: Names | None = ...,
+    divide_experts: bool = ...,
+) -> Iterator[WeightShard]: ...
+
+
+def iter_float8_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    shards: bool = False,
+    ranks: Collection[int] | None = None,
+    names: Names | None = None,
+    divide_experts: bool = True,
+) -> Iterator[WeightEntry] | Iterator[WeightShard]:
+    """Iterate over a model's tensors, with converted weights in float8 as GEMMs multiply them.
+
+    Each item unpacks to a name, a tensor and the scales of its blocks. The tensors are those of
+    :func:`fp8_dist.float8_state_dict`, byte for byte. Tensors that are not converted (norms,
+    embeddings, a head, a router, biases, buffers) come in their own dtype, without scales.
+
+    Weights are cast and gathered a bucket at a time, so a rank holds little more than one bucket
+    besides the model, and what the consumer keeps.
+
+    Call this function on all ranks, with the same arguments, and exhaust the iterator on all of
+    them, also where it yields nothing. Ranks need not be in step within a bucket. If all ranks stop
+    after the same item, nothing is left to do. A rank that stops earlier than others leaves them
+    waiting in the next bucket's collective, until the timeout of the process group. The model must
+    neither run nor change until the iterator is exhausted.
+
+    Args:
+        model: a model with layers or experts that are converted by ``blockwise`` or ``mxfp8``. For
+            a DDP model, the names don't contain the wrapper.
+        bucket_bytes: the size of a bucket, in bytes of whole tensors as they are sent. A larger
+            tensor is a bucket of its own.
+        shards: yield this rank's parts as :class:`WeightShard`, instead of gathered whole tensors
+            as :class:`WeightEntry`. Ranks with copies of a tensor yield one each, a rank with
+            several pieces of a tensor yields each, and one with no element yields none.
+        ranks: the global ranks that get tensors. The others take part in the collectives, and
+            their iterators yield nothing. ``None`` means all ranks.
+        names: the names of the server, by mapping (missing names stay) or function. ``None`` in
+            place of a name leaves the tensor out. Tensors that get the same name are concatenated
+            along dim 0, in the order of the state dict, as engines do that fuse q, k and v, or gate
+            and up. Their scales are, too. The default names are those of the state dict, and for
+            transformers' experts those of checkpoints.
+        divide_experts: yield experts under the names of single experts, such as
+            ``experts.3.up_proj.weight``, where the model's checkpoints divide them and the weight
+            is whole. Otherwise the whole weight ``[E, N, K]`` comes under its own name.
+
+    Returns:
+        An iterator. Float8 data is on the device of the weight's mesh, and parts on the device of
+        the parameter. Tensors that neither are cast nor gathered are those of the model.
+
+    Collectives: for each bucket, and for each group of the axes that shard its weights: one
+    all-reduce (MAX) of 1 byte per block (4 bytes for fp32 scales), and without ``shards`` one
+    all-gather of 1 byte per element. Tensors that are not converted have theirs in the same
+    all-gather, in their own dtype. The scales of weights that are stored in float8 have one
+    all-gather, and no all-reduce.
+
+    Raises:
+        ValueError: no layer is converted; a layer's weight has no square blocks of float8_e4m3fn,
+            or has other blocks than another layer; a module that is not converted shares a weight;
+            a checkpoint divides the weight of an expert within a block; a weight is on the meta
+            device; tensors of one name don't fit together, or cut a block; or ``bucket_bytes`` is
+            not positive.
+        NotImplementedError: a weight is a plain local tensor (``declare_placements``), or ranks
+            have several pieces of a weight, which cut blocks.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"iter_float8_weights: bucket_bytes is {bucket_bytes}; pass 1 or more")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    stream = float8_stream(
+        model,
+        "iter_float8_weights",
+        gather=not shards,
+        keeps=ranks is None or rank in ranks,
+        bucket_bytes=bucket_bytes,
+        names=names,
+        divide_experts=divide_experts,
+    )
+    return _shards(stream) if shards else _entries(stream)
 
 
 def float8_state_dict(
@@ -58,23 +266,18 @@ def float8_state_dict(
     keeps = is_first or not (full_state_dict and cpu_offload)
     stream = float8_stream(model, "float8_state_dict", gather=full_state_dict, keeps=keeps)
     state: dict[str, Any] = {}
-    for name, ((tensor, scales),) in stream:
+    for name, (tensor,), scales in stream:
         state[name] = tensor.cpu() if cpu_offload else tensor
         if scales is not None:
             scales = scales.cpu() if cpu_offload else scales
-            state[f"{name}_scale_inv"] = _replicated(scales, Layout.of(tensor))
+            if (layout := Layout.of(tensor)) is not None:
+                everywhere = (Replicate(),) * layout.mesh.ndim
+                scales = Layout(layout.mesh, everywhere, scales.shape).wrap(scales)
+            state[f"{name}_scale_inv"] = scales
     if keeps:
         plain = get_model_state_dict(unwrapped(model))
         state |= {k: extra for k, extra in plain.items() if not isinstance(extra, torch.Tensor)}
     return state
-
-
-def _replicated(scales: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    """The scales of a weight, as a DTensor if the weight is one."""
-    if layout is None:
-        return scales
-    everywhere = (Replicate(),) * layout.mesh.ndim
-    return Layout(layout.mesh, everywhere, scales.shape).wrap(scales)
 
 
 def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
@@ -90,9 +293,7 @@ def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
     Raises: the errors of :func:`float8_state_dict`.
     """
     model = unwrapped(model)
-    weights = checked_weights(model, "float8_quantization_config")
-    blocks = blocks_of(next(iter(weights.values())))
-    assert blocks is not None
+    _, blocks = checked_weights(model, "float8_quantization_config")
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -109,3 +310,301 @@ def _is_left_out(module: nn.Module) -> bool:
     matrices = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
     converted = any(weights_of(part) for part in module.modules())
     return matrices and not (converted or isinstance(module, nn.Embedding))
+
+
+def _entries(stream: _Stream) -> Iterator[WeightEntry]:
+    for name, tensors, scales in stream:
+        whole = _joined(tensors)
+        tensors.clear()
+        yield WeightEntry(name, whole, scales)
+        del whole
+
+
+def _shards(stream: _Stream) -> Iterator[WeightShard]:
+    for name, tensors, scales in stream:
+        first, shape = 0, tensors[0].shape
+        if len(tensors) > 1:
+            shape = torch.Size((sum(each.shape[0] for each in tensors), *shape[1:]))
+        for tensor in tensors:
+            local = local_tensor(tensor).detach()
+            for offset, own, size in regions(own_pieces(tensor)):
+                moved = (offset[0] + first, *offset[1:]) if first else offset
+                yield WeightShard(name, narrowed(local, own, size), scales, moved, shape)
+            first += tensor.shape[0] if tensor.ndim else 0
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def float8_stream(
+    model: nn.Module,
+    caller: str,
+    *,
+    gather: bool,
+    keeps: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+    names: Names | None = None,
+    divide_experts: bool = True,
+) -> _Stream:
+    """Check a model, and iterate over its tensors in float8, with the parts that share a name.
+
+    Args:
+        caller: the name of the public function, for messages.
+        gather: whether to gather tensors. Otherwise those of distributed parameters are DTensors.
+        keeps: whether this rank gets tensors.
+
+    For all else see :func:`iter_float8_weights`, whose errors this call raises.
+    """
+    model, names = unwrapped(model), names or {}
+    weights, blocks = checked_weights(model, caller)
+    gathered_as = {
+        user: parameter.param_dtype
+        for parameter in fsdp_parameters(fsdp_groups())
+        for user in parameter.users
+    }
+    scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
+    found: dict[object, _Source] = {}
+    sent: dict[str, list[_Sent]] = {}  # by their names at the server
+    # get_model_state_dict reshards the parameters that FSDP2 has gathered. It moves the entries of
+    # modules that torch.compile wraps to the end; here all are in the order of the model.
+    state = get_model_state_dict(model)
+    ordered = {key: state[key] for key in map(without_wrappers, model.state_dict()) if key in state}
+    for key, value in (ordered | state).items():
+        if not isinstance(value, torch.Tensor) or key in scales:  # which are sent with weights
+            continue
+        weight, is_divided, dtype = weights.get(key), False, None
+        wholes = {key: torch.empty(value.shape, dtype=value.dtype, device="meta")}
+        if weight is not None:
+            layout = Layout.of(weight.parameter())
+            weight.schemes[0].start(layout)  # raises if it can't be cast
+            dtype = gathered_as.get((weight.module, weight.name))
+            if divide_experts and (gather or layout is None):
+                wholes = entries_of(model, weight, key, wholes[key])
+                is_divided = wholes.keys() != {key}
+        chosen = {}
+        for name, whole in wholes.items():
+            new = names.get(name, name) if isinstance(names, Mapping) else names(name)
+            if new is not None:
+                chosen[name] = new
+                rows = None if weight is None else blocks.rows
+                sent.setdefault(new, []).append(_Sent(name, whole.shape, whole.dtype, rows))
+        if chosen:  # layers may share a weight, which is cast once
+            same = id(weight.parameter()) if weight else key
+            source = _Source(value, weight, dtype, is_divided, {})
+            found.setdefault(same, source).names[key] = chosen
+    for name, parts in sent.items():
+        _check_joined(caller, name, parts)
+    return _stream(model, list(found.values()), gather, keeps, bucket_bytes)
+
+
+class _Sent(NamedTuple):
+    """A tensor that is sent: its name in a checkpoint, and the rows of its blocks if it has any."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    rows: int | None
+
+
+def _check_joined(caller: str, name: str, parts: Sequence[_Sent]) -> None:
+    first, *others = parts
+    for other in others:
+        kinds = [(p.shape[1:], p.dtype if p.rows is None else p.rows) for p in (first, other)]
+        if kinds[0] != kinds[1] or not first.shape:
+            raise ValueError(
+                f"{caller}: names gives {first.name} and {other.name} the name {name}, but they "
+                f"can't be concatenated: {_described(first)} and {_described(other)}; give one of "
+                "them another name, or None to leave it out"
+            )
+    for part in parts[:-1]:
+        if others and part.rows is not None and len(part.shape) == 2 and part.shape[0] % part.rows:
+            raise ValueError(
+                f"{caller}: names concatenates {', '.join(each.name for each in parts)} as {name}, "
+                f"but {part.name} has {part.shape[0]} rows, so a block of {part.rows} rows would "
+                "have two scales; leave them under their own names"
+            )
+
+
+def _described(part: _Sent) -> str:
+    kind = str(part.dtype).removeprefix("torch.") if part.rows is None else "float8"
+    return f"{list(part.shape)} in {kind}"
+
+
+def _stream(
+    model: nn.Module, sources: list[_Source], gather: bool, keeps: bool, bucket_bytes: int
+) -> _Stream:
+    missing = Counter(
+        name for source in sources for names in source.names.values() for name in names.values()
+    )
+    waiting: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for bucket in _buckets(sources, bucket_bytes):
+        tensors, scales = _cast(bucket, gather)
+        # All messages of a bucket are exchanged before its first tensor is yielded.
+        made = full_tensors(tensors) if gather else iter(tensors)
+        if not keeps:
+            continue
+        for source, scale in zip(bucket, scales, strict=True):
+            for name, tensor, own in source.parts(model, next(made), scale):
+                parts, of_parts = waiting.setdefault(name, ([], []))
+                parts.append(tensor)
+                of_parts += [] if own is None else [own]
+                del tensor
+                missing[name] -= 1
+                if not missing[name]:
+                    del waiting[name]
+                    if len({each.dtype for each in of_parts}) > 1:  # some were loaded in e8m0
+                        of_parts = [each.to(torch.float32) for each in of_parts]
+                    yield name, parts, _joined(of_parts) if of_parts else None
+
+
+def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:
+    bucket: list[_Source] = []
+    total = 0
+    for source in sources:
+        value = source.value
+        sent = value.numel() * (1 if source.weight else value.dtype.itemsize)
+        if bucket and total + sent > size:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(source)
+        total += sent
+    yield bucket
+
+
+@torch.no_grad()
+def _cast(
+    bucket: Sequence[_Source], stays_on_mesh: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Cast the weights of a bucket with the functions that cast them in a forward.
+
+    Returns:
+        The tensors of the bucket, DTensors if they are distributed, and the scales of all blocks of
+        each, the same on all ranks.
+
+    Collectives: those of :func:`fp8_dist.scaling.whole_statistics_of_each`. For weights that are
+    stored in float8, those of :func:`fp8_dist.mesh.full_tensors`, for their scales.
+    """
+    stored = [s.weight for s in bucket if s.weight is not None and s.weight.is_stored]
+    own_scales = full_tensors([weight.entries()[weight.scales_name] for weight in stored])
+    measured = []
+    for source in bucket:
+        if (weight := source.weight) is not None and not weight.is_stored:
+            (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
+            local = scheme.measure(source.shard(), scheme.start(layout))
+            measured.append((scheme, local, layout))
+    wholes = iter(zip(measured, whole_statistics_of_each(measured), strict=True))
+    tensors: list[torch.Tensor] = []
+    scales: list[torch.Tensor | None] = []
+    for source in bucket:
+        tensor, scale = source.value, None
+        if (weight := source.weight) is not None and weight.is_stored:
+            scale = next(own_scales)
+        elif weight is not None:
+            (scheme, statistics, layout), every = next(wholes)
+            shard, parameter = source.shard(), weight.parameter()
+            if layout is not None and any(scheme.axes(layout)):  # ranks share blocks
+                statistics = scheme.local_part(every, layout)
+            _, _, (qdata,) = scheme.cast(shard, statistics, scheme.start(layout), [False])
+            device = shard.device if stays_on_mesh else parameter.device
+            tensor = with_local(parameter, qdata.to(device))
+            scale = fp32_scales(scheme.scales_from(every)[0]).to(device)
+        tensors.append(tensor)
+        scales.append(scale)
+    return tensors, scales
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers of DDP and of ``torch.compile``."""
+    while inner := model._modules.get("_orig_mod") or (
+        model.module if isinstance(model, DistributedDataParallel) else None
+    ):
+        model = inner
+    return model
+
+
+def weights_by_key(model: nn.Module) -> dict[str, Float8Weight]:
+    """Return the float8 weights by their keys in ``state_dict()``. Shared ones have several."""
+    return {
+        f"{without_wrappers(fqn)}.{name}".removeprefix("."): weight
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        for name, weight in weights_of(module).items()
+    }
+
+
+def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weight], BlockScheme]:
+    """Return the float8 weights by their state-dict keys, and their scheme.
+
+    Raises:
+        ValueError: there is no converted layer, or a layer can't be exported.
+        NotImplementedError: a weight is a plain local tensor (``declare_placements``).
+    """
+    converted = weights_by_layer(model)
+    if not converted:
+        raise ValueError(
+            f"{caller}: {type(model).__name__} has no converted layers; {CONVERT_FIRST}, with the "
+            'recipe "blockwise"'
+        )
+    first, of_first = next(iter(converted.items()))
+    for name, weight in converted.items():
+        blocks, *others = weight.schemes or (None,)
+        if (
+            others
+            or not isinstance(blocks, BlockScheme)
+            or blocks.rows != blocks.columns
+            or blocks.dtype is not torch.float8_e4m3fn
+        ):
+            config = experts_config(weight.module) or config_text(weight.config)
+            raise ValueError(
+                f"{caller}: {name} was converted with {config}, but FP8 block checkpoints hold "
+                "float8_e4m3fn weights with one scale per square block; load the "
+                'state dict into a model that was converted with the recipe "blockwise", and '
+                "export that"
+            )
+        if blocks != of_first.schemes[0]:
+            raise ValueError(
+                f"{caller}: {first} and {name} have weights in blocks of different sizes or rules, "
+                "but a checkpoint has one weight_block_size; convert all layers with one recipe"
+            )
+        if weight.parameter().is_meta:
+            raise ValueError(
+                f"{caller}: the weight of {name} is on the meta device and has no values; load a "
+                "checkpoint first"
+            )
+        if getattr(weight.module, "local_placements", None) is not None:
+            raise NotImplementedError(
+                f"{caller}: the weight of {name} is a plain local tensor (declare_placements), and "
+                "where its other parameters belong is not known; load the state dict into a model "
+                "that is not parallelized, and export that"
+            )
+    parameters = {name: weight.parameter() for name, weight in float8_weights(model).items()}
+    shared = other_users(model, parameters, [weight.module for weight in converted.values()])
+    if shared:
+        raise ValueError(
+            f"{caller}: {'; '.join(shared)}, which would stay in high precision; leave the layer "
+            "unconverted (module_filter_fn), or untie the weights"
+        )
+    found = weights_by_key(model)
+    assert isinstance(blocks, BlockScheme)
+    for name, weight in found.items():
+        whole = torch.empty(weight.parameter().shape, device="meta")
+        sizes = whole.shape[-2:]
+        for part in entries_of(model, weight, name, whole).values():
+            each = zip(part.shape[-2:], sizes, (blocks.rows, blocks.columns), strict=True)
+            if any(size != of and size % block for size, of, block in each):
+                raise ValueError(
+                    f"{caller}: checkpoints divide {name}, {list(sizes)}, into parts of "
+                    f"{list(part.shape)}, which cut blocks of {blocks.rows} x {blocks.columns}; "
+                    "leave the experts unconverted (module_filter_fn), or convert with the recipe "
+                    '"mxfp8", whose blocks are 32 x 32'
+                )
+    return found, blocks
+
+
+def entries_of(
+    model: nn.Module, weight: Float8Weight, name: str, tensor: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The entries of a checkpoint for a whole float8 weight, or for its scales."""
+    if isinstance(weight, ExpertWeight):
+        return checkpoint_entries(model, weight, name, tensor)
+    return {name: tensor}

@@ -7,7 +7,7 @@ cost more than the GEMM saves. Shapes in this module are ``(out_features, in_fea
 experts are of the weight of one expert.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from textwrap import indent
@@ -25,10 +25,10 @@ from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.model.conv1d import conv1d_class, is_linear, linear_shape
+from fp8_dist.moe.experts import FilterFn as FilterFn
 from fp8_dist.moe.experts import expert_shapes
-from fp8_dist.text import aligned, is_part
+from fp8_dist.text import aligned, is_part, without_wrappers
 
-FilterFn = Callable[[nn.Module, str], bool]
 Shape = tuple[int, int]
 Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any size
 
@@ -44,13 +44,12 @@ TOO_SMALL: dict[str, tuple[Limits, ...]] = {
 # The name of a head at any depth, and the names of heads that are direct children of the model.
 _HEAD = "lm_head"
 _HEADS_OF_A_MODEL = {"classification_head", "classifier", "cls", "embed_out", "qa_outputs", "score"}
-# The names under which wrappers hold the module that they wrap.
-_WRAPPED = {"module", "model", "base_model", "_orig_mod"}
-_WRAPPED |= {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Other names under which wrappers hold the module that they wrap.
+_WRAPPED = {"module", "model", "base_model"}
 
 _IS_HEAD = "it is the model's head"
 # The reasons why conversions left out layers.
-_reasons: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
+LEFT_OUT: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
 
 class LayerFilter:
@@ -73,7 +72,9 @@ class LayerFilter:
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         """Return whether to convert a layer or experts; False for any other module."""
-        shapes = _shapes(module)
+        shapes = {n: (shape[-2], shape[-1]) for n, shape in expert_shapes(module).items()}
+        if is_linear(module):
+            shapes = {"weight": linear_shape(module)}
         if not shapes:
             return False
         self._reasons[fqn] = self._why_not(module, fqn, shapes)
@@ -84,7 +85,6 @@ class LayerFilter:
         return self._reasons[fqn]
 
     def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
-        """Return the reason to leave a layer out, or an empty string."""
         for name in self._names:
             if is_part(name, fqn):
                 return f"modules_to_not_convert: {name}"
@@ -94,9 +94,10 @@ class LayerFilter:
         return reason and f"skip_head: {reason}"
 
     def _why_head_or_adapter(self, module: nn.Module, fqn: str) -> str:
-        if _has_name_of_head(fqn):
+        parts = [part for part in without_wrappers(fqn).split(".") if part not in _WRAPPED]
+        if _HEAD in parts or parts == ["output"] or _HEADS_OF_A_MODEL & set(parts[:1]):
             return _IS_HEAD
-        in_adapter = any(part.startswith("lora_") for part in fqn.split("."))
+        in_adapter = any(part.startswith("lora_") for part in parts)
         return self._never.get(module) or ("it belongs to a LoRA adapter" if in_adapter else "")
 
 
@@ -361,24 +362,6 @@ def why_too_small(recipe: str, shape: Shape, dim: int | None, ranks: int) -> tup
     return smallest, reason
 
 
-def _shapes(module: nn.Module) -> dict[str, Shape]:
-    """Return the shapes of the weights that can be in float8, by name; of experts, those of one."""
-    if is_linear(module):
-        return {"weight": linear_shape(module)}
-    return {name: (shape[-2], shape[-1]) for name, shape in expert_shapes(module).items()}
-
-
-def note_left_out(layer: nn.Module, reason: str) -> None:
-    """Keep the reason why a conversion leaves a layer out."""
-    _reasons[layer] = reason
-
-
-def why_left_out(layer: nn.Module) -> str:
-    """Return the reason why a layer is not in float8."""
-    never = "convert_to_float8_training has not seen it"
-    return _reasons.get(layer) or why_unconvertible(layer) or never
-
-
 def why_unconvertible(layer: nn.Module) -> str:
     """Return the reason why an nn.Linear or a Conv1D can't be converted, or an empty string."""
     if is_parametrized(layer) or "weight" not in layer._parameters:
@@ -450,8 +433,3 @@ def _outside_of_base_models(model: nn.Module) -> Iterator[nn.Module]:
         base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
         if isinstance(base, nn.Module):
             yield from set(module.modules()) - set(base.modules()) - {module} - stacked
-
-
-def _has_name_of_head(fqn: str) -> bool:
-    parts = [part for part in fqn.split(".") if part not in _WRAPPED]
-    return _HEAD in parts or parts == ["output"] or bool(_HEADS_OF_A_MODEL & set(parts[:1]))

@@ -1,15 +1,13 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
+from fp8_dist.moe.experts import FilterFn
 from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters, leave_out_of_ddp
-
-FilterFn = Callable[[nn.Module, str], bool]
 
 
 @torch.no_grad()
@@ -79,13 +77,14 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
     }
     for fqn, weight in chosen.items():
         _check(fqn, weight, others.get(id(weight.parameter())))
-    made: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+    made: dict[int, Float8Weight] = {}
     for weight in chosen.values():
-        key = id(weight.parameter())
-        if key not in made:  # layers may share a weight
-            weight.store(*_cast(weight))
-            made[key] = weight.parts()
-        weight.share(*made[key])
+        first = made.setdefault(id(weight.parameter()), weight)
+        if first is weight:
+            cast, _ = weight.gather_cast(weight.shard())
+            weight.store(cast.qdata.clone(), cast.scales[0].clone(), weight.parameter().dtype)
+        else:  # layers may share a weight
+            weight.share(*first.parts())
         weight.save_plain()
         weight.module.register_load_state_dict_pre_hook(_load)
     stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
@@ -130,13 +129,11 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
     made: dict[int, nn.Parameter] = {}
     for weight in stored.values():
         key = id(weight.parameter())
-        if key not in made:
-            made[key] = nn.Parameter(weight.dequantized(), requires_grad=False)
+        if key not in made:  # layers may share a weight
+            plain = nn.Parameter(weight.dequantized(), requires_grad=False)
+            made[key] = weight.wrapped(plain) if weight.config.fsdp_float8_all_gather else plain
         del weight.module._parameters[weight.scales_name]
         setattr(weight.module, weight.name, made[key])
-        if weight.config.fsdp_float8_all_gather:
-            made[key] = weight.wrapped(made[key])
-            setattr(weight.module, weight.name, made[key])
     return list(stored)
 
 
@@ -196,18 +193,6 @@ def _check(fqn: str, weight: Float8Weight, other: str | None) -> None:
             f"freeze_to_float8: {fqn} is also {other}, which stays in high precision, and both "
             "together would take more memory; leave the layer out (module_filter_fn)"
         )
-
-
-def _cast(weight: Float8Weight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the data and the scales of a weight, by the functions that cast it in a forward."""
-    shard, (scheme,) = weight.shard(), weight.schemes
-    if shard.is_meta:
-        (shape,), (level,) = scheme.scale_shapes(shard.shape), scheme.levels
-        return shard.new_empty(shard.shape, dtype=scheme.dtype), shard.new_empty(
-            shape, dtype=level.scale
-        )
-    cast, _ = weight.gather_cast(shard)
-    return cast.qdata.clone(), cast.scales[0].clone()
 
 
 def _load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -7,20 +7,21 @@ entries are in high precision. Experts are entries of single experts.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.stored import as_stored
-from fp8_dist.linear.weight import Float8Weight, checked_module, weights_of
+from fp8_dist.linear.weight import Float8Weight, checked_module
 from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
-from fp8_dist.model.weight_stream import unwrapped
+from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight, checkpoint_entries
 from fp8_dist.tensor.stored import Stored, StoredScales
 from fp8_dist.text import without_wrappers
@@ -30,6 +31,8 @@ _FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # safe
 _BLOCKS = (128, 64, 32, 16)
 _PROBE = 12
 Index = tuple[slice, ...]
+# The entries of safetensors files, which are read when they are indexed.
+_Files = Mapping[str, Any]
 
 
 class LoadedKeys(NamedTuple):
@@ -97,11 +100,11 @@ def load_float8_checkpoint(
     """
     module = unwrapped(checked_module(model))
     reshard(module, "load_float8_checkpoint")
-    opened = _Files(_listed(files))
+    opened = _opened(_listed(files))
     parts, missing = _plan(module, opened)
     used = {entry.key for part in parts for entry in part.entries}
-    used |= {key + _SCALE for key in used if opened.float8(key)}
-    unexpected = [key for key in opened.keys if key not in used]
+    used |= {key + _SCALE for key in used if _float8(opened[key])}
+    unexpected = [key for key in opened if key not in used]
     if strict and (missing or unexpected):
         raise ValueError(
             "load_float8_checkpoint: the checkpoint and the model have other names: "
@@ -124,44 +127,29 @@ class _Part(NamedTuple):
     entries: list[Entry]
 
 
-class _Files:
-    """The entries of several safetensors files."""
+def _opened(paths: list[Path]) -> _Files:
+    try:
+        safe_open = import_module("safetensors").safe_open
+    except ImportError as error:
+        raise ImportError(
+            "load_float8_checkpoint reads safetensors files: pip install safetensors"
+        ) from error
+    files = [safe_open(str(path), framework="pt") for path in paths]
+    return {key: file.get_slice(key) for file in files for key in list(file.keys())}
 
-    def __init__(self, paths: list[Path]) -> None:
-        try:
-            safe_open = import_module("safetensors").safe_open
-        except ImportError as error:
-            raise ImportError(
-                "load_float8_checkpoint reads safetensors files: pip install safetensors"
-            ) from error
-        opened = [safe_open(str(path), framework="pt") for path in paths]
-        self._of = {key: file for file in opened for key in list(file.keys())}
-        self.keys = list(self._of)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._of
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._of[key].get_slice(key).get_shape())
-
-    def float8(self, key: str) -> torch.dtype | None:
-        """The dtype of an entry in float8; ``None`` for others."""
-        return _FLOAT8.get(str(self._of[key].get_slice(key).get_dtype()))
-
-    def read(self, key: str, index: Index = ()) -> torch.Tensor:
-        if not index:
-            return self._of[key].get_tensor(key)
-        return self._of[key].get_slice(key)[index]
+def _float8(entry: Any) -> torch.dtype | None:
+    """The dtype of an entry in float8; ``None`` for others."""
+    return _FLOAT8.get(str(entry.get_dtype()))
 
 
 def float8_entries(files: Sequence[str]) -> list[str]:
     """Return the names of the weights in float8 of safetensors files."""
-    opened = _Files([Path(each) for each in files if each.endswith(".safetensors")])
-    return [key for key in opened.keys if key + _SCALE in opened]
+    opened = _opened([Path(each) for each in files if each.endswith(".safetensors")])
+    return [key for key in opened if key + _SCALE in opened]
 
 
 def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    """Return the paths of the files of a checkpoint."""
     given = [Path(files)] if isinstance(files, str | Path) else [Path(each) for each in files]
     found: list[Path] = []
     for path in given:
@@ -183,11 +171,7 @@ def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     """Assign entries to the tensors of a model; return the names that the files lack, too."""
-    weights = {
-        f"{fqn}.{name}".removeprefix("."): weight
-        for fqn, part in module.named_modules(remove_duplicate=False)
-        for name, weight in weights_of(part).items()
-    }
+    weights = weights_by_key(module)
     # The checkpoints of a library's models with experts have other names for routers, too.
     experts = next((each for each in weights.values() if isinstance(each, ExpertWeight)), None)
     parts: dict[int, _Part] = {}
@@ -195,7 +179,8 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     for fqn, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor) or isinstance(local_tensor(tensor), StoredScales):
             continue
-        weight, name = weights.get(fqn), without_wrappers(fqn)
+        name = without_wrappers(fqn)
+        weight = weights.get(name)
         if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
             whole = torch.empty(tensor.shape, device="meta")
             name, *_ = checkpoint_entries(module, experts, name, whole)
@@ -217,25 +202,22 @@ def _entries_of(
         return [Entry(name, (0,) * len(shape), shape)]
     # The entries of a small tensor of distinct numbers show which parts they are.
     numbers = torch.arange(shape[0] * _PROBE**2).view(shape[0], _PROBE, _PROBE)
-    parts = checkpoint_entries(module, weight, name, numbers)
-    return [_entry_of(key, part, numbers, shape) for key, part in parts.items()]
-
-
-def _entry_of(key: str, part: torch.Tensor, numbers: torch.Tensor, shape: tuple[int, ...]) -> Entry:
-    """Return the entry whose part of ``numbers`` is ``part``, for a weight of another shape."""
-    size = (*(1,) * (3 - part.ndim), *part.shape)
-    first = int(part.flatten()[0])
-    offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)
-    taken = numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-    each = list(zip(shape[1:], offset[1:], size[1:], strict=True))
-    is_cut = any(o * n % _PROBE or m * n % _PROBE for n, o, m in each)
-    if is_cut or not torch.equal(taken.reshape(part.shape), part):
-        raise ValueError(
-            f"load_float8_checkpoint: {key} is not a part of a weight as it is stored; load the "
-            "model with from_pretrained"
-        )
-    rows, columns = [(o * n // _PROBE, m * n // _PROBE) for n, o, m in each]
-    return Entry(key, (offset[0], rows[0], columns[0]), (size[0], rows[1], columns[1]))
+    found = []
+    for key, part in checkpoint_entries(module, weight, name, numbers).items():
+        size = (*(1,) * (3 - part.ndim), *part.shape)
+        first = int(part.flatten()[0])
+        offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)
+        taken = numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+        each = list(zip(shape[1:], offset[1:], size[1:], strict=True))
+        is_cut = any(o * n % _PROBE or m * n % _PROBE for n, o, m in each)
+        if is_cut or not torch.equal(taken.reshape(part.shape), part):
+            raise ValueError(
+                f"load_float8_checkpoint: {key} is not a part of a weight as it is stored; load "
+                "the model with from_pretrained"
+            )
+        rows, columns = [(o * n // _PROBE, m * n // _PROBE) for n, o, m in each]
+        found.append(Entry(key, (offset[0], rows[0], columns[0]), (size[0], rows[1], columns[1])))
+    return found
 
 
 def _check(part: _Part, files: _Files) -> None:
@@ -246,14 +228,14 @@ def _check(part: _Part, files: _Files) -> None:
             f"load_float8_checkpoint: {name} is on the meta device; call model.to_empty first"
         )
     for entry in entries:
-        shape = files.shape(entry.key)
+        shape = tuple(files[entry.key].get_shape())
         lacking = len(entry.size) - len(shape)
         if lacking < 0 or (*(1,) * lacking, *shape) != entry.size:
             raise ValueError(
                 f"load_float8_checkpoint: {entry.key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
             )
-        if files.float8(entry.key):
+        if _float8(files[entry.key]):
             if entry.key + _SCALE not in files:
                 raise ValueError(
                     f"load_float8_checkpoint: {entry.key} is in float8, and the checkpoint has no "
@@ -266,46 +248,39 @@ def _check(part: _Part, files: _Files) -> None:
 
 
 def _load(part: _Part, files: _Files) -> None:
-    """Copy the values of a tensor's local part from its entries."""
     _, tensor, weight, entries = part
-    is_stored = weight is not None and weight.is_stored
-    if weight is not None and is_stored and not files.float8(entries[0].key):
-        weight.write(_in_high_precision(tensor, entries, files))
-        return
-    local = local_tensor(tensor)
-    to = local.stored if isinstance(local, Stored) else _plain(weight, local)
+    local, is_stored = local_tensor(tensor), weight is not None and weight.is_stored
+    is_cast = is_stored and not _float8(files[entries[0].key])
+    if is_cast:
+        to = torch.empty(local.shape, dtype=tensor.dtype)
+    elif isinstance(local, Stored):
+        to = local.stored
+    else:
+        to = (local if weight is None else weight.gather_type.unwrap(local)).detach()
     for entry in entries:
-        for own, index in _overlaps(tensor, entry):
-            if is_stored or not files.float8(entry.key):
-                values = _read(entry, index, files)
-            else:
-                values = _dequantized(entry, index, files)
-            to[own].copy_(values)
+        dequantizes = _float8(files[entry.key]) and not is_stored
+        read = _dequantized if dequantizes else _read
+        _fill(to, tensor, entry, partial(read, entry, files))
     if weight is None:
         return
-    if is_stored:
-        _load_scales(weight, entries, files)
+    if is_cast:
+        weight.write(with_local(tensor, to.to(local.device)))
+    elif is_stored:
+        held = weight.local_scales()
+        for entry in entries:
+            of_scales, values, held.saved_as = _stored_scales(weight, entry, files)
+            _fill(held.stored, weight.scales(), of_scales, values.__getitem__)
     else:
         weight.cache.drop(Change.LOAD)
 
 
-def _plain(weight: Float8Weight | None, local: torch.Tensor) -> torch.Tensor:
-    return local.detach() if weight is None else weight.gather_type.unwrap(local).detach()
+def _fill(
+    to: torch.Tensor, tensor: torch.Tensor, entry: Entry, read: Callable[[Index], torch.Tensor]
+) -> None:
+    """Copy this rank's parts of an entry of ``tensor`` to the plain local tensor ``to``.
 
-
-def _in_high_precision(tensor: torch.Tensor, entries: list[Entry], files: _Files) -> torch.Tensor:
-    """Read the local part of a tensor; a DTensor if ``tensor`` is one."""
-    local = local_tensor(tensor)
-    values = torch.empty(local.shape, dtype=tensor.dtype)
-    for entry in entries:
-        for own, index in _overlaps(tensor, entry):
-            values[own].copy_(_read(entry, index, files))
-    return with_local(tensor, values.to(local.device))
-
-
-def _overlaps(tensor: torch.Tensor, entry: Entry) -> Iterator[tuple[Index, Index]]:
-    """Yield the indices of the parts of an entry that this rank has: in its local tensor, and in
-    the entry, with all dims of the whole tensor."""
+    ``read``: reads a part of the entry. Its index has all dims of the whole tensor.
+    """
     for region in regions(own_pieces(tensor)):
         here, there = [], []
         for at, local, n, first, m in zip(*region, entry.offset, entry.size, strict=True):
@@ -313,20 +288,20 @@ def _overlaps(tensor: torch.Tensor, entry: Entry) -> Iterator[tuple[Index, Index
             here.append(slice(local + low - at, local + high - at))
             there.append(slice(low - first, high - first))
         if all(each.start < each.stop for each in here):
-            yield tuple(here), tuple(there)
+            to[tuple(here)].copy_(read(tuple(there)))
 
 
-def _read(entry: Entry, index: Index, files: _Files) -> torch.Tensor:
-    """Read a part of an entry."""
-    lacking = len(index) - len(files.shape(entry.key))
-    values = files.read(entry.key, index[lacking:])
+def _read(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
+    data = files[entry.key]
+    lacking = len(index) - len(data.get_shape())
+    values = data[index[lacking:]]
     return values.view((1,) * lacking + values.shape)
 
 
-def _dequantized(entry: Entry, index: Index, files: _Files) -> torch.Tensor:
+def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
     """Read a part of an entry in float8, times its scales, fp32."""
     rows, columns = _blocks_of(entry, files)
-    scales = files.read(entry.key + _SCALE).to(torch.float32)
+    scales = files[entry.key + _SCALE][...].to(torch.float32)
     counts = [-(-n // block) for n, block in zip(entry.size[-2:], (rows, columns), strict=True)]
     shape = (*entry.size[:-2], *counts)
     scales = scales.expand(shape) if scales.numel() == 1 else scales.view(shape)
@@ -334,16 +309,16 @@ def _dequantized(entry: Entry, index: Index, files: _Files) -> torch.Tensor:
         torch.arange(each.start, each.stop) // block
         for each, block in zip(index[-2:], (rows, columns), strict=True)
     )
-    values = _read(entry, index, files).to(torch.float32)
+    values = _read(entry, files, index).to(torch.float32)
     return values * scales[index[:-2]][..., row, :][..., column]
 
 
 def _blocks_of(entry: Entry, files: _Files) -> tuple[int, int]:
     """Return the size of the blocks of an entry that have one scale, by the number of scales."""
-    shape, size = files.shape(entry.key + _SCALE), entry.size[-2:]
+    shape, size = tuple(files[entry.key + _SCALE].get_shape()), entry.size[-2:]
     if math.prod(shape) == 1:
         return size[0], size[1]
-    stacked = files.shape(entry.key)[:-2]
+    stacked = tuple(files[entry.key].get_shape())[:-2]
     if shape == (*stacked, size[0], 1):
         return 1, size[1]
     for block in _BLOCKS:
@@ -363,16 +338,15 @@ def _stored_scales(
     Raises:
         ValueError: the layer's recipe has other scales, or data of another dtype.
     """
-    (scheme,), scales = weight.schemes, weight.scales()
-    (level,), key = scheme.levels, entry.key + _SCALE
-    found = files.read(key)
+    (scheme,), key = weight.schemes, entry.key + _SCALE
+    (level,), found, dtype = scheme.levels, files[key][...], _float8(files[entry.key])
     size = level.shape(entry.size) or [1]
     blocks = [level.block(dim, len(entry.size)) for dim in range(len(entry.size))]
     offset = [0 if b is None else o // b for o, b in zip(entry.offset, blocks, strict=True)]
-    if files.float8(entry.key) is not scheme.dtype:
+    if dtype is not scheme.dtype:
         raise ValueError(
-            f"load_float8_checkpoint: {entry.key} is in {files.float8(entry.key)}, and the layer's "
-            f"recipe stores {scheme.dtype}; leave the layer out of freeze_to_float8"
+            f"load_float8_checkpoint: {entry.key} is in {dtype}, and the layer's recipe stores "
+            f"{scheme.dtype}; leave the layer out of freeze_to_float8"
         )
     fits = found.numel() == math.prod(size) and not any(
         b is not None and o % b for o, b in zip(entry.offset, blocks, strict=True)
@@ -383,27 +357,9 @@ def _stored_scales(
             f"scale per {scheme.covers}, {size}; convert the model with the recipe of the "
             "checkpoint: \"blockwise\" for DeepSeek's and Qwen's"
         )
-    dtype = local_stored(scales).stored.dtype
-    own = as_stored(found.reshape(size), dtype, f"load_float8_checkpoint: {key}")
+    own = as_stored(found.reshape(size), scheme, f"load_float8_checkpoint: {key}")
     offset = [0] if level.is_scalar else offset
     return Entry(key, tuple(offset), tuple(size)), own, found.dtype
-
-
-def _load_scales(weight: Float8Weight, entries: list[Entry], files: _Files) -> None:
-    """Copy the local part of a stored weight's scales from their entries."""
-    scales = weight.scales()
-    for entry in entries:
-        of_scales, values, saved_as = _stored_scales(weight, entry, files)
-        local_stored(scales).saved_as = saved_as
-        for own, index in _overlaps(scales, of_scales):
-            local_stored(scales).stored[own].copy_(values[index])
-
-
-def local_stored(scales: torch.Tensor) -> StoredScales:
-    """Return the local tensor of the scales of a stored weight."""
-    local = local_tensor(scales)
-    assert isinstance(local, StoredScales)
-    return local
 
 
 def _some(names: list[str]) -> str:

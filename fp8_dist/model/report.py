@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal
 
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weight import weights_of
 from fp8_dist.model.conv1d import is_linear, linear_shape
-from fp8_dist.model.filters import why_left_out
+from fp8_dist.model.filters import LEFT_OUT, why_unconvertible
 from fp8_dist.text import aligned
 
 # Names of the number of experts per token in transformers' configs, where ``top_k`` is an option of
@@ -26,6 +26,8 @@ _EXPERTS_IN_MODULE = ("top_k", *_EXPERTS_IN_CONFIG)
 _PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
 # Modules whose 2-D or 3-D parameters are looked up, or multiply each token more than once.
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
+
+Kind = Literal["linear", "experts", "other"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class WeightSummary:
     reason: str
     parameters: int
     flops: int
-    kind: Literal["linear", "experts", "other"] = "linear"
+    kind: Kind = "linear"
     visited: int | None = None
 
 
@@ -155,13 +157,16 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
     for name, module in modules.items():
         if is_linear(module):
             # A parametrized weight consists of several parameters. A layer may have children.
+            children = {name for name, _ in module.named_children()} - {"parametrizations"}
             weights = [
                 p
                 for own, p in module.named_parameters()
-                if not is_lazy(p) and p.ndim > 1 and own.partition(".")[0] not in _children(module)
+                if not is_lazy(p) and p.ndim > 1 and own.partition(".")[0] not in children
             ]
-            shape = linear_shape(module)
-            reason = "" if isinstance(module, Float8Linear) else why_left_out(module)
+            shape, reason = linear_shape(module), ""
+            if not isinstance(module, Float8Linear):
+                never = "convert_to_float8_training has not seen it"
+                reason = LEFT_OUT.get(module) or why_unconvertible(module) or never
             name, flops = name or "(the module itself)", 2 * math.prod(shape)
             yield WeightSummary(name, shape, not reason, reason, _count(weights, counted), flops)
         elif module not in inside:
@@ -170,37 +175,26 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
                     yield _of_parameter(name, own, parameter, modules, _count([parameter], counted))
 
 
-def _children(module: nn.Module) -> set[str]:
-    """The names of a module's children, without its parametrizations."""
-    return {name for name, _ in module.named_children()} - {"parametrizations"}
-
-
 def _of_parameter(
     owner: str, own: str, parameter: torch.Tensor, modules: dict[str, nn.Module], size: int
 ) -> WeightSummary:
     """Return the row of a parameter whose owner is not an nn.Linear."""
     module, shape = modules[owner], tuple(parameter.shape)
+    name, converted = f"{owner}.{own}".strip("."), own in weights_of(module)
     reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
-    converted = own in weights_of(module)
-    reason = "" if converted else reason
-    row = WeightSummary(
-        f"{owner}.{own}".strip("."), shape, converted, reason, size, 2 * parameter.numel(), "other"
-    )
-    if isinstance(module, _PRODUCTS):
-        return row
-    if parameter.ndim == 3:
-        called = re.search("expert|moe", f"{row.name} {type(module).__name__}", re.IGNORECASE)
+    kind: Kind = "other"
+    flops, visited, is_product = 2 * parameter.numel(), None, isinstance(module, _PRODUCTS)
+    if parameter.ndim == 3 and not is_product:
+        called = re.search("expert|moe", f"{name} {type(module).__name__}", re.IGNORECASE)
         visited = _experts_per_token(owner, modules, shape[0], bool(called))
         if visited or called:
-            flops = row.flops // shape[0] * (visited or shape[0])
+            kind, flops = "experts", flops // shape[0] * (visited or shape[0])
             found = f"{visited} per token" if visited else "FLOPs of all"
-            if not converted:
-                reason = f"no nn.Linear, but a 3-D parameter of {shape[0]} experts ({found})"
-            return replace(row, flops=flops, reason=reason, kind="experts", visited=visited)
-    if converted:
-        return row
-    reason += " (may be a table or a matrix; not counted in FLOPs)"
-    return replace(row, flops=0, reason=reason)
+            reason = f"no nn.Linear, but a 3-D parameter of {shape[0]} experts ({found})"
+    if kind == "other" and not (is_product or converted):
+        flops, reason = 0, f"{reason} (may be a table or a matrix; not counted in FLOPs)"
+    reason = "" if converted else reason
+    return WeightSummary(name, shape, converted, reason, size, flops, kind, visited)
 
 
 def _experts_per_token(

@@ -109,7 +109,6 @@ class Float8State:
         )
 
     def _errors(self) -> dict[str, torch.Tensor]:
-        """Return the errors of gradients that this rank keeps, by name."""
         of_hook = {} if self.ddp is None else ddp_gradient_errors(self.ddp)
         return gradient_errors(self.model) | of_hook
 

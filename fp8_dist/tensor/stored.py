@@ -8,7 +8,8 @@ shard, gather, move and offload them like all parameters, but as the bytes that 
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, Self
+from operator import attrgetter
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn as nn
@@ -57,37 +58,35 @@ class Stored(torch.Tensor):
 
     Attributes:
         stored: the plain tensor inside, of this tensor's shape. Its dtype is another one.
+        static: the names of the other arguments of the constructor, and of their attributes.
+        write: adds to the weight in high precision and casts it again, in place, given the
+            operator and its other arguments; None if this is not the whole weight of a layer.
     """
 
     stored: torch.Tensor
+    static: ClassVar[tuple[str, ...]]
+    write: Callable[..., None] | None = None
 
     @staticmethod
     def __new__(cls, stored: torch.Tensor, dtype: torch.dtype, *args: Any) -> Any:
         return make_wrapper(cls, stored, dtype, stored.is_pinned())
-
-    def __init__(self, stored: torch.Tensor, dtype: torch.dtype) -> None:
-        self.stored = stored
 
     def like(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         """Return a tensor of this kind with another content; ``dtype`` is one that was asked for.
 
         Scales keep their dtype: in ``model.to(torch.bfloat16)`` they must not be rounded.
         """
-        return type(self)(stored, self.dtype)
+        return type(self)(stored, *self.__tensor_flatten__()[1])
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{type(self).__name__}({self.stored!r}, dtype={self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["stored"], (self.dtype,)
+        return ["stored"], tuple(getattr(self, name) for name in self.static)
 
     @classmethod
     def __tensor_unflatten__(
-        cls,
-        inner: dict[str, torch.Tensor],
-        static: tuple[Any, ...],
-        outer_size: Any,
-        outer_stride: Any,
+        cls, inner: dict[str, torch.Tensor], static: tuple[Any, ...], size: Any, stride: Any
     ) -> "Stored":
         return cls(inner["stored"], *static)
 
@@ -121,13 +120,14 @@ class Stored(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             copied = self.like(self.stored.clone())
-            memo[id(self)] = nn.Parameter(copied, False) if is_parameter(self) else copied
+            is_parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(copied, False) if is_parameter else copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes, because pickle does not support float8.
         parts = _bytes_of(self), self.stored.dtype, self.__tensor_flatten__()[1]
-        return _rebuilt, (type(self), *parts, is_parameter(self))
+        return _rebuilt, (type(self), *parts, isinstance(self, nn.Parameter))
 
     @classmethod
     def __torch_dispatch__(
@@ -140,43 +140,31 @@ class Stored(torch.Tensor):
         kwargs = dict(kwargs or {})
         own = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Stored))
         if not (func.is_view or func in _SAME):
-            return own.other(func, args, kwargs)
+            if func in _ADDITIONS and args[0] is own and own.write is not None:
+                own.write(func, *args[1:], **kwargs)
+                return own
+            raise NotImplementedError(f"{func} on a weight that is stored in float8; {_REMEDY}")
         dtype = kwargs.pop("dtype", None) if func is aten._to_copy.default else None
         if func is aten.copy_.default:
-            own.check_source(args[0], args[1])
+            _check_copy(args[0], args[1])
         if func is aten.cat.default and any(type(each) is not cls for each in args[0]):
             raise NotImplementedError(
                 "a weight that is stored in float8 can't be joined with other tensors, as "
                 "DistributedDataParallel does to broadcast parameters; call freeze_to_float8 on "
                 "the module that it wraps, as the last step before that"
             )
-        content = _bytes_of if func in _ON_BYTES else _content_of
+        content = _bytes_of if func in _ON_BYTES else attrgetter("stored")
         args_, kwargs_ = tree_map_only(Stored, content, (args, kwargs))
         out = func(*args_, **kwargs_)
         if func is aten.copy_.default:
             return args[0]
         if func is aten.detach.default:
-            return own.alias(out)
+            same = own.like(out)
+            same.write = own.write  # ``weight.data += update``, as PEFT merges, casts the sum
+            return same
         return tree_map_only(
             torch.Tensor, lambda plain: own.like(plain.view(own.stored.dtype), dtype), out
         )
-
-    def alias(self, stored: torch.Tensor) -> Self:
-        """Return the same tensor, detached (``tensor.data``)."""
-        return self.like(stored)
-
-    def check_source(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Raise NotImplementedError unless the bytes of ``source`` can be copied to ``to``."""
-        dtypes = {x.stored.dtype if isinstance(x, Stored) else x.dtype for x in (to, source)}
-        if not isinstance(to, Stored) or len(dtypes) > 1:
-            raise NotImplementedError(
-                f"copy_ of a {type(source).__name__} of {source.dtype} to a {type(to).__name__} of "
-                f"{to.dtype}, one of which is stored in float8; {_REMEDY}"
-            )
-
-    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator whose result is not the same parameter."""
-        raise NotImplementedError(f"{func} on a weight that is stored in float8; {_REMEDY}")
 
     def fsdp_pre_all_gather(
         self,
@@ -226,33 +214,16 @@ class StoredFloat8(Stored):
     Attributes:
         stored: the data, in a float8 dtype.
         key: the key of the scaling scheme.
-        write: adds to the weight in high precision and casts it again, in place, given the
-            operator and its other arguments; None if this is not the whole weight of a layer.
     """
 
+    static = ("dtype", "key")
+
     def __init__(self, stored: torch.Tensor, dtype: torch.dtype, key: str) -> None:
-        super().__init__(stored, dtype)
-        self.key = key
-        self.write: Callable[..., None] | None = None
+        self.stored, self.key = stored, key
 
     def like(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
         return type(self)(stored, dtype, self.key)
-
-    def alias(self, stored: torch.Tensor) -> Self:
-        """Return the same tensor: ``weight.data += update``, as PEFT merges, casts the sum."""
-        same = self.like(stored)
-        same.write = self.write
-        return same
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["stored"], (self.dtype, self.key)
-
-    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func not in _ADDITIONS or args[0] is not self or self.write is None:
-            return super().other(func, args, kwargs)
-        self.write(func, *args[1:], **kwargs)
-        return self
 
 
 class StoredScales(Stored):
@@ -260,22 +231,16 @@ class StoredScales(Stored):
 
     Attributes:
         stored: the scales in float32; or their exponents in uint8, if all are powers of two.
-        saved_as: the dtype of their entry in checkpoints: float32, or float8_e8m0fnu.
+        saved_as: the dtype of their entry in checkpoints: float32, or float8_e8m0fnu. Scales that
+            are stored in float32 are always saved in it.
     """
 
-    saved_as: torch.dtype
+    static = ("dtype", "saved_as")
 
     def __init__(
         self, stored: torch.Tensor, dtype: torch.dtype, saved_as: torch.dtype = torch.float32
     ) -> None:
-        super().__init__(stored, dtype)
-        self.saved_as = saved_as
-
-    def like(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
-        return type(self)(stored, self.dtype, self.saved_as)
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["stored"], (self.dtype, self.saved_as)
+        self.stored, self.saved_as = stored, saved_as
 
 
 def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
@@ -294,13 +259,14 @@ def unpadded(output: torch.Tensor, dtype: torch.dtype, size: torch.Size) -> torc
     return output.view(dtype).as_strided(size, torch.empty(size, device="meta").stride())
 
 
-def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is an nn.Parameter."""
-    return isinstance(tensor, nn.Parameter)
-
-
-def _content_of(each: Stored) -> torch.Tensor:
-    return each.stored
+def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise NotImplementedError unless the bytes of ``source`` can be copied to ``to``."""
+    dtypes = {x.stored.dtype if isinstance(x, Stored) else x.dtype for x in (to, source)}
+    if not isinstance(to, Stored) or len(dtypes) > 1:
+        raise NotImplementedError(
+            f"copy_ of a {type(source).__name__} of {source.dtype} to a {type(to).__name__} of "
+            f"{to.dtype}, one of which is stored in float8; {_REMEDY}"
+        )
 
 
 def _bytes_of(each: Stored) -> torch.Tensor:

@@ -5,6 +5,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,18 @@ def test_states_load_as_they_were_saved(name: str, assign: bool, form: Any) -> N
     assert all(same_bits(again[key], tensor) for key, tensor in state.items())
 
 
+def test_scales_in_e8m0_are_loaded_by_layers_with_fp32_scales() -> None:
+    state, net = in_e8m0(frozen("blockwise")), frozen("vllm")
+    net.load_state_dict(state)
+    again = state_of(net)
+    assert again.keys() == state.keys()
+    for key, tensor in state.items():
+        assert same_bits(again[key], tensor.to(torch.float32) if "scale" in key else tensor)
+    other = frozen("vllm")
+    other.load_state_dict(again)
+    assert same(run(other), run(net))
+
+
 @every_config
 def test_a_state_in_high_precision_is_cast(name: str) -> None:
     twin = converted(name)
@@ -344,12 +357,15 @@ def test_files(tmp_path: Path) -> None:
 # Layers that share a weight, and parts of a model
 
 
-def test_layers_that_share_a_weight() -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_layers_that_share_a_weight(gathers: bool) -> None:
+    config = replace(CONFIGS["blockwise"], enable_fsdp_float8_all_gather=gathers)
+
     def sharing() -> nn.Sequential:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).bfloat16()
         net[1].weight = net[0].weight
-        convert_to_float8_training(net, config=CONFIGS["blockwise"])
+        convert_to_float8_training(net, config=config)
         return net.requires_grad_(False)
 
     net, expected = sharing(), run(sharing())

@@ -15,6 +15,7 @@ from ranks import RankPools, device_mesh
 from reference import raised, same_bits
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -340,6 +341,21 @@ def test_a_tied_head(tmp_path: Path) -> None:
     state = {k: v for k, v in source.state_dict().items() if "lm_head" not in k}
     save_file(state, tmp_path / "model.safetensors")
     assert load_float8_checkpoint(build("llama_tied"), tmp_path) == ([], [])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_inside_of_wrappers(tmp_path: Path, frozen: bool) -> None:
+    """A wrapper for activation checkpointing adds to the names of layers, but not to keys."""
+    written(by_reference("vllm"), tmp_path)
+    plain, wrapped = converted("vllm", frozen=frozen), converted("vllm", frozen=frozen)
+    for i, block in enumerate(wrapped.model.layers):
+        wrapped.model.layers[i] = checkpoint_wrapper(block)
+    for model in (plain, wrapped):
+        assert load_float8_checkpoint(model, tmp_path) == ([], [])
+    for one, other in zip(
+        float8_layers(plain).values(), float8_layers(wrapped).values(), strict=True
+    ):
+        assert same_bits(dequantized(one), dequantized(other))
 
 
 NAME = "model.layers.0.mlp.up_proj.weight"
