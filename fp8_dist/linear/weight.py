@@ -164,7 +164,7 @@ class Float8Weight(StoredWeight):
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.schemes, local, self.fqn)
-            gathered = self._recorded(quantized_as(local, self.schemes[0]))
+            (gathered,) = self._recorded([quantized_as(local, self.schemes[0])])
             return WeightCasts(gathered, gathered)
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
         # A graph does not call end_of_evaluation, so scales found without gradients are not kept.
@@ -174,28 +174,29 @@ class Float8Weight(StoredWeight):
         shard = self.gather_type.unwrap(local)
         if not compiling:
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
+        both = training and needs_grad_input and not self.is_exchanged
+        plan, places = self.copies(_GEMMS if both else _GEMMS[:1], shard.device)
+        float8: Copies = ()
+        recast = None
         if self.is_exchanged:
-            return self._casts_of_unsharded(shard, ScaleState.FROM_FORWARD if keeps else None)
-        gemms = _GEMMS if training and needs_grad_input else _GEMMS[:1]
-        plan, places = self.copies(gemms, shard.device)
-        if not plan.of:
+            source = ScaleState.FROM_FORWARD if keeps else None
+            float8, recast = self._casts_of_unsharded(shard, plan, source)
+        elif not plan.of:
             return WeightCasts()
-        if compiling:
-            with torch.no_grad():
-                if is_exporting():  # the graph outlives this object
-                    tensor = self._distributed(parameter, shard)
-                    float8 = cast_copies(tensor, plan, local=shard)[1]
-                else:
-                    float8 = queried_copies(self, shard, plan, keeps)
-        else:
+        elif not compiling:
             float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD, training)
-            if self.history is not None:
-                scales = self._recorded(float8[0]).scales
-                float8 = [quantized._replace(scales=scales) for quantized in float8]
-        if is_observed() and not is_exporting():
+        elif is_exporting():  # the graph outlives this object
+            with torch.no_grad():
+                float8 = cast_copies(self._distributed(parameter, shard), plan, local=shard)[1]
+        else:
+            with torch.no_grad():
+                float8 = queried_copies(self, shard, plan, keeps)
+        if not compiling or self.is_exchanged:  # otherwise the query records the amax
+            float8 = self._recorded(float8)
+        if is_observed() and float8 and not is_exporting():
             float8 = observe_copies(self, "weight", shard, float8)
         casts = [None if place is None else float8[place] for place in places]
-        return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None)
+        return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
 
     def gather_cast(self, shard: torch.Tensor) -> tuple[Quantized, Scales | None]:
         """Return the cast of the sharded parameter that FSDP2 gathers.
@@ -368,28 +369,23 @@ class Float8Weight(StoredWeight):
             return False
         return not scheme.rides_in_gather(layout)
 
-    def _casts_of_unsharded(self, shard: torch.Tensor, source: ScaleState | None) -> WeightCasts:
-        """Return the casts of a parameter that FSDP2 gathered in high precision.
+    def _casts_of_unsharded(
+        self, shard: torch.Tensor, plan: CastPlan, source: ScaleState | None
+    ) -> tuple[Copies, Recast | None]:
+        """Cast a parameter that FSDP2 gathered in high precision, for the output.
 
-        These are the cast for the output, and the statistics with which the backward casts again.
+        The second result is how the backward casts it again, with the statistics found here.
         """
-        plan, second = [self.copies((gemm,), shard.device).plan for gemm in _GEMMS]
-        layout = self.layout()
+        layout, second = self.layout(), self.copies(_GEMMS[1:], shard.device).plan
         with torch.inference_mode(False), torch.no_grad():
             known = self._known(shard, source, self.schemes)
-            output = None
+            float8: Copies = ()
             if plan.of:
-                made = cast_by(shard, plan, [known[plan.schemes[0]]], layout)
-                if is_observed():
-                    made = observe_copies(self, "weight", shard, made)
-                (output,) = made
-        if output is not None:
-            output = self._recorded(output)
+                float8 = cast_by(shard, plan, [known[plan.schemes[0]]], layout)
         if not second.of:
-            return WeightCasts(output)
+            return float8, None
         (scheme,) = second.schemes
-        recast = Recast(known[scheme], scheme, scheme.start(layout), scheme.is_cut(layout))
-        return WeightCasts(output, recast=recast)
+        return float8, Recast(known[scheme], scheme, scheme.start(layout), scheme.is_cut(layout))
 
     def _known(
         self, shard: torch.Tensor, source: ScaleState | None, schemes: Sequence[Scheme]
@@ -490,15 +486,16 @@ class Float8Weight(StoredWeight):
             history.forget_scale()
         return history
 
-    def _recorded(self, weight: Quantized) -> Quantized:
-        """Record the weight's amax in a training step, if its scale is delayed; return the weight.
+    def _recorded(self, copies: Copies) -> Copies:
+        """Record the weight's amax in a training step, if its scale is delayed; return the copies.
 
         The cast of the weight can't tell whether to record, because FSDP2 gathers without gradients
         in training too.
         """
-        if self.history is None or not torch.is_grad_enabled():
-            return weight
-        return weight._replace(scales=(self.history.recorded(weight.scales[0]),))
+        if self.history is None or not copies or not torch.is_grad_enabled():
+            return copies
+        scales = (self.history.recorded(copies[0].scales[0]),)
+        return [quantized._replace(scales=scales) for quantized in copies]
 
     def _warn_if_type_is_lost(self, sharded: torch.Tensor | None) -> None:
         local = None if sharded is None else local_tensor(sharded)

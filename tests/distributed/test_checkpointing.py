@@ -218,20 +218,20 @@ def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str
 
         model[0].register_forward_pre_hook(write)
     stale: list[str] = []
-    original = Float8Weight._casts_of_unsharded
+    original = Float8Weight.forward_casts
 
-    def checking(self: Any, shard: torch.Tensor, source: Any) -> Any:
-        found = original(self, shard, source)
+    def checking(self: Any, parameter: torch.Tensor, needs_grad_input: bool) -> Any:
+        found = original(self, parameter, needs_grad_input)
         again = found.recast.scheme.scales_from(found.recast.statistics)
         kept = [found.output.scales[0], again[0]]
         casts = [self.config.recipe.uses["weight"][gemm] for gemm in ("output", "grad_input")]
         for cast, scale in zip(casts, kept, strict=True):
-            known, _ = self._statistics_of(self.parameter(), shard.detach(), cast, None)
+            known, _ = self._statistics_of(parameter, self.shard().detach(), cast, None)
             if not same_bits(scale, cast.scales_from(known)[0]):
                 stale.append(self.fqn)
         return found
 
-    Float8Weight._casts_of_unsharded = checking  # type: ignore[method-assign]
+    Float8Weight.forward_casts = checking  # type: ignore[method-assign]
     try:
         for _ in range(2):
             loss = model(world.mine(torch.randn(4, 8, 64)).requires_grad_()).square().sum()
@@ -240,7 +240,7 @@ def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str
             for weight in model.parameters():
                 weight.data.mul_(1.5)  # unseen: what a forward knows mustn't reach the next one
     finally:
-        Float8Weight._casts_of_unsharded = original  # type: ignore[method-assign]
+        Float8Weight.forward_casts = original  # type: ignore[method-assign]
     return stale
 
 
