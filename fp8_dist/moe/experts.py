@@ -19,7 +19,7 @@ from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.weight import Float8Weight, checked_module, weights_of
 from fp8_dist.linear.weight_cache import Known, ScaleState
-from fp8_dist.mesh import local_tensor
+from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part, turned
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, OperandCopies
@@ -125,10 +125,11 @@ class ExpertWeight(Float8Weight):
 
     def note_sharded(self, parameter: torch.Tensor) -> None:
         layout = self.layout(parameter)
-        strided = [p for p in layout.placements if isinstance(p, StridedShard)] if layout else []
-        if len({p.dim for p in strided}) < len(strided):
+        *of_fsdp, last = (None,) if layout is None else layout.placements
+        dims = [sharded_dim(p, parameter.ndim) for p in of_fsdp]
+        if isinstance(last, StridedShard) and last.dim in dims:
             raise ValueError(
-                f"{self.fqn}: FSDP2 shards dim {strided[0].dim} of {self.name}, of which tensor "
+                f"{self.fqn}: FSDP2 shards dim {last.dim} of {self.name}, of which tensor "
                 "parallelism has given each rank several pieces, and torch would save them in "
                 "another order; shard another dim (shard_placement_fn)"
             )

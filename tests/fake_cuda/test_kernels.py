@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
+from torch_releases import RELEASE
 
 from fp8_dist.kernels import CustomOp, blocks, folding, gemm, quantization, scale
 from fp8_dist.kernels.cuda import triton
@@ -21,6 +22,10 @@ from scripts.common.fake_cuda.process import FakeCudaProcess
 
 SHAPE = LayerShape()
 FULL = pytest.mark.full
+
+
+# Inductor fuses, and the counts are those of CI's release. (2.11 moves up to 7 % more bytes.)
+OF_INDUCTOR = pytest.mark.skipif(RELEASE < (2, 13), reason="Inductor's kernels of torch 2.13")
 
 
 def check(counts: Counts, kernels: int, gigabytes: float) -> None:
@@ -78,6 +83,7 @@ def test_a_step_of_one_frozen_layer(fake_cuda: FakeCudaProcess) -> None:
     assert found == FROZEN
 
 
+@OF_INDUCTOR
 @pytest.mark.parametrize(
     ("name", "kernels", "gigabytes"),
     [
@@ -101,6 +107,7 @@ def test_a_compiled_step_of_one_layer(
     check(fake_cuda.run(count_compiled_layer, name, SHAPE), kernels, gigabytes)
 
 
+@OF_INDUCTOR
 @pytest.mark.parametrize(
     ("name", "kernels", "gigabytes"),
     [("tensorwise", 87, 8.41), pytest.param(BF16, 41, 4.67, marks=FULL)],

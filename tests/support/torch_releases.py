@@ -22,6 +22,16 @@ def uneven_sequence_in_torchs_linear() -> AbstractContextManager[Any]:
     return pytest.raises(RankError, match="view size is not compatible")
 
 
+def pieces_that_torch_moves() -> AbstractContextManager[Any]:
+    """Around ranks that let torch redistribute a DTensor of which each has several pieces.
+
+    Before 2.13 it does so only where FSDP2 has made the pieces of a tensor-parallel shard.
+    """
+    if RELEASE >= (2, 13):
+        return nullcontext()
+    return pytest.raises(RankError, match="is unable to be interpreted into a corresponding shard")
+
+
 def rows_in_torchs_gemm(recipe: str) -> AbstractContextManager[Any]:
     """Around GEMMs of a recipe by ``torch._scaled_mm``, which torchao calls, on CPUs.
 

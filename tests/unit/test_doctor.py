@@ -100,6 +100,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_gpus_multiply_natively_or_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    device_kind.cache_clear()
     text = report(capsys)
     assert "cpu: emulated in a wider type, as on every CPU\n" in text
     assert "cuda:0: A100, compute capability 8.0: emulated in a wider type (native from" in text

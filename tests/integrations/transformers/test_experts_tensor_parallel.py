@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch_releases import pieces_that_torch_moves
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from fp8_dist import attach_update, precompute_float8_dynamic_scale
@@ -92,11 +93,12 @@ def trained(recipe: Any, dp: int = 1, dim: int = 0) -> Steps:
 
 def test_tensor_parallelism(ranks: RankPools) -> None:
     """Amaxes of 38 rows: of the hidden features, and of their gradients; folded ones again."""
-    found = {recipe: ranks(2).run_same(trained, recipe) for recipe in RECIPES}
-    assert {recipe: steps.wrong for recipe, steps in found.items()} == {r: [] for r in RECIPES}
-    assert_expected_inline(
-        "\n".join(f"{recipe}\n{steps.update}\n{steps.step}" for recipe, steps in found.items()),
-        """\
+    with pieces_that_torch_moves():  # for a test to see them
+        found = {recipe: ranks(2).run_same(trained, recipe) for recipe in RECIPES}
+        assert {recipe: steps.wrong for recipe, steps in found.items()} == {r: [] for r in RECIPES}
+        assert_expected_inline(
+            "\n".join(f"{recipe}\n{steps.update}\n{steps.step}" for recipe, steps in found.items()),
+            """\
 rowwise_folded
 op          axis  dtype  count  elements  bytes
 all_reduce  tp    int32      1       960  3,840
@@ -119,7 +121,7 @@ op          axis  dtype  count  elements  bytes
 all_reduce  tp    uint8      1       240    240
 op          axis  dtype    count  elements   bytes
 all_reduce  tp    float32      3     6,118  24,472""",
-    )
+        )
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,9 @@ all_reduce  tp    float32      3     6,118  24,472""",
     [("rowwise_folded", 0), pytest.param("tensorwise", 2, marks=pytest.mark.full)],
 )
 def test_with_fsdp2(ranks: RankPools, recipe: str, dim: int) -> None:
-    found = ranks(4).run(trained, recipe, 2, dim)
-    assert [steps.wrong for steps in found] == [[]] * 4
+    with pieces_that_torch_moves():
+        found = ranks(4).run(trained, recipe, 2, dim)
+        assert [steps.wrong for steps in found] == [[]] * 4
 
 
 def shown() -> list[list[Any]]:
@@ -168,8 +171,9 @@ def planned(sequence_parallel: bool) -> list[float]:
 
 @pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_in_a_plan_of_transformers(ranks: RankPools, sequence_parallel: bool) -> None:
-    for found in ranks(2).run(planned, sequence_parallel):
-        assert min(found) > 100
+    with pieces_that_torch_moves():
+        for found in ranks(2).run(planned, sequence_parallel):
+            assert min(found) > 100
 
 
 def refused_in_transformers_plan(mesh: DeviceMesh) -> str:
