@@ -11,6 +11,7 @@ inputs. Therefore each cast has a number, which the Float8Tensor carries to the 
 """
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -204,7 +205,8 @@ def observe_copies(
     if not torch.compiler.is_compiling():
         lows: dict[tuple[Gemm, ...], Quantized] = {}
         for quantized in made:
-            lows.setdefault(owner.gemms_of(operand, quantized.scheme), quantized)
+            low = _like(high, quantized)
+            lows.setdefault(owner.gemms_of(operand, quantized.scheme), low)
         _show(owner, operand, high, lows, repeats)
         return made
     found: list[Quantized] = []
@@ -213,9 +215,18 @@ def observe_copies(
         scheme = quantized.scheme
         if scheme not in shown:
             gemms = owner.gemms_of(operand, scheme)
-            shown[scheme] = observe(owner, operand, gemms, high, quantized, repeats)
+            low = _like(high, quantized)
+            shown[scheme] = observe(owner, operand, gemms, high, low, repeats)
         found.append(quantized._replace(scales=(shown[scheme], *quantized.scales[1:])))
     return found
+
+
+def _like(high: torch.Tensor, low: Quantized) -> Quantized:
+    """A copy in the shape of what was cast: a transposed copy may have more rows, of zeros."""
+    if low.qdata.shape == high.shape:
+        return low
+    rows = math.prod(high.shape[:-1])
+    return low._replace(qdata=low.qdata[:rows].view(high.shape))
 
 
 def _show(
