@@ -226,7 +226,7 @@ def as_copies(
     found = []
     for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
         if transposed:
-            qdata = qdata.t() if x.ndim == 2 else qdata.t().view(x.shape)
+            qdata = qdata.t()  # a matrix, with rows of zeros up to a multiple of 16
         found.append(placed(qdata, scales[i], plan.schemes[i], layout))
     return found
 

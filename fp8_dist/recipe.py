@@ -105,8 +105,8 @@ class Recipe:
             if scheme is None:
                 taken.append(None)
             else:
-                second = is_second(operand, gemm) and not scheme.is_recast_for_rows
-                taken.append((scheme, transposes and second))
+                second = is_second(operand, gemm) and scheme.needs_alignment
+                taken.append((scheme, transposes and second and not scheme.is_recast_for_rows))
         copies = list(dict.fromkeys(filter(None, taken)))
         schemes = tuple(dict.fromkeys(scheme for scheme, _ in copies))
         of = tuple(schemes.index(scheme) for scheme, _ in copies)

@@ -35,7 +35,6 @@ from fp8_dist.kernels.fp32_blocks import (
 )
 from fp8_dist.kernels.folding import fold_groups as fold_groups, unit_scales as unit_scales
 from fp8_dist.kernels.gemm import (
-    ALIGNMENT as ALIGNMENT,
     GemmOptions as GemmOptions,
     block_scaled_mm as block_scaled_mm,
     dequantize_blocks as dequantize_blocks,
@@ -56,6 +55,7 @@ from fp8_dist.kernels.grouped import (
     without_empty as without_empty,
 )
 from fp8_dist.kernels.quantization import (
+    ALIGNMENT as ALIGNMENT,
     cast_and_record as cast_and_record,
     cast_copies as cast_copies,
     cast_rows as cast_rows,

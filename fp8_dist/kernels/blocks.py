@@ -25,7 +25,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies, transposed_copy
+from fp8_dist.kernels.quantization import (
+    Tensors,
+    as_matrix,
+    empty_copies,
+    empty_transposed,
+    transposed_copy,
+)
 from fp8_dist.kernels.scale import magnitudes, scaling_from_amax
 
 NAN_EXPONENT = 255
@@ -252,7 +258,7 @@ def empty_reblocked(
     transposed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate the results of :func:`reblock`, uninitialized."""
-    (data,) = empty_copies(qdata, qdata.dtype, [transposed])
+    data = empty_transposed(qdata, rows) if transposed else qdata.new_empty(qdata.shape)
     return data, empty_exponents(qdata, (rows, 1, 0, 0))
 
 
@@ -279,7 +285,8 @@ def reblock(
         exponents: the exponents of its blocks.
         rows: number of rows of the new blocks. The first block begins at the first row.
         rule: rule of the new exponents. *floor* would let float8 values saturate again.
-        transposed: return the data as ``[K, M]``, for a GEMM that reads it transposed.
+        transposed: return the data as ``[K, P]``, for a GEMM that reads it transposed. P is M
+            rounded up to whole blocks, by zeros.
 
     Returns:
         The data, ``[M, K]`` of the dtype of ``qdata``, and the exponents of the new blocks
@@ -287,7 +294,7 @@ def reblock(
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
     result, found = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
-    return result.t().contiguous() if transposed else result, found
+    return transposed_copy(result, rows) if transposed else result, found
 
 
 def cast_columns_of_blocks(

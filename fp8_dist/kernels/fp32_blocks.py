@@ -20,7 +20,7 @@ from fp8_dist.kernels.blocks import (
     scaled_by,
 )
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.quantization import empty_copies
+from fp8_dist.kernels.quantization import empty_transposed, transposed_copy
 
 EPS = 1e-10
 
@@ -70,7 +70,7 @@ def quantize_by_scales(
     "reblock_by_scales(Tensor qdata, Tensor scales, int[] blocks, int rows, bool divides, "
     "bool transposed=False) -> (Tensor, Tensor)",
     fake=lambda qdata, scales, blocks, rows, divides, transposed=False: (
-        *empty_copies(qdata, qdata.dtype, [transposed]),
+        empty_transposed(qdata, rows) if transposed else qdata.new_empty(qdata.shape),
         scales.new_empty(exponents_shape(qdata.shape, (rows, 1, 0, 0))),
     ),
 )
@@ -91,7 +91,7 @@ def reblock_by_scales(
     values, columns = scaled_by(qdata.to(torch.float32), scales, blocks), (rows, 1, 0, 0)
     found = scales_of(block_amaxes(values, columns), qdata.dtype)
     data = quantize_by_scales.portable(values, found, qdata.dtype, columns, divides)
-    return data.t().contiguous() if transposed else data, found
+    return transposed_copy(data, rows) if transposed else data, found
 
 
 @custom_op(

@@ -19,11 +19,10 @@ from fp8_dist.device import device_has_float8_gemm, e4m3
 from fp8_dist.env import strict_alignment
 from fp8_dist.kernels.blocks import fp32_scales, scaled_by
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.quantization import transposed_copy
+from fp8_dist.kernels.quantization import ALIGNMENT, rounded_up, transposed_copy
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import native_scaled_mm
 
-ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 # Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
 GemmOptions = tuple[bool, bool, bool]
 
@@ -73,14 +72,14 @@ def scaled_mm_with(
     """
     use_fast_accum, pad_inner_dim, emulate = options
     per_element = _check_scales(a, b, scale_a, scale_b)
-    (rows, inner), columns = a.shape, b.shape[1]
-    if not (rows and inner and columns):
+    rows, columns = a.shape[0], b.shape[1]
+    if not min(*a.shape, *b.shape):
         return torch.zeros(rows, columns, dtype=out_dtype, device=a.device)
     if per_element:
         with torch.autocast(a.device.type, enabled=False):
             wide = torch.mm(a.to(torch.float32) * scale_a, b.to(torch.float32) * scale_b)
         return wide.to(out_dtype)
-    aligned = not (inner % ALIGNMENT or columns % ALIGNMENT)
+    aligned = not any(size % ALIGNMENT for size in (a.shape[1], *b.shape))
     if not aligned and needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
         if scale_b.numel() > 1 and b.shape[1] > columns:
@@ -89,6 +88,7 @@ def scaled_mm_with(
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
         # Autocast would narrow the wider type. If it is off, disabling it again would cost time.
+        a, b = of_same_depth(a, b)
         autocast = torch.is_autocast_enabled(a.device.type)
         with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
             out = emulated(a, b, scale_a, scale_b, out_dtype)
@@ -119,7 +119,8 @@ def scaled_mm(
 
     Args:
         a: ``[M, K]``, any strides, a float8 dtype.
-        b: ``[K, N]``, any strides, a float8 dtype.
+        b: ``[K, N]``, any strides, a float8 dtype. Of either operand, K may be rounded up to a
+            multiple of ``ALIGNMENT`` by zeros.
         scale_a: fp32, 0-dim, ``[M, 1]`` or ``[M, K]``. No float8 GEMM takes ``[M, K]``, so the
             product is then computed in fp32.
         scale_b: fp32, 0-dim, ``[1, N]`` or ``[K, N]``. The product is computed in fp32 for
@@ -155,7 +156,9 @@ def fusible_scaled_mm(
     use_fast_accum, _, emulate = options
     if emulate or not device_has_float8_gemm(a.device):
         return None
-    if not min(*a.shape, *b.shape) or b.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT:
+    if not min(*a.shape, *b.shape) or a.shape[1] != b.shape[0]:
+        return None
+    if b.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT:
         return None
     return _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
 
@@ -230,18 +233,35 @@ def _has_slow_rowwise_gemm() -> bool:
 
 
 def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]:
-    inner, columns = b.shape
+    inner, columns = min(a.shape[1], b.shape[0]), b.shape[1]
     if not pad_inner_dim:
         raise ValueError(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} (local shapes): the inner dim "
             f"{inner} and the last dim {columns} must be multiples of {ALIGNMENT} on this "
             "device; set Float8LinearConfig.pad_inner_dim=True or leave the layer unconverted"
         )
-    more_inner, more_columns = -inner % ALIGNMENT, -columns % ALIGNMENT
+    # A transposed copy is padded as it is written.
+    a, b = row_major(a), row_major(b.t())
+    inner = rounded_up(inner)
+    return padded(a, len(a), inner), padded(b, rounded_up(columns), inner).t()
+
+
+def padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Pad a matrix with zeros to ``[rows, columns]``, unless it is as large."""
+    missing = (0, columns - x.shape[1], 0, rows - x.shape[0])
+    if not any(missing):
+        return x
     # Pad bytes, because torch does not pad float8 data.
-    a_bytes = pad(a.view(torch.uint8), (0, more_inner))
-    b_bytes = pad(b.view(torch.uint8), (0, more_columns, 0, more_inner))
-    return a_bytes.view(a.dtype), b_bytes.view(b.dtype)
+    return pad(x.view(torch.uint8), missing).view(x.dtype) if x.itemsize == 1 else pad(x, missing)
+
+
+def of_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave out the zeros that only one of two operands has at the end of the contracted dim."""
+    depth = min(a.shape[1], b.shape[0])
+    return (
+        a if a.shape[1] == depth else a[:, :depth],
+        b if b.shape[0] == depth else b[:depth],
+    )
 
 
 @custom_op("dequantize_blocks(Tensor x, Tensor scales, int[] blocks, ScalarType dtype) -> Tensor")
@@ -306,7 +326,7 @@ def block_scaled_mm(
 
     Args:
         a: float8, ``[M, K]``, any strides.
-        b: float8, ``[K, N]``, any strides.
+        b: float8, ``[K, N]``, any strides. Of either operand, K may be rounded up by zeros.
         scales_a, scales_b: the scales of the blocks of ``a`` and of ``b``, both uint8 exponents
             or both fp32.
         blocks_a, blocks_b: the blocks of ``a`` and of ``b``, see :mod:`fp8_dist.kernels.blocks`.
@@ -318,6 +338,7 @@ def block_scaled_mm(
     """
     narrow = out_dtype is torch.bfloat16 and scales_a.dtype is torch.uint8
     wide = torch.bfloat16 if narrow else torch.float32
+    a, b = of_same_depth(a, b)
     left = dequantize_blocks(a, scales_a, blocks_a, wide)
     right = dequantize_blocks(b, scales_b, blocks_b, wide)
     with torch.autocast(a.device.type, enabled=False):
@@ -330,14 +351,17 @@ def gemm_scales(a: Tensor, b: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor
 
     Args:
         a, b: the exponents or fp32 scales of each operand, ``[R, C]``, any strides.
-        multiple: pad the scales of ``b`` with rows of zeros to a multiple of this.
+        multiple: of the number of rows of ``b``.
 
     Returns:
-        The scales of ``a`` and of ``b``, fp32 ``[R, C]`` (R of ``b`` is padded) with strides
-        ``(1, R)``.
+        The scales of ``a`` and of ``b``, fp32 ``[R, C]`` with strides ``(1, R)``. R is rounded up,
+        of ``a`` to a multiple of ``ALIGNMENT``, by zeros.
     """
-    of_b = pad(fp32_scales(b), (0, 0, 0, -len(b) % multiple))
-    return fp32_scales(a).t().contiguous().t(), of_b.t().contiguous().t()
+    sizes = rounded_up(len(a)), rounded_up(len(b), multiple)
+    of_a, of_b = (
+        padded(fp32_scales(x), size, x.shape[1]) for x, size in zip((a, b), sizes, strict=True)
+    )
+    return of_a.t().contiguous().t(), of_b.t().contiguous().t()
 
 
 @custom_op("tiled_exponents(Tensor a, Tensor b, int repeats=1) -> (Tensor, Tensor)")

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 
 from fp8_dist.device import device_has_grouped_gemm, device_kind, e4m3
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.gemm import ALIGNMENT, in_tiles
-from fp8_dist.kernels.quantization import transposed_copy
+from fp8_dist.kernels.gemm import in_tiles
+from fp8_dist.kernels.quantization import ALIGNMENT, transposed_copy
 from fp8_dist.torch_internals import native_scaled_grouped_mm
 
 

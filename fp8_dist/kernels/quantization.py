@@ -2,8 +2,9 @@
 
 The GEMMs that read a tensor may need copies with different scales (per row, per column) or in
 different memory layouts: a GEMM that contracts the rows of a matrix reads it transposed. A
-*transposed* copy of ``[..., K]`` is the contiguous matrix ``[K, M]``, where M is the product of the
-other sizes.
+*transposed* copy of ``[..., K]`` is the contiguous matrix ``[K, P]``. P is the product of the other
+sizes, M, rounded up to a multiple of ``ALIGNMENT``. The columns from M on are zeros, which add
+nothing to a product.
 
 Two lists specify the copies. ``of[i]`` is the index of the multiplier (or amax) of copy i.
 ``transposed[i]`` says whether copy i is transposed.
@@ -18,6 +19,8 @@ from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.scale import amax, scaling_from_amax
 
 Tensors = list[torch.Tensor]
+
+ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
 
 @custom_op(
@@ -55,9 +58,14 @@ def multiplied(
     return product.clamp_(-limit, limit)
 
 
+def rounded_up(size: int, multiple: int = ALIGNMENT) -> int:
+    """Round a size up to a multiple."""
+    return (size + multiple - 1) // multiple * multiple
+
+
 def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
     """Allocate the float8 copies of a local tensor, uninitialized."""
-    turned = (x.shape[-1] if x.ndim else 1, math.prod(x.shape[:-1]))
+    turned = (x.shape[-1] if x.ndim else 1, rounded_up(math.prod(x.shape[:-1])))
     return [x.new_empty(turned if each else x.shape, dtype=dtype) for each in transposed]
 
 
@@ -81,13 +89,28 @@ def quantize_copies(
     return [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies]
 
 
-@custom_op(
-    "transposed_copy(Tensor x) -> Tensor",
-    fake=lambda x: x.new_empty((*x.shape[:-2], x.shape[-1], x.shape[-2])),
-)
-def transposed_copy(x: torch.Tensor) -> torch.Tensor:
-    """Copy contiguous matrices ``[..., M, K]`` to their contiguous transposes ``[..., K, M]``."""
-    return x.mT.contiguous()
+def empty_transposed(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
+    """Allocate the result of :func:`transposed_copy`, uninitialized."""
+    *others, rows, columns = x.shape
+    return x.new_empty((*others, columns, rounded_up(rows, multiple)))
+
+
+@custom_op("transposed_copy(Tensor x, int multiple=16) -> Tensor", fake=empty_transposed)
+def transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
+    """Copy contiguous matrices ``[..., M, K]`` of 1-byte elements to contiguous transposes.
+
+    Args:
+        multiple: round the number of columns up to a multiple of this, by columns of zeros.
+
+    Returns:
+        ``[..., K, P]``.
+    """
+    if not x.shape[-2] % multiple:
+        return x.mT.contiguous()
+    out = empty_transposed(x, multiple)
+    out[..., : x.shape[-2]].copy_(x.mT)
+    out[..., x.shape[-2] :].view(torch.uint8).zero_()
+    return out
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ inputs. Therefore each cast has a number, which the Float8Tensor carries to the 
 """
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -194,7 +195,8 @@ def observe_copies(
     """:func:`observe` each cast among the copies of an operand; in eager code, in one call."""
     lows: dict[tuple[Gemm, ...], Quantized] = {}
     for quantized in made:
-        lows.setdefault(owner.gemms_of(operand, quantized.scheme), quantized)
+        low = _like(high, quantized)
+        lows.setdefault(owner.gemms_of(operand, quantized.scheme), low)
     if not torch.compiler.is_compiling():
         _show(owner, operand, high, lows, repeats)
         return made
@@ -202,6 +204,14 @@ def observe_copies(
     for gemms, low in lows.items():
         shown[low.scheme] = observe(owner, operand, gemms, high, low, repeats)
     return [each._replace(scales=(shown[each.scheme], *each.scales[1:])) for each in made]
+
+
+def _like(high: torch.Tensor, low: Quantized) -> Quantized:
+    """A copy in the shape of what was cast: a transposed copy may have more rows, of zeros."""
+    if low.qdata.shape == high.shape:
+        return low
+    rows = math.prod(high.shape[:-1])
+    return low._replace(qdata=low.qdata[:rows].view(high.shape))
 
 
 def _show(owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts, repeats: bool) -> None:

@@ -187,6 +187,8 @@ def _observed(
         if gemm == "grad_input":
             folds, scale = folded_in.reshape(-1), own(scale)
         else:
+            if qdata.ndim == 2:  # a transposed copy may have more rows, of zeros
+                qdata = qdata[: folded_in.numel()]
             folds = own(folded_in.reshape(*qdata.shape[:-1], 1))
         part = own(as_bytes(qdata)).view(qdata.dtype)
         folded, low = high.reshape(part.shape) * folds, Quantized(part, (scale,), left.scheme)

@@ -98,7 +98,8 @@ class Scheme:
             weight as float8. Activations are redistributed as float8 if, in addition, each level
             has one scale for the tensor or scales of single rows (:meth:`can_move`).
         needs_alignment: whether :meth:`multiply` on a GPU takes only sizes that are multiples of
-            16. Layers of other sizes are then refused.
+            16. Layers of other sizes are then refused, and the GEMM that contracts rows is given a
+            transposed copy, with zeros up to a multiple of 16 rows.
         key: the name of the scheme in operators, flattened tensors and files (see
             :func:`scheme_named`).
         levels: the levels of scales, the coarsest first.
@@ -295,7 +296,8 @@ class Scheme:
             statistics: the global statistics of the blocks of ``x``. ``None`` means that ``x`` has
                 all values of these blocks, and is measured.
             start: the offset of ``x`` within its first blocks.
-            transposed: for each copy, whether it is written as the matrix ``[K, M]``.
+            transposed: for each copy, whether it is written as the matrix ``[K, P]``, see
+                :mod:`fp8_dist.kernels.quantization`.
             fits: whether no value exceeds the statistics, so that none can saturate.
 
         Returns:

@@ -87,7 +87,8 @@ def test_casts_in_blocks_equal_those_of_the_cpu(
         for rows, transposed in product((32, 128), (False, True)):
             expected = reblock(on_cpu[1], on_cpu[0], blocks, rows, rule and "ceil")
             found = reblock(qdata, exponents, blocks, rows, rule and "ceil", transposed)
-            assert same_values(found[0].t() if transposed else found[0], expected[0])
+            data = found[0].t()[: len(qdata)] if transposed else found[0]
+            assert same_values(data, expected[0])
             assert same_values(found[1], expected[1])
 
 

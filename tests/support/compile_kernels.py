@@ -214,6 +214,13 @@ def call_all(run: Any) -> None:
     run(encoding.sum_of_rows, codes, each, x[:half], 1)
     run(encoding.sum_of_rows, x.view(2, -1, K), None, x[:half].float(), 1)
     run(kernels.transposed_copy, data)
+    # Packed sequences have any number of tokens.
+    some = x[1:]
+    run(kernels.cast_copies, some, [one], e4m3, False, [0, 0], both)
+    run(kernels.cast_copies, some, [rows[1:], columns], e4m3, True, [0, 1], both)
+    run(fold_gradient, some, e4m3, columns.view(-1), rows[1:].view(-1), True)
+    run(kernels.reblock, data[1:], numbers[1:], (1, 128, 0, 0), 128, "ceil", True)
+    run(kernels.transposed_copy, data[1:])
     source = torch.arange(M)
     run(kernels.transposed_groups, data, source)
     s, group = columns.repeat(2, 1), source // half

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist import kernels
 from fp8_dist.kernels.cuda.triton import amaxes, folded
 from fp8_dist.kernels.cuda.triton.folded import UNIT, _g0
 from fp8_dist.kernels.cuda.triton.launch import (
@@ -17,7 +16,13 @@ from fp8_dist.kernels.cuda.triton.launch import (
     tiles,
     tuned,
 )
-from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude, store_tile
+from fp8_dist.kernels.cuda.triton.rounding import (
+    indices,
+    load_tile,
+    magnitude,
+    store_tile,
+    to_float8,
+)
 
 M, K = 8192, 4096
 
@@ -64,6 +69,15 @@ def _approximate(
     store_tile(out, load_tile(x, i, j) / tl.load(scale), i, j, x[1], x[2])
 
 
+@tuned(blocks(4, BM=64, BN=64), blocks(8, BM=128, BN=64))
+@triton.jit
+def _unpadded(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> None:
+    # Rows of the transposed copy are as long as there are tokens, whose number is odd.
+    i, j = indices(tl.program_id(0), BM), indices(tl.program_id(1), BN)
+    code = to_float8(load_tile(x, i, j), 7, False)
+    store_tile(out, tl.trans(code), j, i, x[2], x[1])
+
+
 def call_former(run: Any) -> None:
     """Launch every kernel; see :func:`compile_kernels.call_all`."""
     e4m3, cpu = torch.float8_e4m3fn, torch.device("cpu")
@@ -80,5 +94,4 @@ def call_former(run: Any) -> None:
     out = torch.empty(M, K, dtype=torch.uint8)
     constants = {"STEPS": 8, **float8_constants(e4m3, cpu)}
     wide(tiles(M, K), (), cpu, matrix(x), (rows, rows), columns, rows, out, bits, **constants)
-    # Rows that are not aligned: packed sequences of 8191 tokens.
-    run(kernels.cast_copies, x[1:], [torch.empty(())], e4m3, False, [0, 0], [False, True])
+    _unpadded(tiles(M, K), (), cpu, matrix(x[1:]), out)

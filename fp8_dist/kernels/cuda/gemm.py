@@ -16,12 +16,14 @@ from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
 from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
 from fp8_dist.kernels.gemm import (
-    ALIGNMENT,
     block_scaled_mm,
     gemm_scales,
+    of_same_depth,
+    padded,
     row_major,
     tiled_exponents,
 )
+from fp8_dist.kernels.quantization import ALIGNMENT, rounded_up
 from fp8_dist.text import warn_once
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
@@ -46,7 +48,8 @@ def block_mm(
     if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
         return None
     rows, columns = a.shape[0], b.shape[1]
-    a = row_major(_in_whole_blocks(a, blocks_a))
+    a, b = of_same_depth(a, b)
+    a = _with_whole_rows(row_major(_in_whole_blocks(a, blocks_a)))
     b = row_major(_in_whole_blocks(b, blocks_b).t()).t()
     options = _hopper_options if kind == "hopper" else _blackwell_options
     scaling = options(scales_a, scales_b, blocks_b)
@@ -73,7 +76,7 @@ def _fits(
         and others_columns in (1, block)
         and first == others_first  # blocks of both begin at the same indices of the contracted dim
         and min(*a.shape, *b.shape) > 0
-        and not (a.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT)
+        and not b.shape[1] % ALIGNMENT
     )
 
 
@@ -91,12 +94,23 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
     return pad(x.view(torch.uint8), missing).view(x.dtype)  # torch does not pad float8 data
 
 
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """Add rows of any values, up to a multiple of ``ALIGNMENT``, without a copy if possible.
+
+    Casts leave memory for them (:class:`fp8_dist.kernels.cuda.triton.launch.Layouts`).
+    """
+    rows, columns = rounded_up(len(x)), x.shape[1]
+    if (x.storage_offset() + rows * columns) * x.itemsize <= x.untyped_storage().nbytes():
+        return x.as_strided((rows, columns), (columns, 1))
+    return padded(x, rows, columns)
+
+
 def _hopper_options(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int]) -> dict[str, Any]:
     """Return the options of Hopper's GEMM.
 
-    The scales of ``a`` are ``[M, K / 128]``. Those of ``b`` are ``[N, K / 128]`` for blocks of one
-    column, and ``[L, N / 128]`` for square blocks, where L is ``K / 128`` rounded up to a multiple
-    of 4. The first dim of all of them is contiguous in memory.
+    The scales of ``a`` are ``[M, K / 128]``, with M rounded up as in the data. Those of ``b`` are
+    ``[N, K / 128]`` for blocks of one column, and ``[L, N / 128]`` for square blocks, where L is
+    ``K / 128`` rounded up to a multiple of 4. The first dim of all of them is contiguous in memory.
     """
     rows = ScalingType.BlockWise1x128
     if blocks_b[1] == 1:
@@ -164,8 +178,8 @@ def _why_in_high_precision(kind: str | None, size: int, a: Tensor, b: Tensor) ->
         return "this device, or this build of torch, has no such GEMM; use rowwise_folded"
     if size != _BLOCK[kind]:
         return f"this device multiplies blocks of {_BLOCK[kind]} values; use {BLOCK_RECIPES[kind]}"
-    if a.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT:
-        return f"the sizes of the product must be multiples of {ALIGNMENT}; pad the batch"
+    if b.shape[1] % ALIGNMENT:
+        return f"the layer's features must be multiples of {ALIGNMENT}"
     return "the device's GEMM does not take these dtypes or shapes of blocks"
 
 

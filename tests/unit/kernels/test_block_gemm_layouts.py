@@ -19,6 +19,7 @@ SIZES = {
     "whole blocks": (256, 512, 384, 0),
     "one block": (128, 128, 128, 0),
     "a part of blocks": (48, 208, 80, 0),
+    "tokens that are no multiple of 16": (63, 256, 80, 0),
     "blocks that shards cut": (64, 320, 256, 64),
 }
 
@@ -71,7 +72,6 @@ def test_what_the_devices_do_not_multiply(kind: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(block_gemm, "device_kind", lambda device: kind)
     a, b, of_a, of_b, blocks_a, blocks_b = operands(kind, "output", (64, 320, 64, 0))
     for left, right, blocks, dtype in (
-        (a[:7], b, blocks_a, torch.bfloat16),
         (a, b[:, :9], blocks_a, torch.bfloat16),
         (a[:0], b, blocks_a, torch.bfloat16),
         (a, b, (*blocks_a[:3], 16), torch.bfloat16),
@@ -92,7 +92,7 @@ def test_a_gemm_in_high_precision_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(block_gemm, "device_has_float8_gemm", lambda device: True)
     multiply = block_gemm.block_scaled_mm.implementations["cuda"]
     told = []
-    for kind, of, rows in (
+    for kind, of, columns in (
         (None, "hopper", 64),
         ("hopper", "blackwell", 64),
         ("blackwell", "hopper", 64),
@@ -100,17 +100,17 @@ def test_a_gemm_in_high_precision_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         ("hopper", "hopper", 61),
     ):
         monkeypatch.setattr(block_gemm, "device_kind", lambda device, kind=kind: kind)
-        given = tree_map_only(torch.Tensor, zeros, operands(of, "output", (rows, 256, 64, 0)))
+        given = tree_map_only(torch.Tensor, zeros, operands(of, "output", (63, 256, columns, 0)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert multiply(*given, torch.bfloat16, False).shape == (rows, 64)
+            assert multiply(*given, torch.bfloat16, False).shape == (63, columns)
             multiply(*given, torch.bfloat16, True)  # asked for, so it says nothing
         told += [str(each.message) for each in caught]
     assert_expected_inline(
         "\n".join(told),
         """\
-float8 GEMM of (64, 256) by (256, 64) with one scale per block of 128 values: it runs in high precision, no faster than without float8; this device, or this build of torch, has no such GEMM; use rowwise_folded
-float8 GEMM of (64, 256) by (256, 64) with one scale per block of 32 values: it runs in high precision, no faster than without float8; this device multiplies blocks of 128 values; use blockwise
-float8 GEMM of (64, 256) by (256, 64) with one scale per block of 128 values: it runs in high precision, no faster than without float8; this device multiplies blocks of 32 values; use mxfp8
-float8 GEMM of (63, 256) by (256, 64) with one scale per block of 128 values: it runs in high precision, no faster than without float8; the sizes of the product must be multiples of 16; pad the batch""",
+float8 GEMM of (63, 256) by (256, 64) with one scale per block of 128 values: it runs in high precision, no faster than without float8; this device, or this build of torch, has no such GEMM; use rowwise_folded
+float8 GEMM of (63, 256) by (256, 64) with one scale per block of 32 values: it runs in high precision, no faster than without float8; this device multiplies blocks of 128 values; use blockwise
+float8 GEMM of (63, 256) by (256, 64) with one scale per block of 128 values: it runs in high precision, no faster than without float8; this device multiplies blocks of 32 values; use mxfp8
+float8 GEMM of (63, 256) by (256, 63) with one scale per block of 128 values: it runs in high precision, no faster than without float8; the layer's features must be multiples of 16""",
     )

@@ -61,10 +61,8 @@ def test_bounds_refuse_the_kernels_that_they_were_written_for(tmp_path: Path) ->
         ("_tiles", "BM=16 BN=128 warps=4"): {"conflicts"},
         ("_tiles", "BM=32 BN=128 warps=8"): {"conflicts"},
         ("_fold_rows", "BM=8 BN=2048 warps=4"): {"spills"},
-        ("_cast", "BM=64 BN=64 warps=4"): {"narrow"},
-        ("_cast", "BM=64 BN=128 warps=8"): {"narrow"},
-        ("_cast", "BM=128 BN=64 warps=8"): {"narrow"},
-        ("_cast", "BM=32 BN=128 warps=4"): {"narrow"},
+        ("_unpadded", "BM=64 BN=64 warps=4"): {"narrow"},
+        ("_unpadded", "BM=128 BN=64 warps=8"): {"narrow"},
     }
 
 

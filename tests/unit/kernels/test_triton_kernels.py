@@ -10,6 +10,7 @@ from itertools import cycle, product
 import pytest
 import torch
 from implementations import check_operator, implementation, note_launches
+from torch.nn.functional import pad
 
 from fp8_dist import kernels
 from fp8_dist.device import FLOAT8_DTYPES
@@ -153,10 +154,14 @@ def test_transposes(used: set[str]) -> None:
     for shape in SHAPES:
         for view in views(torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)):
             for data in (view, view.view(E4M3)):
-                found = implementation(transposed_copy)(data)
-                assert found.dtype == data.dtype
-                assert found.is_contiguous()
-                assert torch.equal(found.view(torch.uint8), view.t())
+                for multiple in (16, 256):
+                    found = implementation(transposed_copy)(data, multiple)
+                    assert found.dtype == data.dtype
+                    assert found.is_contiguous()
+                    rows = len(data) + -len(data) % multiple
+                    expected = pad(view.t(), (0, rows - len(data)))
+                    assert torch.equal(found.view(torch.uint8), expected)
+                    check_operator(transposed_copy, data, multiple)
     assert used == {"_transpose"}
 
 

@@ -31,6 +31,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     indices,
     magnitude,
     saturated,
+    store_transposed,
     to_float8,
 )
 from fp8_dist.kernels.gemm import (
@@ -40,6 +41,7 @@ from fp8_dist.kernels.gemm import (
     tiled_exponents,
     transposed_blocks,
 )
+from fp8_dist.kernels.quantization import rounded_up
 
 
 @triton.jit
@@ -108,7 +110,7 @@ def _reblock(
     code = to_float8(v, BIAS, SOFT)
     mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
     if TRANSPOSED:
-        tl.store(qdata + j[:, None] * M + i[None, :], tl.trans(code), mask=tl.trans(mask))
+        store_transposed(qdata, code, i, j, M, K, MULTIPLE=NEW_ROWS, IS_PART=True)
     else:
         tl.store(qdata + i[:, None] * K + j[None, :], code, mask=mask)
 
@@ -170,15 +172,16 @@ def _store_scales(
 def _gemm_scales(
     a: tl.tuple,
     scales_a: tl.tensor,
+    padded_a: tl.tensor,
     b: tl.tuple,
     scales_b: tl.tensor,
     padded_b: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     # One instance: BLOCK scales of one operand. Moves 5 bytes per scale.
-    block, of_a = tl.program_id(0), tl.cdiv(a[1] * a[2], BLOCK)
+    block, of_a = tl.program_id(0), tl.cdiv(padded_a * a[2], BLOCK)
     if block < of_a:
-        _store_scales(a, scales_a, a[1], block, BLOCK)
+        _store_scales(a, scales_a, padded_a, block, BLOCK)
     else:
         _store_scales(b, scales_b, padded_b, block - of_a, BLOCK)
 
@@ -302,10 +305,12 @@ def _scales_of_both(
     a: torch.Tensor, b: torch.Tensor, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert the exponents of both operands in one launch; 5 bytes per block."""
-    padded = -(-b.shape[0] // multiple) * multiple
-    of_a = torch.empty(a.shape[1], a.shape[0], dtype=torch.float32, device=a.device)
-    of_b = torch.empty(b.shape[1], padded, dtype=torch.float32, device=a.device)
-    arguments = matrix(a), of_a, matrix(b), of_b, padded
+    rows = rounded_up(len(a)), rounded_up(len(b), multiple)
+    of_a, of_b = (
+        torch.empty(x.shape[1], padded, dtype=torch.float32, device=a.device)
+        for x, padded in zip((a, b), rows, strict=True)
+    )
+    arguments = matrix(a), of_a, rows[0], matrix(b), of_b, rows[1]
     _gemm_scales(_of_both(of_a, of_b), (), a.device, *arguments)
     return of_a.t(), of_b.t()
 

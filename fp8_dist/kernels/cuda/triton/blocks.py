@@ -36,9 +36,10 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     multiplier_of,
     saturated,
+    store_transposed,
     to_float8,
 )
-from fp8_dist.kernels.quantization import Tensors
+from fp8_dist.kernels.quantization import Tensors, rounded_up
 
 # Limits of a block's sides and area: a tile of whole blocks must fit into registers.
 _LONGEST, _LARGEST = 256, 128 * 128
@@ -141,8 +142,7 @@ def _cast_blocks(
         if copies[0] is not None:
             tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
         if copies[1] is not None:
-            out = copies[1] + j[:, None] * M + i[None, :]
-            tl.store(out, tl.trans(code), mask=tl.trans(mask))
+            store_transposed(copies[1], code, i, j, M, K, IS_PART=True)
 
 
 def takes_size(rows: int, columns: int) -> bool:
@@ -177,7 +177,7 @@ def _launch(
     rows, columns, first_row, first_column = of
 
     def grid(chosen: Sizes) -> tuple[int, int]:
-        down = programs(first_row + M, max(rows, chosen["BM"]))
+        down = programs(first_row + rounded_up(M), max(rows, chosen["BM"]))
         return down, programs(first_column + K, max(columns, chosen["BN"]))
 
     if x.numel():

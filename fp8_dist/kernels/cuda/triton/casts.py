@@ -35,14 +35,17 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     saturated,
     store_layouts,
     store_tile,
+    store_transposed,
     to_float8,
 )
 from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import (
+    ALIGNMENT,
     Tensors,
     cast_and_record,
     cast_copies,
     cast_rows,
+    empty_transposed,
     quantize,
     quantize_copies,
     transposed_copy,
@@ -185,7 +188,7 @@ def _cast_rows_and_columns(
     v = load_tile(x, i, j)
     store_tile(by_rows, to_float8(v * row[:, None], BIAS, SOFT), i, j, M, K)
     code = to_float8(v * column[None, :], BIAS, SOFT)
-    store_tile(by_columns_t, tl.trans(code), j, i, K, M)
+    store_transposed(by_columns_t, code, i, j, M, K)
 
 
 @tuned(blocks(1))
@@ -215,16 +218,18 @@ def _transpose(
     out: tl.tensor,
     M: tl.tensor,
     K: tl.tensor,
+    MULTIPLE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
     # One instance: a tile of [BM, BN] of one matrix. Moves 2 bytes per element.
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
-    matrix = tl.program_id(2).to(tl.int64) * M * K
+    matrix = tl.program_id(2).to(tl.int64) * K
+    columns = tl.cdiv(M, MULTIPLE) * MULTIPLE
     mask = (i[:, None] < M) & (j[None, :] < K)
-    data = tl.load(x + matrix + i[:, None] * K + j[None, :], mask=mask, other=0)
-    store_tile(out + matrix, tl.trans(data), j, i, K, M)
+    data = tl.load(x + matrix * M + i[:, None] * K + j[None, :], mask=mask, other=0)
+    store_tile(out + matrix * columns, tl.trans(data), j, i, K, columns)
 
 
 @tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
@@ -455,16 +460,17 @@ def _cast_and_record(
     return [amax, *poisoned, largest, *layouts.copies(transposed)]
 
 
-@fused(transposed_copy, lambda x: x.is_contiguous())
-def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
+@fused(transposed_copy, lambda x, *_: x.is_contiguous())
+def _transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
     """Transpose matrices in one launch; 2 bytes per element."""
     *others, M, K = x.shape
-    out = x.new_empty((*others, K, M))
+    out = empty_transposed(x, multiple)
     _transpose(
-        lambda chosen: (*tiles(M, K)(chosen), math.prod(others)),
+        lambda chosen: (*tiles(out.shape[-1], K)(chosen), math.prod(others)),
         (size_class(M, K),),
         x.device,
         *(as_bytes(x), as_bytes(out), M, K),
+        MULTIPLE=multiple,
     )
     return out
 

@@ -33,6 +33,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     reciprocal,
     saturated,
     store_tile,
+    store_transposed,
     to_float8,
 )
 from fp8_dist.kernels.folding import UNIT as FOLDED_UNIT
@@ -88,7 +89,7 @@ def _g0(
 
 
 # As wide as STRIPES, and 16 bytes of g1 for each thread.
-@tuned(blocks(4, BM=2, BN=2048), blocks(2, BM=2, BN=1024), blocks(4, BM=4, BN=2048))
+@tuned(blocks(4, BM=2, BN=2048), blocks(2, BM=2, BN=1024), blocks(8, BM=2, BN=4096))
 @triton.jit
 def _fold_rows(
     grad: tl.tuple,
@@ -149,8 +150,7 @@ def _fold_columns(
     if tl.program_id(0) == 0:
         tl.store(scale + j, reciprocal(m2) * (1 / UNIT), mask=j < N)
     folded = _g0(grad, m, i, j, BIAS, SOFT) * t[:, None]
-    code = to_float8(folded * m2[None, :], BIAS, SOFT)
-    store_tile(g2_t, tl.trans(code), j, i, N, M)
+    store_transposed(g2_t, to_float8(folded * m2[None, :], BIAS, SOFT), i, j, M, N)
 
 
 def _takes(grad: torch.Tensor, *arguments: object) -> bool:

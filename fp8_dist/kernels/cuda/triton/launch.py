@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.custom_op import CustomOp
-from fp8_dist.kernels.quantization import as_matrix, empty_copies
+from fp8_dist.kernels.quantization import ALIGNMENT, as_matrix, empty_copies, rounded_up
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -187,6 +187,18 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
+def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a row-major copy, with memory behind it up to a multiple of ``ALIGNMENT`` rows.
+
+    A GEMM with scales of blocks may read that many rows of its left operand.
+    """
+    columns = x.shape[-1]
+    rows = x.numel() // max(columns, 1)
+    if not rows % ALIGNMENT:
+        return x.new_empty(x.shape, dtype=dtype)
+    return x.new_empty(rounded_up(rows) * columns, dtype=dtype)[: x.numel()].view(x.shape)
+
+
 class Layouts:
     """Uninitialized float8 copies of a tensor, one in each requested layout.
 
@@ -199,8 +211,8 @@ class Layouts:
     def __init__(self, x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> None:
         self.wanted = (False in transposed, True in transposed)
         self._copies = [
-            empty_copies(x, dtype, [turned])[0] if self.wanted[turned] else None
-            for turned in (False, True)
+            _empty_rows(x, dtype) if self.wanted[0] else None,
+            empty_copies(x, dtype, [True])[0] if self.wanted[1] else None,
         ]
         self.argument = tuple(None if t is None else as_bytes(t) for t in self._copies)
 

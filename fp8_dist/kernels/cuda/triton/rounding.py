@@ -192,6 +192,31 @@ def store_tile(
 
 
 @triton.jit
+def store_transposed(
+    out: tl.tensor,
+    tile: tl.tensor,
+    i: tl.tensor,
+    j: tl.tensor,
+    M: tl.tensor,
+    K: tl.tensor,
+    MULTIPLE: tl.constexpr = 16,
+    IS_PART: tl.constexpr = False,
+) -> None:
+    """Store a tile of ``[M, K]`` in a transposed copy, with zeros up to a multiple of columns.
+
+    ``IS_PART``: i and j may be negative, where nothing is stored.
+    """
+    columns = tl.cdiv(M, MULTIPLE) * MULTIPLE
+    if columns != M:
+        tile = tl.where(i[:, None] < M, tile, 0)
+    down, across = j < K, i < columns
+    if IS_PART:
+        down, across = down & (j >= 0), across & (i >= 0)
+    places = j[:, None] * columns + i[None, :]
+    tl.store(out + places, tl.trans(tile), mask=down[:, None] & across[None, :])
+
+
+@triton.jit
 def store_layouts(
     copies: tl.tuple, tile: tl.tensor, i: tl.tensor, j: tl.tensor, M: tl.tensor, K: tl.tensor
 ) -> None:
@@ -199,7 +224,7 @@ def store_layouts(
     if copies[0] is not None:
         store_tile(copies[0], tile, i, j, M, K)
     if copies[1] is not None:
-        store_tile(copies[1], tl.trans(tile), j, i, K, M)
+        store_transposed(copies[1], tile, i, j, M, K)
 
 
 @triton.jit
