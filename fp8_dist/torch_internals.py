@@ -86,6 +86,7 @@ try:
     )
     from torch.distributed.distributed_c10d import _resolve_process_group
     from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils._pytree import tree_leaves as tree_leaves

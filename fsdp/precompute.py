@@ -283,8 +283,8 @@ def _known(
 ) -> Iterator[tuple[Float8Weight, Known, Scales | None]]:
     """Yield each weight with its statistics by scheme, and perhaps the scales of all of it.
 
-    ``weights`` maps them to their parameters.
-    These are the scales of the global weight, if FSDP2's gather can't carry them.
+    These are the scales of the global weight, if FSDP2's gather can't carry them. ``weights`` maps
+    each weight to its parameter.
     """
     local = _local_statistics(weights)
     parts = _reduced(local.values())

@@ -62,16 +62,16 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
 
 
 def magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """View floats as integers of the order of their absolute values."""
+    """Return integers that are ordered like the absolute values of floats, NaN last."""
     integer = INTEGERS[x.itemsize]
     return x.view(integer).bitwise_and(torch.iinfo(integer).max)
 
 
 def fusible_amax(x: torch.Tensor) -> torch.Tensor:
-    """Compute :func:`amax` of a non-empty tensor in a graph, by operators that Inductor fuses.
+    """Compute :func:`amax` of a tensor that is not empty, by operators that Inductor fuses.
 
-    A kernel that writes rows of ``x`` then also finds their amaxes. The bits are those of
-    :func:`amax`: Inductor rounds a value to the dtype of ``x`` before it views it as an integer.
+    Inductor can find the amaxes of rows in the kernel that writes ``x``. The bits are those of
+    :func:`amax`, because it rounds a value to the dtype of ``x`` before it views it as an integer.
     """
     largest = magnitudes(x).amax(-1).amax()
     return largest.view(x.dtype).to(torch.float32)

@@ -123,10 +123,12 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Fo
     """List the tensors of operands; in a graph each once, because dynamo refuses duplicates."""
     flat: list[torch.Tensor] = []
     forms: list[Form | None] = []
-    last, compiling = None, torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling()
+    last: Local | Recast | None = None
+    form: Form | None = None
     for operand in operands:
         if operand is None or operand is last:  # one copy of a weight often serves both GEMMs
-            forms.append(None if operand is None else forms[-1])
+            forms.append(None if operand is None else form)
             continue
         last = operand
         tensors: tuple[torch.Tensor, ...]
@@ -144,7 +146,8 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Fo
         else:
             places = range(len(flat), len(flat) + len(tensors))
             flat += tensors
-        forms.append(Form(places, *rest))
+        form = Form(places, *rest)
+        forms.append(form)
     return flat, tuple(forms)
 
 

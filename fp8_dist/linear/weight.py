@@ -374,7 +374,7 @@ class Float8Weight(StoredWeight):
     ) -> tuple[Copies, Recast | None]:
         """Cast a parameter that FSDP2 gathered in high precision, for the output.
 
-        The second result is how the backward casts it again, with the statistics found here.
+        The second result says how the backward casts it again, with the statistics found here.
         """
         layout, second = self.layout(), self.copies(_GEMMS[1:], shard.device).plan
         with torch.inference_mode(False), torch.no_grad():

@@ -43,7 +43,6 @@ _SAVED: set[Any] = {
     scaled_mm.overload,
     slots_by_expert.overload,
     weight_statistics.overload,
-    aten.amax.default,  # in compiled code on GPUs
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_dot_product_flash_attention.default,
@@ -64,4 +63,6 @@ def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) 
     This is a policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. With it,
     the recomputation repeats no collective, no GEMM and no pass over a tensor for its amax.
     """
-    return CheckpointPolicy.MUST_SAVE if func in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+    # In compiled code on GPUs an amax may be one of integers.
+    saves = func in _SAVED or (func is aten.amax.default and not args[0].dtype.is_floating_point)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE

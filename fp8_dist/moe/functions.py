@@ -310,7 +310,7 @@ def grouped_product(
 ) -> tuple[Tensor, ...]:
     """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`.
 
-    ``routing``: the way of tokens to the rows of ``groups``, to which they are sent first; see
+    ``routing``: where tokens go: they are first sent to the rows of ``groups``; see
     :func:`fp8_dist.moe.dispatch_linear`.
     """
     tensors = [weight.tensor for weight in weights]

@@ -86,6 +86,17 @@ def grouped_mm(
     if torch.compiler.is_compiling():
         operands = *flat(rows), *flat(weights), *_flat(groups, config)
         return grouped_mm_operator.overload(*operands, turn, out_dtype)
+    return _grouped_mm(rows, weights, turn, groups, out_dtype, config)
+
+
+def _grouped_mm(
+    rows: Quantized,
+    weights: Quantized,
+    turn: bool,
+    groups: Groups,
+    out_dtype: torch.dtype,
+    config: Float8ExpertsConfig,
+) -> Tensor:
     n, k = dims = weights.qdata.shape[1:]
     if has_grouped_gemm(rows.qdata, dims, out_dtype, config.emulate):
         data, scale = weights.qdata, weights.scales[0]
@@ -129,6 +140,16 @@ def grouped_gradients(
         operands = *[each for operand in of for each in flat(operand)], *_flat(groups, config)
         made = iter(grouped_gradients_operator.overload(*operands, needs, *dtypes))
         return next(made) if needs[0] else None, next(made) if needs[1] else None
+    return _grouped_gradients(of, groups, needs, dtypes, config)
+
+
+def _grouped_gradients(
+    of: Operands,
+    groups: Groups,
+    needs: tuple[bool, bool],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    config: Float8ExpertsConfig,
+) -> tuple[Tensor | None, Tensor | None]:
     grad, _, weights = of
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
     at_once = has_grouped_gemm(grad.qdata, dims, dtypes[1], config.emulate) and (
@@ -138,7 +159,7 @@ def grouped_gradients(
     of_gemm = _gradient_operands(of, groups, needs, source, config)
     of_rows = of_weights = None
     if needs[0]:
-        of_rows = grouped_mm(*of_gemm["grad_input"], False, groups, dtypes[0], config)
+        of_rows = _grouped_mm(*of_gemm["grad_input"], False, groups, dtypes[0], config)
     if needs[1]:
         turns = is_stored_transposed(weights.qdata)
         left, right = of_gemm["grad_weight"][:: -1 if turns else 1]
@@ -313,7 +334,7 @@ def grouped_mm_operator(*arguments: Any) -> Tensor:
     """Operator of :func:`grouped_mm`."""
     rows, weights = operand_of(*arguments[:4]), operand_of(*arguments[4:8])
     groups, config = Groups(*arguments[8:12]), _config(*arguments[12:15])
-    return grouped_mm(rows, weights, arguments[15], groups, arguments[16], config)
+    return _grouped_mm(rows, weights, arguments[15], groups, arguments[16], config)
 
 
 def _empty_gradients(*arguments: Any) -> list[Tensor]:
@@ -334,5 +355,5 @@ def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     of = Operands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
     groups, config = Groups(*arguments[12:16]), _config(*arguments[16:19])
     needs, *dtypes = arguments[19:]
-    made = grouped_gradients(of, groups, needs, tuple(dtypes), config)
+    made = _grouped_gradients(of, groups, needs, tuple(dtypes), config)
     return [gradient for gradient in made if gradient is not None]

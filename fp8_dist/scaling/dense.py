@@ -29,6 +29,7 @@ from fp8_dist.scaling.scheme import (
     Scheme,
     Statistics,
 )
+from fp8_dist.torch_internals import is_exporting, statically_known_true
 
 _LEVELS = {
     "tensor": Level(None, None, None),
@@ -106,9 +107,10 @@ class Dense(Scheme):
         return (amax(x, self.levels[0].covered_dims(x.ndim)),)
 
     def fusible_statistics(self, x: Tensor) -> Statistics | None:
-        if self.per != "tensor" or not fuses_casts(x) or not x.ndim or not x.numel():
-            return None
-        return (fusible_amax(x),)
+        if self.per != "tensor" or not fuses_casts(x) or is_exporting():
+            return None  # an exported program may run without rows
+        is_known = x.ndim > 0 and statically_known_true(x.numel() > 0)
+        return (fusible_amax(x),) if is_known else None
 
     def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
         if self.per not in ("tensor", "row"):

@@ -316,7 +316,10 @@ class Scheme:
         return False
 
     def fusible_statistics(self, x: Tensor) -> Statistics | None:
-        """:meth:`measure` by operators of a graph that Inductor fuses with those before, if any."""
+        """:meth:`measure` as operators of a graph that Inductor fuses with those that made ``x``.
+
+        ``None`` if there are none.
+        """
         return None
 
     def measure_with(

@@ -328,6 +328,20 @@ def test_graphs_that_find_amaxes_by_themselves(
     assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (2, 2)
 
 
+def test_amaxes_of_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator finds them where rows are counted when the graph runs, and none may be there."""
+    monkeypatch.setattr(dense, "fuses_casts", lambda x: True)
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    layer, x = Float8Linear(64, 48), torch.randn(8, 64)
+    masked = torch.compile(lambda x, mask: layer(x[mask]), backend="aot_eager", fullgraph=True)
+    sizes = ({0: torch.export.Dim("rows", min=0, max=64)},)
+    program = torch.export.export(layer, (x,), dynamic_shapes=sizes).module()
+    for rows in (3, 1, 0):
+        mask = torch.arange(8) < rows
+        assert same_bits(masked(x, mask), layer(x[mask]))
+        assert same_bits(program(x[mask]), layer(x[mask]))
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp8", "delayed"])
 def test_a_layer_whose_batches_differ(recipe: str) -> None:
     """One graph for all numbers of rows, once that is marked as dynamic."""

@@ -263,7 +263,7 @@ class Structure:
 
 
 def _gathers_outputs(block: dict[str, str]) -> bool:
-    """Return whether readers' outputs are gathered, and each writer takes its part of its input."""
+    """Whether the readers' outputs are gathered and each writer slices its own input."""
     return not _GATHERING_READER.isdisjoint(block.values())
 
 
