@@ -286,15 +286,17 @@ def reblock(
         rows: number of rows of the new blocks. The first block begins at the first row.
         rule: rule of the new exponents. *floor* would let float8 values saturate again.
         transposed: return the data as ``[K, P]``, for a GEMM that reads it transposed. P is M
-            rounded up to whole blocks, by zeros.
+            rounded up to whole blocks: there are rows of zeros behind ``qdata``.
 
     Returns:
         The data, ``[M, K]`` of the dtype of ``qdata``, and the exponents of the new blocks
         ``(rows, 1, 0, 0)``.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
+    if transposed and len(values) % rows:
+        values = torch.nn.functional.pad(values, (0, 0, 0, -len(values) % rows))
     result, found = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
-    return transposed_copy(result, rows) if transposed else result, found
+    return result.t().contiguous() if transposed else result, found
 
 
 def cast_columns_of_blocks(

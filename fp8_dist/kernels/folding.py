@@ -114,7 +114,7 @@ def fold_groups(
         scale: the scales of its rows, fp32 ``[M, 1]``, powers of two.
         weight_scale: s of each layer, ``[E, N]``; ``None`` if g1 is not needed.
         input_scale: t, ``[M]``; ``None`` if g2 is not needed.
-        group: the layer of each row, int64 ``[M]``.
+        group: the layer of each row, int64 ``[M]``, in ascending order.
         groups: the number of layers, E.
         source: write g2 as :func:`fp8_dist.kernels.transposed_groups` does.
 

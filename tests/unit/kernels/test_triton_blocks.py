@@ -122,7 +122,7 @@ def test_casts_of_special_values(used: set[str], of: torch.dtype, rule: str | No
         check_casts(x, dtype, (4, 4, 3, 1), rule, 4)
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 def test_every_exponent(used: set[str], dtype: torch.dtype) -> None:
     """Given ones, for all codes: products that saturate, that are subnormal, of NaN."""
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
@@ -130,8 +130,8 @@ def test_every_exponent(used: set[str], dtype: torch.dtype) -> None:
     x.view(16, 16, 32)[..., :4] = torch.tensor([math.inf, -math.inf, math.nan, 2.0**127])
     check_operator(quantize_block_copies, x, exponents, dtype, (1, 32, 0, 0), [False, True])
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype).expand(256, 256)
-    for rows, transposed in product((1, 32), (False, True)):
-        given = codes, exponents.view(256, 1), (1, 256, 0, 0), rows, "ceil", transposed
+    for rows, transposed, rule in product((1, 32), (False, True), (None, "ceil", "floor")):
+        given = codes, exponents.view(256, 1), (1, 256, 0, 0), rows, rule, transposed
         check_operator(reblock, *given)
 
 

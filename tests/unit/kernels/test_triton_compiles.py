@@ -16,12 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "compile_kernels.py"
 # They move a few numbers.
 FEW = ("_gemm_scales", "_tiled_exponents", "_scaling", "_scaling_of_columns", "_record")
-# Bounds that kernels do not keep yet, with any choice of block sizes.
+# Bounds that kernels do not keep, with any choice of block sizes.
 KNOWN = {
-    # Threads compute the exponents of all columns that they hold, and transpose bytes one by one.
-    "_reblock": {"blocks", "conflicts", "issue", "shared"},
-    # Warps find the maxima of columns together, in each step.
-    "_fold_rows_of_groups": {"conflicts", "shared"},
     # Codes are made for links, which are slower than memory.
     "_encode": {"issue"},
 }

@@ -8,8 +8,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.blocks import empty_reblocked, reblock
 from fp8_dist.kernels.cuda.triton.blocks import (
-    exponents_of,
-    largest_of_each,
+    exponents_of_codes,
     multipliers_by,
     scales_by,
     spread,
@@ -31,7 +30,6 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     indices,
     magnitude,
     saturated,
-    store_transposed,
     to_float8,
 )
 from fp8_dist.kernels.gemm import (
@@ -69,12 +67,12 @@ def _load_dequantized(
     return from_float8(code, BIAS, SOFT) * spread(scales_by(found), 1, COLUMNS)
 
 
-@tuned(
-    blocks(8, BM=128, BN=64),
-    blocks(4, BM=64, BN=64),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=128),
-)
+@triton.jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b)
+
+
+@tuned(blocks(4, BM=128, BN=128), blocks(2, BM=128, BN=64), blocks(1, BM=128, BN=32))
 @triton.jit
 def _reblock(
     x: tl.tuple,
@@ -93,26 +91,54 @@ def _reblock(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN], enlarged to whole blocks, old and new. Moves 2 bytes per
-    # element.
-    TILE_M: tl.constexpr = BM if BM > NEW_ROWS else NEW_ROWS
-    TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    M, K = x[1], x[2]
-    i = indices(tl.program_id(0), TILE_M)
-    j = indices(tl.program_id(1), TILE_N) - first_column
-    c = indices(tl.program_id(1), TILE_N // COLUMNS)
-    v = _load_dequantized(x, exponents, first_row, i, j, c, ROWS, COLUMNS, BIAS, SOFT)
-    new = exponents_of(largest_of_each(magnitude(v), NEW_ROWS, 1), RULE, BIAS)
-    r = indices(tl.program_id(0), TILE_M // NEW_ROWS)
-    is_block = (r < tl.cdiv(M, NEW_ROWS))[:, None] & ((j >= 0) & (j < K))[None, :]
-    tl.store(found + r[:, None] * K + j[None, :], new.to(tl.uint8), mask=is_block)
-    v = saturated(v * spread(multipliers_by(new), NEW_ROWS, 1), BIAS)
+    # One instance: a tile of [BM, BN], enlarged to whole new blocks. Moves 2 bytes per element. The
+    # dims of the tile are [q, k, r, c, n, w]: row q + Q * k of new block r, and column w + W * n of
+    # old block c. A thread loads W columns of Q rows. So it finds the maxima of few columns, mostly
+    # by itself, and stores Q rows of a column together if the data are transposed.
+    Q: tl.constexpr = 16 if NEW_ROWS > 16 else NEW_ROWS
+    R: tl.constexpr = BM // NEW_ROWS if BM > NEW_ROWS else 1
+    WIDTH: tl.constexpr = BN if BN < COLUMNS else COLUMNS
+    W: tl.constexpr = 4 if WIDTH > 4 else WIDTH
+    C: tl.constexpr = BN // WIDTH
+    data, M, K, stride_m, stride_k = x
+    scales, _, across, stride_r, stride_c = exponents
+    # The first row and column of the tile, and those of its elements.
+    m, first = tl.cast(tl.program_id(0), tl.int64) * (R * NEW_ROWS), tl.program_id(1) * BN
+    k = tl.cast(first - first_column, tl.int64)
+    q, r, c = tl.arange(0, Q)[:, None, None], tl.arange(0, R), tl.arange(0, C)
+    row = q + Q * tl.arange(0, NEW_ROWS // Q)[:, None] + NEW_ROWS * r
+    j = WIDTH * c[:, None, None] + W * tl.arange(0, WIDTH // W)[:, None] + tl.arange(0, W)
+    # How many rows and columns are left, as int32.
+    rows, columns = tl.minimum(M - m, R * NEW_ROWS).to(tl.int32), tl.minimum(K - k, BN).to(tl.int32)
+    is_column = (j >= first_column - first) & (j < columns)
+    i = row[:, :, :, None, None, None]
+    is_element = (i < rows) & is_column
+    data += m * stride_m + k * stride_k
+    data += tl.cast(i, tl.int64) * stride_m + tl.cast(j, tl.int64) * stride_k
+    code = tl.load(data, mask=is_element, other=0)
+    row, c = row[:, :, :, None], first // COLUMNS + c
+    of_blocks = scales + (first_row + m + row) // ROWS * stride_r + c * stride_c
+    old = tl.load(of_blocks, mask=(row < rows) & (c < across), other=127).to(tl.int32)
+    # Where the scale is NaN this is infinity. The new scale is then NaN, too.
+    old = tl.maximum(old << 23, 0x400000).to(tl.float32, bitcast=True)
+    v = from_float8(code, BIAS, SOFT) * old[:, :, :, :, None, None]
+    # Each thread's maxima, then those of a block, as bytes, whose banks do not conflict.
+    new = exponents_of_codes(tl.max(magnitude(v), 0), RULE, BIAS).to(tl.uint8)
+    new = tl.reduce(new, 0, _larger).to(tl.int32)
+    r = r[:, None, None, None]
+    found += (m // NEW_ROWS + r) * K + k + j
+    tl.store(found, new.to(tl.uint8), mask=(r * NEW_ROWS < rows) & is_column)
+    v = v * multipliers_by(new)
+    if RULE == "floor":
+        v = saturated(v, BIAS)
     code = to_float8(v, BIAS, SOFT)
-    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
     if TRANSPOSED:
-        store_transposed(qdata, code, i, j, M, K, MULTIPLE=NEW_ROWS, IS_PART=True)
+        stride, rows = tl.cdiv(M, NEW_ROWS) * NEW_ROWS, tl.cdiv(rows, NEW_ROWS) * NEW_ROWS
+        places, mask = (k + j) * stride + m + i, (i < rows) & is_column
+        places, mask = tl.permute(places, 3, 4, 5, 2, 1, 0), tl.permute(mask, 3, 4, 5, 2, 1, 0)
+        tl.store(qdata + places, tl.permute(code, 3, 4, 5, 2, 1, 0), mask=mask)
     else:
-        tl.store(qdata + i[:, None] * K + j[None, :], code, mask=mask)
+        tl.store(qdata + (m + i) * K + k + j, code, mask=is_element)
 
 
 @triton.jit
@@ -244,7 +270,7 @@ def _reblocked(
 
     def grid(chosen: Blocks) -> tuple[int, ...]:
         down = programs(M, max(rows, chosen["BM"]))
-        return down, programs(first_column + K, max(columns, chosen["BN"]))
+        return down, programs(first_column + K, chosen["BN"])
 
     if qdata.numel():
         _reblock(

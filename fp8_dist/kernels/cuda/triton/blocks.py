@@ -61,6 +61,22 @@ def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> 
 
 
 @triton.jit
+def exponents_of_codes(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
+    """:func:`exponents_of` for amaxes of products of float8 values and powers of two.
+
+    Their mantissas are so short that the exponent follows from a comparison with the mantissa of
+    fp8_max, without a division.
+    """
+    LARGEST: tl.constexpr = 8 if BIAS == 7 else (7 if BIAS == 8 else 15)
+    # The mantissa of fp8_max is 1.75, or 1.875.
+    ABOVE: tl.constexpr = 0 if RULE == "floor" else (0x0FFFFF if BIAS == 8 else 0x1FFFFF)
+    # 1e-12 / fp8_max has this exponent.
+    LEAST: tl.constexpr = (80 if BIAS == 8 else (79 if BIAS == 7 else 72)) if RULE is None else 0
+    exponents = tl.maximum(((largest + ABOVE) >> 23) - LARGEST, LEAST)
+    return tl.where(largest >= 0x7F800000, 255, exponents)
+
+
+@triton.jit
 def multipliers_by(exponents: tl.tensor) -> tl.tensor:
     """Convert exponents to the reciprocals of scales: fp32, subnormal for 254, 0 for 0."""
     bits = tl.where(exponents == 254, 0x400000, (254 - exponents) << 23)

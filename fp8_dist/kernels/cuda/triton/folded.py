@@ -89,7 +89,7 @@ def _g0(
 
 
 # As wide as STRIPES, and 16 bytes of g1 for each thread.
-@tuned(blocks(4, BM=2, BN=2048), blocks(2, BM=2, BN=1024), blocks(8, BM=2, BN=4096))
+@tuned(blocks(4, BM=2, BN=2048), blocks(2, BM=2, BN=1024), blocks(1, BM=2, BN=512))
 @triton.jit
 def _fold_rows(
     grad: tl.tuple,
@@ -207,7 +207,8 @@ def _fold_gradient(
     return made
 
 
-@tuned(blocks(4, BM=16, BN=128), blocks(8, BM=16, BN=256), blocks(8, BM=32, BN=128))
+# A thread has W adjacent columns of all rows of a tile: threads share no column.
+@tuned(blocks(4, BM=8, BN=512), blocks(2, BM=8, BN=256), blocks(1, BM=8, BN=128))
 @triton.jit
 def _fold_rows_of_groups(
     g0: tl.tensor,
@@ -225,45 +226,43 @@ def _fold_rows_of_groups(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: BM rows. Moves 1 byte per element, and with weight_scale 2 more, of which one is
-    # mostly read from the L2 cache.
-    i = indices(tl.program_id(0), BM)
-    e = tl.load(group + i, mask=i < M, other=0)
-    first = tl.load(group + tl.program_id(0).to(tl.int64) * BM)
-    is_one = tl.max(tl.where((i < M) & (e != first), 1, 0), 0) == 0
+    # One instance: BM rows, those of one group after the other. Moves 1 byte per element, and with
+    # weight_scale 2 more, of which one is mostly read from the L2 cache.
+    W: tl.constexpr = 4
+    begin = tl.cast(tl.program_id(0), tl.int64) * BM
+    i = begin + tl.arange(0, BM)
+    of_row = tl.load(group + i, mask=i < M, other=-1)
+    of_row, i = of_row[:, None, None], i[:, None, None]
     r = tl.load(scale0 + i, mask=i < M, other=0.0)
     if input_scale is not None:
         t = tl.load(input_scale + i, mask=i < M, other=0.0) * UNIT
-    largest = tl.zeros([BM, BN], tl.int32)
-    for block in range(tl.cdiv(N, BN)):
-        j = indices(block, BN)
-        mask = (i[:, None] < M) & (j[None, :] < N)
-        code = tl.load(g0 + i[:, None] * N + j[None, :], mask=mask, other=0)
-        v = tl.where(mask, from_float8(code, BIAS, SOFT) * r[:, None], 0.0)
-        if weight_scale is not None:
-            s = tl.load(weight_scale + e[:, None] * N + j[None, :], mask=mask, other=0.0) * UNIT
-            largest = tl.maximum(largest, magnitude(v * s))
-        if input_scale is not None:
-            bits = magnitude(v * t[:, None])
-            if is_one:
-                tl.atomic_max(
-                    column_amax + first * N + j, tl.max(bits, 0), mask=j < N, sem="relaxed"
-                )
-            else:
-                tl.atomic_max(
-                    column_amax + e[:, None] * N + j[None, :], bits, mask=mask, sem="relaxed"
-                )
-    if weight_scale is not None:
-        m = multiplier_of(tl.max(largest, 1).to(tl.float32, bitcast=True), True, BIAS)
-        tl.store(scale + i, reciprocal(m * UNIT), mask=i < M)
+    j0 = tl.arange(0, BN // W)[:, None] * W + tl.arange(0, W)
+    last = tl.load(group + tl.minimum(begin + BM, M) - 1)
+    for e in range(tl.load(group + begin), last + 1):
+        is_row = of_row == e
+        largest = tl.zeros([BM, BN // W, W], tl.int32)
         for block in range(tl.cdiv(N, BN)):
-            j = indices(block, BN)
-            mask = (i[:, None] < M) & (j[None, :] < N)
-            code = tl.load(g0 + i[:, None] * N + j[None, :], mask=mask, other=0)
-            v = from_float8(code, BIAS, SOFT) * r[:, None]
-            s = tl.load(weight_scale + e[:, None] * N + j[None, :], mask=mask, other=0.0) * UNIT
-            v = saturated(v * s * m[:, None], BIAS)
-            store_tile(g1, to_float8(v, BIAS, SOFT), i, j, M, N)
+            j = block * BN + j0
+            code = tl.load(g0 + i * N + j, mask=is_row & (j < N), other=0)
+            v = from_float8(code, BIAS, SOFT) * r
+            if weight_scale is not None:
+                s = tl.load(weight_scale + e * N + j, mask=j < N, other=0.0) * UNIT
+                largest = tl.maximum(largest, tl.where(is_row, magnitude(v * s), 0))
+            if input_scale is not None:
+                found = tl.max(tl.where(is_row, magnitude(v * t), 0), 0)
+                tl.atomic_max(column_amax + e * N + j, found, mask=j < N, sem="relaxed")
+        if weight_scale is not None:
+            largest = tl.max(tl.reshape(largest, [BM, BN]), 1)[:, None, None]
+            m = multiplier_of(largest.to(tl.float32, bitcast=True), True, BIAS)
+            tl.store(scale + i, reciprocal(m * UNIT), mask=is_row)
+            for block in range(tl.cdiv(N, BN)):
+                j = block * BN + j0
+                mask = is_row & (j < N)
+                code = tl.load(g0 + i * N + j, mask=mask, other=0)
+                v = from_float8(code, BIAS, SOFT) * r
+                s = tl.load(weight_scale + e * N + j, mask=j < N, other=0.0) * UNIT
+                v = saturated(v * s * m, BIAS)
+                tl.store(g1 + i * N + j, to_float8(v, BIAS, SOFT), mask=mask)
 
 
 @tuned(blocks(4, BLOCK=1024))
