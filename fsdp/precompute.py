@@ -79,7 +79,7 @@ class WeightStatistics(NamedTuple):
     everywhere: tuple[int, ...] = ()
 
 
-def _local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, WeightStatistics]:
+def local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, WeightStatistics]:
     """Measure the shards of weights, by the id of the parameter and the key of the scheme."""
     shards: dict[Key, _Shard] = {}
     alike: dict[tuple[Any, ...], list[Key]] = {}
@@ -286,7 +286,7 @@ def _known(
     These are the scales of the global weight, if FSDP2's gather can't carry them. ``weights`` maps
     each weight to its parameter.
     """
-    local = _local_statistics(weights)
+    local = local_statistics(weights)
     parts = _reduced(local.values())
     by_key = {
         key: [None if place is None else place.whole(next(parts)) for place in own.places]

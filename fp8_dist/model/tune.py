@@ -1,0 +1,186 @@
+"""Block sizes of Triton kernels, measured before a training run."""
+
+import sys
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fp8_dist.cast import cast_by, cast_copies
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.fsdp.precompute import local_statistics
+from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.weight import CONVERT_FIRST
+from fp8_dist.mesh import Layout, sharded_dim
+from fp8_dist.model.freeze import freeze_to_float8
+from fp8_dist.scaling import CastPlan
+from fp8_dist.tensor import Float8Tensor
+from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
+
+
+class _Kind(NamedTuple):
+    """What layers have in common that launch the same kernels.
+
+    Attributes:
+        shape: of the weight that GEMMs take: gathered by FSDP2, or a part under tensor parallelism.
+        shard: the shape and dtype of this rank's shard; None without FSDP2.
+        gathers: whether FSDP2 gathers the weight in float8.
+        trains, is_stored: whether the weight gets a gradient; whether it is stored in float8.
+        config: the layer's config.
+    """
+
+    shape: tuple[int, int]
+    shard: tuple[torch.Size, torch.dtype] | None
+    gathers: bool
+    trains: bool
+    is_stored: bool
+    config: Float8LinearConfig
+
+
+def tune(
+    model: nn.Module, tokens: int, *, dtype: torch.dtype = torch.bfloat16, progress: bool = True
+) -> None:
+    """Measure block sizes for the Triton kernels that a step of a model's float8 layers launches.
+
+    A kernel has a few choices of block sizes. Without this function it measures them when a step
+    first launches it for tensors of about some size, so that the first steps are slow, and need
+    256 MB of memory for it. The choice does not change results.
+
+    Call it on each rank, once the model is converted and distributed. It runs forward and backward
+    of layers of its own that are like the model's, one at a time, and needs as much memory as they
+    do. The model, its gradients, its amax histories and random numbers stay as they are. The
+    choices belong to the process. Kernels of experts still measure theirs in the first steps.
+
+    Args:
+        tokens: the rows of a layer's input on a rank, batch times sequence. For several numbers
+            whose bit lengths differ, call it for each.
+        dtype: the dtype in which layers compute: that of inputs, or of autocast, or the
+            ``param_dtype`` of FSDP2.
+        progress: print a line to stderr for each kind of layer, on rank 0.
+
+    Collectives: none.
+
+    Raises:
+        TypeError: ``model`` is not an nn.Module.
+        ValueError: ``tokens`` is not positive; the model has no float8 layers, or they are not on
+            a GPU.
+        NotImplementedError: Triton is not installed.
+    """
+    layers = float8_layers(model)
+    _check(layers, tokens)
+    kinds = _kinds(layers)
+    talks = progress and not (torch.distributed.is_initialized() and torch.distributed.get_rank())
+    device = next(iter(layers.values())).float8_weight.device
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        for n, (kind, name) in enumerate(kinds.items(), 1):
+            if talks:
+                size = f"{kind.shape[1]} -> {kind.shape[0]}"
+                text = f"fp8_dist.tune: {n} of {len(kinds)}, layers like {name} ({size})"
+                print(text, file=sys.stderr, flush=True)
+            _run(kind, tokens, dtype, device)
+    weights = [layer.float8_weight for layer in layers.values()]
+    with torch.no_grad():
+        local_statistics({each: each.parameter() for each in weights if each.is_dynamic})
+
+
+def _check(layers: dict[str, Float8Linear], tokens: int) -> None:
+    if tokens < 1:
+        raise ValueError(f"tune: tokens must be positive, got {tokens}")
+    if not layers:
+        raise ValueError(f"tune: the model has no float8 layers; {CONVERT_FIRST}")
+    for name, layer in layers.items():
+        device = layer.float8_weight.device
+        if device.type != "cuda":
+            raise ValueError(
+                f"tune: {name or 'the layer'} is on {device}, but block sizes are those of a GPU's "
+                "kernels; move the model to a GPU first, or leave out the call"
+            )
+    if find_spec("triton") is None:
+        raise NotImplementedError(
+            "tune: there is no Triton in this environment, so that there are no kernels with block "
+            "sizes; pip install triton (the release that torch's own metadata names)"
+        )
+
+
+def _kinds(layers: dict[str, Float8Linear]) -> dict[_Kind, str]:
+    """The kinds of layers, each with the name of the first such layer."""
+    groups = {
+        id(each.parameter): (each, group.mesh_info.mesh.ndim)
+        for group in fsdp_groups()
+        for each in fsdp_parameters([group])
+    }
+    kinds: dict[_Kind, str] = {}
+    for name, layer in layers.items():
+        weight = layer.float8_weight
+        parameter = weight.parameter()
+        known, axes = groups.get(id(parameter), (None, 0))
+        shard = None
+        if known is not None and not weight.is_stored:
+            shard = weight.shard().shape, parameter.dtype
+        kind = _Kind(
+            _without_fsdp(layer, weight.layout(), axes),
+            shard,
+            known is not None and known.has_hooks and not weight.is_stored,
+            parameter.requires_grad,
+            weight.is_stored,
+            layer.config,
+        )
+        kinds.setdefault(kind, name or "the model")
+    return kinds
+
+
+def _without_fsdp(layer: Float8Linear, layout: Layout | None, axes: int) -> tuple[int, int]:
+    """The local shape of a weight, of which FSDP2 shards over the first axes of the mesh."""
+    shape = [layer.out_features, layer.in_features]
+    if layout is not None:
+        for axis, placement in list(enumerate(layout.placements))[axes:]:
+            dim = sharded_dim(placement, 2)
+            if dim is not None:
+                shape[dim] = -(-shape[dim] // layout.mesh.size(axis))
+    return shape[0], shape[1]
+
+
+def _run(kind: _Kind, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Launch the kernels of two steps of a layer. With DELAYED scales they differ."""
+    rows, columns = kind.shape
+    with torch.device("meta"):
+        layer = nn.Linear(columns, rows, bias=False)
+    layer.weight = nn.Parameter(torch.ones(rows, columns, dtype=dtype, device=device))
+    twin = Float8Linear.from_float(layer, config=kind.config)
+    weight = twin.float8_weight
+    if kind.is_stored:
+        twin.requires_grad_(False)
+        freeze_to_float8(twin)
+    elif kind.gathers:
+        _gather(twin, kind)
+    else:
+        twin.requires_grad_(kind.trains)
+        weight.is_exchanged = kind.shard is not None
+    x = torch.ones(tokens, columns, dtype=dtype, device=device, requires_grad=True)
+    for _ in range(2 if twin.histories else 1):
+        output = twin(x)
+        output.backward(torch.ones_like(output))
+        for history in twin.histories.values():
+            history.load(torch.ones(1, device=device))
+
+
+def _gather(twin: Float8Linear, kind: _Kind) -> None:
+    """Cast a shard, and give the layer a weight as FSDP2 gathers it."""
+    weight = twin.float8_weight
+    assert kind.shard is not None
+    (shape, shard_dtype), device = kind.shard, twin.weight.device
+    plan = CastPlan(weight.schemes)
+    shard = torch.ones(shape, dtype=shard_dtype, device=device)
+    whole = weight.plain(twin.weight)
+    with torch.no_grad():
+        if weight.history is not None:
+            for _ in range(2):
+                weight.history.copies_of(shard, plan, False)
+                weight.history.load(torch.ones(1, device=device))
+        else:
+            found, _ = cast_copies(shard, plan)
+            cast_by(shard, plan, found)
+        (quantized,) = cast_copies(whole, plan)[1]
+    gathered = Float8Tensor.of(quantized, twin.weight.dtype)
+    twin.weight = nn.Parameter(gathered, requires_grad=kind.trains)
