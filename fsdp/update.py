@@ -106,7 +106,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     values = all_reduce_max(values, groups)
     for layer in layers:
         warn_if_not_restored(layer.histories, layer.fqn)
-    advance(histories, values)
+    advance(histories, values, is_local=not meshes)
     note_made(layer.float8_weight for layer in layers)
     for layer in layers:
         if "weight" in layer.histories:

@@ -398,18 +398,22 @@ def difference(own: Iterable[str], saved: Iterable[str]) -> str:
     return f"the checkpoint has amax histories of other operands ({'; '.join(named)})"
 
 
-def advance(histories: Sequence[AmaxHistory], values: torch.Tensor) -> None:
+def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bool = False) -> None:
     """End a step in which the operands had the given global amaxes (fp32, one per operand).
 
     A non-finite amax is left out: it has had its effect in the step itself, whose update may have
     been skipped. An amax of 0 is left out as well, because ranks without a cast report 0 too.
+
+    ``is_local``: no other rank has cast the operands.
     """
     same_size: dict[Any, list[int]] = {}
     on_host: list[float] = []
     for i, history in enumerate(histories):
-        history.current = None
+        was_cast, history.current = history.current is not None, None
         filled = 0 if history.history is None else len(history.history)
         if not filled:
+            if is_local and not was_cast:
+                continue
             # Only here does the host read values. They are the same on all ranks.
             on_host = on_host or values.tolist()
             if not 0 < on_host[i] < math.inf:

@@ -214,6 +214,9 @@ def call_all(run: Any) -> None:
     run(encoding.sum_of_rows, codes, each, x[:half], 1)
     run(encoding.sum_of_rows, x.view(2, -1, K), None, x[:half].float(), 1)
     run(kernels.transposed_copy, data)
+    product = torch.empty(half, K)
+    run(gemm.scale_product, product, rows[:half], columns)
+    run(gemm.scale_product, product, one, columns)
     # Packed sequences have any number of tokens.
     some = x[1:]
     run(kernels.cast_copies, some, [one], e4m3, False, [0, 0], both)

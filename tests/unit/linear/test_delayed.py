@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import fp8_dist.text
 from fp8_dist import (
     CastConfig,
+    Float8Linear,
     Float8LinearConfig,
     ScalingType,
     attach_precompute,
@@ -303,3 +304,21 @@ def test_a_synced_model_keeps_the_precomputed_scales_of_other_operands() -> None
         precompute_float8_dynamic_scale(net)
         sync(net)
         assert all(m.float8_weight.cache.is_fresh(m.weight) for m in float8_layers(net).values())
+
+
+def test_a_layer_that_is_not_used_does_not_make_the_host_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its history stays empty. The host reads amaxes only to find whether a history begins."""
+    torch.manual_seed(0)
+    config = Float8LinearConfig.from_recipe_name("delayed")
+    used, unused = (Float8Linear(16, 16, config=config) for _ in range(2))
+    model, read = torch.nn.ModuleList([used, unused]), []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: read.append(x.shape) or tolist(x))
+    for _ in range(3):
+        used(torch.randn(4, 16)).sum().backward()
+        sync(model)
+    assert len(read) == 1  # in the first step
+    assert all(h.history is not None for h in used.histories.values())
+    assert all(h.history is None for h in unused.histories.values())

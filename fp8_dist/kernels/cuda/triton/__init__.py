@@ -16,6 +16,7 @@ from fp8_dist.kernels.cuda.triton import (
     casts,
     encoding,
     folded,
+    products,
 )
 
-__all__ = ["amaxes", "block_gemm", "blocks", "casts", "encoding", "folded"]
+__all__ = ["amaxes", "block_gemm", "blocks", "casts", "encoding", "folded", "products"]

@@ -103,7 +103,9 @@ def _many(
 
 
 def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
-    along = [covered_dims(name, x.ndim) for name in ("row", "column")] if x.ndim > 1 else []
+    if x.ndim < 2:  # one row, of which a grid has at most 65,535 tiles
+        return x.dtype in DTYPES and dims is None and x.numel() < 2**25
+    along = [covered_dims(name, x.ndim) for name in ("row", "column")]
     return x.dtype in DTYPES and (dims is None or tuple(dims) in along)
 
 
