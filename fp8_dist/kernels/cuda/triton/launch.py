@@ -168,7 +168,7 @@ def programs(size: int, block: int) -> int:
 
     It is 1 for an empty dim, because there may still be scales to write.
     """
-    return max(1, triton.cdiv(size, block))
+    return max(1, -(-size // block))  # triton.cdiv takes 2 us
 
 
 def tiles(M: int, K: int) -> Callable[[Blocks], tuple[int, int]]:
