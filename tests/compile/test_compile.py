@@ -328,10 +328,10 @@ def test_graphs_that_find_amaxes_by_themselves(
     assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (2, 2)
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_amaxes_of_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator finds them where rows are counted when the graph runs, and none may be there."""
     monkeypatch.setattr(dense, "fuses_casts", lambda x: True)
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     layer, x = Float8Linear(64, 48), torch.randn(8, 64)
     masked = torch.compile(lambda x, mask: layer(x[mask]), backend="aot_eager", fullgraph=True)
     sizes = ({0: torch.export.Dim("rows", min=0, max=64)},)
