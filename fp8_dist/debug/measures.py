@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
+from fp8_dist.kernels import magnitudes
 from fp8_dist.kernels.cpu import upcast
 from fp8_dist.mesh import local_tensor
 from fp8_dist.recipe import Gemm
@@ -17,7 +18,6 @@ from fp8_dist.torch_internals import funcol
 # An operand is read in parts of so many elements. On a CPU a part fits into a cache. On a GPU the
 # fp32 copy of a part takes little memory.
 _CPU_PART, _PART = 2**18, 2**24
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 class Measures(NamedTuple):
@@ -86,7 +86,7 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
     size = max(1, (_CPU_PART if high.is_cpu else _PART) // columns)
     for start in range(0, len(matrix), size):
         part = matrix[start : start + size]
-        x, bits = part.to(torch.promote_types(part.dtype, torch.float32)), _magnitude_bits(part)
+        x, bits = part.to(torch.promote_types(part.dtype, torch.float32)), magnitudes(part)
         amax, values = bits.max().view(part.dtype), torch.count_nonzero(bits)
         nonfinite = torch.zeros_like(values)
         if not (part.is_cpu and amax.isfinite()):
@@ -130,7 +130,7 @@ def _losses(
     saturated = torch.zeros_like(values)
     if not largest <= limit:
         saturated = torch.count_nonzero(units.abs() > limit)
-    left = torch.count_nonzero(_magnitude_bits(qdata))
+    left = torch.count_nonzero(magnitudes(qdata))
     is_finite = largest < math.inf
     low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
     # Each scale covers all of a dim, or one index of it.
@@ -141,11 +141,6 @@ def _losses(
         for each in (units, low - units)
     )
     return values - left, saturated, signal, noise
-
-
-def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of ``x.abs()`` as integers, in the same order, with NaN above infinity."""
-    return x.view(_INTEGERS[x.itemsize]) & (2 ** (8 * x.itemsize - 1) - 1)
 
 
 def saturation_limit(dtype: torch.dtype) -> float:

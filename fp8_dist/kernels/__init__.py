@@ -69,6 +69,7 @@ from fp8_dist.kernels.scale import (
     amax_of_each as amax_of_each,
     amaxes as amaxes,
     fusible_amax as fusible_amax,
+    magnitudes as magnitudes,
     scaling_from_amax as scaling_from_amax,
 )
 

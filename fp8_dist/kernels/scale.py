@@ -11,9 +11,10 @@ For a non-finite amax, ``m`` is 0 or NaN and the scale is inf or NaN. Every valu
 covers then dequantizes to NaN (``0 * inf``), so a NaN on one rank becomes visible on all ranks.
 
 The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. All
-portable code takes multipliers from :func:`scaling_from_amax`. Two fast paths repeat the formula:
-Triton kernels compute it in registers (``cuda/triton/rounding.py``), and on CPUs a single scale is
-computed as a Python number (``cpu.py``).
+portable code takes multipliers from :func:`scaling_from_amax`. Three fast paths repeat the formula:
+Triton kernels compute it in registers (``cuda/triton/rounding.py``), or its exponent alone where
+float8 values are cast again (``cuda/triton/blocks.py``), and on CPUs a single scale is computed as
+a Python number (``cpu.py``).
 """
 
 import math
@@ -27,7 +28,7 @@ EPS = 1e-12
 
 # Integers of the size of floats, by itemsize. Without the sign, the bits of floats are ordered like
 # their values, with NaN above all others.
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The quantization multiplier and the scale, fp32, of the same shape.
 Scaling = tuple[torch.Tensor, torch.Tensor]

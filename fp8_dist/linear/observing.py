@@ -102,7 +102,7 @@ class Observer:
 
 
 class _Shown(NamedTuple):
-    """What an observer is shown, and was shown.
+    """The state of an observer.
 
     Attributes:
         gemms: whether it is shown GEMMs too.

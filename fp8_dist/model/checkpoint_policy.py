@@ -28,7 +28,7 @@ from fp8_dist.torch_internals import funcol
 aten = torch.ops.aten
 
 # The results of casts are not saved, neither the absolute values of a weight nor float8 copies. An
-# amax, which is saved, takes four bytes per scale, and an exponent one byte per block.
+# amax, which is saved, takes at most four bytes per scale, and an exponent one byte per block.
 _SAVED: set[Any] = {
     amax.overload,
     amaxes.overload,

@@ -20,7 +20,7 @@ from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 
 
 class _Kind(NamedTuple):
-    """What layers have in common that launch the same kernels.
+    """A kind of layers, which launch the same kernels.
 
     Attributes:
         shape: of the weight that GEMMs take: gathered by FSDP2, or a part under tensor parallelism.

@@ -133,10 +133,10 @@ def _mark(axes: Axes, anomalies: Sequence[Row]) -> None:
 
 
 def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array, Mask]:
-    """Return layers, steps, and of each cell the value and whether it is bad; NaN without a row.
+    """Return the layers, the steps, the value of each cell, and whether it is bad.
 
-    Of several rows of a cell the worst value counts: the largest, or the smallest SQNR. Amaxes are
-    octaves.
+    A cell without a row is NaN. Of several rows of a cell the worst value counts: the largest, or
+    the smallest SQNR. Amaxes are octaves.
     """
     layers = list(dict.fromkeys(row["fqn"] for row in rows))
     steps = sorted({row["step"] for row in rows})

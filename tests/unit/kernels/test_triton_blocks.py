@@ -187,6 +187,18 @@ def test_reblocked(used: set[str]) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("rule", [None, "ceil", "floor"])
+def test_every_code_and_exponent_reblocked(
+    used: set[str], dtype: torch.dtype, rule: str | None
+) -> None:
+    """Each value is a new block, whose exponent the kernel finds without a division."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
+    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
+    check_operator(reblock, codes.repeat(256, 1), exponents, (1, 256, 0, 0), 1, rule, False)
+    assert used == {"_reblock"}
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
 def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
