@@ -61,7 +61,6 @@ from fp8_dist.kernels.quantization import (
     cast_rows as cast_rows,
     empty_copies as empty_copies,
     quantize as quantize,
-    quantize_copies as quantize_copies,
     transposed_copy as transposed_copy,
 )
 from fp8_dist.kernels.scale import (

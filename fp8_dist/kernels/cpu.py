@@ -180,7 +180,7 @@ def _cast_copies(
         return cast_copies.portable(*arguments, saturate=saturate)
     scalings = [_scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
     copies = [_quantize(x, scalings[i][0], dtype, fits=not saturate) for i in of]
-    return [*chain(*scalings), *copies]
+    return [*(scale for _, scale in scalings), *copies]
 
 
 def _parts(x: Tensor, multiplier: Tensor, qdata: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:

@@ -91,8 +91,8 @@ def scaled_mm_with(
         with torch.autocast(a.device.type, enabled=False):
             wide = torch.mm(a.to(torch.float32) * scale_a, b.to(torch.float32) * scale_b)
         return wide.to(out_dtype)
-    aligned = not any(size % ALIGNMENT for size in (a.shape[1], *b.shape))
-    if not aligned and needs_alignment(a.device, emulate):
+    misaligned = a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT or columns % ALIGNMENT
+    if misaligned and needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
         if scale_b.numel() > 1 and b.shape[1] > columns:
             scale_b = pad(scale_b, (0, b.shape[1] - columns))
@@ -210,9 +210,11 @@ def _native(
     a = row_major(a)
     if b.stride() != (1, b.shape[0]):
         b = row_major(b.t()).t()
-    run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if not (scale_a.ndim or scale_b.ndim):
-        return run(scale_a, scale_b, out_dtype=out_dtype)
+        return native_scaled_mm(
+            *(a, b, scale_a, scale_b), out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+    run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if out_dtype is torch.bfloat16 and b.dtype == e4m3():
         # The rowwise kernel takes one scale for each row and one for each column.
         if not use_fast_accum and _has_slow_rowwise_gemm():

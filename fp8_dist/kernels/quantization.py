@@ -6,8 +6,8 @@ different memory layouts: a GEMM that contracts the rows of a matrix reads it tr
 sizes, M, rounded up to a multiple of ``ALIGNMENT``. The columns from M on are zeros, which add
 nothing to a product.
 
-Two lists specify the copies. ``of[i]`` is the index of the multiplier (or amax) of copy i.
-``transposed[i]`` says whether copy i is transposed.
+Two lists specify the copies. ``of[i]`` is the index of the amax of copy i. ``transposed[i]`` says
+whether copy i is transposed. No two copies are the same.
 """
 
 import math
@@ -69,26 +69,6 @@ def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]
     return [x.new_empty(turned if each else x.shape, dtype=dtype) for each in transposed]
 
 
-@custom_op(
-    "quantize_copies(Tensor x, Tensor[] multipliers, ScalarType dtype, int[] of, "
-    "bool[] transposed, *, bool fits=False) -> Tensor[]",
-    fake=lambda x, multipliers, dtype, of, transposed, **_: empty_copies(x, dtype, transposed),
-)
-def quantize_copies(
-    x: torch.Tensor,
-    multipliers: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    of: Sequence[int],
-    transposed: Sequence[bool],
-    *,
-    fits: bool = False,
-) -> Tensors:
-    """Apply :func:`quantize` for several copies, in one pass over the tensor if the device can."""
-    made = {i: quantize(x, multipliers[i], dtype, fits=fits) for i in dict.fromkeys(of)}
-    copies = zip(of, transposed, strict=True)
-    return [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies]
-
-
 def empty_transposed(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
     """Allocate the result of :func:`transposed_copy`, uninitialized."""
     *others, rows, columns = x.shape
@@ -143,12 +123,15 @@ def cast_copies(
         saturate: values of ``x`` may exceed the amax that covers them.
 
     Returns:
-        The multiplier and the scale of each amax, in one flat list, followed by the copies.
+        The scale of each amax, followed by the copies.
     """
     scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
-    multipliers = [multiplier for multiplier, _ in scalings]
-    copies = quantize_copies(x, multipliers, dtype, of, transposed, fits=not saturate)
-    return [*(each for scaling in scalings for each in scaling), *copies]
+    made = {i: quantize(x, scalings[i][0], dtype, fits=not saturate) for i in dict.fromkeys(of)}
+    copies = zip(of, transposed, strict=True)
+    return [
+        *(scale for _, scale in scalings),
+        *(transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies),
+    ]
 
 
 @custom_op(
@@ -168,8 +151,7 @@ def cast_rows(
     """
     rows = amax(x, (x.ndim - 1,))
     of = [0] * len(transposed)
-    _, *made = cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)
-    return [rows, *made]
+    return [rows, *cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)]
 
 
 @custom_op(
@@ -198,6 +180,6 @@ def cast_and_record(
     value = amax(x)
     known = torch.add(known, value, alpha=0)  # NaN if the value is not finite
     of, power_of_2 = [0] * len(transposed), round_scales_to_power_of_2
-    _, scale, *copies = cast_copies(x, [known], dtype, power_of_2, of, transposed, saturate=True)
+    scale, *copies = cast_copies(x, [known], dtype, power_of_2, of, transposed, saturate=True)
     largest = torch.maximum(value if recorded is None else recorded, value)
     return [value, known, scale, largest, *copies]

@@ -294,7 +294,7 @@ class Fp32Blocks(BlockScheme):
 def as_matrix(operand: Quantized) -> Quantized:
     """Reshape an operand ``[..., K]`` to a matrix ``[M, K]``."""
     qdata = operand.qdata
-    if qdata.ndim == 2 and all(scale.ndim <= 2 for scale in operand.scales):
+    if qdata.ndim == 2 and operand.scales[-1].ndim <= 2:  # no level is finer
         return operand
     scales = []
     for level, scale in zip(operand.scheme.levels, operand.scales, strict=True):

@@ -140,7 +140,7 @@ class Dense(Scheme):
         power_of_2, taken = self.power_of_2, values
         if self._is_cast_by_rows(x):
             taken = [values[0].expand(*x.shape[:-1], 1)]
-        _, scale, *data = cast_copies(
+        scale, *data = cast_copies(
             x, taken, self.dtype, power_of_2, of, transposed, saturate=saturate
         )
         if taken is not values:
@@ -171,10 +171,9 @@ class Dense(Scheme):
         kinds = _in_one_pass(plan.schemes)
         if kinds is None or len({(each.dtype, each.power_of_2) for each in kinds}) > 1:
             return None
-        values, n = [value for (value,) in statistics], 2 * len(kinds)
-        layouts = plan.of, plan.transposed
+        values, layouts = [value for (value,) in statistics], (plan.of, plan.transposed)
         flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=not fits)
-        return [(each,) for each in flat[1:n:2]], flat[n:]
+        return [(each,) for each in flat[: len(kinds)]], flat[len(kinds) :]
 
     def multiply(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions

@@ -27,7 +27,6 @@ from fp8_dist.kernels import (
     cast_rows,
     quantize,
     quantize_block_copies,
-    quantize_copies,
 )
 from fp8_dist.linear.amax_history import history_copies
 from fp8_dist.linear.queries import QUERIES, shard_statistics, weight_copies
@@ -44,7 +43,6 @@ CASTS = {
     for each in (
         cast_operator,
         quantize,
-        quantize_copies,
         cast_and_record,
         cast_blocks,
         cast_copies,

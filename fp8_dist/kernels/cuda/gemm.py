@@ -97,7 +97,7 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
 def _with_whole_rows(x: Tensor) -> Tensor:
     """Add rows of any values, up to a multiple of ``ALIGNMENT``, without a copy if possible.
 
-    Casts leave memory for them (:class:`fp8_dist.kernels.cuda.triton.launch.Layouts`).
+    Casts leave memory for them (:func:`fp8_dist.kernels.cuda.triton.launch.empty_layouts`).
     """
     rows, columns = rounded_up(len(x)), x.shape[1]
     if (x.storage_offset() + rows * columns) * x.itemsize <= x.untyped_storage().nbytes():

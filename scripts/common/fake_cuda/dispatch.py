@@ -83,7 +83,7 @@ class _Kernels(torch.autograd.Function):
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
-    _, scale, qdata, qdata_t = cast_copies(x, [amax(x)], dtype, False, [0, 0], [False, True])
+    scale, qdata, qdata_t = cast_copies(x, [amax(x)], dtype, False, [0, 0], [False, True])
     return qdata, qdata_t, scale
 
 

@@ -21,7 +21,7 @@ from fp8_dist.kernels import (
     cast_copies,
     cast_rows,
     fold_groups,
-    quantize_copies,
+    quantize,
     scaling_from_amax,
     transposed_copy,
     transposed_groups,
@@ -75,8 +75,9 @@ def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2:
         check_operator(kernels.amaxes, x, covers)
         values = kernels.amaxes.portable(x, covers)
         check_operator(cast_copies, x, values, dtype, power_of_2, of, transposed)
-        multipliers = [scaling_from_amax.portable(each, dtype, power_of_2)[0] for each in values]
-        check_operator(quantize_copies, x, multipliers, dtype, of, transposed, fits=True)
+        for each in values:
+            multiplier, _ = scaling_from_amax.portable(each, dtype, power_of_2)
+            check_operator(quantize, x, multiplier, dtype, fits=True)
     for transposed in ([False], [False, True]):
         check_operator(cast_rows, x, dtype, power_of_2, transposed)
     assert used >= {"_rows", "_tiles", "_cast", "_cast_rows_and_columns"}
@@ -119,14 +120,15 @@ def test_casts_of_special_values(used: set[str], power_of_2: bool, of: torch.dty
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
-def test_a_multiplier_that_does_not_fit_saturates(used: set[str], dtype: torch.dtype) -> None:
+def test_values_that_do_not_fit_saturate(used: set[str], dtype: torch.dtype) -> None:
     x = matrix((33, 70), torch.bfloat16)
     x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     rows = torch.logspace(-6, 20, 33, device=DEVICE).view(33, 1)
-    for multiplier in (rows, torch.tensor(1e3, device=DEVICE), rows[:, :1].expand(33, 2)[:, 1:]):
+    for given in (rows, torch.tensor(1e3, device=DEVICE), rows[:, :1].expand(33, 2)[:, 1:]):
+        check_operator(quantize, x, given, dtype)
         for transposed in ([False], [True], [False, True]):
             of = [0] * len(transposed)
-            check_operator(quantize_copies, x, [multiplier], dtype, of, transposed)
+            check_operator(cast_copies, x, [1 / given], dtype, True, of, transposed, saturate=True)
     assert used == {"_cast"}
 
 

@@ -105,8 +105,10 @@ def _many(
 def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
     if x.ndim < 2:  # one row, of which a grid has at most 65,535 tiles
         return x.dtype in DTYPES and dims is None and x.numel() < 2**25
+    if dims is None:
+        return x.dtype in DTYPES
     along = [covered_dims(name, x.ndim) for name in ("row", "column")]
-    return x.dtype in DTYPES and (dims is None or tuple(dims) in along)
+    return x.dtype in DTYPES and tuple(dims) in along
 
 
 @fused(amax, _takes)
@@ -116,33 +118,32 @@ def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
     # If columns are contiguous in memory, read the rows of the transpose instead.
     if flat.stride(0) == 1 and flat.stride(1) != 1:
         flat, of_rows = flat.t(), dims is not None and not of_rows
-    M, K = flat.shape
+    shape = [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
     if of_rows:
-        out = torch.empty(M, dtype=torch.float32, device=x.device)
-        key = (x.dtype, size_class(M, K), flat.stride(1) == 1)
-        arguments = matrix(flat), out.view(torch.int32)
-        _rows(lambda chosen: (programs(M, chosen["BM"]),), key, x.device, *arguments)
+        bits = torch.empty(shape, dtype=torch.int32, device=x.device)
+        _, M, K, _, stride_k = argument = matrix(flat)
+        key = (x.dtype, size_class(M, K), stride_k == 1)
+        _rows(lambda chosen: (programs(M, chosen["BM"]),), key, x.device, argument, bits)
     else:
-        out = torch.zeros([] if dims is None else K, dtype=torch.float32, device=x.device)
-        _find(flat, None, *((None, out) if dims is None else (out, None)))
-    return out.view([] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)])
+        bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
+        _find(flat, whole=bits) if dims is None else _find(flat, columns=bits)
+    return bits.view(torch.float32)
 
 
 def _find(
     x: torch.Tensor,
-    rows: torch.Tensor | None,
-    columns: torch.Tensor | None,
+    rows: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
     whole: torch.Tensor | None = None,
 ) -> None:
-    """Find the amaxes of a matrix that are given, filled with zeros."""
-    M, K = x.shape
-    wanted = (rows, columns, whole)
+    """Find the bits of the amaxes of a matrix that are given, int32, filled with zeros."""
+    _, M, K, _, stride_k = argument = matrix(x)
+    wanted = (rows is None, columns is None, whole is None)
     _tiles(
         lambda chosen: (programs(M, chosen["BM"] * STEPS), programs(K, chosen["BN"])),
-        (x.dtype, size_class(M, K), x.stride(1) == 1, *(t is None for t in wanted)),
+        (x.dtype, size_class(M, K), stride_k == 1, *wanted),
         x.device,
-        matrix(x),
-        *(None if t is None else t.view(torch.int32) for t in wanted),
+        *(argument, rows, columns, whole),
         STEPS=STEPS,
     )
 
@@ -165,10 +166,10 @@ def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
 
 def _amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # Two allocations and one fill: an operator may not return two views of one buffer.
-    rows, columns = (torch.empty(n, dtype=torch.float32, device=x.device) for n in x.shape)
+    rows, columns = (torch.empty(n, dtype=torch.int32, device=x.device) for n in x.shape)
     foreach_zero_([rows, columns])
     _find(x, rows, columns)
-    return rows, columns
+    return rows.view(torch.float32), columns.view(torch.float32)
 
 
 def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False) -> bool:

@@ -19,8 +19,9 @@ from fp8_dist.kernels.blocks import (
 )
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
-    Layouts,
+    as_layouts,
     blocks,
+    empty_layouts,
     float8_constants,
     fused,
     matrix,
@@ -188,8 +189,10 @@ def _launch(
 
     One launch; 2 bytes per bf16 element, and 1 for each layout.
     """
-    layouts, argument = Layouts(x, dtype, transposed), matrix(x)
+    copies, argument = empty_layouts(x, dtype, transposed), matrix(x)
+    layouts = as_layouts(copies, transposed)
     _, M, K, _, stride_k = argument
+    wanted = (t is None for t in layouts)
     rows, columns, first_row, first_column = of
 
     def grid(chosen: Sizes) -> tuple[int, int]:
@@ -199,16 +202,16 @@ def _launch(
     if x.numel():
         _cast_blocks(
             grid,
-            (x.dtype, size_class(M, K), stride_k == 1, rows, columns, *layouts.wanted),
+            (x.dtype, size_class(M, K), stride_k == 1, rows, columns, *wanted),
             x.device,
-            *(argument, first_row, first_column, exponents, layouts.argument),
+            *(argument, first_row, first_column, exponents, layouts),
             ROWS=rows,
             COLUMNS=columns,
             GIVEN=given,
             RULE=rule,
             **float8_constants(dtype, x.device),
         )
-    return layouts.copies(transposed)
+    return copies
 
 
 @fused(block_exponents, lambda x, dtype, blocks, rule: _takes(x, blocks))

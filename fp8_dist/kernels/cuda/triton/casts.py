@@ -17,7 +17,9 @@ from fp8_dist.kernels.cuda.triton.launch import (
     TILES,
     Layouts,
     as_bytes,
+    as_layouts,
     blocks,
+    empty_layouts,
     float8_constants,
     fused,
     matrix,
@@ -47,7 +49,6 @@ from fp8_dist.kernels.quantization import (
     cast_rows,
     empty_transposed,
     quantize,
-    quantize_copies,
     transposed_copy,
 )
 from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
@@ -75,13 +76,8 @@ def _scaling(
     # One instance: BLOCK amaxes. Moves 12 bytes per amax.
     i = indices(tl.program_id(0), BLOCK)
     m = multiplier_of(tl.load(amax + i, mask=i < size, other=1.0), POWER_OF_2, BIAS)
-    _store_scaling((multiplier, scale), m, i, size)
-
-
-@triton.jit
-def _store_scaling(scaling: tl.tuple, m: tl.tensor, i: tl.tensor, size: tl.tensor) -> None:
-    tl.store(scaling[0] + i, m, mask=i < size)
-    tl.store(scaling[1] + i, reciprocal(m), mask=i < size)
+    tl.store(multiplier + i, m, mask=i < size)
+    tl.store(scale + i, reciprocal(m), mask=i < size)
 
 
 @tuned(*TILES)
@@ -91,8 +87,8 @@ def _cast(
     given: tl.tensor,
     stride_given: tl.tensor,
     copies: tl.tuple,
-    amax: tl.tensor,
-    scaling: tl.tuple,
+    amax: tl.tensor | None,
+    scale: tl.tensor | None,
     OF: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     SATURATE: tl.constexpr,
@@ -101,8 +97,8 @@ def _cast(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN]. With a scaling to write, the given numbers are amaxes;
-    # otherwise they are multipliers. Moves the bytes of x once, and 1 byte per element and layout.
+    # One instance: a tile of [BM, BN]. If there are scales to write, the given numbers are amaxes,
+    # otherwise multipliers. Moves the bytes of x once, and 1 byte per element and layout.
     M, K = x[1], x[2]
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
@@ -113,18 +109,17 @@ def _cast(
         m = tl.load(given + column * stride_given, mask=column < K, other=1.0)
     else:
         m = tl.load(given)
-    if scaling is not None:
+    if scale is not None:
         m = multiplier_of(m, POWER_OF_2, BIAS)
-        # Each number is stored once: by the tiles of the first column or row, or by the first tile.
+        # Each scale is stored once: by the tiles of the first column or row, or by the first tile.
         if OF == ROW:
             if tl.program_id(1) == 0:
-                _store_scaling(scaling, m, row, M)
+                tl.store(scale + row, reciprocal(m), mask=row < M)
         elif OF == COLUMN:
             if tl.program_id(0) == 0:
-                _store_scaling(scaling, m, column, K)
+                tl.store(scale + column, reciprocal(m), mask=column < K)
         elif tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(scaling[0], m)
-            tl.store(scaling[1], reciprocal(m))
+            tl.store(scale, reciprocal(m))
     v = load_tile(x, i, j)
     if amax is not None:
         tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0), sem="relaxed")
@@ -167,8 +162,8 @@ def _cast_rows_and_columns(
     column_amax: tl.tensor,
     by_rows: tl.tensor,
     by_columns_t: tl.tensor,
-    of_rows: tl.tuple,
-    of_columns: tl.tuple,
+    row_scale: tl.tensor,
+    column_scale: tl.tensor,
     POWER_OF_2: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
@@ -182,9 +177,9 @@ def _cast_rows_and_columns(
     row = multiplier_of(tl.load(row_amax + i, mask=i < M, other=1.0), POWER_OF_2, BIAS)
     column = multiplier_of(tl.load(column_amax + j, mask=j < K, other=1.0), POWER_OF_2, BIAS)
     if tl.program_id(1) == 0:
-        _store_scaling(of_rows, row, i, M)
+        tl.store(row_scale + i, reciprocal(row), mask=i < M)
     if tl.program_id(0) == 0:
-        _store_scaling(of_columns, column, j, K)
+        tl.store(column_scale + j, reciprocal(column), mask=j < K)
     v = load_tile(x, i, j)
     store_tile(by_rows, to_float8(v * row[:, None], BIAS, SOFT), i, j, M, K)
     code = to_float8(v * column[None, :], BIAS, SOFT)
@@ -275,32 +270,35 @@ def _takes(x: torch.Tensor, *scales: torch.Tensor) -> bool:
     """Return whether the kernels support ``x``, flattened to a matrix, with these scales."""
     if x.dtype not in DTYPES or x.ndim < 2:
         return False
-    shapes = ((), (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1]))
-    return all(scale.shape in shapes for scale in scales)
+    return all(not scale.ndim or scale.shape in _shapes_of_scales(x) for scale in scales)
 
 
-def _cast_by(
+def _shapes_of_scales(x: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes of scales of rows and of columns."""
+    return [(*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])]
+
+
+def _cast_to(
+    layouts: Layouts,
     x: torch.Tensor,
     given: torch.Tensor,
     dtype: torch.dtype,
-    transposed: Sequence[bool],
     *,
-    scaling: Sequence[torch.Tensor] | None = None,
+    scale: torch.Tensor | None = None,
     power_of_2: bool = False,
     saturate: bool = False,
     amax: torch.Tensor | None = None,
-) -> Layouts:
-    """Cast a tensor with multipliers, or with amaxes.
+) -> None:
+    """Cast a tensor with multipliers, or with amaxes, and write the copies.
 
     Args:
-        given: multipliers; amaxes, if ``scaling`` is given.
-        scaling: where to write the multipliers and the scales of the amaxes.
+        given: multipliers; amaxes, if ``scale`` is given.
+        scale: where to write the scales of the amaxes.
         amax: a 0-dim fp32 zero, which becomes the amax of ``x``.
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    layouts, argument = Layouts(x, dtype, transposed), matrix(x)
-    _, M, K, _, stride_k = argument
+    _, M, K, _, stride_k = argument = matrix(x)
     of, stride = TENSOR, 0
     if given.numel() != 1:
         of = ROW if given.shape[-1] == 1 else COLUMN
@@ -308,55 +306,24 @@ def _cast_by(
         stride = given.stride(0)
     _cast(
         tiles(M, K),
-        (x.dtype, size_class(M, K), stride_k == 1, *layouts.wanted),
+        (x.dtype, size_class(M, K), stride_k == 1, layouts[0] is None, layouts[1] is None),
         x.device,
-        *(argument, given, stride, layouts.argument),
-        None if amax is None else amax.view(torch.int32),
-        None if scaling is None else tuple(scaling),
+        *(argument, given, stride, layouts),
+        *(amax if amax is None else amax.view(torch.int32), scale),
         OF=of.value,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
         **float8_constants(dtype, x.device),
     )
-    return layouts
 
 
 @fused(quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
 def _quantize(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
 ) -> torch.Tensor:
-    (qdata,) = _cast_by(x, multiplier, dtype, [False], saturate=not fits).copies([False])
+    (qdata,) = empty_layouts(x, dtype, [False])
+    _cast_to((as_bytes(qdata), None), x, multiplier, dtype, saturate=not fits)
     return qdata
-
-
-def _copies(layouts: dict[int, Layouts], of: Sequence[int], transposed: Sequence[bool]) -> Tensors:
-    return [
-        copy
-        for i, turned in zip(of, transposed, strict=True)
-        for copy in layouts[i].copies([turned])
-    ]
-
-
-def _layouts_of(i: int, of: Sequence[int], transposed: Sequence[bool]) -> list[bool]:
-    return [turned for each, turned in zip(of, transposed, strict=True) if each == i]
-
-
-@fused(quantize_copies, lambda x, multipliers, *_, **__: _takes(x, *multipliers))
-def _quantize_copies(
-    x: torch.Tensor,
-    multipliers: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    of: Sequence[int],
-    transposed: Sequence[bool],
-    *,
-    fits: bool = False,
-) -> Tensors:
-    """Cast copies in one launch for each multiplier that is used."""
-    made = {
-        i: _cast_by(x, multipliers[i], dtype, _layouts_of(i, of, transposed), saturate=not fits)
-        for i in dict.fromkeys(of)
-    }
-    return _copies(made, of, transposed)
 
 
 @fused(cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
@@ -371,34 +338,41 @@ def _cast_copies(
     saturate: bool = False,
 ) -> Tensors:
     """Cast copies in one launch for each amax, or in one for amaxes of rows and of columns."""
-    scalings = [tuple(torch.empty_like(each) for _ in range(2)) for each in amaxes]
-    both = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])
-    wanted = list(zip(of, transposed, strict=True))
-    rows_and_columns = tuple(each.shape for each in amaxes) == both and not saturate
-    if wanted == [(0, False), (1, True)] and rows_and_columns:
-        made = {0: Layouts(x, dtype, [False]), 1: Layouts(x, dtype, [True])}
-        argument = matrix(x)
-        _, M, K, _, stride_k = argument
+    scales = [torch.empty_like(each) for each in amaxes]
+    copies = empty_layouts(x, dtype, transposed)
+    if len(amaxes) > 1 and not saturate and _are_of_rows_and_columns(x, amaxes, of, transposed):
+        _, M, K, _, stride_k = argument = matrix(x)
         _cast_rows_and_columns(
             tiles(M, K),
             (x.dtype, size_class(M, K), stride_k == 1),
             x.device,
             *(argument, *(each.contiguous() for each in amaxes)),
-            *(made[0].argument[0], made[1].argument[1], *scalings),
+            *(as_bytes(each) for each in copies),
+            *scales,
             POWER_OF_2=round_scales_to_power_of_2,
             **float8_constants(dtype, x.device),
         )
-    else:
-        made = {
-            i: _cast_by(
-                *(x, each, dtype, _layouts_of(i, of, transposed)),
-                scaling=scalings[i],
-                power_of_2=round_scales_to_power_of_2,
-                saturate=saturate,
-            )
-            for i, each in enumerate(amaxes)
-        }
-    return [*(t for scaling in scalings for t in scaling), *_copies(made, of, transposed)]
+        return scales + copies
+    for i, each in enumerate(amaxes):
+        _cast_to(
+            as_layouts(copies, transposed, of, i),
+            x,
+            each,
+            dtype,
+            scale=scales[i],
+            power_of_2=round_scales_to_power_of_2,
+            saturate=saturate,
+        )
+    return scales + copies
+
+
+def _are_of_rows_and_columns(
+    x: torch.Tensor, amaxes: Sequence[torch.Tensor], of: Sequence[int], transposed: Sequence[bool]
+) -> bool:
+    """Return whether to cast with scales of rows, and with scales of columns to the transpose."""
+    wanted = list(zip(of, transposed, strict=True))
+    shapes = [tuple(each.shape) for each in amaxes]
+    return wanted == [(0, False), (1, True)] and shapes == _shapes_of_scales(x)
 
 
 @fused(cast_rows, lambda x, *_, **__: _takes(x))
@@ -413,27 +387,27 @@ def _cast_by_rows(
     Both layouts, and rows that registers do not hold, take two launches: 5 bytes per bf16 element,
     6 for both layouts.
     """
-    argument = matrix(x)
-    _, M, K, _, stride_k = argument
+    _, M, K, _, stride_k = argument = matrix(x)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    copies = empty_layouts(x, dtype, transposed)
+    layouts, power_of_2 = as_layouts(copies, transposed), round_scales_to_power_of_2
     if True in transposed or K > _WIDEST or stride_k != 1:
-        amax, m = find_amax(x, covered_dims("row", x.ndim)), torch.empty_like(scale)
-        power_of_2 = round_scales_to_power_of_2
-        layouts = _cast_by(x, amax, dtype, transposed, scaling=(m, scale), power_of_2=power_of_2)
+        amax = find_amax(x, covered_dims("row", x.ndim))
+        _cast_to(layouts, x, amax, dtype, scale=scale, power_of_2=power_of_2)
     else:
-        amax, layouts = torch.empty_like(scale), Layouts(x, dtype, transposed)
+        amax = torch.empty_like(scale)
         BN = triton.next_power_of_2(max(K, 16))
         BM = max(1, _WIDEST // 2 // BN)
         _cast_rows(
             lambda chosen: (programs(M, BM), 1),
             (x.dtype, size_class(M, K)),
             x.device,
-            *(argument, layouts.argument[0], (amax, scale)),
-            POWER_OF_2=round_scales_to_power_of_2,
+            *(argument, layouts[0], (amax, scale)),
+            POWER_OF_2=power_of_2,
             **float8_constants(dtype, x.device),
             **{"BM": BM, "BN": BN},
         )
-    return [amax, scale, *layouts.copies(transposed)]
+    return [amax, scale, *copies]
 
 
 @fused(cast_and_record, lambda x, *_, **__: _takes(x))
@@ -447,17 +421,21 @@ def _cast_and_record(
 ) -> Tensors:
     """Cast and record in three launches; 3 bytes per bf16 element, 4 for both layouts."""
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    m, scale, *poisoned, largest = (torch.empty_like(known) for _ in range(5))
-    layouts = _cast_by(
-        *(x, known, dtype, transposed),
-        scaling=(m, scale),
+    scale, *poisoned, largest = [torch.empty_like(known) for _ in range(4)]
+    copies = empty_layouts(x, dtype, transposed)
+    _cast_to(
+        as_layouts(copies, transposed),
+        x,
+        known,
+        dtype,
+        scale=scale,
         power_of_2=round_scales_to_power_of_2,
         saturate=True,
         amax=amax,
     )
     arguments = amax, known, scale, recorded, tuple(poisoned), largest.view(torch.int32)
     _record(lambda chosen: (1,), (), x.device, *arguments)
-    return [amax, *poisoned, largest, *layouts.copies(transposed)]
+    return [amax, *poisoned, largest, *copies]
 
 
 @fused(transposed_copy, lambda x, *_: x.is_contiguous())

@@ -1,5 +1,6 @@
 """Registration and launch of Triton kernels: block sizes, float8 formats, arguments."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.custom_op import CustomOp
-from fp8_dist.kernels.quantization import ALIGNMENT, as_matrix, empty_copies, rounded_up
+from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix, rounded_up
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +33,7 @@ BIAS = {
 _OPTIONS = {"enable_fp_fusion": False}
 
 Blocks = dict[str, int]
+Layouts = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def fused(
@@ -187,35 +189,37 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
-def _empty_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a row-major copy, with memory behind it up to a multiple of ``ALIGNMENT`` rows.
+def empty_layouts(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
+    """Allocate float8 copies of a tensor, uninitialized.
 
-    A GEMM with scales of blocks may read that many rows of its left operand.
+    Behind a row-major copy there is memory up to a multiple of ``ALIGNMENT`` rows, because a GEMM
+    with scales of blocks may read that many rows of its left operand.
     """
-    columns = x.shape[-1]
-    rows = x.numel() // max(columns, 1)
+    *leading, columns = x.shape
+    rows = math.prod(leading)
     if not rows % ALIGNMENT:
-        return x.new_empty(x.shape, dtype=dtype)
-    return x.new_empty(rounded_up(rows) * columns, dtype=dtype)[: x.numel()].view(x.shape)
+        turned = (columns, rows)
+        return [x.new_empty(turned if each else x.shape, dtype=dtype) for each in transposed]
+    copies = [x.new_empty((columns, rounded_up(rows)), dtype=dtype) for _ in transposed]
+    return [
+        copy if each else copy.view(-1)[: x.numel()].view(x.shape)
+        for copy, each in zip(copies, transposed, strict=True)
+    ]
 
 
-class Layouts:
-    """Uninitialized float8 copies of a tensor, one in each requested layout.
+def as_layouts(
+    copies: Sequence[torch.Tensor],
+    transposed: Sequence[bool],
+    of: Sequence[int] | None = None,
+    index: int = 0,
+) -> Layouts:
+    """Return the bytes of a row-major and of a transposed copy as an argument of a kernel.
 
-    Attributes:
-        wanted: two flags, whether to write the row-major and the transposed copy.
-        argument: the bytes of both copies as an argument of a kernel, with None for a copy that is
-            not wanted.
+    ``of``: take the copies whose number here is ``index``. A copy that is not there is None.
     """
-
-    def __init__(self, x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> None:
-        self.wanted = (False in transposed, True in transposed)
-        self._copies = [
-            _empty_rows(x, dtype) if self.wanted[0] else None,
-            empty_copies(x, dtype, [True])[0] if self.wanted[1] else None,
-        ]
-        self.argument = tuple(None if t is None else as_bytes(t) for t in self._copies)
-
-    def copies(self, transposed: Sequence[bool]) -> list[torch.Tensor]:
-        """Return the copies in the given layouts."""
-        return [t for turned in transposed if (t := self._copies[turned]) is not None]
+    layouts: list[torch.Tensor | None] = [None, None]
+    for i, (copy, turned) in enumerate(zip(copies, transposed, strict=True)):
+        if of is None or of[i] == index:
+            assert layouts[turned] is None, "two copies are the same"
+            layouts[turned] = copy.view(torch.uint8)
+    return layouts[0], layouts[1]

@@ -2,7 +2,7 @@
 
 A format is identified by the bias of its exponent: 7 is e4m3fn, 8 e4m3fnuz, 15 e5m2, 16 e5m2fnuz.
 Matrices are passed as made by :func:`fp8_dist.kernels.cuda.triton.launch.matrix`, and copies as the
-``argument`` of :class:`fp8_dist.kernels.cuda.triton.launch.Layouts`.
+result of :func:`fp8_dist.kernels.cuda.triton.launch.as_layouts`.
 """
 
 import triton
