@@ -171,8 +171,16 @@ def is_exporting() -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def graphs_fuse_collectives() -> bool:
     """Whether graphs fuse collectives with GEMMs: async tensor parallelism of torch.compile."""
-    inductor = sys.modules.get("torch._inductor.config")
-    return bool(getattr(inductor, "_micro_pipeline_tp", False))
+    return _is_set_in_inductor("_micro_pipeline_tp")
+
+
+def graphs_choose_gemms() -> bool:
+    """Whether Inductor may compute a GEMM by a kernel that it finds to be the fastest."""
+    return _is_set_in_inductor("max_autotune") or _is_set_in_inductor("max_autotune_gemm")
+
+
+def _is_set_in_inductor(option: str) -> bool:
+    return bool(getattr(sys.modules.get("torch._inductor.config"), option, False))
 
 
 def make_wrapper(

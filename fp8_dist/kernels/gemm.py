@@ -21,7 +21,7 @@ from fp8_dist.kernels.blocks import fp32_scales, scaled_by
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import ALIGNMENT, rounded_up, transposed_copy
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import native_scaled_mm
+from fp8_dist.torch_internals import native_scaled_mm, statically_known_true
 
 # Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
 GemmOptions = tuple[bool, bool, bool]
@@ -160,17 +160,18 @@ def fusible_scaled_mm(
     out_dtype: torch.dtype,
     options: GemmOptions,
 ) -> Tensor | None:
-    """Compute :func:`scaled_mm` in a graph by ``aten._scaled_mm``, which Inductor can fuse.
+    """Compute :func:`scaled_mm` in a graph by ``aten._scaled_mm``.
 
     The scales are 0-dim. The bits are those of :func:`scaled_mm`. The result is ``None`` if the
-    device has no such GEMM, or the operands need what only :func:`scaled_mm` does.
+    device has no such GEMM, or the operands may need what only :func:`scaled_mm` does.
     """
     use_fast_accum, _, emulate = options
     if emulate or not device_has_float8_gemm(a.device):
         return None
-    if not min(*a.shape, *b.shape) or a.shape[1] != b.shape[0]:
-        return None
-    if b.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT:
+    (rows, inner), (same, columns) = a.shape, b.shape
+    known = [size > 0 for size in (rows, inner, columns)]
+    known += [inner == same, inner % ALIGNMENT == 0, columns % ALIGNMENT == 0]
+    if not all(statically_known_true(each) for each in known):
         return None
     return _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
 

@@ -86,7 +86,8 @@ def transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
         ``[..., K, P]``.
     """
     if not x.shape[-2] % multiple:
-        return x.mT.contiguous()
+        # Never a view, which of one row or of none contiguous() is.
+        return x.mT.clone(memory_format=torch.contiguous_format)
     out = empty_transposed(x, multiple)
     out[..., : x.shape[-2]].copy_(x.mT)
     out[..., x.shape[-2] :].view(torch.uint8).zero_()

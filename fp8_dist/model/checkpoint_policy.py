@@ -45,6 +45,7 @@ _SAVED: set[Any] = {
     weight_statistics.overload,
     aten.mm.default,
     aten.addmm.default,
+    aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,

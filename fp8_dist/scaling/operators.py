@@ -23,7 +23,12 @@ from fp8_dist.scaling.scheme import (
     scheme_named,
 )
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import graphs_fuse_collectives, storage_address
+from fp8_dist.torch_internals import (
+    graphs_choose_gemms,
+    graphs_fuse_collectives,
+    is_exporting,
+    storage_address,
+)
 
 
 def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list[Statistics]:
@@ -135,25 +140,31 @@ def multiply(
     if not torch.compiler.is_compiling():
         a, b = matrices(left, right, turn)
         return a.scheme.multiply(a, b, out_dtype, options)
-    run = _fusible if graphs_fuse_collectives() else multiply_operator.overload
+    run = multiply_operator.overload if is_exporting() else _multiply_in_graph
     return run(*flat(left), *flat(right), turn, out_dtype, options)
 
 
 # AOTAutograd traces it, and dynamo does not.
 @torch.compiler.allow_in_graph
-def _fusible(*arguments: Any) -> Tensor:
-    """Multiply by operators that async tensor parallelism fuses, if the schemes have them."""
+def _multiply_in_graph(*arguments: Any) -> Tensor:
+    """Multiply by torch's operator where it has the same bits, and else by the library's.
+
+    Compiled code calls torch's operator at less cost, and async tensor parallelism fuses it.
+    """
     a, b = matrices(operand_of(*arguments[:4]), operand_of(*arguments[4:8]), arguments[8])
-    product = a.scheme.fusible_product(a, b, *arguments[9:])
+    product, fuses_collectives = None, graphs_fuse_collectives()
+    if fuses_collectives or not graphs_choose_gemms():
+        product = a.scheme.fusible_product(a, b, *arguments[9:])
     if product is not None:
         return product
-    warn_once(
-        f"async tensor parallelism {a.scheme.covers}",
-        "async tensor parallelism (torch._inductor.config._micro_pipeline_tp): no collective is "
-        f"fused with a float8 GEMM on {a.qdata.device.type} with one scale per {a.scheme.covers} "
-        f"of {list(a.qdata.shape)} by {list(b.qdata.shape)}; torch fuses those of the recipes "
-        "tensorwise and delayed, on GPUs, whose dims are multiples of 16",
-    )
+    if fuses_collectives:
+        warn_once(
+            f"async tensor parallelism {a.scheme.covers}",
+            "async tensor parallelism (torch._inductor.config._micro_pipeline_tp): no collective "
+            f"is fused with a float8 GEMM on {a.qdata.device.type} with one scale per "
+            f"{a.scheme.covers} of {list(a.qdata.shape)} by {list(b.qdata.shape)}; torch fuses "
+            "those of the recipes tensorwise and delayed, on GPUs, whose dims are multiples of 16",
+        )
     return multiply_operator.overload(*arguments)
 
 

@@ -389,7 +389,7 @@ class Scheme:
     def fusible_product(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
     ) -> Tensor | None:
-        """The product as operators of a graph that async tensor parallelism fuses, if any."""
+        """The product as operators of torch, for a graph, if these have the same bits."""
         return None
 
     # Parts

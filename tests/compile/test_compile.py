@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpointed import SELECTIVE
 from graphs import Compilations, Graphs
 from local_nets import local_net
 from nets import Distributed, Net, blocks, full
@@ -16,6 +17,7 @@ from ranks import RankPools, device_mesh
 from reference import same_bits, sqnr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from two_level import config_named
 
 from fp8_dist import (
@@ -30,7 +32,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.audit import CommTable
-from fp8_dist.kernels import amax, block_scaled_mm, fusible_amax, scaled_mm
+from fp8_dist.kernels import amax, block_scaled_mm, fusible_amax, gemm, scaled_mm
 from fp8_dist.scaling import dense
 from fp8_dist.scaling.operators import multiply_operator
 
@@ -326,6 +328,75 @@ def test_graphs_that_find_amaxes_by_themselves(
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
     # Of rows, then of these; the weight's is found where its scale is asked for.
     assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (2, 2)
+
+
+class Targets(TorchDispatchMode):
+    """Counts the operators of GEMMs that run, in compiled graphs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[object] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[func] += func in (SCALED_MM, multiply_operator.overload)
+        return func(*args, **(kwargs or {}))
+
+
+SCALED_MM = torch.ops.aten._scaled_mm.default
+
+
+@pytest.mark.parametrize(
+    ("tokens", "option", "expected"),
+    [
+        (16, {}, {SCALED_MM: 3}),
+        (13, {}, {SCALED_MM: 3}),  # transposed copies have rows of zeros
+        (0, {}, {multiply_operator.overload: 3}),
+        (16, {"max_autotune_gemm": True}, {multiply_operator.overload: 3}),
+    ],
+)
+def test_graphs_that_multiply_by_torchs_operator(
+    tokens: int,
+    option: dict[str, bool],
+    expected: dict[object, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs do so on GPUs; here they are told that a CPU has a float8 GEMM."""
+    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
+    torch._dynamo.reset()
+    layer, results = Float8Linear(64, 48, dtype=torch.bfloat16), []
+    with torch._inductor.config.patch(option), Targets() as targets:
+        for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+            torch.manual_seed(0)
+            targets.counts.clear()
+            x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+            output = run(x)
+            output.float().square().sum().backward()
+            results.append([output.detach(), x.grad, *(p.grad for p in layer.parameters())])
+            layer.zero_grad()
+    assert +targets.counts == expected
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_product_of_torchs_operator_is_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Selective checkpointing saves it."""
+    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
+    torch._dynamo.reset()
+    layer = Float8Linear(64, 48, dtype=torch.bfloat16)
+    x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+
+    @torch.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False, **SELECTIVE)
+
+    with Targets() as targets:
+        checkpointed(x).float().sum().backward()
+    assert +targets.counts == {SCALED_MM: 3}
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
