@@ -162,11 +162,13 @@ def fusible_scaled_mm(
 ) -> Tensor | None:
     """Compute :func:`scaled_mm` in a graph by ``aten._scaled_mm``.
 
-    The scales are 0-dim. The bits are those of :func:`scaled_mm`. The result is ``None`` if the
-    device has no such GEMM, or the operands may need what only :func:`scaled_mm` does.
+    The bits are those of :func:`scaled_mm`. The result is ``None`` if the device has no such GEMM,
+    or the operands may need what only :func:`scaled_mm` does.
     """
     use_fast_accum, _, emulate = options
-    if emulate or not device_has_float8_gemm(a.device):
+    if emulate or not device_has_float8_gemm(a.device) or _check_scales(a, b, scale_a, scale_b):
+        return None
+    if (scale_a.ndim or scale_b.ndim) and not _has_rowwise_gemm(b, out_dtype):
         return None
     (rows, inner), (same, columns) = a.shape, b.shape
     known = [size > 0 for size in (rows, inner, columns)]
@@ -216,7 +218,7 @@ def _native(
             *(a, b, scale_a, scale_b), out_dtype=out_dtype, use_fast_accum=use_fast_accum
         )
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
-    if out_dtype is torch.bfloat16 and b.dtype == e4m3():
+    if _has_rowwise_gemm(b, out_dtype):
         # The rowwise kernel takes one scale for each row and one for each column.
         if not use_fast_accum and _has_slow_rowwise_gemm():
             warn_once(
@@ -228,12 +230,19 @@ def _native(
         rows = scale_a.expand(a.shape[0], 1).contiguous()
         columns = scale_b.expand(1, b.shape[1]).contiguous()
         return run(rows, columns, out_dtype=out_dtype)
-    # The rowwise kernel writes only bf16, and on some devices takes only e4m3 as the right operand.
-    # So the tensorwise kernel writes fp32, which is scaled afterwards.
+    # The tensorwise kernel writes fp32, which is scaled afterwards.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     product = run(one, one, out_dtype=torch.float32)
     scale_product(product, scale_a, scale_b)
     return product.to(out_dtype)
+
+
+def _has_rowwise_gemm(b: Tensor, out_dtype: torch.dtype) -> bool:
+    """Return whether torch's kernel for scales of rows and columns takes a right operand.
+
+    It writes only bf16, and on some devices takes only e4m3.
+    """
+    return out_dtype is torch.bfloat16 and b.dtype == e4m3()
 
 
 def row_major(x: Tensor) -> Tensor:

@@ -185,8 +185,6 @@ class Dense(Scheme):
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
     ) -> Tensor | None:
         (a,), (b,) = left.scales, right.scales
-        if a.ndim or b.ndim:
-            return None
         return fusible_scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
 
 

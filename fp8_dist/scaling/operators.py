@@ -152,8 +152,9 @@ def _multiply_in_graph(*arguments: Any) -> Tensor:
     Compiled code calls torch's operator at less cost, and async tensor parallelism fuses it.
     """
     a, b = matrices(operand_of(*arguments[:4]), operand_of(*arguments[4:8]), arguments[8])
-    product, fuses_collectives = None, graphs_fuse_collectives()
-    if fuses_collectives or not graphs_choose_gemms():
+    fuses_collectives, product = graphs_fuse_collectives(), None
+    is_fused = fuses_collectives and not (a.scales[0].ndim or b.scales[0].ndim)
+    if is_fused or not (fuses_collectives or graphs_choose_gemms()):
         product = a.scheme.fusible_product(a, b, *arguments[9:])
     if product is not None:
         return product

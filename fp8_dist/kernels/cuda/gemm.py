@@ -54,6 +54,8 @@ def block_mm(
     options = _hopper_options if kind == "hopper" else _blackwell_options
     scaling = options(scales_a, scales_b, blocks_b)
     product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **scaling)
+    if product.shape == (rows, columns):
+        return product
     first = blocks_b[3]
     return product[:rows, first : first + columns].contiguous()
 
@@ -99,7 +101,9 @@ def _with_whole_rows(x: Tensor) -> Tensor:
 
     Casts leave memory for them (:func:`fp8_dist.kernels.cuda.triton.launch.empty_layouts`).
     """
-    rows, columns = rounded_up(len(x)), x.shape[1]
+    rows, columns = rounded_up(x.shape[0]), x.shape[1]
+    if rows == x.shape[0]:
+        return x
     if (x.storage_offset() + rows * columns) * x.itemsize <= x.untyped_storage().nbytes():
         return x.as_strided((rows, columns), (columns, 1))
     return padded(x, rows, columns)

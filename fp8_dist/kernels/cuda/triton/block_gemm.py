@@ -331,12 +331,10 @@ def _scales_of_both(
     a: torch.Tensor, b: torch.Tensor, multiple: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert the exponents of both operands in one launch; 5 bytes per block."""
-    rows = rounded_up(len(a)), rounded_up(len(b), multiple)
-    of_a, of_b = (
-        torch.empty(x.shape[1], padded, dtype=torch.float32, device=a.device)
-        for x, padded in zip((a, b), rows, strict=True)
-    )
-    arguments = matrix(a), of_a, rows[0], matrix(b), of_b, rows[1]
+    rows_a, rows_b = rounded_up(a.shape[0]), rounded_up(b.shape[0], multiple)
+    of_a = torch.empty(a.shape[1], rows_a, dtype=torch.float32, device=a.device)
+    of_b = torch.empty(b.shape[1], rows_b, dtype=torch.float32, device=a.device)
+    arguments = matrix(a), of_a, rows_a, matrix(b), of_b, rows_b
     _gemm_scales(_of_both(of_a, of_b), (), a.device, *arguments)
     return of_a.t(), of_b.t()
 
@@ -347,7 +345,7 @@ def _tiles_of_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tile the exponents of both operands in one launch; 2 bytes per exponent in the tiles."""
     sizes = [
-        triton.cdiv(rows, 128) * triton.cdiv(columns, 4) * 512
+        rounded_up(rows, 128) * rounded_up(columns, 4)
         for rows, columns in (a.shape, (b.shape[0] * repeats, b.shape[1]))
     ]
     of_a, of_b = (torch.empty(size, dtype=torch.uint8, device=a.device) for size in sizes)
@@ -359,6 +357,4 @@ def _tiles_of_both(
 def _of_both(of_a: torch.Tensor, of_b: torch.Tensor) -> Callable[[Blocks], tuple[int]]:
     """Return a grid whose instances each write BLOCK elements of one of two results."""
     sizes = of_a.numel(), of_b.numel()
-    return lambda chosen: (
-        triton.cdiv(sizes[0], chosen["BLOCK"]) + programs(sizes[1], chosen["BLOCK"]),
-    )
+    return lambda chosen: (-(-sizes[0] // chosen["BLOCK"]) + programs(sizes[1], chosen["BLOCK"]),)
