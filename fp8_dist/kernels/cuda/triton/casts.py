@@ -53,11 +53,6 @@ from fp8_dist.kernels.quantization import (
 )
 from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
 
-# Granularity of the scales.
-TENSOR = tl.constexpr(0)
-ROW = tl.constexpr(1)
-COLUMN = tl.constexpr(2)
-
 _WIDEST = 16384  # columns of a row that the registers of an instance hold
 
 
@@ -103,19 +98,19 @@ def _cast(
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
     row, column = i[:, None], j[None, :]
-    if OF == ROW:
+    if OF == "row":
         m = tl.load(given + row * stride_given, mask=row < M, other=1.0)
-    elif OF == COLUMN:
+    elif OF == "column":
         m = tl.load(given + column * stride_given, mask=column < K, other=1.0)
     else:
         m = tl.load(given)
     if scale is not None:
         m = multiplier_of(m, POWER_OF_2, BIAS)
         # Each scale is stored once: by the tiles of the first column or row, or by the first tile.
-        if OF == ROW:
+        if OF == "row":
             if tl.program_id(1) == 0:
                 tl.store(scale + row, reciprocal(m), mask=row < M)
-        elif OF == COLUMN:
+        elif OF == "column":
             if tl.program_id(0) == 0:
                 tl.store(scale + column, reciprocal(m), mask=column < K)
         elif tl.program_id(0) + tl.program_id(1) == 0:
@@ -299,9 +294,9 @@ def _cast_to(
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
     _, M, K, _, stride_k = argument = matrix(x)
-    of, stride = TENSOR, 0
+    of, stride = "tensor", 0
     if given.numel() != 1:
-        of = ROW if given.shape[-1] == 1 else COLUMN
+        of = "row" if given.shape[-1] == 1 else "column"
         given = given.flatten()
         stride = given.stride(0)
     _cast(
@@ -310,7 +305,7 @@ def _cast_to(
         x.device,
         *(argument, given, stride, layouts),
         *(amax if amax is None else amax.view(torch.int32), scale),
-        OF=of.value,
+        OF=of,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
         **float8_constants(dtype, x.device),
