@@ -36,8 +36,6 @@ from fp8_dist.kernels.scale import magnitudes, scaling_from_amax
 
 NAN_EXPONENT = 255
 _BIAS = 127
-# The reciprocal of the scale of the byte 0. A tensor, because torch would convert a number to one.
-_LARGEST = torch.tensor(2.0**127, device="cpu")
 
 
 def blocks_along(size: int, block: int, first: int) -> int:
@@ -179,8 +177,8 @@ def quantize_blocks(
     Returns:
         A contiguous tensor of the shape of ``x``.
     """
-    # The reciprocal of a power of two is exact. The remainder is 0 for _LARGEST alone.
-    multiplier = powers_of_2(exponents).reciprocal_().fmod_(_LARGEST)
+    # The reciprocal of a power of two is exact.
+    multiplier = powers_of_2(exponents).reciprocal_().masked_fill_(exponents == 0, 0.0)
     limit = torch.finfo(dtype).max
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
     return product.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)

@@ -60,7 +60,8 @@ from fp8_dist.kernels.gemm import (
 from fp8_dist.kernels.quantization import cast_copies, multiplied, quantize
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 
-_PART = 65536  # elements
+_PART = 65536  # elements that are computed at a time
+_LONG_PART = 4 * _PART  # where only amaxes are found
 _FP32 = Struct("f")
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8_DTYPES}
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -129,9 +130,9 @@ def _amax(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     # torch finds the maximum along a dim faster for integers than for floats.
     kept = x.shape[: x.ndim - len(dims)]
     are_last = tuple(dims) == tuple(range(len(kept), x.ndim))
-    if are_last and x.numel() > 4 * _PART and x.is_contiguous():
+    if are_last and x.numel() > _LONG_PART and x.is_contiguous():
         rows = x.view(math.prod(kept), -1)
-        parts = rows.split(max(1, 4 * _PART // rows.shape[1]))
+        parts = rows.split(max(1, _LONG_PART // rows.shape[1]))
         found = [magnitudes(part).amax(1) for part in parts]
         return torch.cat(found).view(x.dtype).to(torch.float32).view(*kept, *[1] * len(dims))
     largest = magnitudes(x).amax(tuple(dims), keepdim=True)
@@ -226,10 +227,10 @@ def _block_exponents(
     x: Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> Tensor:
     rows = blocks[0]
-    if x.numel() <= 4 * _PART or blocks[2] or not x.is_contiguous() or _has_parts(x, rows):
+    if x.numel() <= _LONG_PART or blocks[2] or not x.is_contiguous() or _has_parts(x, rows):
         return block_exponents.portable(x, dtype, blocks, rule)
     matrix, shape = x.view(-1, x.shape[-1]), exponents_shape(x.shape, blocks)
-    parts = [matrix[part] for part, _ in _slices(matrix, rows)]
+    parts = [matrix[part] for part, _ in _slices(matrix, rows, _LONG_PART)]
     found = [block_exponents.portable(part, dtype, blocks, rule) for part in parts]
     return torch.cat(found).view(shape)
 
@@ -273,9 +274,9 @@ def _reblock(
 _dequantize = partial(dequantized_with, upcast)
 
 
-def _slices(matrix: Tensor, rows: int) -> Iterator[tuple[slice, slice]]:
+def _slices(matrix: Tensor, rows: int, size: int = _PART) -> Iterator[tuple[slice, slice]]:
     """Yield slices of rows that consist of whole blocks, with the slices of their exponents."""
-    count = max(1, _PART // (rows * matrix.shape[1]))  # rows of blocks
+    count = max(1, size // (rows * matrix.shape[1]))  # rows of blocks
     for first in range(0, -(-len(matrix) // rows), count):
         yield slice(first * rows, (first + count) * rows), slice(first, first + count)
 
@@ -322,7 +323,7 @@ def _fold_groups(
 
 def _parts_of_groups(counts: Sequence[int], columns: int) -> Iterator[tuple[slice, int]]:
     """Yield slices of rows of one group, with the group."""
-    size, begin = max(1, 4 * _PART // max(1, columns)), 0
+    size, begin = max(1, _LONG_PART // max(1, columns)), 0
     for group, count in enumerate(counts):
         end = begin + count
         for first in range(begin, end, size):
