@@ -227,8 +227,9 @@ def _native(
                 "slow kernel if they accumulate in full precision: use a build for CUDA 12.9 or "
                 "later, or Float8GemmConfig(use_fast_accum=True)",
             )
-        rows = scale_a.expand(a.shape[0], 1).contiguous()
-        columns = scale_b.expand(1, b.shape[1]).contiguous()
+        # Flattened first, because torch may want stride 1 along a dim of one element, too.
+        rows = scale_a.expand(a.shape[0], 1).contiguous().view(-1).unsqueeze(1)
+        columns = scale_b.expand(1, b.shape[1]).contiguous().view(-1).unsqueeze(0)
         return run(rows, columns, out_dtype=out_dtype)
     # The tensorwise kernel writes fp32, which is scaled afterwards.
     one = torch.ones((), dtype=torch.float32, device=a.device)

@@ -350,15 +350,18 @@ SCALED_MM = torch.ops.aten._scaled_mm.default
 
 
 @pytest.mark.parametrize(
-    ("tokens", "option", "expected"),
+    ("recipe", "tokens", "option", "expected"),
     [
-        (16, {}, {SCALED_MM: 3}),
-        (13, {}, {SCALED_MM: 3}),  # transposed copies have rows of zeros
-        (0, {}, {multiply_operator.overload: 3}),
-        (16, {"max_autotune_gemm": True}, {multiply_operator.overload: 3}),
+        ("tensorwise", 16, {}, {SCALED_MM: 3}),
+        ("tensorwise", 13, {}, {SCALED_MM: 3}),  # transposed copies have rows of zeros
+        ("rowwise", 13, {}, {SCALED_MM: 3}),
+        ("rowwise_folded", 1, {}, {SCALED_MM: 3}),
+        ("tensorwise", 0, {}, {multiply_operator.overload: 3}),
+        ("tensorwise", 16, {"max_autotune_gemm": True}, {multiply_operator.overload: 3}),
     ],
 )
 def test_graphs_that_multiply_by_torchs_operator(
+    recipe: str,
     tokens: int,
     option: dict[str, bool],
     expected: dict[object, int],
@@ -367,7 +370,8 @@ def test_graphs_that_multiply_by_torchs_operator(
     """Graphs do so on GPUs; here they are told that a CPU has a float8 GEMM."""
     monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
     torch._dynamo.reset()
-    layer, results = Float8Linear(64, 48, dtype=torch.bfloat16), []
+    config, results = Float8LinearConfig.from_recipe_name(recipe), []
+    layer = Float8Linear(64, 48, config=config, dtype=torch.bfloat16)
     with torch._inductor.config.patch(option), Targets() as targets:
         for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
             torch.manual_seed(0)

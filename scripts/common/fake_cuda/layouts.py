@@ -13,7 +13,8 @@ def scaled_mm_problems(given: Mapping[str, Any]) -> list[str]:
 
     The data: ``a`` row-major, ``b`` column-major, dims, leading dims and addresses multiples of 16
     bytes. The scales: fp32, one for all, or one for each row of ``a`` and each column of ``b``,
-    contiguous, with a bf16 output.
+    contiguous, with stride 1 along the last dim (which some releases of torch want of a dim of one
+    element, too), and with a bf16 output.
     """
     a, b = given["self"], given["mat2"]
     problems = _matrix_problems("a", a) + _matrix_problems("b", b.t())
@@ -25,6 +26,8 @@ def scaled_mm_problems(given: Mapping[str, Any]) -> list[str]:
         return problems
     if shapes != ((a.shape[0], 1), (1, b.shape[1])):
         problems.append(f"scales of shapes {shapes}")
+    if any(scale.stride(-1) != 1 for scale in scales):
+        problems.append(f"scales with strides {[scale.stride() for scale in scales]}")
     if given["out_dtype"] is not torch.bfloat16:
         problems.append(f"rowwise scales with an output in {given['out_dtype']}")
     if b.dtype is not torch.float8_e4m3fn:
