@@ -177,8 +177,9 @@ def quantize_blocks(
     Returns:
         A contiguous tensor of the shape of ``x``.
     """
-    # The reciprocal of a power of two is exact.
-    multiplier = powers_of_2(exponents).reciprocal_().masked_fill_(exponents == 0, 0.0)
+    # The reciprocal of a power of two is exact. The scale of the byte 0 is replaced by infinity.
+    scales = torch.threshold_(powers_of_2(exponents), 2.0**-_BIAS, math.inf)
+    multiplier = scales.reciprocal_()
     limit = torch.finfo(dtype).max
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
     return product.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
