@@ -61,7 +61,7 @@ from fp8_dist.kernels.quantization import cast_copies, multiplied, quantize
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 
 _PART = 65536  # elements that are computed at a time
-_LONG_PART = 4 * _PART  # where only amaxes are found
+_LONG_PART = 4 * _PART  # where fewer bytes per element are in use
 _FP32 = Struct("f")
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8_DTYPES}
 _FP32_MAX = torch.finfo(torch.float32).max

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpointed import SELECTIVE
-from graphs import Compilations, Graphs
+from graphs import Compilations, Graphs, Ops
 from local_nets import local_net
 from nets import Distributed, Net, blocks, full
 from ranks import RankPools, device_mesh
@@ -330,41 +330,25 @@ def test_graphs_that_find_amaxes_by_themselves(
     assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (2, 2)
 
 
-class Targets(TorchDispatchMode):
-    """Counts the operators of GEMMs that run, in compiled graphs too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[object] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.counts[func] += func in (SCALED_MM, multiply_operator.overload)
-        return func(*args, **(kwargs or {}))
-
-
-SCALED_MM = torch.ops.aten._scaled_mm.default
+GEMMS = {torch.ops.aten._scaled_mm.default: "torch's", multiply_operator.overload: "ours"}
 
 
 @pytest.mark.parametrize(
     ("recipe", "tokens", "option", "expected"),
     [
-        ("tensorwise", 16, {}, {SCALED_MM: 3}),
-        ("tensorwise", 13, {}, {SCALED_MM: 3}),  # transposed copies have rows of zeros
-        ("rowwise", 13, {}, {SCALED_MM: 3}),
-        ("rowwise_folded", 1, {}, {SCALED_MM: 3}),
-        ("tensorwise", 0, {}, {multiply_operator.overload: 3}),
-        ("tensorwise", 16, {"max_autotune_gemm": True}, {multiply_operator.overload: 3}),
+        ("tensorwise", 16, {}, {"torch's": 3}),
+        ("tensorwise", 13, {}, {"torch's": 3}),  # transposed copies have rows of zeros
+        ("rowwise", 13, {}, {"torch's": 3}),
+        ("rowwise_folded", 1, {}, {"torch's": 3}),
+        ("tensorwise", 0, {}, {"ours": 3}),
+        ("tensorwise", 16, {"max_autotune_gemm": True}, {"ours": 3}),
     ],
 )
 def test_graphs_that_multiply_by_torchs_operator(
     recipe: str,
     tokens: int,
     option: dict[str, bool],
-    expected: dict[object, int],
+    expected: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Graphs do so on GPUs; here they are told that a CPU has a float8 GEMM."""
@@ -372,17 +356,36 @@ def test_graphs_that_multiply_by_torchs_operator(
     torch._dynamo.reset()
     config, results = Float8LinearConfig.from_recipe_name(recipe), []
     layer = Float8Linear(64, 48, config=config, dtype=torch.bfloat16)
-    with torch._inductor.config.patch(option), Targets() as targets:
+    with torch._inductor.config.patch(option), Ops(GEMMS.get) as gemms:
         for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
             torch.manual_seed(0)
-            targets.counts.clear()
+            gemms.counts.clear()
             x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
             output = run(x)
             output.float().square().sum().backward()
             results.append([output.detach(), x.grad, *(p.grad for p in layer.parameters())])
             layer.zero_grad()
-    assert +targets.counts == expected
+    assert gemms.counts == expected
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_torchs_operator_in_one_graph_for_all_batches(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
+    compilations, config = Compilations(), Float8LinearConfig.from_recipe_name(recipe)
+    layer = Float8Linear(64, 48, config=config, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for rows in (16, 80, 7):
+        x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        with Ops(GEMMS.get) as gemms:
+            output = compiled(x)
+            output.float().square().sum().backward()
+        assert gemms.counts == {"torch's": 3}
+        assert same_bits(output, layer(x))
+    assert compilations.graphs == 1
 
 
 def test_a_product_of_torchs_operator_is_not_computed_again(
@@ -398,9 +401,9 @@ def test_a_product_of_torchs_operator_is_not_computed_again(
     def checkpointed(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda x: layer(x).sin(), x, use_reentrant=False, **SELECTIVE)
 
-    with Targets() as targets:
+    with Ops(GEMMS.get) as gemms:
         checkpointed(x).float().sum().backward()
-    assert +targets.counts == {SCALED_MM: 3}
+    assert gemms.counts == {"torch's": 3}
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)

@@ -80,10 +80,11 @@ def counted(func: Any) -> str | None:
 
 
 class Ops(TorchDispatchMode):
-    """Counts the ops that matter, as they run."""
+    """Counts the ops that matter, as they run, by their names; those without a name are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, name_of: Callable[[Any], str | None] = counted) -> None:
         super().__init__()
+        self.name_of = name_of
         self.counts: Counter[str] = Counter()
 
     @classmethod
@@ -91,7 +92,7 @@ class Ops(TorchDispatchMode):
         return True  # compiled graphs run below it
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if (op := counted(func)) is not None:
+        if (op := self.name_of(func)) is not None:
             self.counts[op] += 1
         return func(*args, **(kwargs or {}))
 
