@@ -66,6 +66,12 @@ def test_casts_equal_those_of_the_cpu(dtype: torch.dtype, target: torch.dtype, k
         check(values(kind, dtype, (65, 96)), target, dim, power_of_2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_that_are_kept_are_launched_for_other_tensors(dtype: torch.dtype) -> None:
+    for shape, dim in product([(64, 96), (65, 96), (96, 64)] * 3, (None, -1, 0)):
+        check(values("ordinary", dtype, shape), TARGETS[0], dim, power_of_2=False)
+
+
 # Whole blocks, blocks that sizes do not divide, parts that begin inside of a block.
 BLOCKS = [(1, 128, 0, 0), (1, 32, 0, 5), (128, 128, 0, 0), (32, 32, 7, 31)]
 

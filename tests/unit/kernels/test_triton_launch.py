@@ -78,6 +78,78 @@ def test_without_memory_to_measure_the_first_choice_is_kept(
     assert measured == [0.0]
 
 
+class Found:
+    """A Triton kernel whose launches say who found the compiled kernel: Triton, or nobody."""
+
+    arg_names = ("x", "numbers", "optional", "FLAG", "BLOCK")
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **constants: Any) -> "Found":
+        given = args, *(constants[name] for name in ("FLAG", "BLOCK")), grid(constants)
+        self.launched.append(("Triton", *given))
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self.launched.append(("kept", args[:3], *args[3:], grid))
+
+
+@pytest.fixture
+def found() -> launch.Tuned:
+    """A tuned kernel whose block size is chosen."""
+    kernel = launch.Tuned(Found(), (launch.blocks(4, BLOCK=8),))
+    kernel._fastest["key"] = {"BLOCK": 8, "num_warps": 4}
+    return kernel
+
+
+def who(
+    kernel: launch.Tuned, x: torch.Tensor, size: int = 10, flag: object = 1, count: int = 3
+) -> str:
+    """Who found the kernel of a launch, whose arguments are checked."""
+    arguments = x, (size, x.t()), None
+    kernel(lambda chosen: (count, chosen["BLOCK"]), "key", x.device, *arguments, FLAG=flag)
+    name, (first, numbers, optional), *constants, grid = kernel.kernel.launched[-1]
+    assert first is x
+    assert numbers[0] == size
+    assert [optional, *constants] == [None, flag, 8]
+    assert grid == ((count, 8) if name == "Triton" else (count, 8, 1))
+    return str(name)
+
+
+def test_a_compiled_kernel_is_launched_again_for_arguments_of_the_same_kind(
+    found: launch.Tuned,
+) -> None:
+    x, another = torch.zeros(2, 64, 16, dtype=torch.bfloat16)
+    others = [
+        {"x": x.half()},
+        {"x": x.view(-1)[1:14].view(1, 13)},  # not aligned
+        {"x": x, "size": 11},
+        {"x": x, "size": 16},
+        {"x": x, "flag": 2},
+    ]
+    for arguments in ({"x": x}, *others):
+        assert [who(found, **arguments) for _ in range(3)] == ["Triton", "kept", "kept"]  # type: ignore[arg-type]
+    assert who(found, another, count=4) == "kept"  # in a grid of its own
+    # It is found again after so many others that not all are kept.
+    for size in range(100, 100 + launch._KEPT):
+        who(found, x, size)
+    assert len(found._compiled) < launch._KEPT
+    assert [who(found, x) for _ in range(2)] == ["Triton", "kept"]
+
+
+def test_a_kernel_is_not_kept_before_its_block_size_is_chosen(
+    found: launch.Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    chosen = found._fastest.pop("key")
+    x = torch.zeros(3, 4)
+    assert [who(found, x) for _ in range(3)] == ["Triton"] * 3
+    found._fastest["key"] = chosen
+    assert [who(found, x) for _ in range(2)] == ["Triton", "kept"]
+
+
 def test_the_instruction_is_used_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     cuda = torch.device("cuda", 0)
