@@ -67,7 +67,12 @@ class StreamNorm(SequenceParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module, returned = super()._apply(module, device_mesh), self.returned
-        module.register_forward_hook(lambda module, args, output: returned(output))
+
+        def convert(module: nn.Module, args: Any, output: DTensor) -> torch.Tensor:
+            # torch replicates what some norms compute of fewer tokens than ranks.
+            return returned(output.redistribute(placements=_SEQUENCE))
+
+        module.register_forward_hook(convert)
         return module
 
 

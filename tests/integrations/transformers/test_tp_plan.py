@@ -281,7 +281,10 @@ def generate(kind: str, sequence_parallel: bool) -> tuple[list[list[int]], list[
 
 @pytest.mark.parametrize(
     ("kind", "sequence_parallel"),
-    [("llama", True), ("gemma3", False), long("llama", False), long("mixtral", True)],
+    [
+        *(("llama", True), ("phi", True), ("gemma3", False)),
+        *(long("llama", False), long("mixtral", True)),
+    ],
 )
 def test_generate(ranks: RankPools, kind: str, sequence_parallel: bool) -> None:
     for found, expected in ranks(2).run(generate, kind, sequence_parallel):
