@@ -15,6 +15,11 @@ from fp8_dist.kernels.cuda.triton import launch
 from scripts.common.fake_cuda.process import FakeCudaProcess, built
 from scripts.common.fake_cuda.triton_kernels import _IdleLauncher, launch_nothing
 
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None,
+    reason="torch's CUDA kernels would run where kernels.cpp has none",
+)
+
 Launch = tuple[object, ...]
 
 
