@@ -95,7 +95,7 @@ class Tuned:
     CUDA graph is captured, and without memory to do it, the first choice is used.
 
     Once the choice is made, the compiled kernel is kept. Calls with equal numbers, dtypes and
-    alignments launch it directly, in less than half of the time that Triton takes to find it.
+    alignments launch it directly, without Triton's search for it, which takes longer.
     """
 
     def __init__(self, kernel: Any, configs: tuple[triton.Config, ...]) -> None:
