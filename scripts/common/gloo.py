@@ -11,12 +11,18 @@ meshes, so that its constructor is replaced here. NCCL has no such threads.
 Each group by default also has a device of its own, with a thread that waits for its sockets and
 wakes up 100 times a second. The groups of a process share one here: idle ranks that keep the groups
 of many meshes would take a good part of few cores.
+
+The threads of a group that outlives ``destroy_process_group``, as those of meshes do, may abort the
+process while the interpreter is finalized, with "terminate called without an active exception":
+such a thread still holds a tensor, and asks for the lock of an interpreter that gives it no more
+(pytorch/pytorch issue 190489). ``leave`` ends a process without that.
 """
 
 import functools
 import os
+import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -58,3 +64,10 @@ def set_default_timeout(seconds: float) -> None:
 def use_one_thread_per_group() -> None:
     """Give the gloo groups that this process makes from now on one thread each."""
     distributed_c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]
+
+
+def leave(status: int = 0) -> NoReturn:
+    """End this process without finalizing the interpreter. Functions of ``atexit`` do not run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from scripts.common.gloo import use_one_thread_per_group
+from scripts.common.gloo import leave, use_one_thread_per_group
 
 try:
     from tqdm import tqdm
@@ -73,7 +73,7 @@ def _rank_main(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     if tqdm is not None:
-        tqdm.set_lock(RLock())  # os._exit below would leave tqdm's own, a semaphore, behind
+        tqdm.set_lock(RLock())  # leave() would leave tqdm's own, a semaphore, behind
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
@@ -90,11 +90,7 @@ def _rank_main(
     finally:
         dist.destroy_process_group()
     _answer(folder, rank).write_bytes(pickle.dumps(result))
-    # Ends without finalizing the interpreter: a thread of gloo that releases its last tensor
-    # meanwhile would abort the process.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave()
 
 
 def _bind(rank: int, world_size: int) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.common.gloo import leave
 from scripts.train import checkpoints, train
 
 # What the names of collectives have in them, by the point at which a fault happens.
@@ -145,6 +145,5 @@ def run_rank(options: list[str], fault: Fault, record: Path) -> int:
         install(fault, record)
     status = train.main(options)
     if status:
-        sys.stdout.flush()
-        os._exit(status)
+        leave(status)
     return status

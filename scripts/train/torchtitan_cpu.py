@@ -63,7 +63,7 @@ from torchtitan.models.qwen3 import config_registry as qwen3_registry  # noqa: E
 from fp8_dist.debug import comm_audit  # noqa: E402
 from fp8_dist.integrations.torchtitan import config_registry as float8_registry  # noqa: E402
 from fp8_dist.integrations.torchtitan import with_float8  # noqa: E402
-from scripts.common.gloo import use_one_thread_per_group  # noqa: E402
+from scripts.common.gloo import leave, use_one_thread_per_group  # noqa: E402
 
 
 class Bytes(BaseDataLoader):
@@ -191,3 +191,4 @@ if __name__ == "__main__":
     titan_trainer.Trainer.train_step = audited(titan_trainer.Trainer.train_step)
     sys.argv[1:1] = ["--module", "scripts.train.torchtitan_cpu"]
     torchtitan.train.main()
+    leave()

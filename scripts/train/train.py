@@ -12,7 +12,6 @@ CUDA with NCCL, or on CPUs with gloo; without torchrun it is a single process. W
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ from fp8_dist.debug import Float8Stats, comm_audit, float8_stats
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.report import RunWriter
 from scripts.common.corpus import VOCAB_SIZE, Corpus
+from scripts.common.gloo import leave
 from scripts.common.llama import MODELS
 from scripts.common.models import after_step, build, data_parallel_mesh
 from scripts.train import checkpoints
@@ -346,10 +346,8 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
     if text:
         print(f"scripts.train.train: {text}", file=sys.stderr, flush=True)
-    # Not by way of the interpreter: threads may wait for a rank that is gone.
-    sys.stdout.flush()
-    os._exit(1)
+    leave(1)  # now: threads may wait for a rank that is gone
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -8,7 +8,10 @@ import sys
 
 from trainer_runs import as_on_gpus
 
+from scripts.common.gloo import leave
+
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     with as_on_gpus():
         runpy.run_path(sys.argv[0], run_name="__main__")
+    leave()
