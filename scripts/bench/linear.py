@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from scripts.bench import timing
 from scripts.bench.layers import Shape, layer_of, shape_text
 from scripts.bench.timing import Timed
-from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.candidates import OURS
 from scripts.common.report import start
 
 
 def measure(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
     """Median seconds of all candidates at one shape."""
     timed = {}
-    for name in (BF16, *OURS, *TORCHAO):
+    for name in args.candidates:
         layer = layer_of(name, shape, args.device)
         timed[name] = Timed(layer.run, layer.change_weight)
         if name in OURS:
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", default=default, help=shapes
     )
+    timing.add_candidates(parser)
     args = start(parser, argv)
     found = {f"linear {shape_text(shape)}": measure(shape, args) for shape in args.shapes}
     return timing.finish(args, found)

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fp8_dist.debug import Float8Stats, float8_stats
 from scripts.bench import timing
 from scripts.bench.timing import Timed
-from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.candidates import OURS
 from scripts.common.llama import MODELS, Llama, LlamaConfig
 from scripts.common.models import after_step, build
 from scripts.common.options import mesh_text, mesh_type, positive
@@ -81,9 +81,7 @@ def with_statistics(model: Llama, step: Callable[[], None]) -> dict[str, Timed]:
     }
 
 
-def measure(
-    names: Sequence[str], args: argparse.Namespace, axes: Mesh
-) -> dict[str, dict[str, float]]:
+def measure(args: argparse.Namespace, axes: Mesh) -> dict[str, dict[str, float]]:
     """Median seconds of a step by model and candidate; called on every rank."""
     mesh = None
     if dist.is_initialized():
@@ -97,7 +95,7 @@ def measure(
         if args.layers is not None:
             sizes = replace(sizes, n_layers=args.layers, vocab_size=256)
         timed = {}
-        for name in names:
+        for name in args.candidates:
             made, step = step_of(name, sizes, mesh, args, (inputs, targets))
             timed[name] = Timed(step)
             if args.stats and name in OURS:
@@ -112,6 +110,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = timing.make_parser("scripts.bench.step", __doc__, repeat=7)
     add = parser.add_argument
     dense = [name for name, sizes in MODELS.items() if sizes.mixture is None]
+    timing.add_candidates(parser)
     add("--model", choices=dense, nargs="+", default=["debug"], help="default: debug")
     add("--layers", type=positive, help="so many of its layers, with 256 tokens to predict")
     add("--mesh", type=mesh_type, nargs="+", default=[mesh_type("none")], help="default: none")
@@ -128,9 +127,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
-    names, found = (BF16, *OURS, *TORCHAO), {}
+    found = {}
     for mesh in args.mesh:
-        ranks, task = math.prod(mesh.values()), partial(measure, names, args, mesh)
+        ranks, task = math.prod(mesh.values()), partial(measure, args, mesh)
         options = {"device": args.device, "threads": args.threads}
         by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
         layers = "" if args.layers is None else f" x {args.layers}"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from scripts.common import report
-from scripts.common.candidates import BF16, peer_of
+from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
 from scripts.common.markdown import table
 
 # The second one counts what this process computed, and not what it waited for.
@@ -109,6 +109,15 @@ def make_parser(module: str, description: str | None, repeat: int) -> argparse.A
     return parser
 
 
+def add_candidates(parser: argparse.ArgumentParser) -> None:
+    """Add an option for the candidates to time."""
+    names = (BF16, *OURS, *TORCHAO)
+    text = f"of {', '.join(names)}; default: all. On some CPUs torchao's take seconds for a layer"
+    parser.add_argument(
+        "--candidates", nargs="+", choices=names, metavar="NAME", default=names, help=text
+    )
+
+
 def finish(args: argparse.Namespace, by_title: Mapping[str, Mapping[str, float]]) -> int:
     """Print a table for each title, and the checks of `--assert`; return the exit status.
 
@@ -117,7 +126,7 @@ def finish(args: argparse.Namespace, by_title: Mapping[str, Mapping[str, float]]
     """
     checks = []
     for title, seconds in by_title.items() if args.asserted else ():
-        faster = seconds.get("torchao tensorwise", math.nan) / seconds["tensorwise"]
+        faster = seconds.get("torchao tensorwise", math.nan) / seconds.get("tensorwise", math.nan)
         sentence = f"{title}: {faster:.2f}x as fast as torchao, at least {args.asserted:g}"
         checks.append(report.Check(sentence, faster >= args.asserted))
     tables = {title: seconds_table(seconds) for title, seconds in by_title.items()}

@@ -110,8 +110,9 @@ def test_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_steps_on_a_mesh(ranks: RankPools) -> None:
     names = [BF16, "delayed", *TORCHAO[:1]]
+    args = step.parse([*SMALL, "--candidates", *names])
     for mesh in ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}):
-        first, second = ranks(2).run(step.measure, names, step.parse(SMALL), mesh)
+        first, second = ranks(2).run(step.measure, args, mesh)
         assert first == second  # the slowest rank's, on both
         assert list(first["debug"]) == names
 
@@ -144,6 +145,7 @@ def test_precompute(ranks: RankPools) -> None:
     ("run", "words", "message"),
     [
         (linear.main, ["--shapes", "16x40x16"], "positive multiples of 16"),
+        (linear.main, ["--candidates", "tensor"], "invalid choice: 'tensor'"),
         (step.main, ["--mesh", "pp=2"], "'pp=2' is not dp=SIZE or tp=SIZE"),
         (step.main, ["--mesh", "tp=2", "--compile"], "--compile is for --mesh none"),
         (step.main, ["--device", "cuda", "--clock", "cpu"], "--clock cpu does not see"),
