@@ -18,6 +18,7 @@ from reference import same_bits, sqnr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch_releases import rows_in_torchs_gemm
 from two_level import config_named
 
 from fp8_dist import (
@@ -356,17 +357,18 @@ def test_graphs_that_multiply_by_torchs_operator(
     torch._dynamo.reset()
     config, results = Float8LinearConfig.from_recipe_name(recipe), []
     layer = Float8Linear(64, 48, config=config, dtype=torch.bfloat16)
-    with torch._inductor.config.patch(option), Ops(GEMMS.get) as gemms:
-        for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-            torch.manual_seed(0)
-            gemms.counts.clear()
-            x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
-            output = run(x)
-            output.float().square().sum().backward()
-            results.append([output.detach(), x.grad, *(p.grad for p in layer.parameters())])
-            layer.zero_grad()
-    assert gemms.counts == expected
-    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    with rows_in_torchs_gemm(recipe):
+        with torch._inductor.config.patch(option), Ops(GEMMS.get) as gemms:
+            for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+                torch.manual_seed(0)
+                gemms.counts.clear()
+                x = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+                output = run(x)
+                output.float().square().sum().backward()
+                results.append([output.detach(), x.grad, *(p.grad for p in layer.parameters())])
+                layer.zero_grad()
+        assert gemms.counts == expected
+        assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -377,15 +379,16 @@ def test_torchs_operator_in_one_graph_for_all_batches(
     compilations, config = Compilations(), Float8LinearConfig.from_recipe_name(recipe)
     layer = Float8Linear(64, 48, config=config, dtype=torch.bfloat16)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for rows in (16, 80, 7):
-        x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
-        torch._dynamo.mark_dynamic(x, 0)
-        with Ops(GEMMS.get) as gemms:
-            output = compiled(x)
-            output.float().square().sum().backward()
-        assert gemms.counts == {"torch's": 3}
-        assert same_bits(output, layer(x))
-    assert compilations.graphs == 1
+    with rows_in_torchs_gemm(recipe):
+        for rows in (16, 80, 7):
+            x = torch.randn(rows, 64, dtype=torch.bfloat16, requires_grad=True)
+            torch._dynamo.mark_dynamic(x, 0)
+            with Ops(GEMMS.get) as gemms:
+                output = compiled(x)
+                output.float().square().sum().backward()
+            assert gemms.counts == {"torch's": 3}
+            assert same_bits(output, layer(x))
+        assert compilations.graphs == 1
 
 
 def test_a_product_of_torchs_operator_is_not_computed_again(

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch_releases import uneven_sequence_in_torchs_linear
+from torch_releases import uneven_sequence_viewed
 
 from fp8_dist import (
     CastConfig,
@@ -336,7 +336,7 @@ def test_a_parallel_model_computes_what_one_device_does(
     limit = 40 if kind.startswith("float8") else 110
     # (Of the kind "high precision" every linear layer is converted.)
     torchs = sequence_parallel and length % tp and kind != "high precision"
-    with uneven_sequence_in_torchs_linear() if torchs else nullcontext():
+    with uneven_sequence_viewed() if torchs else nullcontext():
         for result in ranks(tp).run(
             parallel_results, kind, tp, length, vocabulary_sharded, sequence_parallel
         ):
@@ -386,7 +386,7 @@ def between_blocks(kind: str, length: int) -> list[tuple[str, str, tuple[int, ..
 def test_plain_tensors_between_blocks_where_tp_divides_the_sequence(ranks: RankPools, kind: str):
     even = ranks(2).run(between_blocks, kind, 8)
     assert even == [[("Tensor", "Tensor", (2, 4, 64), True)] * 3] * 2
-    with uneven_sequence_in_torchs_linear():
+    with uneven_sequence_viewed():
         uneven = ranks(2).run(between_blocks, kind, 7)
         assert uneven == [[("DTensor", "Tensor", (2, n, 64), True)] * 3 for n in (4, 3)]
 
@@ -406,7 +406,7 @@ def compiled_results() -> tuple[dict[str, torch.Tensor], int]:
 @pytest.mark.full
 def test_compiled_blocks_with_a_sequence_that_tp_does_not_divide(ranks: RankPools):
     expected = logits_loss_gradients(model_of("float8"), 7)
-    with uneven_sequence_in_torchs_linear():
+    with uneven_sequence_viewed():
         for result, graphs in ranks(2).run(compiled_results, timeout=180):
             assert min(sqnr(expected[name], result[name]) for name in expected) > 50
             assert graphs == 1  # the blocks share it

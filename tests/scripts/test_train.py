@@ -14,7 +14,7 @@ import torch
 from processes import run
 from ranks import RankPools, device_mesh
 from torch.distributed.device_mesh import init_device_mesh
-from torch_releases import uneven_sequence_in_torchs_linear
+from torch_releases import uneven_sequence_viewed
 
 import fp8_dist
 from fp8_dist.report.data import read_run
@@ -151,7 +151,7 @@ def test_rows_of_a_length_that_tp_does_not_divide(
 ):
     options = ["--data", str(small_text), "--recipe", recipe, "--seq-len", "31"]
     (expected,) = ranks(1).run(steps, options, 1)
-    with uneven_sequence_in_torchs_linear():
+    with uneven_sequence_viewed():
         first, second = ranks(2).run(steps, options, 2)
         assert first == second
         for found, (loss, norm) in zip(first, expected, strict=True):

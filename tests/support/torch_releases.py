@@ -11,11 +11,11 @@ from ranks import RankError
 RELEASE = Version(torch.__version__).release[:2]
 
 
-def uneven_sequence_in_torchs_linear() -> AbstractContextManager[Any]:
-    """Around ranks that give a linear layer of torch's own a sequence that they can't share evenly.
+def uneven_sequence_viewed() -> AbstractContextManager[Any]:
+    """Around ranks that can't share a sequence evenly, and a module that views it as a matrix.
 
     Before 2.13, a DTensor that was gathered along such a dim keeps the strides of the padding that
-    it was gathered with, and torch's linear layer, or its backward, can't view it as a matrix.
+    it was gathered with. torch's linear layer, its backward, and Mixtral's experts can't view it.
     """
     if RELEASE >= (2, 13):
         return nullcontext()
