@@ -226,11 +226,12 @@ def memory(bucket: int, keep: bool) -> tuple[int, int]:
 def test_memory_is_a_bucket(ranks: RankPools) -> None:
     """Beside the messages of a bucket, its shards on this rank, or one of its tensors."""
     bucket = 16 * 2**16  # of 24 weights
-    peak, total = ranks(4).run_same(memory, bucket, False)
-    assert total > 1.5 * bucket
-    assert 0.9 * bucket < peak < 1.3 * bucket
-    peak, total = ranks(4).run_same(memory, bucket, True)
-    assert peak > total
+    peaks, totals = zip(*ranks(4).run(memory, bucket, False), strict=True)
+    assert min(totals) == max(totals) > 1.5 * bucket
+    # A thread of gloo may hold a message for longer, on some ranks.
+    assert 0.9 * bucket < min(peaks) < 1.3 * bucket
+    for peak, total in ranks(4).run(memory, bucket, True):
+        assert peak > total
 
 
 @on_ranks(2)
