@@ -60,6 +60,7 @@ from fp8_dist.kernels.quantization import (
     cast_copies as cast_copies,
     cast_rows as cast_rows,
     empty_copies as empty_copies,
+    fusible_copies as fusible_copies,
     quantize as quantize,
     transposed_copy as transposed_copy,
 )

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.scale import amax, scaling_from_amax
+from fp8_dist.kernels.scale import INTEGERS, amax, scaling_from_amax
 
 Tensors = list[torch.Tensor]
 
@@ -133,6 +133,30 @@ def cast_copies(
         *(scale for _, scale in scalings),
         *(transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies),
     ]
+
+
+def fusible_copies(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    dtype: torch.dtype,
+    transposed: Sequence[bool],
+    *,
+    saturate: bool = False,
+) -> Tensors:
+    """Compute :func:`cast_copies` with one scale for the tensor, by operators that Inductor fuses.
+
+    The number of rows must be a multiple of ``ALIGNMENT`` if a copy is transposed. The bits are
+    those of :func:`cast_copies`.
+    """
+    multiplier, _ = scaling_from_amax.portable(amax, dtype)
+    # Rounded to fp32, the fp64 quotient is the fp32 one, which Inductor's kernels only approximate.
+    scale = multiplier.to(torch.float64).reciprocal().to(torch.float32)
+    # Inductor keeps values in fp32 between operators that it fuses, and rounds them to the dtype of
+    # the tensor where they are viewed as integers.
+    wide = x.view(INTEGERS[x.itemsize]).view(x.dtype).to(torch.float32)
+    qdata = multiplied(wide, multiplier, dtype, not saturate).to(dtype).contiguous()
+    matrix = as_matrix(qdata).t()
+    return [scale, *(matrix.contiguous() if each else qdata for each in transposed)]
 
 
 @custom_op(

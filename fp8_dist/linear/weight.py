@@ -185,9 +185,12 @@ class Float8Weight(StoredWeight):
             return WeightCasts()
         elif not compiling:
             float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD, training)
-        elif is_exporting():  # the graph outlives this object
+        elif is_exporting() or (self.history is None and self.layout(parameter) is None):
+            # An exported graph outlives this object. Where no other rank has a part of the weight,
+            # a graph that measures it can be replayed as a CUDA graph, and costs the host less.
             with torch.no_grad():
-                float8 = cast_copies(self._distributed(parameter, shard), plan, local=shard)[1]
+                tensor = self._distributed(parameter, shard)
+                float8 = cast_copies(tensor, plan, local=shard, fusible=False)[1]
         else:
             with torch.no_grad():
                 float8 = queried_copies(self, shard, plan, keeps)

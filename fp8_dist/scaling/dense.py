@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
+    ALIGNMENT,
     GemmOptions,
     amax,
     amax_of_each,
@@ -17,6 +18,7 @@ from fp8_dist.kernels import (
     cast_copies,
     cast_rows,
     fusible_amax,
+    fusible_copies,
     fusible_scaled_mm,
     scaled_mm,
     scaling_from_amax,
@@ -107,10 +109,24 @@ class Dense(Scheme):
         return (amax(x, self.levels[0].covered_dims(x.ndim)),)
 
     def fusible_statistics(self, x: Tensor) -> Statistics | None:
+        return (fusible_amax(x),) if self._is_fusible(x) else None
+
+    def fusible_cast(
+        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], fits: bool
+    ) -> tuple[Scales, list[Tensor]] | None:
+        if self.power_of_2 or not self._is_fusible(x):
+            return None  # the logarithms of Inductor's kernels may have other bits
+        rows = math.prod(x.shape[:-1])
+        if True in transposed and not statically_known_true(rows % ALIGNMENT == 0):
+            return None
+        (value,) = statistics
+        scale, *data = fusible_copies(x, value, self.dtype, transposed, saturate=not fits)
+        return (scale,), data
+
+    def _is_fusible(self, x: Tensor) -> bool:
         if self.per != "tensor" or not fuses_casts(x) or is_exporting():
-            return None  # an exported program may run without rows
-        is_known = x.ndim > 0 and statically_known_true(x.numel() > 0)
-        return (fusible_amax(x),) if is_known else None
+            return False  # an exported program may run without rows
+        return x.ndim > 0 and statically_known_true(x.numel() > 0)
 
     def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
         if self.per not in ("tensor", "row"):

@@ -322,6 +322,15 @@ class Scheme:
         """
         return None
 
+    def fusible_cast(
+        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], fits: bool
+    ) -> tuple[Scales, list[Tensor]] | None:
+        """:meth:`cast` as operators of a graph that Inductor fuses with those that made ``x``.
+
+        Returns the scales and the data of each copy, or ``None`` if there are no such operators.
+        """
+        return None
+
     def measure_with(
         self, x: Tensor, schemes: Sequence["Scheme"], start: Start
     ) -> list[Statistics]:

@@ -31,9 +31,18 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
+from fp8_dist import recipe as recipes
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.audit import CommTable
-from fp8_dist.kernels import amax, block_scaled_mm, fusible_amax, gemm, scaled_mm
+from fp8_dist.kernels import (
+    amax,
+    block_scaled_mm,
+    cast_copies,
+    fusible_amax,
+    fusible_copies,
+    gemm,
+    scaled_mm,
+)
 from fp8_dist.scaling import dense
 from fp8_dist.scaling.operators import multiply_operator
 
@@ -291,44 +300,66 @@ def test_a_layer_alone(backend: str, recipe: str) -> None:
         assert forward["scaled_mm"] + backward["scaled_mm"] + backward["mm"] == 3
 
 
+@pytest.mark.parametrize("float8", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_an_amax_in_a_graph_has_the_bits_of_the_operator(dtype: torch.dtype) -> None:
-    """Fused with what makes the tensor, whose values a graph keeps in fp32, it sees rounded ones."""
+def test_casts_in_a_graph_have_the_bits_of_the_operators(
+    dtype: torch.dtype, float8: torch.dtype
+) -> None:
+    """Fused with what makes the tensor, whose values a graph keeps in fp32, they see rounded ones."""
+    both = [False, True]
 
     @torch.compile(fullgraph=True)
-    def made(a: torch.Tensor, b: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        each = [F.silu(a) * b, F.rms_norm(a, a.shape[-1:], b[0]), (a + b).unsqueeze(0)]
-        return [(x, fusible_amax(x)) for x in each]
+    def made(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        each = [F.silu(a) * b, F.rms_norm(a, a.shape[-1:], b[0]), (a + b).unsqueeze(0), a[:16].t()]
+        found = []
+        for x in each:
+            of_x = fusible_amax(x)
+            own = fusible_copies(x, of_x, float8, both)
+            found.append((x, of_x, *own, *fusible_copies(x, c, float8, both, saturate=True)))
+        return found
 
-    for value in (*torch.randn(20).tolist(), 0.0, math.inf, math.nan):
-        a, b = (torch.randn(24, 32).to(dtype) for _ in range(2))
+    def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+        wide, other = (each.float() for each in (found, expected))
+        alike = wide.isnan().equal(other.isnan()) and found.is_contiguous()
+        return alike and same_bits(wide.nan_to_num(), other.nan_to_num())
+
+    for value in (*torch.randn(10).tolist(), 0.0, 1e-13, 6e4, math.inf, math.nan):
+        a, b = (torch.randn(32, 32).to(dtype) for _ in range(2))
         a[3, 5] = value
-        for x, found in made(a, b):
+        known = torch.rand(())  # of which some values are larger
+        for x, of_x, *copies in made(a, b, known):
             expected = amax(x)
-            assert same_bits(found.nan_to_num(), expected.nan_to_num())
-            assert found.isnan() == expected.isnan()
+            assert is_same(of_x, expected)
+            each = cast_copies(x, [expected], float8, False, [0, 0], both)
+            each += cast_copies(x, [known], float8, False, [0, 0], both, saturate=True)
+            assert all(map(is_same, copies, each))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=full_tier)])
-def test_graphs_that_find_amaxes_by_themselves(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tokens", [16, 13])
+def test_graphs_that_cast_by_themselves(
+    tokens: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Graphs do so on GPUs; here they are told that the tensors are on one."""
     monkeypatch.setattr(dense, "fuses_casts", lambda x: True)
+    monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
     layer, graphs = Float8Linear(64, 48, dtype=torch.bfloat16), Graphs()
     for used in (graphs.backend, backend):
         torch._dynamo.reset()
         results = []
         for run in (layer, torch.compile(layer, backend=used, fullgraph=True)):
             torch.manual_seed(0)
-            x = torch.randn(2, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+            x = torch.randn(1, tokens, 64, dtype=torch.bfloat16, requires_grad=True)
             output = run(x)
             output.float().square().mean().backward()
             results.append([output.detach(), x.grad, *(p.grad for p in layer.parameters())])
             layer.zero_grad()
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    # Of rows, then of these; the weight's is found where its scale is asked for.
-    assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (2, 2)
+    # Each operand has an amax of rows, and then one of these.
+    assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (4, 2)
+    # The weight is cast by an operator, and so is what has rows of zeros behind it.
+    odd = tokens % 16 > 0
+    assert (graphs.ops["forward"]["quantize"], graphs.ops["backward"]["quantize"]) == (1 + odd, odd)
 
 
 GEMMS = {torch.ops.aten._scaled_mm.default: "torch's", multiply_operator.overload: "ours"}

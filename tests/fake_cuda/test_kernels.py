@@ -105,14 +105,14 @@ def test_a_step_of_one_frozen_layer(fake_cuda: FakeCudaProcess) -> None:
 @pytest.mark.parametrize(
     ("name", "kernels", "gigabytes"),
     [
-        ("tensorwise", 12, 1.26),
+        ("tensorwise", 13, 1.26),
         ("rowwise_folded", 12, 1.49),
-        ("mxfp8", 15, 2.27),
+        ("mxfp8", 14, 2.27),
         ("delayed", 12, 0.84),
         pytest.param(BF16, 3, 0.00, marks=FULL),
         pytest.param("rowwise", 12, 1.26, marks=FULL),
         pytest.param("rowwise_with_gw_hp", 10, 0.92, marks=FULL),
-        pytest.param("blockwise", 12, 1.01, marks=FULL),
+        pytest.param("blockwise", 11, 1.01, marks=FULL),
         *(
             pytest.param(name, *counts, marks=FULL)
             for name, counts in zip(TORCHAO, ((13, 1.38), (15, 1.75), (11, 1.06)), strict=False)
@@ -128,12 +128,12 @@ def test_a_compiled_step_of_one_layer(
 @OF_INDUCTOR
 @pytest.mark.parametrize(
     ("name", "kernels", "gigabytes"),
-    [("tensorwise", 87, 8.41), pytest.param(BF16, 41, 4.67, marks=FULL)],
+    [("tensorwise", 89, 8.24), pytest.param(BF16, 41, 4.67, marks=FULL)],
 )
 def test_a_compiled_block(
     name: str, kernels: int, gigabytes: float, fake_cuda: FakeCudaProcess
 ) -> None:
-    """Of Llama 8B: kernels that write operands find their amaxes (by others, 95 and 9.47 GB)."""
+    """Of Llama 8B: kernels that write operands find their amaxes, and cast them (by others, 95 and 9.46 GB)."""
     counts = fake_cuda.run(count_compiled_block, name, 8192)
     assert counts.launches == kernels
     assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)

@@ -4,7 +4,7 @@
 
 JSON, one object for each kernel and choice of block sizes (``first``: for the first choice alone),
 with the keys of :class:`Compiled`. ``former``: the kernels of ``former_kernels.py`` instead of the
-library's. It needs no GPU.
+library's; ``inductor``: a kernel of Inductor that casts to both layouts. It needs no GPU.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 from former_kernels import call_former
+from inductor_kernels import code_of_product, loaded, sources
 from ptx import Instance, Traffic
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -27,6 +28,7 @@ from fp8_dist import kernels
 from fp8_dist.kernels import CustomOp, cuda, encoding, gemm
 from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.folding import fold_gradient
+from scripts.common.fake_cuda.process import FakeCudaProcess
 
 assert cuda.HAS_TRITON
 
@@ -231,6 +233,24 @@ def call_all(run: Any) -> None:
     run(kernels.fold_groups, data, rows, s, rows.view(-1), group, 2, source)
 
 
+def compile_inductors(results: list[Compiled]) -> None:
+    """Compile the kernel that casts a product, for block sizes among which Inductor chooses."""
+    e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
+    with FakeCudaProcess() as process:
+        code = process.run(code_of_product, (M, K), bf16, e4m3)
+    ((name, source),) = [each for each in sources(code).items() if "ynumel" in each[1]]
+    a, b = (torch.empty(M, K, dtype=bf16) for _ in range(2))
+    copies = torch.empty(K, M, dtype=e4m3), torch.empty(M, K, dtype=e4m3)
+    args = a, b, torch.zeros(()), *copies, M, K
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = loaded(Path(folder), name, source)
+        for y, x, warps in ((32, 32, 4), (64, 64, 8), (16, 256, 8), (256, 16, 8)):
+            sizes = {"YBLOCK": y, "XBLOCK": x}
+            found = kernel.run(*args, grid=(1,), warmup=True, num_warps=warps, **sizes)
+            labels = "product", name, f"YBLOCK={y} XBLOCK={x} warps={warps}"
+            results.append(Compiler._of_nvidia(labels, warps, found, args))
+
+
 def main(architecture: str, *words: str) -> None:
     target = Driver(architecture)
     driver.set_active(target)
@@ -248,7 +268,10 @@ def main(architecture: str, *words: str) -> None:
         compiler.case = f"{name} {counts[name]}"
         return op.implementations["cuda"](*args)
 
-    (call_former if "former" in words else call_all)(run)
+    if "inductor" in words:
+        compile_inductors(compiler.results)
+    else:
+        (call_former if "former" in words else call_all)(run)
     print(json.dumps([asdict(each) for each in compiler.results]))
 
 

@@ -41,7 +41,7 @@ def compiled_code_is_counted(mode: FakeCudaMode, counter: KernelCounter) -> Iter
 
         return run
 
-    with _inductor_for_the_device(counted, _kernel):
+    with inductor_for_the_device(counted, _kernel):
         yield
 
 
@@ -53,18 +53,18 @@ def compiled_code_launches_nothing() -> Iterator[None]:
     """
 
     def wrapper(code: str) -> Call:
-        names = _executed(code)
+        names = executed(code)
         names["empty_strided_cuda"] = _empty_strided
         call: Call = names["call"]
         return call
 
     kernel = SimpleNamespace(run=lambda *args, **kwargs: None)
-    with _inductor_for_the_device(wrapper, lambda *args, **kwargs: kernel):
+    with inductor_for_the_device(wrapper, lambda *args, **kwargs: kernel):
         yield
 
 
 @contextmanager
-def _inductor_for_the_device(
+def inductor_for_the_device(
     wrapper: Callable[[str], Call], kernel: Callable[..., Any]
 ) -> Iterator[None]:
     """Makes Inductor compile for the fake device.
@@ -125,7 +125,7 @@ class _ExternKernels:
         return lambda *args, out=None, **kwargs: kernel(*args, **kwargs)
 
 
-def _executed(code: str) -> dict[str, Any]:
+def executed(code: str) -> dict[str, Any]:
     """What generated code defines."""
     names: dict[str, Any] = {"__name__": "generated"}
     exec(compile(code, "<Inductor>", "exec"), names)
@@ -133,7 +133,7 @@ def _executed(code: str) -> dict[str, Any]:
 
 
 def _wrapper_on_fake_tensors(code: str) -> Call:
-    names = _executed(code)
+    names = executed(code)
     names["extern_kernels"] = _ExternKernels()
     names["empty_strided_cuda"] = _empty_strided
     names["reinterpret_tensor"] = _reinterpreted

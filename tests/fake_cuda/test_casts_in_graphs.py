@@ -1,0 +1,93 @@
+"""Casts in graphs on GPUs: Inductor's kernels, which Triton's interpreter runs on the CPU.
+
+The interpreter divides exactly, as a GPU does in fp64 alone.
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from inductor_kernels import code_of_product, loaded
+from reference import same_bits
+from torch._inductor.async_compile import AsyncCompile
+
+from fp8_dist.kernels import cast_copies
+from scripts.common.fake_cuda.inductor import executed
+from scripts.common.fake_cuda.process import FakeCudaProcess
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+# torch's dtypes, and integers of their sizes, by Triton's names.
+DTYPES = {
+    "bf16": (torch.bfloat16, torch.int16),
+    "fp32": (torch.float32, torch.int32),
+    "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
+    "fp8e5": (torch.float8_e5m2, torch.uint8),
+}
+SIZES = (16, 48)
+
+
+def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Stands for a conversion of the interpreter, which does not round as a GPU does."""
+    (given, _), (wanted, integer) = DTYPES[str(source)], DTYPES[str(target)]
+    bits = torch.from_numpy(values.copy()).view(given).to(wanted).view(integer).numpy()
+    return bits.view(f"uint{8 * integer.itemsize}")
+
+
+def run_once(kernel: Any, *args: Any, stream: int) -> None:
+    """Run one instance of a kernel, which covers all elements."""
+    blocks = {name: 64 for name in ("XBLOCK", "YBLOCK", "R0_BLOCK") if name in kernel.arg_names}
+    kernel[(1, 1)](*args, **blocks)
+
+
+@pytest.fixture
+def interpret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[torch.Tensor]]:
+    """`interpret(code, *args)` runs the code of a graph on tensors on the CPU."""
+
+    def interpreted(code: str, *args: torch.Tensor) -> list[torch.Tensor]:
+        names = executed(code)
+        names["empty_strided_cuda"] = lambda size, stride, dtype: torch.empty_strided(
+            size, stride, dtype=dtype
+        )
+        return list(names["call"](list(args)))
+
+    def make(self: AsyncCompile, name: str, source: str, device_str: str) -> SimpleNamespace:
+        kernel = loaded(tmp_path, name, source)
+        return SimpleNamespace(run=lambda *args, stream: run_once(kernel, *args, stream=stream))
+
+    monkeypatch.setattr(AsyncCompile, "triton", make)
+    monkeypatch.setattr(AsyncCompile, "wait", lambda self, names: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "_DeviceGuard", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+    return interpreted
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("high", [torch.bfloat16, torch.float16, torch.float32])
+def test_bits_are_those_of_eager_code(
+    high: torch.dtype,
+    dtype: torch.dtype,
+    fake_cuda: FakeCudaProcess,
+    interpret: Callable[..., list[torch.Tensor]],
+) -> None:
+    """The product that is cast stays in registers, in fp32. It is rounded as if it were stored."""
+    code = fake_cuda.run(code_of_product, SIZES, high, dtype)
+    allocated = re.findall(r"= empty_strided_cuda\((.*), (torch\.\w+)\)", code)
+    assert len(allocated) == 3
+    assert {each for size, each in allocated if size != "(), ()"} == {str(dtype)}
+    for value in (1.0, 0.0, 1e-13, 6e4, torch.inf, torch.nan):
+        a, b = (torch.randn(SIZES).to(high) for _ in range(2))
+        a[3, 5] = value
+        known = torch.rand(())  # of which some values are larger
+        expected = cast_copies(a * b, [known], dtype, False, [0, 0], [False, True], saturate=True)
+        for found, each in zip(interpret(code, a, b, known), expected, strict=True):
+            wide, other = found.float(), each.float()
+            assert wide.isnan().equal(other.isnan())
+            assert same_bits(wide.nan_to_num(), other.nan_to_num())

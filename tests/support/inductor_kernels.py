@@ -1,0 +1,53 @@
+"""What Inductor generates for a GPU that is not here, and the Triton kernels in it."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8_dist.kernels import fusible_copies
+from scripts.common.fake_cuda import inductor
+from scripts.common.fake_cuda.device import FakeCudaMode
+
+
+def product_as_float8(
+    a: torch.Tensor, b: torch.Tensor, known: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """A float8 copy of a product and its transpose, by a known amax."""
+    return fusible_copies(a * b, known, dtype, [False, True], saturate=True)
+
+
+def code_of_product(sizes: tuple[int, int], high: torch.dtype, dtype: torch.dtype) -> str:
+    """The code for :func:`product_as_float8`; call it where there is a fake CUDA device."""
+    found: list[str] = []
+    with FakeCudaMode():
+        a, b = (torch.empty(sizes, dtype=high, device="cuda") for _ in range(2))
+        known = torch.empty((), device="cuda")
+
+    def noted(code: str) -> inductor.Call:
+        found.append(code)
+        return lambda args: [known] * 3
+
+    with inductor.inductor_for_the_device(noted, lambda *args, **kwargs: None), torch.no_grad():
+        torch.compile(product_as_float8, fullgraph=True)(a, b, known, dtype)
+    (code,) = found
+    return code
+
+
+def sources(code: str) -> dict[str, str]:
+    """The source of each kernel in generated code."""
+    return dict(re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL))
+
+
+def loaded(folder: Path, name: str, source: str) -> Any:
+    """The ``triton.jit`` function of a kernel, without what launches it."""
+    imports, _, rest = source.partition("triton_helpers.set_driver_to_gpu()")
+    file = folder / f"{name}.py"  # Triton reads the code of a function from its file
+    file.write_text(imports + rest[rest.index("@triton.jit") :])
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return getattr(module, name)
