@@ -4,7 +4,7 @@
 
 JSON, one object for each kernel and choice of block sizes (``first``: for the first choice alone),
 with the keys of :class:`Compiled`. ``former``: the kernels of ``former_kernels.py`` instead of the
-library's; ``inductor``: a kernel of Inductor that casts to both layouts. It needs no GPU.
+library's; ``inductor``: those of Inductor that cast to both layouts, and compute a scale. It needs no GPU.
 """
 
 import json
@@ -234,21 +234,24 @@ def call_all(run: Any) -> None:
 
 
 def compile_inductors(results: list[Compiled]) -> None:
-    """Compile the kernel that casts a product, for block sizes among which Inductor chooses."""
+    """Compile the kernels that cast a product, for block sizes among which Inductor chooses."""
     e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
     with FakeCudaProcess() as process:
         code = process.run(code_of_product, (M, K), bf16, e4m3)
-    ((name, source),) = [each for each in sources(code).items() if "ynumel" in each[1]]
     a, b = (torch.empty(M, K, dtype=bf16) for _ in range(2))
     copies = torch.empty(K, M, dtype=e4m3), torch.empty(M, K, dtype=e4m3)
-    args = a, b, torch.zeros(()), *copies, M, K
+    one, scale = torch.zeros(()), torch.zeros(())
+    tiles = ((32, 32, 4), (64, 64, 8), (16, 256, 8), (256, 16, 8))
     with tempfile.TemporaryDirectory() as folder:
-        kernel = loaded(Path(folder), name, source)
-        for y, x, warps in ((32, 32, 4), (64, 64, 8), (16, 256, 8), (256, 16, 8)):
-            sizes = {"YBLOCK": y, "XBLOCK": x}
-            found = kernel.run(*args, grid=(1,), warmup=True, num_warps=warps, **sizes)
-            labels = "product", name, f"YBLOCK={y} XBLOCK={x} warps={warps}"
-            results.append(Compiler._of_nvidia(labels, warps, found, args))
+        for name, source in sources(code).items():
+            kernel = loaded(Path(folder), name, source)
+            casts = "YBLOCK" in kernel.arg_names
+            args = (a, b, one, *copies, M, K) if casts else (one, scale, 1)
+            for y, x, warps in tiles if casts else ((1, 1, 1),):
+                sizes = {"YBLOCK": y, "XBLOCK": x} if casts else {"XBLOCK": x}
+                found = kernel.run(*args, grid=(1,), warmup=True, num_warps=warps, **sizes)
+                labels = "cast" if casts else "scale", name, f"{sizes} warps={warps}"
+                results.append(Compiler._of_nvidia(labels, warps, found, args))
 
 
 def main(architecture: str, *words: str) -> None:
