@@ -72,6 +72,20 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device has an instruction that rounds fp32 to a float8 dtype as torch does.
+
+    NVIDIA GPUs have one from compute capability 9.0 (Hopper). On an Ada the operand is fp16, to
+    which Triton truncates. AMD's are not used, because their formats and rounding differ between
+    generations.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return known and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @cache
 def device_has_grouped_gemm(device: torch.device) -> bool:
     """Whether ``torch._scaled_grouped_mm`` runs on a device.

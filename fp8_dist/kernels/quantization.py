@@ -149,7 +149,7 @@ def fusible_copies(
     those of :func:`cast_copies`.
     """
     multiplier, _ = scaling_from_amax.portable(amax, dtype)
-    # Rounded to fp32, the fp64 quotient is the fp32 one, which Inductor's kernels only approximate.
+    # Inductor's kernels only approximate an fp32 quotient. An fp64 one, rounded to fp32, is exact.
     scale = multiplier.to(torch.float64).reciprocal().to(torch.float32)
     # Inductor keeps values in fp32 between operators that it fuses, and rounds them to the dtype of
     # the tensor where they are viewed as integers.

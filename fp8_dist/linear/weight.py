@@ -20,8 +20,9 @@ The parameter is cast in different places, depending on how it is distributed:
 * Not at all, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
 
 ``cache`` holds the statistics that precompute or an earlier use has computed. If it has none for
-the current values of the parameter, they are computed and stored there. Compiled graphs and
-selective activation checkpointing query them by operators (``queries``).
+the current values of the parameter, they are computed and stored there. Selective activation
+checkpointing queries them by operators (``queries``), and so do compiled graphs, except for a whole
+weight on a GPU, which they measure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.cast import Copies, cast_by, cast_copies, statistics_of
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.device import is_captured, keep_for_current_stream
+from fp8_dist.device import fuses_casts, is_captured, keep_for_current_stream
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.observing import is_observed, observe_copies
@@ -185,9 +186,7 @@ class Float8Weight(StoredWeight):
             return WeightCasts()
         elif not compiling:
             float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD, training)
-        elif is_exporting() or (self.history is None and self.layout(parameter) is None):
-            # An exported graph outlives this object. Where no other rank has a part of the weight,
-            # a graph that measures it can be replayed as a CUDA graph, and costs the host less.
+        elif is_exporting() or self._is_measured_in_graphs(parameter):
             with torch.no_grad():
                 tensor = self._distributed(parameter, shard)
                 float8 = cast_copies(tensor, plan, local=shard, fusible=False)[1]
@@ -200,6 +199,14 @@ class Float8Weight(StoredWeight):
             float8 = observe_copies(self, "weight", shard, float8)
         casts = [None if place is None else float8[place] for place in places]
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
+
+    def _is_measured_in_graphs(self, parameter: torch.Tensor) -> bool:
+        """Whether a graph measures the weight itself, without a query: on a GPU, as a whole.
+
+        Such a graph can be replayed as a CUDA graph, and costs the host less.
+        """
+        on_gpu = fuses_casts(local_tensor(parameter))
+        return on_gpu and self.history is None and self.layout(parameter) is None
 
     def gather_cast(self, shard: torch.Tensor) -> tuple[Quantized, Scales | None]:
         """Return the cast of the sharded parameter that FSDP2 gathers.

@@ -8,8 +8,9 @@
 Both functions are from ``torch.utils.checkpoint``. Then only elementwise operations are recomputed:
 norms, activations, and casts with the scales of the forward. On a GPU, a cast by rows or blocks
 computes its amaxes again, in the same pass. In compiled code, a cast with a history does so, too.
-The scales of weights are known at that time. Of experts, the routing is saved: the order of the
-slots, and the numbers of rows, for which the host would wait again.
+The scales of weights are known at that time, except in compiled code on a GPU for weights that are
+not distributed. Of experts, the routing is saved: the order of the slots, and the numbers of rows,
+for which the host would wait again.
 """
 
 from typing import Any

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp8_dist.device import fuses_casts
+from fp8_dist.device import fuses_casts, rounds_to
 from fp8_dist.kernels import (
     ALIGNMENT,
     GemmOptions,
@@ -114,8 +114,8 @@ class Dense(Scheme):
     def fusible_cast(
         self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], fits: bool
     ) -> tuple[Scales, list[Tensor]] | None:
-        if self.power_of_2 or not self._is_fusible(x):
-            return None  # the logarithms of Inductor's kernels may have other bits
+        if self.power_of_2 or not self._is_fusible(x) or not rounds_to(self.dtype, x.device):
+            return None  # the logarithms and conversions of Inductor's kernels have other bits
         rows = math.prod(x.shape[:-1])
         if True in transposed and not statically_known_true(rows % ALIGNMENT == 0):
             return None

@@ -68,8 +68,8 @@ def cast(
         statistics: the statistics for each scheme of the plan.
         start: the :func:`common_start` of the schemes.
         fits: as in :meth:`Scheme.cast`.
-        fusible: ``False`` for a parameter. Since it is in memory anyway, a graph would not keep the
-            copies for the backward, but cast it again.
+        fusible: ``False``: always by one operator. For a parameter, whose copies AOTAutograd would
+            compute again in the backward, since it costs no memory to keep the parameter.
         after: a tensor that a graph must compute before this cast, and that keeps the graph from
             merging this cast with an earlier one.
 
@@ -83,31 +83,13 @@ def cast(
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
         # An operator of its own, because selective checkpointing saves statistics.
         statistics, fits = measure(x, schemes, start), True
-    known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
-    run = _cast_in_graph if fusible and after is None else cast_operator.overload
-    flat = run(x, known, keys, start, plan.of, plan.transposed, fits, after)
-    return statistics, *by_scheme(schemes, flat)
-
-
-# AOTAutograd traces it, and dynamo does not.
-@torch.compiler.allow_in_graph
-def _cast_in_graph(
-    x: Tensor,
-    known: Sequence[Tensor],
-    keys: Sequence[str],
-    start: Sequence[int],
-    of: Sequence[int],
-    transposed: Sequence[bool],
-    fits: bool,
-    after: Tensor | None,
-) -> list[Tensor]:
-    """Cast by torch's operators where they have the same bits, and else by the library's."""
-    if len(keys) == 1 and known:
-        made = scheme_named(keys[0]).fusible_cast(x, tuple(known), transposed, fits)
+    if statistics is not None and len(schemes) == 1 and fusible and after is None:
+        made = schemes[0].fusible_cast(x, statistics[0], plan.transposed, fits)
         if made is not None:
-            scales, data = made
-            return [*scales, *data]
-    return cast_operator.overload(x, known, keys, start, of, transposed, fits, after)
+            return statistics, [made[0]], made[1]
+    known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
+    flat = cast_operator.overload(x, known, keys, start, plan.of, plan.transposed, fits, after)
+    return statistics, *by_scheme(schemes, flat)
 
 
 def _cast(

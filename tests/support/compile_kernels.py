@@ -261,7 +261,7 @@ def main(architecture: str, *words: str) -> None:
     launch.Tuned.__call__ = lambda tuned, grid, key, device, *args, **constants: compiler(  # type: ignore[method-assign]
         tuned, args, constants
     )
-    launch.converts = lambda dtype, device: not target.amd
+    launch.rounds_to = lambda dtype, device: not target.amd
     counts: dict[str, int] = {}
 
     def run(op: CustomOp[..., Any], *args: Any) -> Any:

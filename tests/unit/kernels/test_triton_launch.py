@@ -153,7 +153,7 @@ def test_a_kernel_is_not_kept_before_its_block_size_is_chosen(
 def test_the_instruction_is_used_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     cuda = torch.device("cuda", 0)
-    for capability, formats in (((8, 0), 0), ((8, 9), 2), ((9, 0), 2), ((10, 0), 2)):
+    for capability, formats in (((8, 0), 0), ((8, 9), 0), ((9, 0), 2), ((10, 0), 2)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         launch.float8_constants.cache_clear()
         soft = [launch.float8_constants(dtype, cuda)["SOFT"] for dtype in launch.BIAS]

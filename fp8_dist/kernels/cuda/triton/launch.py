@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8_dist.device import rounds_to
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix, rounded_up
 
@@ -196,18 +197,7 @@ def size_class(*sizes: int) -> tuple[int, ...]:
 @cache
 def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Return the constants of a kernel that converts to or from ``dtype``."""
-    return {"BIAS": BIAS[dtype], "SOFT": not converts(dtype, device)}
-
-
-def converts(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the device has an instruction that rounds fp32 to ``dtype`` as torch does.
-
-    AMD's instructions are not used, because their formats and rounding differ between generations.
-    """
-    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    return known and torch.cuda.get_device_capability(device) >= (8, 9)
+    return {"BIAS": BIAS[dtype], "SOFT": INTERPRETED or not rounds_to(dtype, device)}
 
 
 def programs(size: int, block: int) -> int:
