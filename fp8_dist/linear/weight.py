@@ -21,8 +21,8 @@ The parameter is cast in different places, depending on how it is distributed:
 
 ``cache`` holds the statistics that precompute or an earlier use has computed. If it has none for
 the current values of the parameter, they are computed and stored there. Selective activation
-checkpointing queries them by operators (``queries``), and so do compiled graphs, except for a whole
-weight on a GPU, which they measure.
+checkpointing queries them by operators (``queries``), and so do compiled graphs. On a GPU a graph
+measures a weight that is not distributed itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -187,6 +187,7 @@ class Float8Weight(StoredWeight):
         elif not compiling:
             float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD, training)
         elif is_exporting() or self._is_measured_in_graphs(parameter):
+            # An exported graph outlives this object.
             with torch.no_grad():
                 tensor = self._distributed(parameter, shard)
                 float8 = cast_copies(tensor, plan, local=shard, fusible=False)[1]
@@ -201,9 +202,10 @@ class Float8Weight(StoredWeight):
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
 
     def _is_measured_in_graphs(self, parameter: torch.Tensor) -> bool:
-        """Whether a graph measures the weight itself, without a query: on a GPU, as a whole.
+        """Whether a graph measures the weight itself, without a query.
 
-        Such a graph can be replayed as a CUDA graph, and costs the host less.
+        It does so on a GPU if the weight is not distributed. Such a graph can be replayed as a CUDA
+        graph, and costs the host less.
         """
         on_gpu = fuses_casts(local_tensor(parameter))
         return on_gpu and self.history is None and self.layout(parameter) is None
