@@ -63,8 +63,9 @@ def test_any_number_of_tokens_costs_the_same(compiled: bool, fake_cuda: FakeCuda
                 fake_cuda.run(count, name, SHAPE._replace(rows=rows), *rest)
                 for rows in (8192, 8191)
             )
-            # Inductor orders kernels by their sizes.
-            assert sorted(k.name for k in odd.kernels) == sorted(k.name for k in even.kernels)
+            # In graphs Inductor casts a multiple of 16 rows, and the library any other number.
+            assert odd.launches == even.launches
+            assert compiled or [k.name for k in odd.kernels] == [k.name for k in even.kernels]
             assert odd.bytes_besides_gemms == pytest.approx(even.bytes_besides_gemms, rel=1e-3)
             assert odd.problems == odd.syncs == []
 
