@@ -134,7 +134,10 @@ def test_a_compiled_step_of_one_layer(
 def test_a_compiled_block(
     name: str, kernels: int, gigabytes: float, fake_cuda: FakeCudaProcess
 ) -> None:
-    """Of Llama 8B: kernels that write operands find their amaxes, and cast them (by others, 95 and 9.40 GB)."""
+    """Of Llama 8B: kernels that write operands find their amaxes, and cast them.
+
+    The library's would be 95, and move 9.40 GB.
+    """
     counts = fake_cuda.run(count_compiled_block, name, 8192)
     assert counts.launches == kernels
     assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)

@@ -4,7 +4,8 @@
 
 JSON, one object for each kernel and choice of block sizes (``first``: for the first choice alone),
 with the keys of :class:`Compiled`. ``former``: the kernels of ``former_kernels.py`` instead of the
-library's; ``inductor``: those of Inductor that cast to both layouts, and compute a scale. It needs no GPU.
+library's; ``inductor``: those of Inductor that cast to both layouts, and compute a scale. It needs
+no GPU.
 """
 
 import json
