@@ -159,7 +159,6 @@ def cast_copies(
     within: tuple[int, ...] | None = None,
     *,
     local: torch.Tensor | None = None,
-    fusible: bool = True,
 ) -> tuple[Sequence[Statistics], Copies]:
     """Cast the local part of a tensor to float8 copies with the statistics of the global tensor.
 
@@ -167,7 +166,6 @@ def cast_copies(
         tensor: a tensor or DTensor without Partial placements.
         within: the mesh axes over which statistics may be reduced; ``None`` means all.
         local: the local tensor to cast, if ``tensor`` stores it in another form.
-        fusible: see :func:`fp8_dist.scaling.cast`.
 
     Returns:
         The statistics for each scheme, and the copies. In a graph, there are no statistics if the
@@ -188,13 +186,13 @@ def cast_copies(
         made: dict[int, Quantized] = {}
         for i in range(len(schemes)):
             part, places = plan.part(i)
-            own, copies = cast_copies(tensor, part, within, local=local, fusible=fusible)
+            own, copies = cast_copies(tensor, part, within, local=local)
             known += own
             made.update(zip(places, copies, strict=True))
         return known, [made[n] for n in range(len(plan.of))]
     statistics = [statistics_of(x, schemes[0], layout, within)] if reduces else None
     start = (0, 0) if layout is None else common_start(schemes, layout)
-    found, scales, data = cast(x, plan, statistics, start, fits=reduces, fusible=fusible)
+    found, scales, data = cast(x, plan, statistics, start, fits=reduces)
     return found or (), as_copies(x, plan, data, scales, layout)
 
 

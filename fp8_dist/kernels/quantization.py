@@ -155,8 +155,14 @@ def fusible_copies(
     # the tensor where they are viewed as integers.
     wide = x.view(INTEGERS[x.itemsize]).view(x.dtype).to(torch.float32)
     qdata = multiplied(wide, multiplier, dtype, not saturate).to(dtype).contiguous()
-    matrix = as_matrix(qdata).t()
-    return [scale, *(matrix.contiguous() if each else qdata for each in transposed)]
+    if True not in transposed:
+        return [scale, *(qdata for _ in transposed)]
+    turned = as_matrix(qdata).t().contiguous()
+    # AOTAutograd computes again in the backward what it can from parameters, unless the forward
+    # needs it too. Therefore the row-major copy of a matrix is made from the transposed one. (Async
+    # tensor parallelism looks for inputs that are reshaped after they are cast.)
+    rows = turned.t().contiguous() if x.ndim == 2 else qdata
+    return [scale, *(turned if each else rows for each in transposed)]
 
 
 @custom_op(

@@ -190,7 +190,7 @@ class Float8Weight(StoredWeight):
             # An exported graph outlives this object.
             with torch.no_grad():
                 tensor = self._distributed(parameter, shard)
-                float8 = cast_copies(tensor, plan, local=shard, fusible=False)[1]
+                float8 = cast_copies(tensor, plan, local=shard)[1]
         else:
             with torch.no_grad():
                 float8 = queried_copies(self, shard, plan, keeps)

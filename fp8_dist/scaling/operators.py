@@ -57,7 +57,6 @@ def cast(
     start: Start,
     *,
     fits: bool = False,
-    fusible: bool = True,
     after: Tensor | None = None,
 ) -> tuple[Sequence[Statistics] | None, list[Scales], list[Tensor]]:
     """Cast a local tensor to copies.
@@ -68,8 +67,6 @@ def cast(
         statistics: the statistics for each scheme of the plan.
         start: the :func:`common_start` of the schemes.
         fits: as in :meth:`Scheme.cast`.
-        fusible: ``False``: always by one operator. For a parameter, whose copies AOTAutograd would
-            compute again in the backward, since it costs no memory to keep the parameter.
         after: a tensor that a graph must compute before this cast, and that keeps the graph from
             merging this cast with an earlier one.
 
@@ -83,7 +80,7 @@ def cast(
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
         # An operator of its own, because selective checkpointing saves statistics.
         statistics, fits = measure(x, schemes, start), True
-    if statistics is not None and len(schemes) == 1 and fusible and after is None:
+    if statistics is not None and len(schemes) == 1 and after is None:
         made = schemes[0].fusible_cast(x, statistics[0], plan.transposed, fits)
         if made is not None:
             return statistics, [made[0]], made[1]

@@ -23,7 +23,7 @@ from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
-from scripts.common.fake_cuda.dispatch import Dispatched, seconds_to_dispatch
+from scripts.common.fake_cuda.dispatch import LAYERS, Dispatched, seconds_to_dispatch
 from scripts.common.fake_cuda.experts import ExpertsShape, count_experts
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
@@ -132,6 +132,7 @@ def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
         for each in found:
             lines[-1] += ["", ""] if each is None else [f"{1e6 * each:.0f}", f"{each / bf16:.1f}"]
     header = ["layer, us of CPU time", "eager", "x bf16", "compiled alone", "x eager bf16"]
+    header += [f"in a graph of {LAYERS}", "x eager bf16"]
     return table(header, lines, "lr")
 
 

@@ -14,8 +14,8 @@ def test_every_candidate_is_timed() -> None:
     with FakeCudaProcess() as process:  # its device can't have fake tensors afterwards
         seconds = process.run(seconds_to_dispatch, names, LayerShape(32, 64, 48), 1)
     assert tuple(seconds) == (*names, KERNELS_ALONE)
-    assert seconds[KERNELS_ALONE].compiled is None
+    assert seconds[KERNELS_ALONE][1:] == (None, None)
     # The host can't run a step in less.
     for name in names:
-        assert min(seconds[name].eager, seconds[name].compiled or 0) > 5e-6
+        assert min(each or 0.0 for each in seconds[name]) > 5e-6
     assert seconds[KERNELS_ALONE].eager > 5e-6

@@ -207,7 +207,7 @@ def test_counts_of_kernels(
 
     def answer(self: FakeCudaProcess, function: Any, *args: Any) -> Any:
         if function is gpu_counts.seconds_to_dispatch:
-            return dict.fromkeys(args[0], Dispatched(40e-6, None))
+            return dict.fromkeys(args[0], Dispatched(40e-6, None, None))
         return COUNTS
 
     monkeypatch.setattr(FakeCudaProcess, "run", answer)

@@ -23,14 +23,19 @@ from scripts.common.fake_cuda.process import built
 from scripts.common.fake_cuda.triton_kernels import launch_nothing
 
 KERNELS_ALONE = "tensorwise's kernels alone"
-_COMPILED = ", compiled"
+LAYERS = 8  # of one graph
+_COMPILED, _IN_GRAPH = ", compiled", ", in a graph"
 
 
 class Dispatched(NamedTuple):
-    """CPU seconds of a layer's forward and backward; ``compiled``: by torch.compile, alone."""
+    """CPU seconds of a layer's forward and backward.
+
+    ``compiled``: by torch.compile, alone. ``in_graph``: as one of ``LAYERS`` in one graph.
+    """
 
     eager: float
     compiled: float | None
+    in_graph: float | None
 
 
 def seconds_to_dispatch(
@@ -49,15 +54,44 @@ def seconds_to_dispatch(
     for name in names:
         run = _compiled(layers[name]).run
         timed[name + _COMPILED] = Timed(run, layers[name].change_weight)
+        graph = _Graph([_layer(name, shape) for _ in range(LAYERS)])
+        timed[name + _IN_GRAPH] = Timed(graph.run, graph.change_weights)
     options = argparse.Namespace(repeat=turns, clock="cpu", device="cpu")
-    with compiled_code_launches_nothing():
+    # The graphs of all candidates are of one function.
+    one_function = torch._dynamo.config.patch(recompile_limit=len(names) + 1)
+    with compiled_code_launches_nothing(), one_function:
         found = medians(timed, options, warm_up=2, calls=20, description="dispatch")
-    return {name: Dispatched(found[name], found.get(name + _COMPILED)) for name in layers}
+    in_graph = {name: found[name + _IN_GRAPH] / LAYERS for name in names}
+    return {
+        name: Dispatched(found[name], found.get(name + _COMPILED), in_graph.get(name))
+        for name in layers
+    }
 
 
 def _compiled(layer: Layer) -> Layer:
     module: Any = torch.compile(layer.module, fullgraph=True)
     return Layer(module, layer.x, layer.grad)
+
+
+class _Graph:
+    """Layers with an input each, compiled as one graph."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self._layers = layers
+        modules, self._inputs = [each.module for each in layers], [each.x for each in layers]
+        self._gradients = [each.grad for each in layers]
+
+        def outputs(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [module(x) for module, x in zip(modules, inputs, strict=True)]
+
+        self._compiled = torch.compile(outputs, fullgraph=True)
+
+    def run(self) -> None:
+        torch.autograd.backward(self._compiled(self._inputs), self._gradients)
+
+    def change_weights(self) -> None:
+        for layer in self._layers:
+            layer.change_weight()
 
 
 class _KernelsAlone(nn.Linear):
