@@ -23,7 +23,7 @@ from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.fake_cuda.blocks import count_blocks, count_update
 from scripts.common.fake_cuda.counter import Counts
-from scripts.common.fake_cuda.dispatch import LAYERS, Dispatched, seconds_to_dispatch
+from scripts.common.fake_cuda.dispatch import Dispatched, seconds_to_dispatch
 from scripts.common.fake_cuda.experts import ExpertsShape, count_experts
 from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from scripts.common.fake_cuda.process import FakeCudaProcess
@@ -33,6 +33,7 @@ from scripts.common.options import positive
 from scripts.common.report import finish, make_parser, start
 
 BLOCKS, SEQUENCE, ALL_BLOCKS = 2, 8192, 32
+LAYERS_OF_GRAPH = 8
 KINDS = ("gemm", "elementwise", "reduction", "transposing copy", "tiny")
 
 
@@ -132,7 +133,7 @@ def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
         for each in found:
             lines[-1] += ["", ""] if each is None else [f"{1e6 * each:.0f}", f"{each / bf16:.1f}"]
     header = ["layer, us of CPU time", "eager", "x bf16", "compiled alone", "x eager bf16"]
-    header += [f"in a graph of {LAYERS}", "x eager bf16"]
+    header += [f"in a graph of {LAYERS_OF_GRAPH}", "x eager bf16"]
     return table(header, lines, "lr")
 
 
@@ -165,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
     with FakeCudaProcess() as process:
         layers = (BF16, *OURS, *TORCHAO)
-        seconds = process.run(seconds_to_dispatch, layers, LayerShape(*args.shape), args.turns)
+        settings = LayerShape(*args.shape), args.turns, LAYERS_OF_GRAPH
+        seconds = process.run(seconds_to_dispatch, layers, *settings, timeout=1800.0)
     tables = {
         "gpu layer": counts_table(rows),
         f"gpu roofline, {rates}": roofline_table(rows, rates),

@@ -12,7 +12,7 @@ from scripts.common.fake_cuda.process import FakeCudaProcess
 def test_every_candidate_is_timed() -> None:
     names = (BF16, *OURS, *TORCHAO)
     with FakeCudaProcess() as process:  # its device can't have fake tensors afterwards
-        seconds = process.run(seconds_to_dispatch, names, LayerShape(32, 64, 48), 1)
+        seconds = process.run(seconds_to_dispatch, names, LayerShape(32, 64, 48), 1, 2)
     assert tuple(seconds) == (*names, KERNELS_ALONE)
     assert seconds[KERNELS_ALONE][1:] == (None, None)
     # The host can't run a step in less.

@@ -205,7 +205,7 @@ def test_counts_of_kernels(
 ) -> None:
     """The tables. (What is counted is tested in tests/fake_cuda.)"""
 
-    def answer(self: FakeCudaProcess, function: Any, *args: Any) -> Any:
+    def answer(self: FakeCudaProcess, function: Any, *args: Any, **options: Any) -> Any:
         if function is gpu_counts.seconds_to_dispatch:
             return dict.fromkeys(args[0], Dispatched(40e-6, None, None))
         return COUNTS

@@ -23,14 +23,13 @@ from scripts.common.fake_cuda.process import built
 from scripts.common.fake_cuda.triton_kernels import launch_nothing
 
 KERNELS_ALONE = "tensorwise's kernels alone"
-LAYERS = 8  # of one graph
 _COMPILED, _IN_GRAPH = ", compiled", ", in a graph"
 
 
 class Dispatched(NamedTuple):
     """CPU seconds of a layer's forward and backward.
 
-    ``compiled``: by torch.compile, alone. ``in_graph``: as one of ``LAYERS`` in one graph.
+    ``compiled``: by torch.compile, alone. ``in_graph``: as one of several in one graph.
     """
 
     eager: float
@@ -39,7 +38,7 @@ class Dispatched(NamedTuple):
 
 
 def seconds_to_dispatch(
-    names: Sequence[str], shape: LayerShape, turns: int
+    names: Sequence[str], shape: LayerShape, turns: int, layers_of_graph: int
 ) -> dict[str, Dispatched]:
     """Median CPU seconds of each candidate's forward and backward, with a weight that has changed.
 
@@ -54,14 +53,14 @@ def seconds_to_dispatch(
     for name in names:
         run = _compiled(layers[name]).run
         timed[name + _COMPILED] = Timed(run, layers[name].change_weight)
-        graph = _Graph([_layer(name, shape) for _ in range(LAYERS)])
+        graph = _Graph([_layer(name, shape) for _ in range(layers_of_graph)])
         timed[name + _IN_GRAPH] = Timed(graph.run, graph.change_weights)
     options = argparse.Namespace(repeat=turns, clock="cpu", device="cpu")
     # The graphs of all candidates are of one function.
     one_function = torch._dynamo.config.patch(recompile_limit=len(names) + 1)
     with compiled_code_launches_nothing(), one_function:
         found = medians(timed, options, warm_up=2, calls=20, description="dispatch")
-    in_graph = {name: found[name + _IN_GRAPH] / LAYERS for name in names}
+    in_graph = {name: found[name + _IN_GRAPH] / layers_of_graph for name in names}
     return {
         name: Dispatched(found[name], found.get(name + _COMPILED), in_graph.get(name))
         for name in layers
