@@ -158,10 +158,9 @@ def fusible_copies(
     if True not in transposed:
         return [scale, *(qdata for _ in transposed)]
     turned = as_matrix(qdata).t().contiguous()
-    # AOTAutograd computes again in the backward what it can from parameters, unless the forward
-    # needs it too. Therefore the row-major copy of a matrix is made from the transposed one. (Async
-    # tensor parallelism looks for inputs that are reshaped after they are cast.)
-    rows = turned.t().contiguous() if x.ndim == 2 else qdata
+    # AOTAutograd would cast a parameter again in the backward, unless the forward needs the
+    # transposed copy, too. Of an activation it finds out what takes the least memory.
+    rows = turned.t().contiguous() if isinstance(x, torch.nn.Parameter) else qdata
     return [scale, *(turned if each else rows for each in transposed)]
 
 
