@@ -71,10 +71,13 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 def fusible_amax(x: torch.Tensor) -> torch.Tensor:
     """Compute :func:`amax` of a tensor that is not empty, by operators that Inductor fuses.
 
-    Inductor can find the amaxes of rows in the kernel that writes ``x``. The bits are those of
-    :func:`amax`, because it rounds a value to the dtype of ``x`` before it views it as an integer.
+    Inductor can find the amaxes of rows in the kernel that writes ``x``. No kernel of a graph
+    writes a parameter, of which one reduction takes fewer kernels. The bits are those of
+    :func:`amax`, because Inductor rounds a value to the dtype of ``x`` before it views it as an
+    integer.
     """
-    largest = magnitudes(x).amax(-1).amax()
+    largest = magnitudes(x)
+    largest = largest.amax() if isinstance(x, torch.nn.Parameter) else largest.amax(-1).amax()
     return largest.view(x.dtype).to(torch.float32)
 
 

@@ -4,6 +4,7 @@ A *candidate* is named "bf16" (nn.Linear), a recipe of the library, or "torchao 
 """
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -54,7 +55,13 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def linear_of(name: str, linear: nn.Linear) -> nn.Linear:
-    """A candidate's layer with the parameters of ``linear``."""
+    """A candidate's layer with the parameters of ``linear``.
+
+    A candidate's layers share one config, as those of a model do.
+    """
     if is_torchaos(name):
-        return TorchaoLinear.from_float(linear, config_of(name))
-    return Float8Linear.from_float(linear, config_of(name)) if name in OURS else linear
+        return TorchaoLinear.from_float(linear, _config_of(name))
+    return Float8Linear.from_float(linear, _config_of(name)) if name in OURS else linear
+
+
+_config_of = functools.cache(config_of)

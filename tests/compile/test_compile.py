@@ -15,6 +15,7 @@ from local_nets import local_net
 from nets import Distributed, Net, blocks, full
 from ranks import RankPools, device_mesh
 from reference import same_bits, sqnr
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -310,8 +311,11 @@ def test_casts_in_a_graph_have_the_bits_of_the_operators(
     both = [False, True]
 
     @torch.compile(fullgraph=True)
-    def made(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def made(
+        a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, weight: nn.Parameter
+    ) -> list[tuple[torch.Tensor, ...]]:
         each = [F.silu(a) * b, F.rms_norm(a, a.shape[-1:], b[0]), (a + b).unsqueeze(0), a[:16].t()]
+        each.append(weight)
         found = []
         for x in each:
             of_x = fusible_amax(x)
@@ -328,7 +332,8 @@ def test_casts_in_a_graph_have_the_bits_of_the_operators(
         a, b = (torch.randn(32, 32).to(dtype) for _ in range(2))
         a[3, 5] = value
         known = torch.rand(())  # of which some values are larger
-        for x, of_x, *copies in made(a, b, known):
+        weight = nn.Parameter(a, requires_grad=False)
+        for x, of_x, *copies in made(a, b, known, weight):
             expected = amax(x)
             assert is_same(of_x, expected)
             each = cast_copies(x, [expected], float8, False, [0, 0], both)
@@ -359,8 +364,8 @@ def test_graphs_that_cast_by_themselves(
             results.append([output.detach(), x.grad, *(p.grad for p in layer.parameters())])
             layer.zero_grad()
         assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    # Each operand has an amax of rows, and then one of these.
-    assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (4, 2)
+    # The weight has an amax, each other operand one of its rows, and then one of these.
+    assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (3, 2)
     # What has rows of zeros behind it, or may have, is cast by an operator.
     odd = tokens % 16 > 0 or dynamic
     assert (graphs.ops["forward"]["quantize"], graphs.ops["backward"]["quantize"]) == (odd, odd)
