@@ -35,7 +35,6 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     multiplier_of,
     reciprocal,
     saturated,
-    store_layouts,
     store_tile,
     store_transposed,
     to_float8,
@@ -121,7 +120,11 @@ def _cast(
     v = v * m
     if SATURATE:
         v = saturated(v, BIAS)
-    store_layouts(copies, to_float8(v, BIAS, SOFT), i, j, M, K)
+    code = to_float8(v, BIAS, SOFT)
+    if copies[0] is not None:
+        store_tile(copies[0], code, i, j, M, K)
+    if copies[1] is not None:
+        store_transposed(copies[1], code, i, j, M, K)
 
 
 @tuned(blocks(8), blocks(4), blocks(16))
