@@ -13,6 +13,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.amaxes import find_amax
 from fp8_dist.kernels.cuda.triton.launch import (
+    BIAS,
     DTYPES,
     TILES,
     Layouts,
@@ -62,16 +63,16 @@ def _scaling(
     multiplier: tl.tensor,
     scale: tl.tensor,
     size: tl.tensor,
+    FACTOR: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     # One instance: BLOCK amaxes. Moves 12 bytes per amax.
     i = indices(tl.program_id(0), BLOCK)
     m = multiplier_of(tl.load(amax + i, mask=i < size, other=1.0), POWER_OF_2, BIAS)
     tl.store(multiplier + i, m, mask=i < size)
-    tl.store(scale + i, reciprocal(m), mask=i < size)
+    tl.store(scale + i, reciprocal(m) * FACTOR, mask=i < size)
 
 
 @tuned(*TILES)
@@ -249,19 +250,31 @@ def _transpose_groups(
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
-    """Compute multipliers and scales in one launch; 12 bytes per amax."""
     amax = amax.contiguous()
     multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
+    find_scaling(amax, multiplier, scale, dtype, round_scales_to_power_of_2)
+    return multiplier, scale
+
+
+def find_scaling(
+    amax: torch.Tensor,
+    multiplier: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    factor: float = 1.0,
+) -> None:
+    """Write multipliers, and scales times a factor, in one launch; 12 bytes per amax."""
     size = amax.numel()
     _scaling(
         lambda chosen: (programs(size, chosen["BLOCK"]),),
         (),
         amax.device,
         *(amax, multiplier, scale, size),
-        POWER_OF_2=round_scales_to_power_of_2,
-        **float8_constants(dtype, amax.device),
+        FACTOR=factor,
+        POWER_OF_2=power_of_2,
+        BIAS=BIAS[dtype],
     )
-    return multiplier, scale
 
 
 def _takes(x: torch.Tensor, *scales: torch.Tensor) -> bool:
