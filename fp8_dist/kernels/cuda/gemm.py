@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType, pad
+from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
 from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
@@ -19,11 +19,10 @@ from fp8_dist.kernels.gemm import (
     block_scaled_mm,
     gemm_scales,
     of_same_depth,
-    padded,
     row_major,
     tiled_exponents,
 )
-from fp8_dist.kernels.quantization import ALIGNMENT, rounded_up
+from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up
 from fp8_dist.text import warn_once
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
@@ -92,15 +91,8 @@ def _obstacle(
 def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
     """Pad a matrix with zeros to whole blocks."""
     rows, columns, first_row, first_column = blocks
-    missing = (
-        first_column,
-        -(first_column + x.shape[1]) % columns,
-        first_row,
-        -(first_row + x.shape[0]) % rows,
-    )
-    if not any(missing):
-        return x
-    return pad(x.view(torch.uint8), missing).view(x.dtype)  # torch does not pad float8 data
+    right, below = -(first_column + x.shape[1]) % columns, -(first_row + x.shape[0]) % rows
+    return padded(x, (first_column, right, first_row, below))
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
@@ -113,7 +105,7 @@ def _with_whole_rows(x: Tensor) -> Tensor:
         return x
     if (x.storage_offset() + rows * columns) * x.itemsize <= x.untyped_storage().nbytes():
         return x.as_strided((rows, columns), (columns, 1))
-    return padded(x, rows, columns)
+    return padded(x, (0, 0, 0, rows - x.shape[0]))
 
 
 # The last arguments of torch's scaled_mm: scales and recipe of each operand, and both swizzles.
