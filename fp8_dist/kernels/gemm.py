@@ -212,11 +212,9 @@ def _native(
     a = row_major(a)
     if b.stride() != (1, b.shape[0]):
         b = row_major(b.t()).t()
-    if not (scale_a.ndim or scale_b.ndim):
-        return native_scaled_mm(
-            *(a, b, scale_a, scale_b), out_dtype=out_dtype, use_fast_accum=use_fast_accum
-        )
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
+    if not (scale_a.ndim or scale_b.ndim):
+        return run(scale_a, scale_b, out_dtype=out_dtype)
     if _has_rowwise_gemm(b, out_dtype):
         # The rowwise kernel takes one scale for each row and one for each column.
         if not use_fast_accum and _has_slow_rowwise_gemm():

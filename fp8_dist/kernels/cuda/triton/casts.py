@@ -351,7 +351,12 @@ def _cast_copies(
     """Cast copies in one launch for each amax, or in one for amaxes of rows and of columns."""
     scales = [torch.empty_like(each) for each in amaxes]
     copies = empty_layouts(x, dtype, transposed)
-    if len(amaxes) > 1 and not saturate and _are_of_rows_and_columns(x, amaxes, of, transposed):
+    if (
+        len(amaxes) > 1
+        and not saturate
+        and [*zip(of, transposed, strict=True)] == [(0, False), (1, True)]
+        and [tuple(each.shape) for each in amaxes] == _shapes_of_scales(x)
+    ):
         _, M, K, _, stride_k = argument = matrix(x)
         _cast_rows_and_columns(
             tiles(M, K),
@@ -375,15 +380,6 @@ def _cast_copies(
             saturate=saturate,
         )
     return scales + copies
-
-
-def _are_of_rows_and_columns(
-    x: torch.Tensor, amaxes: Sequence[torch.Tensor], of: Sequence[int], transposed: Sequence[bool]
-) -> bool:
-    """Return whether to cast with scales of rows, and with scales of columns to the transpose."""
-    wanted = list(zip(of, transposed, strict=True))
-    shapes = [tuple(each.shape) for each in amaxes]
-    return wanted == [(0, False), (1, True)] and shapes == _shapes_of_scales(x)
 
 
 @fused(cast_rows, lambda x, *_, **__: _takes(x))
