@@ -30,6 +30,7 @@ from fp8_dist.kernels.quantization import (
     as_matrix,
     empty_copies,
     empty_transposed,
+    padded,
     transposed_copy,
 )
 from fp8_dist.kernels.scale import magnitudes, scaling_from_amax
@@ -67,8 +68,7 @@ def in_blocks(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
         others[-1:] = of_rows, rows
     else:
         others.append(1)
-    if any(missing):
-        x = torch.nn.functional.pad(x, missing if rows > 1 else missing[:2])
+    x = padded(x, missing if rows > 1 else missing[:2])
     return x.reshape(*others, count, columns)
 
 
@@ -292,8 +292,8 @@ def reblock(
         ``(rows, 1, 0, 0)``.
     """
     values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
-    if transposed and len(values) % rows:
-        values = torch.nn.functional.pad(values, (0, 0, 0, -len(values) % rows))
+    if transposed:
+        values = padded(values, (0, 0, 0, -len(values) % rows))
     result, found = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
     return result.t().contiguous() if transposed else result, found
 

@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 
@@ -42,7 +42,6 @@ from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels.blocks import (
     NAN_EXPONENT,
     block_exponents,
-    cast_blocks,
     cast_columns_of_blocks,
     exponents_shape,
     quantize_blocks,
@@ -186,23 +185,14 @@ def _cast_copies(
 
 def _parts(x: Tensor, multiplier: Tensor, qdata: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
     """Split a contiguous tensor into parts, each with its multiplier and its part of ``qdata``."""
-    if multiplier.numel() == 1:
-        parts, results = (t.view(-1).split(_PART) for t in (x, qdata))
-        return zip(parts, repeat(multiplier.view(())), results, strict=False)
+    tensors = x, multiplier.expand(x.shape), qdata
+    # Scales of matrices are no view of scales of rows.
+    if x.ndim > 2 and multiplier.ndim > 2 and multiplier.shape[-2] == 1 < len(multiplier):
+        return chain.from_iterable(_parts(*each) for each in zip(*tensors, strict=True))
     columns = x.shape[-1]
     rows = max(1, _PART // columns)
-    multipliers: Iterable[Tensor]
-    if multiplier.shape == (*x.shape[:-1], 1):
-        multipliers = multiplier.reshape(-1, 1).split(rows)
-    elif multiplier.shape == (*[1] * (x.ndim - 1), columns):
-        multipliers = repeat(multiplier.reshape(1, -1))
-    elif x.ndim > 2 and len(multiplier) == len(x):  # such as one scale per matrix
-        each = zip(x, multiplier, qdata, strict=True)
-        return chain.from_iterable(_parts(*matrix) for matrix in each)
-    else:
-        return [(x, multiplier, qdata)]
-    parts, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
-    return zip(parts, multipliers, results, strict=False)
+    parts, multipliers, results = (t.reshape(-1, columns).split(rows) for t in tensors)
+    return zip(parts, multipliers, results, strict=True)
 
 
 def _quantize_blocks(
@@ -238,19 +228,6 @@ def _block_exponents(
 def _has_parts(x: Tensor, rows: int) -> bool:
     """Whether some matrices end inside of a block. Otherwise they are one matrix."""
     return x.ndim > 2 and x.shape[-2] % rows > 0
-
-
-def _cast_blocks(
-    x: Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-    rule: str | None,
-    transposed: Sequence[bool],
-) -> list[Tensor]:
-    if any(transposed):
-        return cast_blocks.portable(x, dtype, blocks, rule, transposed)
-    exponents = _block_exponents(x, dtype, blocks, rule)
-    return [exponents, *(_quantize_blocks(x, exponents, dtype, blocks) for _ in transposed)]
 
 
 def _reblock(
@@ -418,7 +395,6 @@ block_exponents.register("cpu", _block_exponents)
 quantize_blocks.register("cpu", _quantize_blocks)
 reblock.register("cpu", _reblock)
 dequantize_blocks.register("cpu", _dequantize)
-cast_blocks.register("cpu", _cast_blocks)
 fold_groups.register("cpu", _fold_groups)
 scaled_mm.register("cpu", partial(scaled_mm_with, _emulated))
 block_scaled_mm.register("cpu", _block_scaled_mm)

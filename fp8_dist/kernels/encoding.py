@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.quantization import padded
 
 BLOCK = 128
 NEAREST = -1  # in place of a seed: round to nearest even
@@ -53,18 +54,16 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
     """
     size, count = x.shape[-1], blocks_of(x.shape[-1])
     values = x.to(torch.float32)
-    padded = values
-    if count * BLOCK != size:
-        padded = torch.nn.functional.pad(values, (0, count * BLOCK - size))
-    bits = padded.contiguous().view(torch.int32).bitwise_and(torch.iinfo(torch.int32).max)
+    whole = padded(values, (0, -size % BLOCK))
+    bits = whole.contiguous().view(torch.int32).bitwise_and(torch.iinfo(torch.int32).max)
     bits.masked_fill_(bits >= _INF_BITS, 0)
     largest = bits.view(*x.shape[:-1], count, BLOCK).amax(-1)
     # 448 is 1.75 * 2 ** 8: a larger mantissa carries into the exponent. (The rule "ceil" in
     # kernels/blocks.py rounds a logarithm as torchao does, and may give an exponent less by one.)
     exponents = ((largest + 0x1FFFFF) >> 23).sub_(8).clamp_(min=1)
     multipliers = ((254 - exponents) << 23).view(torch.float32)
-    scaled = padded.view(*x.shape[:-1], count, BLOCK) * multipliers.unsqueeze(-1)
-    scaled = scaled.view(padded.shape).narrow(-1, 0, size)
+    scaled = whole.view(*x.shape[:-1], count, BLOCK) * multipliers.unsqueeze(-1)
+    scaled = scaled.view(whole.shape).narrow(-1, 0, size)
     if seed >= 0:
         scaled = _stochastic_float8(values, scaled, seed)
     codes = scaled.to(_FLOAT8).view(torch.uint8)
@@ -177,18 +176,14 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
     in a compiled graph.
     """
     size = max(each.itemsize for each in numbers)
-    parts = [_rounded_up(as_bytes(qdata), size)]
+    parts = [padded(as_bytes(qdata), (0, -qdata.shape[-1] % size))]
     for each in sorted(numbers, key=lambda each: -each.itemsize):
         # Flatten first: torch calls a column contiguous whatever the stride of its last dim, but
         # view(dtype) refuses strides other than 1.
         flat = each.reshape(-1).contiguous().view(torch.uint8)
         parts.append(flat.view(*each.shape[:-1], each.itemsize * each.shape[-1]))
-    return _rounded_up(torch.cat(parts, dim=-1), size).view(qdata.dtype)
-
-
-def _rounded_up(rows: torch.Tensor, size: int) -> torch.Tensor:
-    missing = -rows.shape[-1] % size
-    return torch.nn.functional.pad(rows, (0, missing)) if missing else rows  # padding by 0 copies
+    row = torch.cat(parts, dim=-1)
+    return padded(row, (0, -row.shape[-1] % size)).view(qdata.dtype)
 
 
 def unpack_rows(

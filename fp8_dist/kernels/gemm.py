@@ -13,13 +13,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8_dist.device import device_has_float8_gemm, e4m3
 from fp8_dist.env import strict_alignment
 from fp8_dist.kernels.blocks import fp32_scales, scaled_by
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.quantization import ALIGNMENT, rounded_up, transposed_copy
+from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up, transposed_copy
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import native_scaled_mm, statically_known_true
 
@@ -94,8 +93,8 @@ def scaled_mm_with(
     misaligned = a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT or columns % ALIGNMENT
     if misaligned and needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
-        if scale_b.numel() > 1 and b.shape[1] > columns:
-            scale_b = pad(scale_b, (0, b.shape[1] - columns))
+        if scale_b.numel() > 1:
+            scale_b = padded(scale_b, (0, b.shape[1] - columns))
     if not emulate and device_has_float8_gemm(a.device):
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
@@ -213,11 +212,9 @@ def _native(
     a = row_major(a)
     if b.stride() != (1, b.shape[0]):
         b = row_major(b.t()).t()
-    if not (scale_a.ndim or scale_b.ndim):
-        return native_scaled_mm(
-            *(a, b, scale_a, scale_b), out_dtype=out_dtype, use_fast_accum=use_fast_accum
-        )
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
+    if not (scale_a.ndim or scale_b.ndim):
+        return run(scale_a, scale_b, out_dtype=out_dtype)
     if _has_rowwise_gemm(b, out_dtype):
         # The rowwise kernel takes one scale for each row and one for each column.
         if not use_fast_accum and _has_slow_rowwise_gemm():
@@ -250,7 +247,7 @@ def row_major(x: Tensor) -> Tensor:
     """Return ``x`` with contiguous rows."""
     if x.is_contiguous():
         return x
-    return transposed_copy(x.t()) if x.t().is_contiguous() else x.contiguous()
+    return transposed_copy(x.mT) if x.mT.is_contiguous() else x.contiguous()
 
 
 def _has_slow_rowwise_gemm() -> bool:
@@ -270,16 +267,8 @@ def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]
     # A transposed copy is padded as it is written.
     a, b = row_major(a), row_major(b.t())
     inner = rounded_up(inner)
-    return padded(a, len(a), inner), padded(b, rounded_up(columns), inner).t()
-
-
-def padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Pad a matrix with zeros to ``[rows, columns]``, unless it is as large."""
-    missing = (0, columns - x.shape[1], 0, rows - x.shape[0])
-    if not any(missing):
-        return x
-    # Pad bytes, because torch does not pad float8 data.
-    return pad(x.view(torch.uint8), missing).view(x.dtype) if x.itemsize == 1 else pad(x, missing)
+    b = padded(b, (0, inner - b.shape[1], 0, -columns % ALIGNMENT))
+    return padded(a, (0, inner - a.shape[1])), b.t()
 
 
 def of_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -384,10 +373,8 @@ def gemm_scales(a: Tensor, b: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor
         The scales of ``a`` and of ``b``, fp32 ``[R, C]`` with strides ``(1, R)``. R is rounded up,
         of ``a`` to a multiple of ``ALIGNMENT``, by zeros.
     """
-    sizes = rounded_up(len(a)), rounded_up(len(b), multiple)
-    of_a, of_b = (
-        padded(fp32_scales(x), size, x.shape[1]) for x, size in zip((a, b), sizes, strict=True)
-    )
+    of_a = padded(fp32_scales(a), (0, 0, 0, -len(a) % ALIGNMENT))
+    of_b = padded(fp32_scales(b), (0, 0, 0, -len(b) % multiple))
     return of_a.t().contiguous().t(), of_b.t().contiguous().t()
 
 
@@ -409,7 +396,6 @@ def tiled_exponents(a: Tensor, b: Tensor, repeats: int = 1) -> tuple[Tensor, Ten
 def in_tiles(exponents: Tensor) -> Tensor:
     """Copy exponents ``[R, C]`` to the layout of :func:`tiled_exponents`."""
     rows, columns = exponents.shape
-    missing = (0, -columns % 4, 0, -rows % 128)
-    padded = pad(exponents, missing) if any(missing) else exponents
-    tiles = padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4)
+    whole = padded(exponents, (0, -columns % 4, 0, -rows % 128))
+    tiles = whole.reshape(-1, 4, 32, whole.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

@@ -17,12 +17,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8_dist.device import device_has_grouped_gemm, device_kind, e4m3
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.gemm import in_tiles
-from fp8_dist.kernels.quantization import ALIGNMENT, transposed_copy
+from fp8_dist.kernels.gemm import in_tiles, row_major
+from fp8_dist.kernels.quantization import ALIGNMENT, padded
 from fp8_dist.torch_internals import native_scaled_grouped_mm
 
 
@@ -119,8 +118,7 @@ def transposed_groups(x: Tensor, source: Tensor) -> Tensor:
 
     ``source``: the row of each column, int64 ``[P]``; a column of -1 becomes 0.
     """
-    rows = x.view(torch.uint8).index_select(0, source.clamp(min=0))
-    return rows.masked_fill_((source < 0).unsqueeze(1), 0).t().contiguous().view(x.dtype)
+    return _rows_of(x.view(torch.uint8), source).t().contiguous().view(x.dtype)
 
 
 def has_grouped_gemm(
@@ -160,16 +158,12 @@ def grouped_scaled_mm(
     of_columns = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
     return native_scaled_grouped_mm(
         a,
-        _column_major(b),
+        row_major(b.mT).mT,
         scale_a.reshape(-1),
         of_columns,
         groups.ends,
         out_dtype=torch.bfloat16,
     )
-
-
-def _column_major(b: Tensor) -> Tensor:
-    return b if b.mT.is_contiguous() else transposed_copy(b.contiguous()).mT
 
 
 def grouped_scaled_sums(
@@ -232,15 +226,15 @@ def grouped_mx_mm(
     Returns:
         bf16 ``[R, N]``.
     """
-    of_a = in_tiles(_padded_rows(exponents_a, groups.padded(_TILE_ROWS)))
+    source = groups.padded(_TILE_ROWS).source
+    of_a = in_tiles(_rows_of(exponents_a, source)).view(torch.float8_e8m0fnu)
     of_columns = exponents_b.mT.repeat_interleave(MX, dim=1)
-    missing = -of_columns.shape[1] % _TILE_ROWS
-    rows = pad(of_columns, (0, 0, 0, missing)) if missing else of_columns
+    rows = padded(of_columns, (0, 0, 0, -of_columns.shape[1] % _TILE_ROWS)).flatten(0, 1)
     return native_scaled_grouped_mm(
         a,
-        _column_major(b),
-        _as_exponents(of_a.view(groups.padded(_TILE_ROWS).source.shape[0], -1)),
-        _as_exponents(in_tiles(rows.flatten(0, 1)).view(len(b), -1)),
+        row_major(b.mT).mT,
+        of_a.view(len(source), -1),
+        in_tiles(rows).view(torch.float8_e8m0fnu).view(len(b), -1),
         groups.ends,
         out_dtype=torch.bfloat16,
     )
@@ -268,19 +262,15 @@ def grouped_mx_sums(
 _TILE_ROWS, _TILE_COLUMNS = 128, 4
 
 
-def _as_exponents(tiles: Tensor) -> Tensor:
-    return tiles.view(torch.float8_e8m0fnu)
-
-
-def _padded_rows(x: Tensor, padded: Padded) -> Tensor:
-    rows = x.index_select(0, padded.source.clamp(min=0))
-    return rows.masked_fill_((padded.source < 0).unsqueeze(1), 0)
+def _rows_of(x: Tensor, source: Tensor) -> Tensor:
+    """Copy rows to places; a place of -1 becomes 0."""
+    return x.index_select(0, source.clamp(min=0)).masked_fill_((source < 0).unsqueeze(1), 0)
 
 
 def _tiles_of_groups(exponents: Tensor, blocks: Groups) -> Tensor:
     """Exponents ``[P / 32, N]`` in tiles of ``[N, P / 32]``, those of one group after the other."""
-    padded, columns = blocks.padded(_TILE_COLUMNS), blocks.of_blocks(_TILE_COLUMNS)
-    tiles = in_tiles(_padded_rows(exponents, padded).t())
+    source, columns = blocks.padded(_TILE_COLUMNS).source, blocks.of_blocks(_TILE_COLUMNS)
+    tiles = in_tiles(_rows_of(exponents, source).t())
     tiles = tiles.view(-1, len(columns.of_row), _TILE_ROWS * _TILE_COLUMNS)
     # The tiles of a group are rows of as many tiles as the group has.
     rows, per_row = len(tiles), columns.sizes[columns.of_row]
@@ -289,4 +279,4 @@ def _tiles_of_groups(exponents: Tensor, blocks: Groups) -> Tensor:
     places = place + torch.arange(rows, device=per_row.device).unsqueeze(1) * per_row
     found = torch.empty_like(tiles).flatten(0, 1)
     found.index_copy_(0, places.flatten(), tiles.flatten(0, 1))
-    return _as_exponents(found.view(rows * _TILE_ROWS, -1))
+    return found.view(torch.float8_e8m0fnu).view(rows * _TILE_ROWS, -1)

@@ -63,6 +63,15 @@ def rounded_up(size: int, multiple: int = ALIGNMENT) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
+def padded(x: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
+    """Pad with zeros as torch's ``pad`` does, also float8 data; no copy if nothing is missing."""
+    if not any(missing):
+        return x
+    if x.itemsize > 1:
+        return torch.nn.functional.pad(x, missing)
+    return torch.nn.functional.pad(x.view(torch.uint8), missing).view(x.dtype)
+
+
 def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
     """Allocate the float8 copies of a local tensor, uninitialized."""
     turned = (x.shape[-1] if x.ndim else 1, rounded_up(math.prod(x.shape[:-1])))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType, pad
+from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
 from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
@@ -19,11 +19,10 @@ from fp8_dist.kernels.gemm import (
     block_scaled_mm,
     gemm_scales,
     of_same_depth,
-    padded,
     row_major,
     tiled_exponents,
 )
-from fp8_dist.kernels.quantization import ALIGNMENT, rounded_up
+from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up
 from fp8_dist.text import warn_once
 
 _BLOCK = {"hopper": 128, "blackwell": 32}
@@ -42,58 +41,58 @@ def block_mm(
 
     The arguments are those of :func:`fp8_dist.kernels.block_scaled_mm`.
     """
-    kind = device_kind(a.device)
-    if kind == "blackwell" and scales_a.dtype is not torch.uint8:
-        return None
-    if kind is None or not _fits(_BLOCK[kind], a, b, blocks_a, blocks_b, out_dtype):
+    if _obstacle(a, b, scales_a, blocks_a, blocks_b, out_dtype) is not None:
         return None
     rows, columns = a.shape[0], b.shape[1]
     a, b = of_same_depth(a, b)
     a = _with_whole_rows(row_major(_in_whole_blocks(a, blocks_a)))
     b = row_major(_in_whole_blocks(b, blocks_b).t()).t()
-    options = _hopper_options if kind == "hopper" else _blackwell_options
-    scaling = options(scales_a, scales_b, blocks_b)
-    product = scaled_mm_of_torch(a, b, output_dtype=out_dtype, **scaling)
+    scaling = _hopper_scaling if device_kind(a.device) == "hopper" else _blackwell_scaling
+    product = scaled_mm_of_torch(
+        a, b, *scaling(scales_a, scales_b, blocks_b), output_dtype=out_dtype
+    )
     if product.shape == (rows, columns):
         return product
     first = blocks_b[3]
     return product[:rows, first : first + columns].contiguous()
 
 
-def _fits(
-    block: int,
+def _obstacle(
     a: Tensor,
     b: Tensor,
+    scales_a: Tensor,
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
-) -> bool:
-    """Return whether the device's GEMM, with blocks of ``block`` values, supports the operands."""
+) -> str | None:
+    """Return the reason why the device does not multiply operands in float8; None if it does."""
+    kind = device_kind(a.device)
+    if kind is None:
+        return "this device, or this build of torch, has no such GEMM; use rowwise_folded"
+    block = _BLOCK[kind]
+    if max(blocks_a[:2]) != block:
+        return f"this device multiplies blocks of {block} values; use {BLOCK_RECIPES[kind]}"
+    if b.shape[1] % ALIGNMENT:
+        return f"the layer's features must be multiples of {ALIGNMENT}"
     rows, columns, _, first = blocks_a
     others_rows, others_columns, others_first, _ = blocks_b
-    return (
-        a.dtype is b.dtype is torch.float8_e4m3fn
+    fits = (
+        (kind == "hopper" or scales_a.dtype is torch.uint8)
+        and a.dtype is b.dtype is torch.float8_e4m3fn
         and out_dtype in (torch.bfloat16, torch.float32)
         and (rows, columns, others_rows) == (1, block, block)
         and others_columns in (1, block)
         and first == others_first  # blocks of both begin at the same indices of the contracted dim
         and min(*a.shape, *b.shape) > 0
-        and not b.shape[1] % ALIGNMENT
     )
+    return None if fits else "the device's GEMM does not take these dtypes or shapes of blocks"
 
 
 def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
     """Pad a matrix with zeros to whole blocks."""
     rows, columns, first_row, first_column = blocks
-    missing = (
-        first_column,
-        -(first_column + x.shape[1]) % columns,
-        first_row,
-        -(first_row + x.shape[0]) % rows,
-    )
-    if not any(missing):
-        return x
-    return pad(x.view(torch.uint8), missing).view(x.dtype)  # torch does not pad float8 data
+    right, below = -(first_column + x.shape[1]) % columns, -(first_row + x.shape[0]) % rows
+    return padded(x, (first_column, right, first_row, below))
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
@@ -106,49 +105,39 @@ def _with_whole_rows(x: Tensor) -> Tensor:
         return x
     if (x.storage_offset() + rows * columns) * x.itemsize <= x.untyped_storage().nbytes():
         return x.as_strided((rows, columns), (columns, 1))
-    return padded(x, rows, columns)
+    return padded(x, (0, 0, 0, rows - x.shape[0]))
 
 
-def _hopper_options(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int]) -> dict[str, Any]:
-    """Return the options of Hopper's GEMM.
+# The last arguments of torch's scaled_mm: scales and recipe of each operand, and both swizzles.
+_Scaling = tuple[Tensor, Any, Tensor, Any, Any, Any]
+
+
+def _hopper_scaling(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int]) -> _Scaling:
+    """Lay out the scales for Hopper's GEMM.
 
     The scales of ``a`` are ``[M, K / 128]``, with M rounded up as in the data. Those of ``b`` are
     ``[N, K / 128]`` for blocks of one column, and ``[L, N / 128]`` for square blocks, where L is
     ``K / 128`` rounded up to a multiple of 4. The first dim of all of them is contiguous in memory.
     """
-    rows = ScalingType.BlockWise1x128
+    recipe = recipe_b = ScalingType.BlockWise1x128
     if blocks_b[1] == 1:
-        scales, recipe_b = gemm_scales(scales_a, scales_b.t()), rows
+        of_a, of_b = gemm_scales(scales_a, scales_b.t())
     else:
-        scales, recipe_b = gemm_scales(scales_a, scales_b, 4), ScalingType.BlockWise128x128
-    return _options(scales, rows, recipe_b, SwizzleType.NO_SWIZZLE)
+        of_a, of_b = gemm_scales(scales_a, scales_b, 4)
+        recipe_b = ScalingType.BlockWise128x128
+    return of_a, recipe, of_b, recipe_b, SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE
 
 
-def _blackwell_options(
-    scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int]
-) -> dict[str, Any]:
-    """Return the options of Blackwell's GEMM.
+def _blackwell_scaling(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int]) -> _Scaling:
+    """Lay out the scales for Blackwell's GEMM.
 
     The scales are tiled exponents of rows of ``a`` and of columns of ``b``. The exponents of a
     square block are repeated for each of its columns.
     """
-    of_a, of_b = tiled_exponents(scales_a, scales_b.t(), blocks_b[1])
-    scales = of_a.view(torch.float8_e8m0fnu), of_b.view(torch.float8_e8m0fnu)
-    rows = ScalingType.BlockWise1x32
-    return _options(scales, rows, rows, SwizzleType.SWIZZLE_32_4_4)
-
-
-def _options(
-    scales: tuple[Tensor, Tensor], recipe_a: Any, recipe_b: Any, swizzle: Any
-) -> dict[str, Any]:
-    return {
-        "scale_a": scales[0],
-        "scale_recipe_a": recipe_a,
-        "scale_b": scales[1],
-        "scale_recipe_b": recipe_b,
-        "swizzle_a": swizzle,
-        "swizzle_b": swizzle,
-    }
+    tiles = tiled_exponents(scales_a, scales_b.t(), blocks_b[1])
+    of_a, of_b = (each.view(torch.float8_e8m0fnu) for each in tiles)
+    recipe, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    return of_a, recipe, of_b, recipe, swizzle, swizzle
 
 
 def _block_scaled_mm(
@@ -166,25 +155,14 @@ def _block_scaled_mm(
     if product is not None:
         return product
     if not emulate and device_has_float8_gemm(a.device):
-        size = max(blocks_a[:2])
-        why = _why_in_high_precision(device_kind(a.device), size, a, b)
+        why = _obstacle(a, b, scales_a, blocks_a, blocks_b, out_dtype)
         warn_once(
             f"GEMM of blocks {why}",
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} with one scale per block of "
-            f"{size} values: it runs in high precision, no faster than without float8; {why}",
+            f"{max(blocks_a[:2])} values: it runs in high precision, no faster than without "
+            f"float8; {why}",
         )
     return block_scaled_mm.portable(*operands, emulate)
-
-
-def _why_in_high_precision(kind: str | None, size: int, a: Tensor, b: Tensor) -> str:
-    """The reason why operands with blocks of ``size`` values are not multiplied in float8."""
-    if kind is None:
-        return "this device, or this build of torch, has no such GEMM; use rowwise_folded"
-    if size != _BLOCK[kind]:
-        return f"this device multiplies blocks of {_BLOCK[kind]} values; use {BLOCK_RECIPES[kind]}"
-    if b.shape[1] % ALIGNMENT:
-        return f"the layer's features must be multiples of {ALIGNMENT}"
-    return "the device's GEMM does not take these dtypes or shapes of blocks"
 
 
 block_scaled_mm.register("cuda", _block_scaled_mm)

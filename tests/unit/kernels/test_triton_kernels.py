@@ -238,7 +238,7 @@ def test_groups(used: set[str], counts: list[int]) -> None:
     assert used == {
         "_fold_columns_of_groups",
         "_fold_rows_of_groups",
-        "_scaling_of_columns",
+        "_scaling",
         "_transpose",
         "_transpose_groups",
     }

@@ -152,24 +152,22 @@ def _find(
 def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     """Compute amaxes in two launches for rows and columns; 2 bytes per bf16 element."""
     if set(covers) == {"row", "column"}:
-        row, column = _amax_of_rows_and_columns(as_matrix(x))
-        column = column.view(*[1] * (x.ndim - 1), -1)
-        found = {"row": row.view(*x.shape[:-1], 1), "column": column}
+        flat = as_matrix(x)
+        # Two allocations and one fill: an operator may not return two views of one buffer.
+        rows, columns = (torch.empty(n, dtype=torch.int32, device=x.device) for n in flat.shape)
+        foreach_zero_([rows, columns])
+        _find(flat, rows, columns)
+        found = {
+            "row": rows.view(torch.float32).view(*x.shape[:-1], 1),
+            "column": columns.view(torch.float32).view(*[1] * (x.ndim - 1), -1),
+        }
     else:
         found = {
             name: find_amax(x, covered_dims(name, x.ndim)) for name in covers if name != "tensor"
         }
-        rows = found.get("row")
-        found["tensor"] = find_amax(x) if rows is None or not rows.numel() else rows.amax()
+        row = found.get("row")
+        found["tensor"] = find_amax(x) if row is None or not row.numel() else row.amax()
     return [found[name] for name in covers]
-
-
-def _amax_of_rows_and_columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # Two allocations and one fill: an operator may not return two views of one buffer.
-    rows, columns = (torch.empty(n, dtype=torch.int32, device=x.device) for n in x.shape)
-    foreach_zero_([rows, columns])
-    _find(x, rows, columns)
-    return rows.view(torch.float32), columns.view(torch.float32)
 
 
 def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False) -> bool:

@@ -43,31 +43,6 @@ from fp8_dist.kernels.quantization import rounded_up
 
 
 @triton.jit
-def _load_dequantized(
-    x: tl.tuple,
-    exponents: tl.tuple,
-    first_row: tl.tensor,
-    i: tl.tensor,
-    j: tl.tensor,
-    c: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
-) -> tl.tensor:
-    # A tile of float8 data times its block scales. The tile has the rows i, the columns j, and the
-    # columns of blocks c.
-    data, M, K, stride_m, stride_k = x
-    scales, _, across, stride_r, stride_c = exponents
-    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
-    code = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0)
-    is_block = (i < M)[:, None] & (c < across)[None, :]
-    found = scales + ((first_row + i) // ROWS)[:, None] * stride_r + c[None, :] * stride_c
-    found = tl.load(found, mask=is_block, other=127).to(tl.int32)
-    return from_float8(code, BIAS, SOFT) * spread(scales_by(found), 1, COLUMNS)
-
-
-@triton.jit
 def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     return tl.maximum(a, b)
 
@@ -168,14 +143,19 @@ def _dequantize(
     # One instance: a tile of [BM, BN], widened to whole blocks. Moves 3 bytes per element, 5 for
     # fp32.
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    M, K = x[1], x[2]
+    data, M, K, stride_m, stride_k = x
+    scales, _, across, stride_r, stride_c = exponents
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), TILE_N) - first_column
     c = indices(tl.program_id(1), TILE_N // COLUMNS)
-    v = _load_dequantized(x, exponents, first_row, i, j, c, ROWS, COLUMNS, BIAS, SOFT)
+    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
+    code = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0)
+    is_block = (i < M)[:, None] & (c < across)[None, :]
+    found = scales + ((first_row + i) // ROWS)[:, None] * stride_r + c[None, :] * stride_c
+    found = tl.load(found, mask=is_block, other=127).to(tl.int32)
+    v = from_float8(code, BIAS, SOFT) * spread(scales_by(found), 1, COLUMNS)
     if NARROW:
         v = _bf16_bits(v)
-    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
     tl.store(out + i[:, None] * K + j[None, :], v, mask=mask)
 
 

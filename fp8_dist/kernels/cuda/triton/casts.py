@@ -13,6 +13,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton.amaxes import find_amax
 from fp8_dist.kernels.cuda.triton.launch import (
+    BIAS,
     DTYPES,
     TILES,
     Layouts,
@@ -35,7 +36,6 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     multiplier_of,
     reciprocal,
     saturated,
-    store_layouts,
     store_tile,
     store_transposed,
     to_float8,
@@ -63,16 +63,16 @@ def _scaling(
     multiplier: tl.tensor,
     scale: tl.tensor,
     size: tl.tensor,
+    FACTOR: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     # One instance: BLOCK amaxes. Moves 12 bytes per amax.
     i = indices(tl.program_id(0), BLOCK)
     m = multiplier_of(tl.load(amax + i, mask=i < size, other=1.0), POWER_OF_2, BIAS)
     tl.store(multiplier + i, m, mask=i < size)
-    tl.store(scale + i, reciprocal(m), mask=i < size)
+    tl.store(scale + i, reciprocal(m) * FACTOR, mask=i < size)
 
 
 @tuned(*TILES)
@@ -121,7 +121,11 @@ def _cast(
     v = v * m
     if SATURATE:
         v = saturated(v, BIAS)
-    store_layouts(copies, to_float8(v, BIAS, SOFT), i, j, M, K)
+    code = to_float8(v, BIAS, SOFT)
+    if copies[0] is not None:
+        store_tile(copies[0], code, i, j, M, K)
+    if copies[1] is not None:
+        store_transposed(copies[1], code, i, j, M, K)
 
 
 @tuned(blocks(8), blocks(4), blocks(16))
@@ -246,19 +250,31 @@ def _transpose_groups(
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
-    """Compute multipliers and scales in one launch; 12 bytes per amax."""
     amax = amax.contiguous()
     multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
+    find_scaling(amax, multiplier, scale, dtype, round_scales_to_power_of_2)
+    return multiplier, scale
+
+
+def find_scaling(
+    amax: torch.Tensor,
+    multiplier: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    factor: float = 1.0,
+) -> None:
+    """Write multipliers, and scales times a factor, in one launch; 12 bytes per amax."""
     size = amax.numel()
     _scaling(
         lambda chosen: (programs(size, chosen["BLOCK"]),),
         (),
         amax.device,
         *(amax, multiplier, scale, size),
-        POWER_OF_2=round_scales_to_power_of_2,
-        **float8_constants(dtype, amax.device),
+        FACTOR=factor,
+        POWER_OF_2=power_of_2,
+        BIAS=BIAS[dtype],
     )
-    return multiplier, scale
 
 
 def _takes(x: torch.Tensor, *scales: torch.Tensor) -> bool:
@@ -335,7 +351,12 @@ def _cast_copies(
     """Cast copies in one launch for each amax, or in one for amaxes of rows and of columns."""
     scales = [torch.empty_like(each) for each in amaxes]
     copies = empty_layouts(x, dtype, transposed)
-    if len(amaxes) > 1 and not saturate and _are_of_rows_and_columns(x, amaxes, of, transposed):
+    if (
+        len(amaxes) > 1
+        and not saturate
+        and [*zip(of, transposed, strict=True)] == [(0, False), (1, True)]
+        and [tuple(each.shape) for each in amaxes] == _shapes_of_scales(x)
+    ):
         _, M, K, _, stride_k = argument = matrix(x)
         _cast_rows_and_columns(
             tiles(M, K),
@@ -359,15 +380,6 @@ def _cast_copies(
             saturate=saturate,
         )
     return scales + copies
-
-
-def _are_of_rows_and_columns(
-    x: torch.Tensor, amaxes: Sequence[torch.Tensor], of: Sequence[int], transposed: Sequence[bool]
-) -> bool:
-    """Return whether to cast with scales of rows, and with scales of columns to the transpose."""
-    wanted = list(zip(of, transposed, strict=True))
-    shapes = [tuple(each.shape) for each in amaxes]
-    return wanted == [(0, False), (1, True)] and shapes == _shapes_of_scales(x)
 
 
 @fused(cast_rows, lambda x, *_, **__: _takes(x))

@@ -168,23 +168,16 @@ def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tens
     return codes, exponents
 
 
-def _takes_rows(
-    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
-) -> bool:
-    return own.dtype in DTYPES and (exponents is not None or rows.dtype in DTYPES)
-
-
-@fused(sum_of_rows, _takes_rows)
+@fused(
+    sum_of_rows,
+    lambda rows, exponents, own, rank: (
+        own.dtype in DTYPES and (exponents is not None or rows.dtype in DTYPES)
+    ),
+)
 def _sum_of_rows(
     rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    return _sum_of(rows, exponents, _rows(as_matrix(own)), rank)
-
-
-def _sum_of(
-    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
-) -> torch.Tensor:
-    """Sum rows, and ``own`` as ``[rows, n]``, which is not read if ``rank`` is negative."""
+    """Sum rows in one launch; ``own`` is not read if ``rank`` is negative."""
     shape, size, summands = rows.shape[1:], rows.shape[-1], len(rows)
     total = torch.empty(shape, dtype=torch.float32, device=rows.device)
     if total.numel():
@@ -194,7 +187,7 @@ def _sum_of(
             rows.device,
             _stacked(rows),
             None if exponents is None else _stacked(exponents),
-            *(matrix(own), total, summands, rank, size),
+            *(matrix(_rows(as_matrix(own))), total, summands, rank, size),
             **float8_constants(_FLOAT8, rows.device),
         )
     return total
@@ -203,7 +196,7 @@ def _sum_of(
 @fused(decode_float8)
 def _decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     none = codes.new_empty(1, 1, dtype=torch.float32)
-    return _sum_of(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
+    return _sum_of_rows(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
 
 
 def _stacked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:

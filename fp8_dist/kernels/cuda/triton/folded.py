@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8_dist.kernels.cuda.triton.casts import find_scaling
 from fp8_dist.kernels.cuda.triton.launch import (
     BIAS,
     DTYPES,
@@ -153,12 +154,7 @@ def _fold_columns(
     store_transposed(g2_t, to_float8(folded * m2[None, :], BIAS, SOFT), i, j, M, N)
 
 
-def _takes(grad: torch.Tensor, *arguments: object) -> bool:
-    transposed = arguments[-1]
-    return bool(transposed) and grad.dtype in DTYPES
-
-
-@fused(fold_gradient, _takes)
+@fused(fold_gradient, lambda grad, *rest: grad.dtype in DTYPES and bool(rest[-1]))
 def _fold_gradient(
     grad: torch.Tensor,
     dtype: torch.dtype,
@@ -265,23 +261,6 @@ def _fold_rows_of_groups(
                 tl.store(g1 + i * N + j, to_float8(v, BIAS, SOFT), mask=mask)
 
 
-@tuned(blocks(4, BLOCK=1024))
-@triton.jit
-def _scaling_of_columns(
-    column_amax: tl.tensor,
-    multiplier: tl.tensor,
-    scale: tl.tensor,
-    size: tl.tensor,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    # One instance: BLOCK columns, of all groups. Moves 12 bytes per column.
-    i = indices(tl.program_id(0), BLOCK)
-    m = multiplier_of(tl.load(column_amax + i, mask=i < size, other=0.0), True, BIAS)
-    tl.store(multiplier + i, m, mask=i < size)
-    tl.store(scale + i, reciprocal(m) * (1 / UNIT), mask=i < size)
-
-
 @tuned(*TILES)
 @triton.jit
 def _fold_columns_of_groups(
@@ -351,16 +330,9 @@ def _fold_groups(
         **float8_constants(dtype, device),
     )
     if column_amax is not None and source is not None:
-        qdata, of_columns = made[-2:]
-        P, size = len(source), column_amax.numel()
+        P, (qdata, of_columns) = len(source), made[-2:]
         multiplier = torch.empty_like(column_amax)
-        _scaling_of_columns(
-            lambda chosen: (programs(size, chosen["BLOCK"]),),
-            (),
-            device,
-            *(column_amax, multiplier, of_columns, size),
-            BIAS=BIAS[dtype],
-        )
+        find_scaling(column_amax, multiplier, of_columns, dtype, True, 1 / FOLDED_UNIT)
         _fold_columns_of_groups(
             tiles(P, N),
             (size_class(P, N),),

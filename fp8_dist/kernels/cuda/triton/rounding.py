@@ -199,14 +199,13 @@ def store_transposed(
     j: tl.tensor,
     M: tl.tensor,
     K: tl.tensor,
-    MULTIPLE: tl.constexpr = 16,
     IS_PART: tl.constexpr = False,
 ) -> None:
-    """Store a tile of ``[M, K]`` in a transposed copy, with zeros up to a multiple of columns.
+    """Store a tile of ``[M, K]`` in a transposed copy, with zeros up to a multiple of 16 columns.
 
     ``IS_PART``: i and j may be negative, where nothing is stored.
     """
-    columns = tl.cdiv(M, MULTIPLE) * MULTIPLE
+    columns = tl.cdiv(M, 16) * 16
     if columns != M:
         tile = tl.where(i[:, None] < M, tile, 0)
     down, across = j < K, i < columns
@@ -214,17 +213,6 @@ def store_transposed(
         down, across = down & (j >= 0), across & (i >= 0)
     places = j[:, None] * columns + i[None, :]
     tl.store(out + places, tl.trans(tile), mask=down[:, None] & across[None, :])
-
-
-@triton.jit
-def store_layouts(
-    copies: tl.tuple, tile: tl.tensor, i: tl.tensor, j: tl.tensor, M: tl.tensor, K: tl.tensor
-) -> None:
-    """Store a tile of ``[M, K]`` in each wanted layout."""
-    if copies[0] is not None:
-        store_tile(copies[0], tile, i, j, M, K)
-    if copies[1] is not None:
-        store_transposed(copies[1], tile, i, j, M, K)
 
 
 @triton.jit
