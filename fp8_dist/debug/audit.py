@@ -8,8 +8,8 @@ A message may contain float8 rows and their scales (``pack_rows``), or the parts
 summands. Each of these parts is counted under its own dtype.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -281,26 +281,21 @@ class CommAudit(CommTable):
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for tensor in tensors:
             parts = [tensor]
             if isinstance(tensor, Float8Tensor):  # the scales of rows are sent in the same message
                 parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
             for part in parts:
-                for dtype, nbytes in self._payloads(part):
-                    sizes[dtype] = sizes.get(dtype, 0) + nbytes
+                address, payload = storage_address(part), part.dtype
+                if address in self._joined:
+                    # Remove the entry, because a graph may reuse the memory for another message.
+                    sizes.update(self._joined.pop(address)[1])
+                    continue
+                if payload == torch.uint8:
+                    payload = self._payload_dtypes.get(address, (None, payload))[1]
+                sizes[payload] += part.nbytes
         return sizes
-
-    def _payloads(self, tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, int]]:
-        """Yield each payload dtype in a tensor, with its bytes."""
-        address, payload = storage_address(tensor), tensor.dtype
-        if address in self._joined:
-            # Remove the entry, because a graph may reuse the memory for another message.
-            yield from self._joined.pop(address)[1].items()
-            return
-        if payload == torch.uint8:
-            payload = self._payload_dtypes.get(address, (None, payload))[1]
-        yield payload, tensor.nbytes
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
