@@ -104,15 +104,8 @@ class Float8Stats(StepRecorder):
             for gemms, found in zip(lows, measured, strict=True):
                 self._add((owner, operand, gemms), found)
 
-    def on_gemm(
-        self,
-        owner: Owner,
-        gemm: Gemm,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        result: torch.Tensor,
-    ) -> None:
-        if owner in self._ranks.owners and (found := gemm_results(gemm, left, right, result)):
+    def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
+        if owner in self._ranks.owners and (found := gemm_results(gemm, *tensors)):
             self._add((owner, None, (gemm,)), measure_product(*found))
 
     def on_prepared_cast(
