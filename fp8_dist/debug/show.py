@@ -37,24 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         casts = [load_capture(path) for path in args.files]
         print("\n\n".join(map(describe, casts)))
         if args.plot is not None:
-            plot(casts, args.plot)
+            if find_spec("matplotlib") is None:
+                raise ImportError('--plot needs matplotlib: pip install "fp8-dist[report]"')
+            importlib.import_module("fp8_dist.debug.plot").draw(casts, args.plot)
             print(f"\n{args.plot}: written")
     except (ImportError, OSError, ValueError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def plot(casts: Sequence[CapturedCast], path: Path) -> None:
-    """Draw the histograms of casts into one figure, one below the other.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: matplotlib doesn't support the file's format.
-    """
-    if find_spec("matplotlib") is None:
-        raise ImportError('--plot needs matplotlib: pip install "fp8-dist[report]"')
-    importlib.import_module("fp8_dist.debug.plot").draw(casts, path)
 
 
 def describe(cast: CapturedCast) -> str:
