@@ -194,8 +194,7 @@ class Float8Stats(StepRecorder):
         """Return the rows of the step that has ended."""
         for i, each in enumerate(measured.values()):
             each[Measures._fields.index("minus_position")] = -i
-        slots = [*slots_of(self._model, self._gemms)]
-        found = zip(slots, self._ranks.combined(slots, measured), strict=True)
+        found = self._ranks.combined([*slots_of(self._model, self._gemms)], measured).items()
         # Some rank has measured those that have a scale.
         return [_row(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
 
@@ -228,11 +227,11 @@ class _RanksOfLayers:
         self._weights = weights_by_layer(self._model)
         self.owners: dict[Owner, str] = {weight: name for name, weight in self._weights.items()}
         for name, weight in self._weights.items():
-            for mesh in weight.meshes():
+            for mesh in weight.meshes() if self._given is None else [self._given]:
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
                     self._meshes[name] = mesh
 
-    def combined(self, slots: list[Slot], own: dict[_Key, torch.Tensor]) -> list[Measures]:
+    def combined(self, slots: list[Slot], own: dict[_Key, torch.Tensor]) -> dict[Slot, Measures]:
         """Combine the measures of all ranks. All ranks call this method for the same slots.
 
         Args:
@@ -256,7 +255,7 @@ class _RanksOfLayers:
                 for other in others:
                     combine_(rows, other)
             found |= zip(members, (Measures(*row) for row in rows.tolist()), strict=True)
-        return [found[slot] for slot in slots]
+        return {slot: found[slot] for slot in slots}
 
     def is_first(self, fqn: str) -> bool:
         """Return whether this rank is the first one whose measures of a layer were combined."""
@@ -273,8 +272,6 @@ class _RanksOfLayers:
 
         Collectives: the first time, if no layer is on a mesh, an all-reduce of 16 bytes.
         """
-        if self._given is not None:
-            return dict.fromkeys(self._weights, make_group([self._given]))
         made = {mesh: make_group([mesh]) for mesh in dict.fromkeys(self._meshes.values())}
         others: GroupNames = ()
         if made:
