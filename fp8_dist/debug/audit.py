@@ -34,9 +34,6 @@ from fp8_dist.torch_internals import (
     storage_address,
 )
 
-# The op by which FSDP2 copies all its inputs into the buffer of the next all-gather.
-FSDP_COPY_IN = "fsdp::all_gather_copy_in"
-
 RowKey = tuple[str, str, torch.dtype, str, bool]
 
 
@@ -247,12 +244,10 @@ class CommAudit(CommTable):
     def _note_joined(
         self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
     ) -> None:
-        """Note the payload dtypes of ``message``, which consists of the bytes of ``parts``.
-
-        ``nbytes`` is the size of the message with padding. Padding counts as the first dtype.
-        """
+        """Note the payload dtypes of a message of ``parts`` that is padded to ``nbytes``."""
         sizes = self._bytes_by_dtype(parts)
         if sizes.keys() - {torch.uint8}:
+            # Padding counts as the first dtype.
             sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
             reference = StorageWeakRef(message.untyped_storage())
             self._joined[storage_address(message)] = (reference, sizes)
@@ -397,7 +392,8 @@ class _Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_payload(args[0], args[0].dtype)
-        elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
+        elif isinstance(func, OpOverload) and op_name(func) == "fsdp::all_gather_copy_in":
+            # FSDP2 copies all its inputs into the buffer of the next all-gather.
             self._audit._note_joined(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
             message = func(*args, **kwargs)
@@ -414,9 +410,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def _rewrites_ops(kind: Any) -> bool:
-    """Return whether a tensor type turns an op into other ops.
-
-    nn.Parameter does not, and fake tensors do not, because their mode handles ops.
-    """
+    """Return whether a tensor type turns an op into other ops. Modes handle ops on fake tensors."""
     handled = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handled and not issubclass(kind, STAND_INS)

@@ -69,10 +69,7 @@ class CastStats:
 
     @staticmethod
     def of(m: Measures, scheme: Scheme, **cast: Any) -> "CastStats":
-        """Return the statistics of a cast, computed from its measures.
-
-        ``cast`` has the other fields: ``step``, ``fqn``, ``operand``, ``gemms`` and ``delayed``.
-        """
+        """Return the statistics of measures. ``cast`` has the fields that these don't determine."""
         percent = 100 / m.values if m.values else 0.0
         return CastStats(
             **cast,
