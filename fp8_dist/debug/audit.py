@@ -197,9 +197,8 @@ class CommAudit(CommTable):
         self._recorder = _Recorder(self)
         self._entered: ExitStack | None = None
         self._timer: CollectiveTimer | None = None
-        # For each timed collective the key of the row that counts it, and the durations by row.
-        self._timed_keys: list[RowKey] = []
-        self._timed_seconds: defaultdict[RowKey, list[float | None]] = defaultdict(list)
+        # The durations of the collectives that a row counts.
+        self._times: defaultdict[RowKey, list[float | None]] = defaultdict(list)
         # The payload dtypes of the storages that were viewed as uint8, by the storage's address.
         # The weak references prevent an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
@@ -226,11 +225,7 @@ class CommAudit(CommTable):
         assert self._entered is not None
         entered, self._entered = self._entered, None
         entered.__exit__(*error)
-        found = self._timer.seconds if self._timer else []
-        for key, seconds in zip(self._timed_keys, found, strict=True):
-            self._timed_seconds[key].append(seconds)
-        self._timed_keys.clear()
-        for key, times in self._timed_seconds.items():
+        for key, times in self._times.items():
             self._rows[key] = replace(self._rows[key], seconds=total_seconds(times))
 
     def __repr__(self) -> str:
@@ -252,15 +247,16 @@ class CommAudit(CommTable):
             reference = StorageWeakRef(message.untyped_storage())
             self._joined[storage_address(message)] = (reference, sizes)
 
-    def _note_collective(self, collective: Collective) -> None:
+    def _note_collective(self, collective: Collective) -> RowKey:
+        """Add a collective, and return the key of the row that counts it."""
         sizes = self._bytes_by_dtype(collective.tensors)
         # The row of the first dtype counts the collective, so float8 comes first.
         by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
         axis, module = self._axis(collective.group), self._path.current
-        for position, (dtype, nbytes) in enumerate(by_dtype):
-            row = CommRow(
+        rows = [
+            CommRow(
                 collective.op,
                 axis,
                 dtype,
@@ -270,9 +266,11 @@ class CommAudit(CommTable):
                 elements=nbytes * collective.factor // dtype.itemsize,
                 bytes=nbytes * collective.factor,
             )
+            for position, (dtype, nbytes) in enumerate(by_dtype)
+        ]
+        for row in rows:
             self.add(row)
-            if self._timer is not None and position == 0:
-                self._timed_keys.append(row.key)
+        return rows[0].key
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""
@@ -386,9 +384,8 @@ class _Recorder(TorchDispatchMode):
         if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
             return NotImplemented
         if call is not None:
-            self._audit._note_collective(call)
-            timer = self._audit._timer
-            with timer.around(call) if timer else nullcontext():
+            key, timer = self._audit._note_collective(call), self._audit._timer
+            with timer.around(call, self._audit._times[key]) if timer else nullcontext():
                 return func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_payload(args[0], args[0].dtype)
