@@ -51,15 +51,15 @@ class Histogram:
 
     Attributes:
         octaves: all octaves from the smallest magnitude to the largest, including empty ones.
-        values: the number of values in the octaves. Zeros, NaN and infinities are not counted. If
-            ``relative``, values whose scale is not finite are not counted either.
-        relative: whether each value is divided by its own scale, because there are several scales.
+        values: the number of values in the octaves. Zeros, NaN and infinities are not counted, nor
+            are values that are divided by a scale that is not finite.
+        unit: what the magnitudes are: ``"of a value"``, or ``"divided by the scale of its row"``.
         range: the range of float8 in the same unit; None if the only scale is not finite.
     """
 
     octaves: tuple[Octave, ...]
     values: int
-    relative: bool
+    unit: str
     range: Float8Range | None
 
 
@@ -88,7 +88,8 @@ def histogram(cast: CapturedCast) -> Histogram:
     cells = torch.bincount(3 * (exponents - first) + effects, minlength=3 * (last - first + 1))
     octaves = [Octave(first + i, *counts) for i, counts in enumerate(cells.view(-1, 3).tolist())]
     limits = Float8Range.of(dtype, 1.0 if relative else scale.item()) if known else None
-    return Histogram(tuple(octaves), len(magnitudes), relative, limits)
+    unit = f"divided by the scale of its {cast.granularity}" if relative else "of a value"
+    return Histogram(tuple(octaves), len(magnitudes), unit, limits)
 
 
 def facts(cast: CapturedCast) -> Iterator[str]:
@@ -107,8 +108,3 @@ def facts(cast: CapturedCast) -> Iterator[str]:
     yield f"  saturation  {stats.saturation:.4g} % are beyond the largest float8 number"
     yield f"  non-finite  {stats.nonfinite:.4g} % are NaN or infinite"
     yield f"  SQNR        {stats.sqnr:.2f} dB"
-
-
-def of_values(cast: CapturedCast, counts: Histogram) -> str:
-    """Say whose magnitudes a histogram counts."""
-    return f"divided by the scale of its {cast.granularity}" if counts.relative else "of a value"

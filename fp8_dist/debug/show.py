@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fp8_dist.debug.capturing import CapturedCast, load_capture
-from fp8_dist.debug.histogram import Histogram, Octave, facts, histogram, of_values
+from fp8_dist.debug.histogram import Histogram, Octave, facts, histogram
 
 _WIDTH = 40  # characters of the longest bar
 _BELOW = 6  # octaves shown below the range of float8; one line sums up the smaller ones
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def describe(cast: CapturedCast) -> str:
     """Describe a cast as text."""
-    return "\n".join([*facts(cast), "", *_bars(cast, histogram(cast))])
+    return "\n".join([*facts(cast), "", *_bars(histogram(cast))])
 
 
-def _bars(cast: CapturedCast, counts: Histogram) -> Iterator[str]:
+def _bars(counts: Histogram) -> Iterator[str]:
     if not counts.values:
         yield "  no finite value but zeros"
         return
-    yield f"  magnitude {of_values(cast, counts)}: # kept, . becomes zero, ! saturates"
+    yield f"  magnitude {counts.unit}: # kept, . becomes zero, ! saturates"
     marks, octaves, below = _marks(counts), list(counts.octaves), None
     if counts.range is not None:
         lowest = math.floor(math.log2(counts.range.zero)) - _BELOW

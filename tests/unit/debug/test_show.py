@@ -60,7 +60,7 @@ def test_every_value_is_counted_in_its_octave(config: CastConfig | None) -> None
             numbers[byte == 0] += 1
     assert {o.exponent: [o.kept, o.to_zero] for o in found.octaves if o.values} == expected
     assert found.values == 64 * 32 - 2
-    assert found.relative == (config is ROWS)
+    assert found.unit == ("divided by the scale of its row" if config is ROWS else "of a value")
     assert any(octave.to_zero for octave in found.octaves)
     assert not any(octave.saturated for octave in found.octaves)
     exponents = [octave.exponent for octave in found.octaves]
