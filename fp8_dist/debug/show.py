@@ -57,18 +57,15 @@ def _bars(counts: Histogram) -> Iterator[str]:
         yield "  no finite value but zeros"
         return
     yield f"  magnitude {counts.unit}: # kept, . becomes zero, ! saturates"
-    marks, octaves, below = _marks(counts), list(counts.octaves), None
+    marks, known = _marks(counts), {octave.exponent: octave for octave in counts.octaves}
+    lowest = min(known)
     if counts.range is not None:
         lowest = math.floor(math.log2(counts.range.zero)) - _BELOW
-        tail = [octave for octave in octaves if octave.exponent < lowest]
-        octaves = [octave for octave in octaves if octave.exponent >= lowest]
-        if tail:
-            numbers = zip(*((o.kept, o.to_zero, o.saturated) for o in tail), strict=True)
-            below = Octave(lowest, *map(sum, numbers))
-    exponents = [*marks, *(octave.exponent for octave in octaves)]
-    known = {octave.exponent: octave for octave in octaves}
+    tail = [(o.kept, o.to_zero, o.saturated) for e, o in known.items() if e < lowest]
+    below = [Octave(lowest, *map(sum, zip(*tail, strict=True)))] if tail else []
+    exponents = [*marks, *(e for e in known if e >= lowest)]
     rows = [known.get(e, Octave(e)) for e in range(max(exponents), min(exponents) - 1, -1)]
-    most = max(octave.values for octave in [*rows, *([below] if below else [])])
+    most = max(octave.values for octave in [*rows, *below])
     is_empty = lambda octave: not octave.values and octave.exponent not in marks  # noqa: E731
     for empty, group in groupby(rows, is_empty):
         lines = list(group)
@@ -78,8 +75,8 @@ def _bars(counts: Histogram) -> Iterator[str]:
         for octave in lines:
             label = f"2^{octave.exponent}"
             yield _line(label, octave, counts.values, most, marks.get(octave.exponent, ""))
-    if below is not None:
-        yield _line(f"below 2^{below.exponent}", below, counts.values, most, "")
+    for octave in below:
+        yield _line(f"below 2^{octave.exponent}", octave, counts.values, most, "")
 
 
 def _marks(counts: Histogram) -> dict[int, str]:
