@@ -86,17 +86,22 @@ class Float8Stats(StepRecorder):
 
     def _end(self, failed: bool) -> None:
         measured, self._measured = self._measured, {}
-        if not failed and self.step % self._every == 0:
-            rows = self._rows_of(measured)
-            self.rows += rows
-            # Alarms are raised in the order of the casts, so that causes come before effects.
-            for row in sorted(rows, key=lambda row: row.position):
-                for anomaly in self._first.of(row):
-                    self.anomalies.append(anomaly)
-                    if callable(self._on_anomaly):
-                        self._on_anomaly(anomaly)
-                    elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
-                        warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
+        if failed or self.step % self._every:
+            return
+        for i, each in enumerate(measured.values()):
+            each[Measures._fields.index("minus_position")] = -i
+        found = self._ranks.combined([*slots_of(self._model, self._gemms)], measured).items()
+        # Some rank has measured those that have a scale.
+        rows = [_row(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
+        self.rows += rows
+        # Alarms are raised in the order of the casts, so that causes come before effects.
+        for row in sorted(rows, key=lambda row: row.position):
+            for anomaly in self._first.of(row):
+                self.anomalies.append(anomaly)
+                if callable(self._on_anomaly):
+                    self._on_anomaly(anomaly)
+                elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
+                    warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
 
     def on_casts(self, owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts) -> None:
         if owner in self._ranks.owners:
@@ -189,14 +194,6 @@ class Float8Stats(StepRecorder):
             self._measured[key] = found.clone()
         else:
             combine_(known, found.to(known.device))
-
-    def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> list[Row]:
-        """Return the rows of the step that has ended."""
-        for i, each in enumerate(measured.values()):
-            each[Measures._fields.index("minus_position")] = -i
-        found = self._ranks.combined([*slots_of(self._model, self._gemms)], measured).items()
-        # Some rank has measured those that have a scale.
-        return [_row(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
 
 
 def _row(slot: Slot, found: Measures, step: int) -> Row:
