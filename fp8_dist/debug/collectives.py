@@ -119,10 +119,7 @@ def read_collective(
 
     For an op that is not in ``SCHEMAS``, the buffer is assumed to be its largest tensor argument.
     """
-    if func.namespace not in NAMESPACES:
-        return None
-    name = op_name(func)
-    if name in IGNORED_OPS:
+    if func.namespace not in NAMESPACES or (name := op_name(func)) in IGNORED_OPS:
         return None
     arguments = dict(zip(op_arguments(func), args, strict=False)) | kwargs
     group = _group(arguments.get("process_group", arguments.get("group_name")))

@@ -86,8 +86,7 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         for total, qdata, scale in zip(totals, qdatas, scales, strict=True):
             if scale.ndim and len(scale) == len(matrix):
                 scale = scale[start : start + size]
-            losses = _losses(x, values, qdata[start : start + size], scale)
-            underflow, saturated, *squares = losses
+            underflow, saturated, *squares = _losses(x, values, qdata[start : start + size], scale)
             total[0] = torch.maximum(total[0], amax)
             sums = values, underflow, saturated, nonfinite, *squares
             total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
