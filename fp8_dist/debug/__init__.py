@@ -2,9 +2,6 @@
 
 ``capture`` saves the tensors of casts to files. ``compare_recipes`` measures the error of each
 recipe in each layer.
-
-This package imports the layers, but neither FSDP2 support nor tensor parallelism. Nothing else in
-the library depends on it.
 """
 
 from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit

@@ -8,8 +8,8 @@ A message may contain float8 rows and their scales (``pack_rows``), or the parts
 summands. Each of these parts is counted under its own dtype.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -33,9 +33,6 @@ from fp8_dist.torch_internals import (
     op_name,
     storage_address,
 )
-
-# The op by which FSDP2 copies all its inputs into the buffer of the next all-gather.
-FSDP_COPY_IN = "fsdp::all_gather_copy_in"
 
 RowKey = tuple[str, str, torch.dtype, str, bool]
 
@@ -200,9 +197,8 @@ class CommAudit(CommTable):
         self._recorder = _Recorder(self)
         self._entered: ExitStack | None = None
         self._timer: CollectiveTimer | None = None
-        # For each timed collective the key of the row that counts it, and the durations by row.
-        self._timed_keys: list[RowKey] = []
-        self._timed_seconds: defaultdict[RowKey, list[float | None]] = defaultdict(list)
+        # The durations of the collectives that a row counts.
+        self._times: defaultdict[RowKey, list[float | None]] = defaultdict(list)
         # The payload dtypes of the storages that were viewed as uint8, by the storage's address.
         # The weak references prevent an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
@@ -229,11 +225,7 @@ class CommAudit(CommTable):
         assert self._entered is not None
         entered, self._entered = self._entered, None
         entered.__exit__(*error)
-        found = self._timer.seconds if self._timer else []
-        for key, seconds in zip(self._timed_keys, found, strict=True):
-            self._timed_seconds[key].append(seconds)
-        self._timed_keys.clear()
-        for key, times in self._timed_seconds.items():
+        for key, times in self._times.items():
             self._rows[key] = replace(self._rows[key], seconds=total_seconds(times))
 
     def __repr__(self) -> str:
@@ -247,25 +239,24 @@ class CommAudit(CommTable):
     def _note_joined(
         self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
     ) -> None:
-        """Note the payload dtypes of ``message``, which consists of the bytes of ``parts``.
-
-        ``nbytes`` is the size of the message with padding. Padding counts as the first dtype.
-        """
+        """Note the payload dtypes of a message of ``parts`` that is padded to ``nbytes``."""
         sizes = self._bytes_by_dtype(parts)
         if sizes.keys() - {torch.uint8}:
+            # Padding counts as the first dtype.
             sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
             reference = StorageWeakRef(message.untyped_storage())
             self._joined[storage_address(message)] = (reference, sizes)
 
-    def _note_collective(self, collective: Collective) -> None:
+    def _note_collective(self, collective: Collective) -> RowKey:
+        """Add a collective, and return the key of the row that counts it."""
         sizes = self._bytes_by_dtype(collective.tensors)
         # The row of the first dtype counts the collective, so float8 comes first.
         by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
         axis, module = self._axis(collective.group), self._path.current
-        for position, (dtype, nbytes) in enumerate(by_dtype):
-            row = CommRow(
+        rows = [
+            CommRow(
                 collective.op,
                 axis,
                 dtype,
@@ -275,32 +266,29 @@ class CommAudit(CommTable):
                 elements=nbytes * collective.factor // dtype.itemsize,
                 bytes=nbytes * collective.factor,
             )
+            for position, (dtype, nbytes) in enumerate(by_dtype)
+        ]
+        for row in rows:
             self.add(row)
-            if self._timer is not None and position == 0:
-                self._timed_keys.append(row.key)
+        return rows[0].key
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for tensor in tensors:
             parts = [tensor]
             if isinstance(tensor, Float8Tensor):  # the scales of rows are sent in the same message
                 parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
             for part in parts:
-                for dtype, nbytes in self._payloads(part):
-                    sizes[dtype] = sizes.get(dtype, 0) + nbytes
+                address, payload = storage_address(part), part.dtype
+                if address in self._joined:
+                    # Remove the entry, because a graph may reuse the memory for another message.
+                    sizes.update(self._joined.pop(address)[1])
+                    continue
+                if payload == torch.uint8:
+                    payload = self._payload_dtypes.get(address, (None, payload))[1]
+                sizes[payload] += part.nbytes
         return sizes
-
-    def _payloads(self, tensor: torch.Tensor) -> Iterator[tuple[torch.dtype, int]]:
-        """Yield each payload dtype in a tensor, with its bytes."""
-        address, payload = storage_address(tensor), tensor.dtype
-        if address in self._joined:
-            # Remove the entry, because a graph may reuse the memory for another message.
-            yield from self._joined.pop(address)[1].items()
-            return
-        if payload == torch.uint8:
-            payload = self._payload_dtypes.get(address, (None, payload))[1]
-        yield payload, tensor.nbytes
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
@@ -396,13 +384,13 @@ class _Recorder(TorchDispatchMode):
         if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
             return NotImplemented
         if call is not None:
-            self._audit._note_collective(call)
-            timer = self._audit._timer
-            with timer.around(call) if timer else nullcontext():
+            key, timer = self._audit._note_collective(call), self._audit._timer
+            with timer.around(call, self._audit._times[key]) if timer else nullcontext():
                 return func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_payload(args[0], args[0].dtype)
-        elif isinstance(func, OpOverload) and op_name(func) == FSDP_COPY_IN:
+        elif isinstance(func, OpOverload) and op_name(func) == "fsdp::all_gather_copy_in":
+            # FSDP2 copies all its inputs into the buffer of the next all-gather.
             self._audit._note_joined(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
             message = func(*args, **kwargs)
@@ -419,9 +407,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def _rewrites_ops(kind: Any) -> bool:
-    """Return whether a tensor type turns an op into other ops.
-
-    nn.Parameter does not, and fake tensors do not, because their mode handles ops.
-    """
+    """Return whether a tensor type turns an op into other ops. Modes handle ops on fake tensors."""
     handled = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return handled and not issubclass(kind, STAND_INS)

@@ -107,10 +107,9 @@ class CapturedCast:
         return CastStats.of(found, self.low.scheme, **cast)
 
     def file_name(self, format: FileFormat) -> str:
-        """Return the name of the file.
+        """Return the name of the file, with the layer's name percent-encoded.
 
-        Special characters in the layer's name are percent-encoded. If the name is too long, a hash
-        of it replaces its end.
+        If that is too long, a hash of the name replaces its end.
         """
         layer, gemms = quote(self.fqn, safe=""), "+".join(self.gemms)
         if len(layer) > _LONGEST:

@@ -119,10 +119,7 @@ def read_collective(
 
     For an op that is not in ``SCHEMAS``, the buffer is assumed to be its largest tensor argument.
     """
-    if func.namespace not in NAMESPACES:
-        return None
-    name = op_name(func)
-    if name in IGNORED_OPS:
+    if func.namespace not in NAMESPACES or (name := op_name(func)) in IGNORED_OPS:
         return None
     arguments = dict(zip(op_arguments(func), args, strict=False)) | kwargs
     group = _group(arguments.get("process_group", arguments.get("group_name")))
@@ -163,17 +160,13 @@ class _Call(NamedTuple):
     op: str
     on_cpu: bool
     shapes: set[tuple[int, ...]]
+    times: list[float | None]  # gets the duration
 
 
 class CollectiveTimer:
-    """A context manager that profiles a block, and afterwards has the durations of collectives.
-
-    Attributes:
-        seconds: the duration for each call of :meth:`around`, in order; None if it is not known.
-    """
+    """A context manager that profiles a block to find the durations of its collectives."""
 
     def __init__(self) -> None:
-        self.seconds: list[float | None] = []
         self._calls: list[_Call] = []
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -211,14 +204,19 @@ class CollectiveTimer:
                 of_backends.remove(event)
                 if event.time_range.end <= end:
                     seconds = event.time_range.elapsed_us() / 1e6
-            self.seconds.append(seconds)
+            call.times.append(seconds)
 
-    def around(self, collective: Collective) -> AbstractContextManager[Any]:
-        """Return a context manager for the call that issues a collective."""
+    def around(
+        self, collective: Collective, times: list[float | None]
+    ) -> AbstractContextManager[Any]:
+        """Return a context manager for the call that issues a collective.
+
+        When the block ends, its duration is added to ``times``; None if it is not known.
+        """
         tensors = collective.tensors
         shapes = {tuple(tensor.shape) for tensor in tensors}
         on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-        self._calls.append(_Call(collective.op, on_cpu, shapes))
+        self._calls.append(_Call(collective.op, on_cpu, shapes, times))
         return record_function(f"{_MARK}{len(self._calls) - 1}")
 
 

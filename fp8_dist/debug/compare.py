@@ -446,17 +446,11 @@ class _Runs(Observer):
             x.register_hook(partial(self._see, name, "grad_input"))
         return output.view_as(output)
 
-    def on_gemm(
-        self,
-        owner: Owner,
-        gemm: Gemm,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        result: torch.Tensor,
-    ) -> None:
+    def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
         if owner not in self._owners:
             return  # a layer of the model that is not compared
-        exact, found = gemm_results(gemm, left, right, result) or (result, result)
+        *_, result = tensors
+        exact, found = gemm_results(gemm, *tensors) or (result, result)
         if not owner.config.gemm_enabled(gemm):
             exact = found  # the recipe computes this GEMM in high precision
         self._add((self._recipe, owner.fqn, gemm), exact.to(result.dtype), found)

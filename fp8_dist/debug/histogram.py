@@ -20,14 +20,13 @@ class Float8Range:
     normal: float  # the smallest one
     subnormal: float  # the smallest nonzero one
     zero: float  # half of it; magnitudes up to this one are rounded to zero
-    saturation: float  # half a step above ``largest``; magnitudes above this one saturate
 
     @staticmethod
     def of(dtype: torch.dtype, scale: float = 1.0) -> "Float8Range":
         """Return the range of a format whose numbers are multiplied by ``scale``."""
         info = torch.finfo(dtype)
         subnormal = info.smallest_normal * info.eps
-        numbers = info.max, info.smallest_normal, subnormal, subnormal / 2, saturation_limit(dtype)
+        numbers = info.max, info.smallest_normal, subnormal, subnormal / 2
         return Float8Range(*(number * scale for number in numbers))
 
 
@@ -52,17 +51,15 @@ class Histogram:
 
     Attributes:
         octaves: all octaves from the smallest magnitude to the largest, including empty ones.
-        values: the number of values in the octaves. Zeros, NaN and infinities are not counted. If
-            ``relative``, values whose scale is not finite are not counted either.
-        zeros: the number of zeros.
-        relative: whether each value is divided by its own scale, because there are several scales.
+        values: the number of values in the octaves. Zeros, NaN and infinities are not counted, nor
+            are values that are divided by a scale that is not finite.
+        unit: what the magnitudes are: ``"of a value"``, or ``"divided by the scale of its row"``.
         range: the range of float8 in the same unit; None if the only scale is not finite.
     """
 
     octaves: tuple[Octave, ...]
     values: int
-    zeros: int
-    relative: bool
+    unit: str
     range: Float8Range | None
 
 
@@ -84,15 +81,15 @@ def histogram(cast: CapturedCast) -> Histogram:
     magnitudes = (units if relative else high)[counted].abs()
     low = as_bytes(cast.qdata.reshape(high.shape))[counted]
     to_zero = (low & 0x7F) == 0
-    saturated = units[counted].abs() > Float8Range.of(dtype).saturation
+    saturated = units[counted].abs() > saturation_limit(dtype)
     exponents = torch.frexp(magnitudes).exponent - 1  # its mantissa is in [1/2, 1)
     first, last = (int(exponents.min()), int(exponents.max())) if len(exponents) else (0, -1)
     effects = to_zero + 2 * saturated  # indices of kept, to_zero and saturated
     cells = torch.bincount(3 * (exponents - first) + effects, minlength=3 * (last - first + 1))
     octaves = [Octave(first + i, *counts) for i, counts in enumerate(cells.view(-1, 3).tolist())]
     limits = Float8Range.of(dtype, 1.0 if relative else scale.item()) if known else None
-    zeros = int((high == 0).sum())
-    return Histogram(tuple(octaves), len(magnitudes), zeros, relative, limits)
+    unit = f"divided by the scale of its {cast.granularity}" if relative else "of a value"
+    return Histogram(tuple(octaves), len(magnitudes), unit, limits)
 
 
 def facts(cast: CapturedCast) -> Iterator[str]:
@@ -111,8 +108,3 @@ def facts(cast: CapturedCast) -> Iterator[str]:
     yield f"  saturation  {stats.saturation:.4g} % are beyond the largest float8 number"
     yield f"  non-finite  {stats.nonfinite:.4g} % are NaN or infinite"
     yield f"  SQNR        {stats.sqnr:.2f} dB"
-
-
-def of_values(cast: CapturedCast, counts: Histogram) -> str:
-    """Say whose magnitudes a histogram counts."""
-    return f"divided by the scale of its {cast.granularity}" if counts.relative else "of a value"

@@ -62,19 +62,11 @@ def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
 
 
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
-    """Return the :class:`Measures` of several casts of one operand.
+    """Return the :class:`Measures` of each cast of a local operand, fp64 ``[11]`` on its device.
 
     On a GPU there is no host synchronization. On a CPU, where reading a value costs little, a part
     without non-finite or saturated values takes less time. A value saturates if it lies beyond the
     values that round to the largest float8 number.
-
-    Args:
-        high: the local operand in high precision, ``[..., K]``.
-        lows: the float8 copies of the operand.
-        rank: the rank of this process.
-
-    Returns:
-        For each cast an fp64 tensor ``[11]``, on the device of the operand.
     """
     totals = [nothing(high.device) for _ in lows]
     if not high.numel():
@@ -94,8 +86,7 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         for total, qdata, scale in zip(totals, qdatas, scales, strict=True):
             if scale.ndim and len(scale) == len(matrix):
                 scale = scale[start : start + size]
-            losses = _losses(x, values, qdata[start : start + size], scale)
-            underflow, saturated, *squares = losses
+            underflow, saturated, *squares = _losses(x, values, qdata[start : start + size], scale)
             total[0] = torch.maximum(total[0], amax)
             sums = values, underflow, saturated, nonfinite, *squares
             total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
@@ -150,12 +141,7 @@ def saturation_limit(dtype: torch.dtype) -> float:
 
 
 def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return the :class:`Measures` of a GEMM's result, which have only ``signal`` and ``noise``.
-
-    Args:
-        exact: the result for operands in high precision, fp32.
-        found: the result for float8 operands, in the same shape.
-    """
+    """Return the :class:`Measures` of :func:`gemm_results`: only ``signal`` and ``noise``."""
     total = nothing(exact.device)
     total[1] = total[2] = 0.0
     total[9] = exact.to(torch.float64).square().sum()

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fp8_dist.debug.capturing import CapturedCast
-from fp8_dist.debug.histogram import facts, histogram, of_values
+from fp8_dist.debug.histogram import facts, histogram
 
 _COLORS = {
     "kept": "#3b75af",
@@ -40,7 +40,7 @@ def draw(casts: Sequence[CapturedCast], path: Path) -> None:
 def _draw(cast: CapturedCast, axes: Axes) -> None:
     counts = histogram(cast)
     axes.set_title("\n".join(facts(cast)), loc="left", fontsize=8, family="monospace")
-    axes.set_xlabel(f"magnitude {of_values(cast, counts)}")
+    axes.set_xlabel(f"magnitude {counts.unit}")
     axes.set_ylabel("% of the non-zero values")
     if not counts.values:
         axes.text(0.5, 0.5, "no finite value but zeros", transform=axes.transAxes, ha="center")

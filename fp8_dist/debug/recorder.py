@@ -88,14 +88,10 @@ def own_rank() -> int:
 
 
 class StepRecorder(Observer, ABC):
-    """A context manager that observes the casts of a step. It is entered once for each step.
-
-    Attributes:
-        step: the number of the last step that was entered.
-    """
+    """A context manager that observes the casts of a step. It is entered once for each step."""
 
     def __init__(self, name: str, gemms: bool = False) -> None:
-        self.step = -1
+        self.step = -1  # the last one that was entered
         self._name = name  # for messages
         self._gemms = gemms
         self._block: AbstractContextManager[None] | None = None

@@ -69,10 +69,7 @@ class CastStats:
 
     @staticmethod
     def of(m: Measures, scheme: Scheme, **cast: Any) -> "CastStats":
-        """Return the statistics of a cast, computed from its measures.
-
-        ``cast`` has the other fields: ``step``, ``fqn``, ``operand``, ``gemms`` and ``delayed``.
-        """
+        """Return the statistics of measures. ``cast`` has the fields that these don't determine."""
         percent = 100 / m.values if m.values else 0.0
         return CastStats(
             **cast,
@@ -280,7 +277,10 @@ class FirstAnomalies:
     def _all(self, row: Row) -> Iterator[Anomaly]:
         limits = self._limits
         if isinstance(row, CastStats):
-            usual = self._usual_amax(row)
+            amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
+            usual = max(amaxes, default=0.0)
+            if math.isfinite(row.amax):
+                amaxes.append(row.amax)
             if row.nonfinite:
                 yield Anomaly("non-finite", row.nonfinite, 0.0, row, row.nonfinite_rank)
             if limits.jump is not None and 0 < usual * 2**limits.jump < row.amax < math.inf:
@@ -294,11 +294,3 @@ class FirstAnomalies:
                 return  # what saturates by a lag has a low SQNR, within the limit too
         if limits.sqnr is not None and row.sqnr < limits.sqnr:
             yield Anomaly("SQNR", row.sqnr, limits.sqnr, row)
-
-    def _usual_amax(self, row: CastStats) -> float:
-        """Return the largest amax of a cast in earlier steps, or 0, and keep this step's amax."""
-        amaxes = self._amaxes[row.fqn, row.operand, *row.gemms]
-        usual = max(amaxes, default=0.0)
-        if math.isfinite(row.amax):
-            amaxes.append(row.amax)
-        return usual

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fp8_dist.debug.capturing import CapturedCast, load_capture
-from fp8_dist.debug.histogram import Histogram, Octave, facts, histogram, of_values
+from fp8_dist.debug.histogram import Histogram, Octave, facts, histogram
 
 _WIDTH = 40  # characters of the longest bar
 _BELOW = 6  # octaves shown below the range of float8; one line sums up the smaller ones
@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         casts = [load_capture(path) for path in args.files]
         print("\n\n".join(map(describe, casts)))
         if args.plot is not None:
-            plot(casts, args.plot)
+            if find_spec("matplotlib") is None:
+                raise ImportError('--plot needs matplotlib: pip install "fp8-dist[report]"')
+            importlib.import_module("fp8_dist.debug.plot").draw(casts, args.plot)
             print(f"\n{args.plot}: written")
     except (ImportError, OSError, ValueError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
@@ -45,40 +47,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def plot(casts: Sequence[CapturedCast], path: Path) -> None:
-    """Draw the histograms of casts into one figure, one below the other.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: matplotlib doesn't support the file's format.
-    """
-    if find_spec("matplotlib") is None:
-        raise ImportError('--plot needs matplotlib: pip install "fp8-dist[report]"')
-    importlib.import_module("fp8_dist.debug.plot").draw(casts, path)
-
-
 def describe(cast: CapturedCast) -> str:
     """Describe a cast as text."""
-    return "\n".join([*facts(cast), "", *_bars(cast, histogram(cast))])
+    return "\n".join([*facts(cast), "", *_bars(histogram(cast))])
 
 
-def _bars(cast: CapturedCast, counts: Histogram) -> Iterator[str]:
+def _bars(counts: Histogram) -> Iterator[str]:
     if not counts.values:
         yield "  no finite value but zeros"
         return
-    yield f"  magnitude {of_values(cast, counts)}: # kept, . becomes zero, ! saturates"
-    marks, octaves, below = _marks(counts), list(counts.octaves), None
+    yield f"  magnitude {counts.unit}: # kept, . becomes zero, ! saturates"
+    marks, known = _marks(counts), {octave.exponent: octave for octave in counts.octaves}
+    lowest = min(known)
     if counts.range is not None:
         lowest = math.floor(math.log2(counts.range.zero)) - _BELOW
-        tail = [octave for octave in octaves if octave.exponent < lowest]
-        octaves = [octave for octave in octaves if octave.exponent >= lowest]
-        if tail:
-            numbers = zip(*((o.kept, o.to_zero, o.saturated) for o in tail), strict=True)
-            below = Octave(lowest, *map(sum, numbers))
-    exponents = [*marks, *(octave.exponent for octave in octaves)]
-    known = {octave.exponent: octave for octave in octaves}
+    tail = [(o.kept, o.to_zero, o.saturated) for e, o in known.items() if e < lowest]
+    below = [Octave(lowest, *map(sum, zip(*tail, strict=True)))] if tail else []
+    exponents = [*marks, *(e for e in known if e >= lowest)]
     rows = [known.get(e, Octave(e)) for e in range(max(exponents), min(exponents) - 1, -1)]
-    most = max(octave.values for octave in [*rows, *([below] if below else [])])
+    most = max(octave.values for octave in [*rows, *below])
     is_empty = lambda octave: not octave.values and octave.exponent not in marks  # noqa: E731
     for empty, group in groupby(rows, is_empty):
         lines = list(group)
@@ -88,8 +75,8 @@ def _bars(cast: CapturedCast, counts: Histogram) -> Iterator[str]:
         for octave in lines:
             label = f"2^{octave.exponent}"
             yield _line(label, octave, counts.values, most, marks.get(octave.exponent, ""))
-    if below is not None:
-        yield _line(f"below 2^{below.exponent}", below, counts.values, most, "")
+    for octave in below:
+        yield _line(f"below 2^{octave.exponent}", octave, counts.values, most, "")
 
 
 def _marks(counts: Histogram) -> dict[int, str]:

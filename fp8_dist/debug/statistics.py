@@ -86,17 +86,22 @@ class Float8Stats(StepRecorder):
 
     def _end(self, failed: bool) -> None:
         measured, self._measured = self._measured, {}
-        if not failed and self.step % self._every == 0:
-            rows = self._rows_of(measured)
-            self.rows += rows
-            # Alarms are raised in the order of the casts, so that causes come before effects.
-            for row in sorted(rows, key=lambda row: row.position):
-                for anomaly in self._first.of(row):
-                    self.anomalies.append(anomaly)
-                    if callable(self._on_anomaly):
-                        self._on_anomaly(anomaly)
-                    elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
-                        warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
+        if failed or self.step % self._every:
+            return
+        for i, each in enumerate(measured.values()):
+            each[Measures._fields.index("minus_position")] = -i
+        found = self._ranks.combined([*slots_of(self._model, self._gemms)], measured).items()
+        # Some rank has measured those that have a scale.
+        rows = [_row(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
+        self.rows += rows
+        # Alarms are raised in the order of the casts, so that causes come before effects.
+        for row in sorted(rows, key=lambda row: row.position):
+            for anomaly in self._first.of(row):
+                self.anomalies.append(anomaly)
+                if callable(self._on_anomaly):
+                    self._on_anomaly(anomaly)
+                elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
+                    warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
 
     def on_casts(self, owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts) -> None:
         if owner in self._ranks.owners:
@@ -104,15 +109,8 @@ class Float8Stats(StepRecorder):
             for gemms, found in zip(lows, measured, strict=True):
                 self._add((owner, operand, gemms), found)
 
-    def on_gemm(
-        self,
-        owner: Owner,
-        gemm: Gemm,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        result: torch.Tensor,
-    ) -> None:
-        if owner in self._ranks.owners and (found := gemm_results(gemm, left, right, result)):
+    def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
+        if owner in self._ranks.owners and (found := gemm_results(gemm, *tensors)):
             self._add((owner, None, (gemm,)), measure_product(*found))
 
     def on_prepared_cast(
@@ -197,15 +195,6 @@ class Float8Stats(StepRecorder):
         else:
             combine_(known, found.to(known.device))
 
-    def _rows_of(self, measured: dict[_Key, torch.Tensor]) -> list[Row]:
-        """Return the rows of the step that has ended."""
-        for i, each in enumerate(measured.values()):
-            each[Measures._fields.index("minus_position")] = -i
-        slots = [*slots_of(self._model, self._gemms)]
-        found = zip(slots, self._ranks.combined(slots, measured), strict=True)
-        # Some rank has measured those that have a scale.
-        return [_row(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
-
 
 def _row(slot: Slot, found: Measures, step: int) -> Row:
     if slot.operand is None or slot.scheme is None:
@@ -235,11 +224,11 @@ class _RanksOfLayers:
         self._weights = weights_by_layer(self._model)
         self.owners: dict[Owner, str] = {weight: name for name, weight in self._weights.items()}
         for name, weight in self._weights.items():
-            for mesh in weight.meshes():
+            for mesh in weight.meshes() if self._given is None else [self._given]:
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
                     self._meshes[name] = mesh
 
-    def combined(self, slots: list[Slot], own: dict[_Key, torch.Tensor]) -> list[Measures]:
+    def combined(self, slots: list[Slot], own: dict[_Key, torch.Tensor]) -> dict[Slot, Measures]:
         """Combine the measures of all ranks. All ranks call this method for the same slots.
 
         Args:
@@ -263,7 +252,7 @@ class _RanksOfLayers:
                 for other in others:
                     combine_(rows, other)
             found |= zip(members, (Measures(*row) for row in rows.tolist()), strict=True)
-        return [found[slot] for slot in slots]
+        return {slot: found[slot] for slot in slots}
 
     def is_first(self, fqn: str) -> bool:
         """Return whether this rank is the first one whose measures of a layer were combined."""
@@ -280,8 +269,6 @@ class _RanksOfLayers:
 
         Collectives: the first time, if no layer is on a mesh, an all-reduce of 16 bytes.
         """
-        if self._given is not None:
-            return dict.fromkeys(self._weights, make_group([self._given]))
         made = {mesh: make_group([mesh]) for mesh in dict.fromkeys(self._meshes.values())}
         others: GroupNames = ()
         if made:

@@ -1,7 +1,6 @@
 """The report of runs: ``RunWriter`` writes a run's folder, ``python -m fp8_dist.report`` shows it.
 
-The writer needs torch alone. The command needs the extra ``report``. Apart from integrations,
-nothing else in the library depends on this package.
+The writer needs torch alone. The command needs the extra ``report``.
 """
 
 from fp8_dist.report.writer import RunWriter

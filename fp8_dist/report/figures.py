@@ -46,10 +46,9 @@ def layer_chart(run: Run, fqn: str) -> str:
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(13, 3), layout="constrained")
         left, right = figure.subplots(1, 2)
-        for label, rows in casts.items():
-            for axes, measure in ((left, "amax"), (right, "sqnr")):
+        for axes, measure, title in ((left, "amax", "amax"), (right, "sqnr", "SQNR, dB")):
+            for label, rows in casts.items():
                 _plot(axes, rows, measure, label)
-        for axes, title in ((left, "amax"), (right, "SQNR, dB")):
             _mark(axes, [row for row in run.anomalies if row["fqn"] == fqn])
             axes.set(title=title, xlabel="step")
         _log_scale(left)
@@ -77,10 +76,14 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], list[tuple[
                 values = np.concatenate([g[2][np.isfinite(g[2])] for g in grids.values()])
                 if not any(measure in row for rows in by_run.values() for row in rows):
                     continue
-                if measure in ("underflow", "saturation") and not values.any():
+                is_share = measure in ("underflow", "saturation")
+                if is_share and not values.any():
                     zero.append(measure)
                     continue
-                limits = _limits(values, measure)
+                # The colours end at percentiles 1 and 99, at least one unit apart.
+                first, last = np.percentile(values, [1, 99]) if values.size else (0.0, 1.0)
+                low = 0.0 if is_share else float(first)
+                limits = low, float(max(last, low + 1))
                 for name, each in grids.items():
                     pictures[name].append(_heat_map(*each, measure, limits))
             yield label, zero, list(pictures.items())
@@ -151,14 +154,6 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
     if measure == "amax":
         values = np.log2(np.where(values > 0, values, np.nan))
     return layers, steps, values, bad
-
-
-def _limits(values: Array, measure: str) -> tuple[float, float]:
-    """Return the ends of the colours: percentiles 1 and 99, at least one unit apart."""
-    low, high = np.percentile(values, [1, 99]) if values.size else (0.0, 1.0)
-    if measure in ("underflow", "saturation"):
-        low = 0.0
-    return float(low), float(max(high, low + 1))
 
 
 def _heat_map(

@@ -21,15 +21,9 @@ HIDDEN = {"float8_layers", "units"}  # of config.json
 
 
 def write(path: Path, folders: list[Path], refresh: int | None = None) -> list[str]:
-    """Write the page of runs at once: nobody sees half of one.
+    """Write the page of runs at once: nobody sees half of one. Return what could not be read.
 
-    Args:
-        path: the page.
-        folders: the folders of the runs.
-        refresh: after how many seconds browsers reload it; None: never.
-
-    Returns:
-        Sentences about what could not be read.
+    Browsers reload it every ``refresh`` seconds; None: never.
     """
     runs = read_runs(folders)
     new = path.with_name(f".{path.name}.new")
