@@ -229,8 +229,7 @@ def _check(part: _Part, files: _Files) -> None:
         )
     for entry in entries:
         shape = tuple(files[entry.key].get_shape())
-        lacking = len(entry.size) - len(shape)
-        if lacking < 0 or (*(1,) * lacking, *shape) != entry.size:
+        if (*(1,) * (len(entry.size) - len(shape)), *shape) != entry.size:
             raise ValueError(
                 f"load_float8_checkpoint: {entry.key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
@@ -249,14 +248,13 @@ def _check(part: _Part, files: _Files) -> None:
 
 def _load(part: _Part, files: _Files) -> None:
     _, tensor, weight, entries = part
-    local, is_stored = local_tensor(tensor), weight is not None and weight.is_stored
+    is_stored = weight is not None and weight.is_stored
+    local = Float8Weight.gather_type.unwrap(local_tensor(tensor))
     is_cast = is_stored and not _float8(files[entries[0].key])
     if is_cast:
         to = torch.empty(local.shape, dtype=tensor.dtype)
-    elif isinstance(local, Stored):
-        to = local.stored
     else:
-        to = (local if weight is None else weight.gather_type.unwrap(local)).detach()
+        to = local.stored if isinstance(local, Stored) else local.detach()
     for entry in entries:
         dequantizes = _float8(files[entry.key]) and not is_stored
         read = _dequantized if dequantizes else _read
@@ -342,24 +340,21 @@ def _stored_scales(
     (level,), found, dtype = scheme.levels, files[key][...], _float8(files[entry.key])
     size = level.shape(entry.size) or [1]
     blocks = [level.block(dim, len(entry.size)) for dim in range(len(entry.size))]
-    offset = [0 if b is None else o // b for o, b in zip(entry.offset, blocks, strict=True)]
+    begins = [divmod(o, b) if b else (0, 0) for o, b in zip(entry.offset, blocks, strict=True)]
     if dtype is not scheme.dtype:
         raise ValueError(
             f"load_float8_checkpoint: {entry.key} is in {dtype}, and the layer's recipe stores "
             f"{scheme.dtype}; leave the layer out of freeze_to_float8"
         )
-    fits = found.numel() == math.prod(size) and not any(
-        b is not None and o % b for o, b in zip(entry.offset, blocks, strict=True)
-    )
-    if not fits:
+    if found.numel() != math.prod(size) or any(within for _, within in begins):
         raise ValueError(
             f"load_float8_checkpoint: {key} is {list(found.shape)}, and the layer's recipe has one "
             f"scale per {scheme.covers}, {size}; convert the model with the recipe of the "
             "checkpoint: \"blockwise\" for DeepSeek's and Qwen's"
         )
     own = as_stored(found.reshape(size), scheme, f"load_float8_checkpoint: {key}")
-    offset = [0] if level.is_scalar else offset
-    return Entry(key, tuple(offset), tuple(size)), own, found.dtype
+    offset = (0,) if level.is_scalar else tuple(block for block, _ in begins)
+    return Entry(key, offset, tuple(size)), own, found.dtype
 
 
 def _some(names: list[str]) -> str:
