@@ -89,16 +89,14 @@ class _Source(NamedTuple):
         value: the tensor.
         weight: the float8 weight that it is, if it is one.
         dtype: the dtype in which FSDP2 gathers the weight, if it does so in high precision.
-        is_divided: whether the tensor is divided into entries of single experts.
-        names: the server's name of each entry, by the name in the state dict and that of the entry.
-            There are several of the former if layers share a weight. Entries that are left out are
-            missing.
+        names: the server's name of each entry, by the name in the state dict and that of the entry,
+            which differ if the weight is divided into single experts. There are several of the
+            former if layers share a weight. Entries that are left out are missing.
     """
 
     value: torch.Tensor
     weight: Float8Weight | None
     dtype: torch.dtype | None
-    is_divided: bool
     names: dict[str, dict[str, str]]
 
     def shard(self) -> torch.Tensor:
@@ -116,7 +114,7 @@ class _Source(NamedTuple):
         """The entries that are sent, by the server's name, and their scales."""
         for key, names in self.names.items():
             tensors, each = {key: tensor}, {key: scales}
-            if self.is_divided and self.weight is not None and scales is not None:
+            if self.weight is not None and scales is not None and names.keys() != {key}:
                 tensors = entries_of(model, self.weight, key, tensor)
                 each = dict(entries_of(model, self.weight, key, scales))
             for name, new in names.items():
@@ -349,12 +347,8 @@ def float8_stream(
 ) -> _Stream:
     """Check a model, and iterate over its tensors in float8, with the parts that share a name.
 
-    Args:
-        caller: the name of the public function, for messages.
-        gather: whether to gather tensors. Otherwise those of distributed parameters are DTensors.
-        keeps: whether this rank gets tensors.
-
-    For all else see :func:`iter_float8_weights`, whose errors this call raises.
+    Without ``gather``, those of distributed parameters are DTensors. ``keeps``: whether this rank
+    gets tensors. For all else see :func:`iter_float8_weights`, whose errors this call raises.
     """
     model, names = unwrapped(model), names or {}
     weights, blocks = checked_weights(model, caller)
@@ -373,7 +367,7 @@ def float8_stream(
     for key, value in (ordered | state).items():
         if not isinstance(value, torch.Tensor) or key in scales:  # which are sent with weights
             continue
-        weight, is_divided, dtype = weights.get(key), False, None
+        weight, dtype = weights.get(key), None
         wholes = {key: torch.empty(value.shape, dtype=value.dtype, device="meta")}
         if weight is not None:
             layout = Layout.of(weight.parameter())
@@ -381,7 +375,6 @@ def float8_stream(
             dtype = gathered_as.get((weight.module, weight.name))
             if divide_experts and (gather or layout is None):
                 wholes = entries_of(model, weight, key, wholes[key])
-                is_divided = wholes.keys() != {key}
         chosen = {}
         for name, whole in wholes.items():
             new = names.get(name, name) if isinstance(names, Mapping) else names(name)
@@ -391,8 +384,7 @@ def float8_stream(
                 sent.setdefault(new, []).append(_Sent(name, whole.shape, whole.dtype, rows))
         if chosen:  # layers may share a weight, which is cast once
             same = id(weight.parameter()) if weight else key
-            source = _Source(value, weight, dtype, is_divided, {})
-            found.setdefault(same, source).names[key] = chosen
+            found.setdefault(same, _Source(value, weight, dtype, {})).names[key] = chosen
     for name, parts in sent.items():
         _check_joined(caller, name, parts)
     return _stream(model, list(found.values()), gather, keeps, bucket_bytes)
@@ -476,14 +468,10 @@ def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:
 def _cast(
     bucket: Sequence[_Source], stays_on_mesh: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Cast the weights of a bucket with the functions that cast them in a forward.
+    """Cast the weights of a bucket as a forward does; return also the scales of all blocks of each.
 
-    Returns:
-        The tensors of the bucket, DTensors if they are distributed, and the scales of all blocks of
-        each, the same on all ranks.
-
-    Collectives: those of :func:`fp8_dist.scaling.whole_statistics_of_each`. For weights that are
-    stored in float8, those of :func:`fp8_dist.mesh.full_tensors`, for their scales.
+    Collectives: those of ``whole_statistics_of_each``, and of ``full_tensors`` for the scales of
+    weights that are stored in float8.
     """
     stored = [s.weight for s in bucket if s.weight is not None and s.weight.is_stored]
     own_scales = full_tensors([weight.entries()[weight.scales_name] for weight in stored])
@@ -533,12 +521,7 @@ def weights_by_key(model: nn.Module) -> dict[str, Float8Weight]:
 
 
 def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weight], BlockScheme]:
-    """Return the float8 weights by their state-dict keys, and their scheme.
-
-    Raises:
-        ValueError: there is no converted layer, or a layer can't be exported.
-        NotImplementedError: a weight is a plain local tensor (``declare_placements``).
-    """
+    """Return the float8 weights by their state-dict keys, and their scheme, or raise."""
     converted = weights_by_layer(model)
     if not converted:
         raise ValueError(
