@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
+from fp8_dist.fsdp.weight import weights_of_model
+from fp8_dist.linear.weight import Float8Weight, weights_of
 from fp8_dist.moe.experts import FilterFn
 from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters, leave_out_of_ddp
 
@@ -62,7 +63,7 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             or its recipe casts it twice, or not at all.
         TypeError: ``module`` is not an nn.Module.
     """
-    weights = _converted(module, "freeze_to_float8")
+    weights = weights_of_model(module, "freeze_to_float8")
     chosen = {
         fqn: weight
         for fqn, weight in weights.items()
@@ -117,7 +118,7 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
         ValueError: ``module`` has no converted layer, or FSDP2 has sharded a weight.
         TypeError: ``module`` is not an nn.Module.
     """
-    weights = _converted(module, "unfreeze_from_float8")
+    weights = weights_of_model(module, "unfreeze_from_float8")
     stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
     users = {user for each in fsdp_parameters(fsdp_groups()) for user in each.users}
     for fqn, weight in stored.items():
@@ -164,13 +165,6 @@ def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
         )
     parameter = weight.parameter()
     return weight.dequantized() if weight.is_stored else weight.plain(parameter)
-
-
-def _converted(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
-    weights = float8_weights(module)
-    if not weights:
-        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
-    return weights
 
 
 def _check(fqn: str, weight: Float8Weight, other: str | None) -> None:
