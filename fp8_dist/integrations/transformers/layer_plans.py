@@ -65,18 +65,17 @@ def layer_plan(model: nn.Module, transport: Encoding = None) -> dict[str, Parall
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and _ends(name, known.readers):
             plan[name] = colwise_style(module, transport)
+            parent, _, child = name.rpartition(".")
+            block: Any = model.get_submodule(parent)
+            size = next((getattr(block, n) for n in _HEAD_SIZES if hasattr(block, n)), 1)
+            heads = plan.setdefault(parent, DividedHeads())
+            assert isinstance(heads, DividedHeads)
+            heads.parts[child] = module.out_features // size
         elif isinstance(module, nn.Linear) and _ends(name, known.writers):
             at = {"input_layouts": Shard(-1), "output_layouts": Replicate()}
             plan[name] = residual_style(module, transport, **at)
         elif isinstance(module, nn.Embedding) and _ends(name, known.tables):
             plan[name] = ColwiseParallel()
-    for name in [name for name in plan if _ends(name, known.readers)]:
-        parent, _, child = name.rpartition(".")
-        block: Any = model.get_submodule(parent)
-        size = next((getattr(block, n) for n in _HEAD_SIZES if hasattr(block, n)), 1)
-        style = plan.setdefault(parent, DividedHeads())
-        assert isinstance(style, DividedHeads)
-        style.parts[child] = block.get_submodule(child).out_features // size
     return plan
 
 
