@@ -28,20 +28,17 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
         fully_shard(model)
 
     The layer's ``weight`` keeps its shape and its dtype in high precision, so that adapters are
-    made like it. Its values are in ``state_dict()`` as float8 data ``NAME.weight`` and scales
+    made like it. A ``state_dict`` has float8 data ``NAME.weight`` and scales
     ``NAME.weight_scale_inv`` (``weight ~= data * scale``), the names of FP8 checkpoints.
     ``load_state_dict`` accepts these, and a weight in high precision, which it casts.
     ``model.to(dtype)`` changes neither data nor scales. With gloo, a distributed model can't take
     a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
 
-    A sum in place is cast again, as when PEFT merges adapters (without ``safe_merge``). Taking it
+    A sum in place is cast again, as when PEFT merges adapters (without ``safe_merge``); taking it
     back does not restore the bits. Other operators on the parameters are errors, and so is a
-    forward if they require gradients.
-
-    FSDP2 calls ``shard_placement_fn`` for the scales too; ``Shard(0)`` fits all of them.
-
-    A model on the meta device may be frozen, sharded, and then loaded
-    (:func:`fp8_dist.load_float8_checkpoint`).
+    forward if they require gradients. FSDP2 calls ``shard_placement_fn`` for the scales too;
+    ``Shard(0)`` fits all of them. A model on the meta device may be frozen, sharded, and then
+    loaded (:func:`fp8_dist.load_float8_checkpoint`).
 
     ``DistributedDataParallel`` does not broadcast these weights from rank 0: load the same
     checkpoint on all ranks. Call this function on the module that it wraps, or once more if that
@@ -142,15 +139,13 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
 def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
     """Return a weight of a converted module in high precision.
 
-    For a weight that is stored in float8 this is a new tensor: its data times its scales, rounded
-    to the weight's dtype. Otherwise it is the weight, detached.
-
     Args:
         module: a Float8Linear, or a module of converted experts.
         name: the name of the parameter.
 
     Returns:
-        A tensor of the weight's shape; a DTensor if the parameter is one.
+        The weight, detached; a DTensor if the parameter is one. If it is stored in float8, a new
+        tensor: its data times its scales, rounded to the weight's dtype.
 
     Collectives: for a stored weight that is distributed, an all-gather of its scales.
 

@@ -202,8 +202,7 @@ def _experts_per_token(
 ) -> int | None:
     """Return the number of experts per token; None if it is not known.
 
-    It is an attribute of the parameter's owner, of the owner's parent or siblings, or, only for
-    modules that are ``called`` experts, of the model's config.
+    The config is asked only for modules that are ``called`` experts.
     """
     parent = modules[owner.rpartition(".")[0]]
     places: list[tuple[object, tuple[str, ...]]] = [

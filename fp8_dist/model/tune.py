@@ -27,7 +27,6 @@ class _Kind(NamedTuple):
         shard: the shape and dtype of this rank's shard; None without FSDP2.
         gathers: whether FSDP2 gathers the weight in float8.
         trains, is_stored: whether the weight gets a gradient; whether it is stored in float8.
-        config: the layer's config.
     """
 
     shape: tuple[int, int]
@@ -43,9 +42,9 @@ def tune(
 ) -> None:
     """Measure block sizes for the Triton kernels that a step of a model's float8 layers launches.
 
-    A kernel has a few choices of block sizes. Without this function it measures them when a step
-    first launches it for tensors of about some size, so that the first steps are slow, and need
-    256 MB of memory for it. The choice does not change results.
+    Without this function a kernel measures its few choices when a step first launches it for
+    tensors of about some size, so that the first steps are slow, and need 256 MB of memory for it.
+    The choice does not change results.
 
     Call it on each rank, once the model is converted and distributed. It runs forward and backward
     of layers of its own that are like the model's, one at a time, and needs as much memory as they
