@@ -1,10 +1,7 @@
 """Export of a model's weights in float8, as a stream or as a state dict.
 
-The casts are those of a forward. The format is that of Hugging Face's FP8 block checkpoints: a
-converted layer has two entries, ``NAME.weight`` in float8_e4m3fn, and ``NAME.weight_scale_inv`` in
-fp32, with one scale per block. Despite the name, the scale is not inverted: ``weight ~= data *
-scale``. The weights of a module's experts are entries of single experts, under the names of the
-library that the model is from.
+The format is that of Hugging Face's FP8 block checkpoints. Despite the name of
+``NAME.weight_scale_inv``, the scale is not inverted: ``weight ~= data * scale``.
 """
 
 from collections import Counter
@@ -161,17 +158,16 @@ def iter_float8_weights(
     """Iterate over a model's tensors, with converted weights in float8 as GEMMs multiply them.
 
     Each item unpacks to a name, a tensor and the scales of its blocks. The tensors are those of
-    :func:`fp8_dist.float8_state_dict`, byte for byte. Tensors that are not converted (norms,
-    embeddings, a head, a router, biases, buffers) come in their own dtype, without scales.
+    :func:`fp8_dist.float8_state_dict`, byte for byte. Tensors that are not converted come in their
+    own dtype, without scales.
 
     Weights are cast and gathered a bucket at a time, so a rank holds little more than one bucket
     besides the model, and what the consumer keeps.
 
     Call this function on all ranks, with the same arguments, and exhaust the iterator on all of
-    them, also where it yields nothing. Ranks need not be in step within a bucket. If all ranks stop
-    after the same item, nothing is left to do. A rank that stops earlier than others leaves them
-    waiting in the next bucket's collective, until the timeout of the process group. The model must
-    neither run nor change until the iterator is exhausted.
+    them, also where it yields nothing, or stop after the same item. A rank that stops earlier than
+    others leaves them waiting in the next bucket's collective, until the timeout of the process
+    group. The model must neither run nor change meanwhile.
 
     Args:
         model: a model with layers or experts that are converted by ``blockwise`` or ``mxfp8``. For
@@ -241,11 +237,9 @@ def float8_state_dict(
     DTensors, and for models whose checkpoints do not divide them, an entry is the whole weight
     ``NAME``, and ``NAME_scale_inv`` is ``[E, ceil(N / 128), ceil(K / 128)]``.
 
-    Data and scales are computed from the current values of the weights. They are bit for bit the
-    operands that the next forward multiplies on any mesh. If FSDP2 gathers a weight in the dtype of
-    ``MixedPrecisionPolicy(param_dtype=...)``, the weight is rounded to that dtype first here, too.
-
-    Call this function on all ranks.
+    Data and scales are bit for bit the operands that the next forward multiplies on any mesh. If
+    FSDP2 gathers a weight in the dtype of ``MixedPrecisionPolicy(param_dtype=...)``, the weight is
+    rounded to that dtype first here, too. Call this function on all ranks.
 
     Args:
         model: a model with layers or experts that are converted by ``blockwise`` or ``mxfp8``. For
@@ -283,8 +277,8 @@ def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         Plain data. ``modules_to_not_convert`` lists the unconverted modules that have matrices of
-        their own, except for embeddings and for modules that contain converted layers. The entry is
-        always present, because loaders would otherwise assume that the head is in high precision.
+        their own, except for embeddings and for modules that contain converted layers. It is always
+        present: loaders would otherwise assume that the head is in high precision.
 
     Collectives: none.
 
