@@ -80,20 +80,14 @@ class WeightShard(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A tensor of a model's state dict.
-
-    Attributes:
-        value: the tensor.
-        weight: the float8 weight that it is, if it is one.
-        dtype: the dtype in which FSDP2 gathers the weight, if it does so in high precision.
-        names: the server's name of each entry, by the name in the state dict and that of the entry,
-            which differ if the weight is divided into single experts. There are several of the
-            former if layers share a weight. Entries that are left out are missing.
-    """
+    """A tensor of a model's state dict."""
 
     value: torch.Tensor
-    weight: Float8Weight | None
-    dtype: torch.dtype | None
+    weight: Float8Weight | None  # the float8 weight that it is, if it is one
+    dtype: torch.dtype | None  # in which FSDP2 gathers the weight, if in high precision
+    # The server's name of each entry, by the name in the state dict and that of the entry, which
+    # differ if the weight is divided into single experts. There are several of the former if layers
+    # share a weight. Entries that are left out are missing.
     names: dict[str, dict[str, str]]
 
     def shard(self) -> torch.Tensor:

@@ -43,17 +43,11 @@ class LoadedKeys(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of a checkpoint, and the part of a model's tensor that it has the values of.
-
-    Attributes:
-        key: its name.
-        offset, size: the part, with as many dims as the whole tensor. The entry itself may lack
-            leading dims of size 1.
-    """
+    """An entry of a checkpoint, and the part of a model's tensor that it has the values of."""
 
     key: str
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    offset: tuple[int, ...]  # of the part, with as many dims as the whole tensor
+    size: tuple[int, ...]  # likewise; the entry itself may lack leading dims of size 1
 
 
 @torch.no_grad()

@@ -20,20 +20,13 @@ from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 
 
 class _Kind(NamedTuple):
-    """A kind of layers, which launch the same kernels.
+    """A kind of layers, which launch the same kernels."""
 
-    Attributes:
-        shape: of the weight that GEMMs take: gathered by FSDP2, or a part under tensor parallelism.
-        shard: the shape and dtype of this rank's shard; None without FSDP2.
-        gathers: whether FSDP2 gathers the weight in float8.
-        trains, is_stored: whether the weight gets a gradient; whether it is stored in float8.
-    """
-
-    shape: tuple[int, int]
-    shard: tuple[torch.Size, torch.dtype] | None
-    gathers: bool
-    trains: bool
-    is_stored: bool
+    shape: tuple[int, int]  # of the weight that GEMMs take: gathered, or a tensor-parallel part
+    shard: tuple[torch.Size, torch.dtype] | None  # this rank's; None without FSDP2
+    gathers: bool  # whether FSDP2 gathers the weight in float8
+    trains: bool  # whether the weight gets a gradient
+    is_stored: bool  # in float8
     config: Float8LinearConfig
 
 

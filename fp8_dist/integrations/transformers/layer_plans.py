@@ -18,15 +18,11 @@ from fp8_dist.transport import Encoding
 
 
 class _Names(NamedTuple):
-    """Patterns of the ends of names: of layers that read the stream, and of those that write to it.
+    """Patterns of the ends of names."""
 
-    Attributes:
-        tables: of embeddings with one column per head.
-    """
-
-    readers: str
-    writers: str
-    tables: str = "(?!)"
+    readers: str  # of layers that read the stream
+    writers: str  # of layers that write to it
+    tables: str = "(?!)"  # of embeddings with one column per head
 
 
 _BERT = _Names(

@@ -108,14 +108,10 @@ class Float8BlockInput(BlockInput, PrepareFloat8ModuleInput):
 
 
 class DividedHeads(CheckedStyle):
-    """The style of a module whose heads or features are divided over ranks, layer by layer.
-
-    Attributes:
-        parts: as in :class:`BlockInput`.
-    """
+    """The style of a module whose heads or features are divided over ranks, layer by layer."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, int] = {}
+        self.parts: dict[str, int] = {}  # as in BlockInput
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         yield from _uneven(self.parts, size)
