@@ -25,7 +25,6 @@ from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.model.conv1d import conv1d_class, is_linear, linear_shape
-from fp8_dist.moe.experts import FilterFn as FilterFn
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, is_part, without_wrappers
 

@@ -16,8 +16,9 @@ from fp8_dist.fsdp import attach_update, update_float8_scales
 from fp8_dist.linear import float8_layers
 from fp8_dist.linear.amax_history import load_histories
 from fp8_dist.model.convert import convert_to_float8_training
-from fp8_dist.model.filters import FilterFn, skip_head
+from fp8_dist.model.filters import skip_head
 from fp8_dist.model.state import Float8State
+from fp8_dist.moe.experts import FilterFn
 from fp8_dist.report import RunWriter
 from fp8_dist.text import warn_once, without_wrappers
 
