@@ -102,9 +102,10 @@ class Float8Callback(TrainerCallback, ExportableState):
                     "the callback"
                 )
             return
+        gathered = getattr(AcceleratorState(), "fsdp_plugin", None) is not None
         convert_to_float8_training(
             model,
-            config=self.config or _default_config(),
+            config=self.config or Float8LinearConfig(enable_fsdp_float8_all_gather=gathered),
             module_filter_fn=self.module_filter_fn or skip_head(model),
         )
 
@@ -193,12 +194,6 @@ def _restore_histories(
         elif is_new:  # a new training restores no histories, whatever accelerate has loaded
             for history in layer.histories.values():
                 history.restored = None
-
-
-def _default_config() -> Float8LinearConfig:
-    """Return the default config, which gathers weights in float8 if the Trainer uses FSDP."""
-    gathered = getattr(AcceleratorState(), "fsdp_plugin", None) is not None
-    return Float8LinearConfig(enable_fsdp_float8_all_gather=gathered)
 
 
 def _check_back_end(args: TrainingArguments) -> None:
