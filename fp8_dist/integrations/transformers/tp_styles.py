@@ -56,9 +56,7 @@ class StreamInput(ParallelStyle):
 class StreamNorm(SequenceParallel):
     """The style of a norm that runs on the parts of a sequence-parallel stream.
 
-    Args:
-        returned: a function that converts the output, a DTensor that is sharded along the sequence.
-            An example is ``local_if_even``.
+    ``returned`` converts the output, a DTensor that is sharded along the sequence.
     """
 
     def __init__(self, returned: Callable[[DTensor], torch.Tensor]) -> None:

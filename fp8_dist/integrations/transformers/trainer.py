@@ -26,12 +26,11 @@ from fp8_dist.text import warn_once, without_wrappers
 class Float8Callback(TrainerCallback, ExportableState):
     """A callback that trains a Trainer's model in float8: ``callbacks=[Float8Callback()]``.
 
-    The callback converts the model when the Trainer is made. This is before accelerate wraps the
-    model in DDP or shards it with FSDP2, and before the optimizer is made. A model that is already
-    converted stays as it is. After each optimizer step, the callback calls
-    :func:`fp8_dist.update_float8_scales`: once for all micro-batches of a step, and before
-    evaluation and saving. Amax histories of DELAYED operands are saved in ``trainer_state.json``,
-    and ``resume_from_checkpoint`` restores them.
+    The callback converts the model when the Trainer is made, before accelerate wraps or shards it
+    and before the optimizer is made. A model that is already converted stays as it is. After each
+    optimizer step, before evaluation and saving, the callback calls
+    :func:`fp8_dist.update_float8_scales`. Amax histories of DELAYED operands are saved in
+    ``trainer_state.json``, and ``resume_from_checkpoint`` restores them.
 
     A warning is issued once if the Trainer is asked for FSDP where accelerate does not use it (on
     CPUs), and if torchrun started several ranks but the Trainer sees only one (on CPUs without
@@ -47,10 +46,9 @@ class Float8Callback(TrainerCallback, ExportableState):
             casts of training. Default: nothing is written.
         stats_every: with ``run``, record the casts of steps whose numbers are multiples of this.
 
-    Collectives: the collectives of ``float8_stats`` in recorded steps, and of
-    ``update_float8_scales`` (with dynamic scales one all-reduce
-    under FSDP2, none under DDP), when training begins, after each step, and at the end of training
-    if the best model is loaded.
+    Collectives: those of ``float8_stats`` in recorded steps, and of ``update_float8_scales`` (with
+    dynamic scales one all-reduce under FSDP2, none under DDP) when training begins, after each
+    step, and at the end of training if the best model is loaded.
 
     Raises:
         ValueError: when the Trainer is made: ``convert_to_float8_training`` refuses the model; the
