@@ -398,7 +398,7 @@ def _check_joined(caller: str, name: str, parts: Sequence[_Sent]) -> None:
                 "them another name, or None to leave it out"
             )
     for part in parts[:-1]:
-        if others and part.rows is not None and len(part.shape) == 2 and part.shape[0] % part.rows:
+        if part.rows is not None and len(part.shape) == 2 and part.shape[0] % part.rows:
             raise ValueError(
                 f"{caller}: names concatenates {', '.join(each.name for each in parts)} as {name}, "
                 f"but {part.name} has {part.shape[0]} rows, so a block of {part.rows} rows would "
