@@ -153,9 +153,7 @@ def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
             found += [path / name for name in dict.fromkeys(names)]
         else:
             found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if lacking := [str(path) for path in found if not path.is_file()] or (
-        [] if found else [str(path) for path in given]
-    ):
+    if lacking := [str(path) for path in found or given if not path.is_file()]:
         raise ValueError(
             f"load_float8_checkpoint: no safetensors file at {_some(lacking)}; pass a directory "
             "with *.safetensors, or the files"
