@@ -1,8 +1,6 @@
 """Loading of FP8 checkpoints into models on any mesh, each rank its own part of the files.
 
-The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen:
-``NAME.weight`` in float8, and ``NAME.weight_scale_inv`` with ``weight ~= data * scale``. Other
-entries are in high precision. Experts are entries of single experts.
+The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen.
 """
 
 import json
@@ -57,22 +55,12 @@ def load_float8_checkpoint(
     """Load an FP8 checkpoint from safetensors into a model, in place.
 
     Each rank reads the parts of the files that it has on its mesh. A weight that is stored in
-    float8 (:func:`fp8_dist.freeze_to_float8`) gets the bytes of the files, without a copy in high
-    precision; saved again, they are the same. Other parameters get the dequantized values, computed
-    in fp32 and rounded to their dtype. Entries in high precision are cast for weights that are
-    stored in float8, and copied to others.
+    float8 (:func:`fp8_dist.freeze_to_float8`) gets the bytes of the files, or the cast of an entry
+    in high precision. Other parameters get the values, dequantized in fp32 and rounded to their
+    dtype.
 
-    A large model is made on the meta device::
-
-        with torch.device("meta"):
-            model = Transformer()
-        convert_to_float8_training(model, config=config)
-        model.requires_grad_(False)
-        freeze_to_float8(model)
-        apply_tp_plan(model, mesh["tp"], plan)
-        fully_shard(model, mesh=mesh["dp"])
-        model.to_empty(device="cuda")
-        load_float8_checkpoint(model, "DeepSeek-V3")
+    A large model is made on the meta device, converted, frozen and distributed there, and given
+    memory by ``model.to_empty(device="cuda")`` before this call (``docs/frozen.md``).
 
     Args:
         model: a model with or without converted layers. For a DDP model, names lack the wrapper.
@@ -323,11 +311,7 @@ def _blocks_of(entry: Entry, files: _Files) -> tuple[int, int]:
 def _stored_scales(
     weight: Float8Weight, entry: Entry, files: _Files
 ) -> tuple[Entry, torch.Tensor, torch.dtype]:
-    """Return the scales of an entry as the weight stores them, and the dtype of the file.
-
-    Raises:
-        ValueError: the layer's recipe has other scales, or data of another dtype.
-    """
+    """Return an entry's scales as the weight stores them, if they fit, and the file's dtype."""
     (scheme,), key = weight.schemes, entry.key + _SCALE
     (level,), found, dtype = scheme.levels, files[key][...], _float8(files[entry.key])
     size = level.shape(entry.size) or [1]
