@@ -289,11 +289,11 @@ def _experts(module: nn.Module) -> list[str]:
     ]
 
 
-def _listed(layers: Iterable[tuple[str, tuple[int, ...]]], limit: int = 4) -> str:
+def _listed(layers: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """Return names with sizes as text. A long list is cut, and ends with the number of the rest."""
     named = [f"{name or 'the module'} ({' x '.join(map(str, shape))})" for name, shape in layers]
-    more = [f"and {len(named) - limit} more"] if len(named) > limit + 1 else []
-    return ", ".join([*(named[:limit] if more else named), *more])
+    shown = named if len(named) < 6 else [*named[:4], f"and {len(named) - 4} more"]
+    return ", ".join(shown)
 
 
 def _nothing_converted(module: nn.Module, skipped: dict[str, str], experts: list[str]) -> str:

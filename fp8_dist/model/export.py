@@ -1,10 +1,7 @@
 """Export of a model's weights in float8, as a stream or as a state dict.
 
-The casts are those of a forward. The format is that of Hugging Face's FP8 block checkpoints: a
-converted layer has two entries, ``NAME.weight`` in float8_e4m3fn, and ``NAME.weight_scale_inv`` in
-fp32, with one scale per block. Despite the name, the scale is not inverted: ``weight ~= data *
-scale``. The weights of a module's experts are entries of single experts, under the names of the
-library that the model is from.
+The format is that of Hugging Face's FP8 block checkpoints. Despite the name of
+``NAME.weight_scale_inv``, the scale is not inverted: ``weight ~= data * scale``.
 """
 
 from collections import Counter
@@ -83,22 +80,14 @@ class WeightShard(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A tensor of a model's state dict.
-
-    Attributes:
-        value: the tensor.
-        weight: the float8 weight that it is, if it is one.
-        dtype: the dtype in which FSDP2 gathers the weight, if it does so in high precision.
-        is_divided: whether the tensor is divided into entries of single experts.
-        names: the server's name of each entry, by the name in the state dict and that of the entry.
-            There are several of the former if layers share a weight. Entries that are left out are
-            missing.
-    """
+    """A tensor of a model's state dict."""
 
     value: torch.Tensor
-    weight: Float8Weight | None
-    dtype: torch.dtype | None
-    is_divided: bool
+    weight: Float8Weight | None  # the float8 weight that it is, if it is one
+    dtype: torch.dtype | None  # in which FSDP2 gathers the weight, if in high precision
+    # The server's name of each entry, by the name in the state dict and that of the entry, which
+    # differ if the weight is divided into single experts. There are several of the former if layers
+    # share a weight. Entries that are left out are missing.
     names: dict[str, dict[str, str]]
 
     def shard(self) -> torch.Tensor:
@@ -116,7 +105,7 @@ class _Source(NamedTuple):
         """The entries that are sent, by the server's name, and their scales."""
         for key, names in self.names.items():
             tensors, each = {key: tensor}, {key: scales}
-            if self.is_divided and self.weight is not None and scales is not None:
+            if self.weight is not None and scales is not None and names.keys() != {key}:
                 tensors = entries_of(model, self.weight, key, tensor)
                 each = dict(entries_of(model, self.weight, key, scales))
             for name, new in names.items():
@@ -163,17 +152,16 @@ def iter_float8_weights(
     """Iterate over a model's tensors, with converted weights in float8 as GEMMs multiply them.
 
     Each item unpacks to a name, a tensor and the scales of its blocks. The tensors are those of
-    :func:`fp8_dist.float8_state_dict`, byte for byte. Tensors that are not converted (norms,
-    embeddings, a head, a router, biases, buffers) come in their own dtype, without scales.
+    :func:`fp8_dist.float8_state_dict`, byte for byte. Tensors that are not converted come in their
+    own dtype, without scales.
 
     Weights are cast and gathered a bucket at a time, so a rank holds little more than one bucket
     besides the model, and what the consumer keeps.
 
     Call this function on all ranks, with the same arguments, and exhaust the iterator on all of
-    them, also where it yields nothing. Ranks need not be in step within a bucket. If all ranks stop
-    after the same item, nothing is left to do. A rank that stops earlier than others leaves them
-    waiting in the next bucket's collective, until the timeout of the process group. The model must
-    neither run nor change until the iterator is exhausted.
+    them, also where it yields nothing, or stop after the same item. A rank that stops earlier than
+    others leaves them waiting in the next bucket's collective, until the timeout of the process
+    group. The model must neither run nor change meanwhile.
 
     Args:
         model: a model with layers or experts that are converted by ``blockwise`` or ``mxfp8``. For
@@ -243,11 +231,9 @@ def float8_state_dict(
     DTensors, and for models whose checkpoints do not divide them, an entry is the whole weight
     ``NAME``, and ``NAME_scale_inv`` is ``[E, ceil(N / 128), ceil(K / 128)]``.
 
-    Data and scales are computed from the current values of the weights. They are bit for bit the
-    operands that the next forward multiplies on any mesh. If FSDP2 gathers a weight in the dtype of
-    ``MixedPrecisionPolicy(param_dtype=...)``, the weight is rounded to that dtype first here, too.
-
-    Call this function on all ranks.
+    Data and scales are bit for bit the operands that the next forward multiplies on any mesh. If
+    FSDP2 gathers a weight in the dtype of ``MixedPrecisionPolicy(param_dtype=...)``, the weight is
+    rounded to that dtype first here, too. Call this function on all ranks.
 
     Args:
         model: a model with layers or experts that are converted by ``blockwise`` or ``mxfp8``. For
@@ -285,8 +271,8 @@ def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         Plain data. ``modules_to_not_convert`` lists the unconverted modules that have matrices of
-        their own, except for embeddings and for modules that contain converted layers. The entry is
-        always present, because loaders would otherwise assume that the head is in high precision.
+        their own, except for embeddings and for modules that contain converted layers. It is always
+        present: loaders would otherwise assume that the head is in high precision.
 
     Collectives: none.
 
@@ -349,12 +335,8 @@ def float8_stream(
 ) -> _Stream:
     """Check a model, and iterate over its tensors in float8, with the parts that share a name.
 
-    Args:
-        caller: the name of the public function, for messages.
-        gather: whether to gather tensors. Otherwise those of distributed parameters are DTensors.
-        keeps: whether this rank gets tensors.
-
-    For all else see :func:`iter_float8_weights`, whose errors this call raises.
+    Without ``gather``, those of distributed parameters are DTensors. ``keeps``: whether this rank
+    gets tensors. For all else see :func:`iter_float8_weights`, whose errors this call raises.
     """
     model, names = unwrapped(model), names or {}
     weights, blocks = checked_weights(model, caller)
@@ -373,7 +355,7 @@ def float8_stream(
     for key, value in (ordered | state).items():
         if not isinstance(value, torch.Tensor) or key in scales:  # which are sent with weights
             continue
-        weight, is_divided, dtype = weights.get(key), False, None
+        weight, dtype = weights.get(key), None
         wholes = {key: torch.empty(value.shape, dtype=value.dtype, device="meta")}
         if weight is not None:
             layout = Layout.of(weight.parameter())
@@ -381,7 +363,6 @@ def float8_stream(
             dtype = gathered_as.get((weight.module, weight.name))
             if divide_experts and (gather or layout is None):
                 wholes = entries_of(model, weight, key, wholes[key])
-                is_divided = wholes.keys() != {key}
         chosen = {}
         for name, whole in wholes.items():
             new = names.get(name, name) if isinstance(names, Mapping) else names(name)
@@ -391,8 +372,7 @@ def float8_stream(
                 sent.setdefault(new, []).append(_Sent(name, whole.shape, whole.dtype, rows))
         if chosen:  # layers may share a weight, which is cast once
             same = id(weight.parameter()) if weight else key
-            source = _Source(value, weight, dtype, is_divided, {})
-            found.setdefault(same, source).names[key] = chosen
+            found.setdefault(same, _Source(value, weight, dtype, {})).names[key] = chosen
     for name, parts in sent.items():
         _check_joined(caller, name, parts)
     return _stream(model, list(found.values()), gather, keeps, bucket_bytes)
@@ -418,7 +398,7 @@ def _check_joined(caller: str, name: str, parts: Sequence[_Sent]) -> None:
                 "them another name, or None to leave it out"
             )
     for part in parts[:-1]:
-        if others and part.rows is not None and len(part.shape) == 2 and part.shape[0] % part.rows:
+        if part.rows is not None and len(part.shape) == 2 and part.shape[0] % part.rows:
             raise ValueError(
                 f"{caller}: names concatenates {', '.join(each.name for each in parts)} as {name}, "
                 f"but {part.name} has {part.shape[0]} rows, so a block of {part.rows} rows would "
@@ -476,14 +456,10 @@ def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:
 def _cast(
     bucket: Sequence[_Source], stays_on_mesh: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Cast the weights of a bucket with the functions that cast them in a forward.
+    """Cast the weights of a bucket as a forward does; return also the scales of all blocks of each.
 
-    Returns:
-        The tensors of the bucket, DTensors if they are distributed, and the scales of all blocks of
-        each, the same on all ranks.
-
-    Collectives: those of :func:`fp8_dist.scaling.whole_statistics_of_each`. For weights that are
-    stored in float8, those of :func:`fp8_dist.mesh.full_tensors`, for their scales.
+    Collectives: those of ``whole_statistics_of_each``, and of ``full_tensors`` for the scales of
+    weights that are stored in float8.
     """
     stored = [s.weight for s in bucket if s.weight is not None and s.weight.is_stored]
     own_scales = full_tensors([weight.entries()[weight.scales_name] for weight in stored])
@@ -533,12 +509,7 @@ def weights_by_key(model: nn.Module) -> dict[str, Float8Weight]:
 
 
 def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weight], BlockScheme]:
-    """Return the float8 weights by their state-dict keys, and their scheme.
-
-    Raises:
-        ValueError: there is no converted layer, or a layer can't be exported.
-        NotImplementedError: a weight is a plain local tensor (``declare_placements``).
-    """
+    """Return the float8 weights by their state-dict keys, and their scheme, or raise."""
     converted = weights_by_layer(model)
     if not converted:
         raise ValueError(

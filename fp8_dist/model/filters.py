@@ -25,7 +25,6 @@ from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.model.conv1d import conv1d_class, is_linear, linear_shape
-from fp8_dist.moe.experts import FilterFn as FilterFn
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, is_part, without_wrappers
 
@@ -55,10 +54,7 @@ LEFT_OUT: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 class LayerFilter:
     """A ``module_filter_fn`` that records its reasons; see :func:`skip_head`.
 
-    Args:
-        model: the model that will be converted. Without it, heads are recognized by their names
-            alone.
-        names: other modules to leave out: full names or consecutive parts of them.
+    ``names``: other modules to leave out, by full names or consecutive parts of them.
     """
 
     def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
@@ -180,8 +176,7 @@ class AutoFilter(LayerFilter):
         locals_, small = {}, ""
         for name, shape in shapes.items():
             judged = [why_too_small(self._recipe, shape, dim, self._tp_size) for dim in divisions]
-            # If one division skips the layer, that one decides. If both agree, take the smaller
-            # side.
+            # A division that skips the layer decides, or else the one with the smaller side.
             locals_[name], why = min(judged, key=lambda each: (not each[1], min(each[0])))
             # Experts are converted with all of their weights, or not at all.
             small = small or (f"{name}: {why}" if why and len(shapes) > 1 else why)
@@ -281,9 +276,9 @@ def auto_filter(
     A layer is skipped in any of these cases: its name contains an entry of ``filter_fqns`` or is in
     ``exclude``; it is a head or belongs to a low-rank adapter, as in :func:`fp8_dist.skip_head`; a
     local dim is not a multiple of 16, as a GPU's float8 GEMM requires; a rank has no part of it; or
-    its smallest local part is within one of the limits of the recipe (``TOO_SMALL``). The number of
-    tokens and the savings in communication are not considered. ``docs/support.md`` lists the limits
-    and explains how to measure a device.
+    its smallest local part is within one of the limits of the recipe (``TOO_SMALL``).
+    ``docs/support.md`` lists the limits, which do not consider the number of tokens or the savings
+    in communication, and says how to measure a device.
 
     Experts are skipped if a weight of one expert, ``[N, K]``, is skipped as a linear layer of this
     size would be. They are not divided: expert parallelism moves whole experts.
@@ -291,13 +286,11 @@ def auto_filter(
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.
         filter_fqns: layers whose name contains one of these strings are skipped.
-        tp_size: the number of tensor-parallel ranks. A layer is judged by its smallest local part,
-            where parts may be uneven as in torch. Without a plan, a layer may be divided by rows or
-            by columns, and the division with the smaller gain decides.
-        plan: a tensor-parallel plan that maps module names (``*`` for any one part) to styles. A
-            ColwiseParallel divides out_features by ``tp_size``, a RowwiseParallel in_features;
-            layers with neither are not divided. The styles may be torch's, as in the
-            ``llama_tp_plan`` of a model that is not converted yet.
+        tp_size: the number of tensor-parallel ranks. Without a plan, a layer may be divided by rows
+            or by columns, and the division with the smaller gain decides.
+        plan: a tensor-parallel plan that maps module names (``*`` for any one part) to styles, of
+            torch or of this library. A ColwiseParallel divides out_features by ``tp_size``, a
+            RowwiseParallel in_features; layers with neither are not divided.
         exclude: layers with exactly these names are skipped, such as layers that lose too much
             precision in float8: ``compare_recipes(...).layers_below(20, recipe)`` of
             ``fp8_dist.debug``.
@@ -306,8 +299,7 @@ def auto_filter(
 
     Returns:
         The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of its
-        decisions. The conversion warns about layers that the filter admits but that it can't
-        convert.
+        decisions.
 
     Raises:
         ValueError: ``recipe`` is not a recipe, ``tp_size`` is below 1, or an entry of
@@ -338,7 +330,7 @@ def auto_filter(
 
 
 def why_misaligned(out_features: int, in_features: int) -> str:
-    """Return the size that a GPU's float8 GEMM refuses as text; an empty string if none."""
+    """Name the size that a GPU's float8 GEMM refuses; an empty string if none."""
     for name, size in (("out", out_features), ("in", in_features)):
         if size % ALIGNMENT:
             return f"{name} = {size} is not a multiple of {ALIGNMENT}"

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
+from fp8_dist.fsdp.weight import weights_of_model
+from fp8_dist.linear.weight import Float8Weight, weights_of
 from fp8_dist.moe.experts import FilterFn
 from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters, leave_out_of_ddp
 
@@ -27,20 +28,17 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
         fully_shard(model)
 
     The layer's ``weight`` keeps its shape and its dtype in high precision, so that adapters are
-    made like it. Its values are in ``state_dict()`` as float8 data ``NAME.weight`` and scales
+    made like it. A ``state_dict`` has float8 data ``NAME.weight`` and scales
     ``NAME.weight_scale_inv`` (``weight ~= data * scale``), the names of FP8 checkpoints.
     ``load_state_dict`` accepts these, and a weight in high precision, which it casts.
     ``model.to(dtype)`` changes neither data nor scales. With gloo, a distributed model can't take
     a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
 
-    A sum in place is cast again, as when PEFT merges adapters (without ``safe_merge``). Taking it
+    A sum in place is cast again, as when PEFT merges adapters (without ``safe_merge``); taking it
     back does not restore the bits. Other operators on the parameters are errors, and so is a
-    forward if they require gradients.
-
-    FSDP2 calls ``shard_placement_fn`` for the scales too; ``Shard(0)`` fits all of them.
-
-    A model on the meta device may be frozen, sharded, and then loaded
-    (:func:`fp8_dist.load_float8_checkpoint`).
+    forward if they require gradients. FSDP2 calls ``shard_placement_fn`` for the scales too;
+    ``Shard(0)`` fits all of them. A model on the meta device may be frozen, sharded, and then
+    loaded (:func:`fp8_dist.load_float8_checkpoint`).
 
     ``DistributedDataParallel`` does not broadcast these weights from rank 0: load the same
     checkpoint on all ranks. Call this function on the module that it wraps, or once more if that
@@ -62,7 +60,7 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             or its recipe casts it twice, or not at all.
         TypeError: ``module`` is not an nn.Module.
     """
-    weights = _converted(module, "freeze_to_float8")
+    weights = weights_of_model(module, "freeze_to_float8")
     chosen = {
         fqn: weight
         for fqn, weight in weights.items()
@@ -117,7 +115,7 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
         ValueError: ``module`` has no converted layer, or FSDP2 has sharded a weight.
         TypeError: ``module`` is not an nn.Module.
     """
-    weights = _converted(module, "unfreeze_from_float8")
+    weights = weights_of_model(module, "unfreeze_from_float8")
     stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
     users = {user for each in fsdp_parameters(fsdp_groups()) for user in each.users}
     for fqn, weight in stored.items():
@@ -141,15 +139,13 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
 def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
     """Return a weight of a converted module in high precision.
 
-    For a weight that is stored in float8 this is a new tensor: its data times its scales, rounded
-    to the weight's dtype. Otherwise it is the weight, detached.
-
     Args:
         module: a Float8Linear, or a module of converted experts.
         name: the name of the parameter.
 
     Returns:
-        A tensor of the weight's shape; a DTensor if the parameter is one.
+        The weight, detached; a DTensor if the parameter is one. If it is stored in float8, a new
+        tensor: its data times its scales, rounded to the weight's dtype.
 
     Collectives: for a stored weight that is distributed, an all-gather of its scales.
 
@@ -164,13 +160,6 @@ def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
         )
     parameter = weight.parameter()
     return weight.dequantized() if weight.is_stored else weight.plain(parameter)
-
-
-def _converted(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
-    weights = float8_weights(module)
-    if not weights:
-        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
-    return weights
 
 
 def _check(fqn: str, weight: Float8Weight, other: str | None) -> None:

@@ -1,8 +1,6 @@
 """Loading of FP8 checkpoints into models on any mesh, each rank its own part of the files.
 
-The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen:
-``NAME.weight`` in float8, and ``NAME.weight_scale_inv`` with ``weight ~= data * scale``. Other
-entries are in high precision. Experts are entries of single experts.
+The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen.
 """
 
 import json
@@ -43,17 +41,11 @@ class LoadedKeys(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of a checkpoint, and the part of a model's tensor that it has the values of.
-
-    Attributes:
-        key: its name.
-        offset, size: the part, with as many dims as the whole tensor. The entry itself may lack
-            leading dims of size 1.
-    """
+    """An entry of a checkpoint, and the part of a model's tensor that it has the values of."""
 
     key: str
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
+    offset: tuple[int, ...]  # of the part, with as many dims as the whole tensor
+    size: tuple[int, ...]  # likewise; the entry itself may lack leading dims of size 1
 
 
 @torch.no_grad()
@@ -63,22 +55,12 @@ def load_float8_checkpoint(
     """Load an FP8 checkpoint from safetensors into a model, in place.
 
     Each rank reads the parts of the files that it has on its mesh. A weight that is stored in
-    float8 (:func:`fp8_dist.freeze_to_float8`) gets the bytes of the files, without a copy in high
-    precision; saved again, they are the same. Other parameters get the dequantized values, computed
-    in fp32 and rounded to their dtype. Entries in high precision are cast for weights that are
-    stored in float8, and copied to others.
+    float8 (:func:`fp8_dist.freeze_to_float8`) gets the bytes of the files, or the cast of an entry
+    in high precision. Other parameters get the values, dequantized in fp32 and rounded to their
+    dtype.
 
-    A large model is made on the meta device::
-
-        with torch.device("meta"):
-            model = Transformer()
-        convert_to_float8_training(model, config=config)
-        model.requires_grad_(False)
-        freeze_to_float8(model)
-        apply_tp_plan(model, mesh["tp"], plan)
-        fully_shard(model, mesh=mesh["dp"])
-        model.to_empty(device="cuda")
-        load_float8_checkpoint(model, "DeepSeek-V3")
+    A large model is made on the meta device, converted, frozen and distributed there, and given
+    memory by ``model.to_empty(device="cuda")`` before this call (``docs/frozen.md``).
 
     Args:
         model: a model with or without converted layers. For a DDP model, names lack the wrapper.
@@ -159,9 +141,7 @@ def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
             found += [path / name for name in dict.fromkeys(names)]
         else:
             found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if lacking := [str(path) for path in found if not path.is_file()] or (
-        [] if found else [str(path) for path in given]
-    ):
+    if lacking := [str(path) for path in found or given if not path.is_file()]:
         raise ValueError(
             f"load_float8_checkpoint: no safetensors file at {_some(lacking)}; pass a directory "
             "with *.safetensors, or the files"
@@ -229,8 +209,7 @@ def _check(part: _Part, files: _Files) -> None:
         )
     for entry in entries:
         shape = tuple(files[entry.key].get_shape())
-        lacking = len(entry.size) - len(shape)
-        if lacking < 0 or (*(1,) * lacking, *shape) != entry.size:
+        if (*(1,) * (len(entry.size) - len(shape)), *shape) != entry.size:
             raise ValueError(
                 f"load_float8_checkpoint: {entry.key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
@@ -249,14 +228,13 @@ def _check(part: _Part, files: _Files) -> None:
 
 def _load(part: _Part, files: _Files) -> None:
     _, tensor, weight, entries = part
-    local, is_stored = local_tensor(tensor), weight is not None and weight.is_stored
+    is_stored = weight is not None and weight.is_stored
+    local = Float8Weight.gather_type.unwrap(local_tensor(tensor))
     is_cast = is_stored and not _float8(files[entries[0].key])
     if is_cast:
         to = torch.empty(local.shape, dtype=tensor.dtype)
-    elif isinstance(local, Stored):
-        to = local.stored
     else:
-        to = (local if weight is None else weight.gather_type.unwrap(local)).detach()
+        to = local.stored if isinstance(local, Stored) else local.detach()
     for entry in entries:
         dequantizes = _float8(files[entry.key]) and not is_stored
         read = _dequantized if dequantizes else _read
@@ -333,33 +311,26 @@ def _blocks_of(entry: Entry, files: _Files) -> tuple[int, int]:
 def _stored_scales(
     weight: Float8Weight, entry: Entry, files: _Files
 ) -> tuple[Entry, torch.Tensor, torch.dtype]:
-    """Return the scales of an entry as the weight stores them, and the dtype of the file.
-
-    Raises:
-        ValueError: the layer's recipe has other scales, or data of another dtype.
-    """
+    """Return an entry's scales as the weight stores them, if they fit, and the file's dtype."""
     (scheme,), key = weight.schemes, entry.key + _SCALE
     (level,), found, dtype = scheme.levels, files[key][...], _float8(files[entry.key])
     size = level.shape(entry.size) or [1]
     blocks = [level.block(dim, len(entry.size)) for dim in range(len(entry.size))]
-    offset = [0 if b is None else o // b for o, b in zip(entry.offset, blocks, strict=True)]
+    begins = [divmod(o, b) if b else (0, 0) for o, b in zip(entry.offset, blocks, strict=True)]
     if dtype is not scheme.dtype:
         raise ValueError(
             f"load_float8_checkpoint: {entry.key} is in {dtype}, and the layer's recipe stores "
             f"{scheme.dtype}; leave the layer out of freeze_to_float8"
         )
-    fits = found.numel() == math.prod(size) and not any(
-        b is not None and o % b for o, b in zip(entry.offset, blocks, strict=True)
-    )
-    if not fits:
+    if found.numel() != math.prod(size) or any(within for _, within in begins):
         raise ValueError(
             f"load_float8_checkpoint: {key} is {list(found.shape)}, and the layer's recipe has one "
             f"scale per {scheme.covers}, {size}; convert the model with the recipe of the "
             "checkpoint: \"blockwise\" for DeepSeek's and Qwen's"
         )
     own = as_stored(found.reshape(size), scheme, f"load_float8_checkpoint: {key}")
-    offset = [0] if level.is_scalar else offset
-    return Entry(key, tuple(offset), tuple(size)), own, found.dtype
+    offset = (0,) if level.is_scalar else tuple(block for block, _ in begins)
+    return Entry(key, offset, tuple(size)), own, found.dtype
 
 
 def _some(names: list[str]) -> str:

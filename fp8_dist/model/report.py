@@ -32,44 +32,27 @@ Kind = Literal["linear", "experts", "other"]
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """A weight that the model multiplies by, or may multiply by.
+    """A weight that the model multiplies by, or may multiply by."""
 
-    Attributes:
-        name: the FQN of the linear layer (or transformers' Conv1D), or of another module's
-            parameter.
-        shape: the global shape; ``[out, in]`` for a linear layer.
-        converted: whether the layer computes in float8.
-        reason: the reason why the layer does not compute in float8; empty if it does.
-        parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
-        flops: the FLOPs of the product in the forward, per token, 2 per multiplication. For
-            experts, of those that a token visits, or of all if their number is not known; 0 for a
-            2-D parameter that may be a table.
-        kind: the kind of module that has the weight.
-        visited: the number of experts that a token visits; None if it is not known.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    converted: bool
-    reason: str
-    parameters: int
+    name: str  # the FQN of the linear layer (or Conv1D), or of another module's parameter
+    shape: tuple[int, ...]  # global; [out, in] for a linear layer
+    converted: bool  # whether the layer computes in float8
+    reason: str  # why it does not; empty if it does
+    parameters: int  # the elements of the weight; 0 if an earlier row has the same weight
+    # Of the product in the forward, per token, 2 per multiplication. For experts, of those that a
+    # token visits, or of all if their number is not known; 0 for a 2-D parameter that may be a
+    # table.
     flops: int
-    kind: Kind = "linear"
-    visited: int | None = None
+    kind: Kind = "linear"  # of the module that has the weight
+    visited: int | None = None  # the experts that a token visits; None if it is not known
 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """The result of :func:`conversion_summary`; ``str()`` prints a table.
+    """The result of :func:`conversion_summary`; ``str()`` prints a table."""
 
-    Attributes:
-        rows: every weight that the model multiplies by, or may multiply by, in the order of the
-            model's modules.
-        parameters: the number of elements of the model's parameters; shared ones count once.
-    """
-
-    rows: tuple[WeightSummary, ...]
-    parameters: int
+    rows: tuple[WeightSummary, ...]  # in the order of the model's modules
+    parameters: int  # the elements of the model's parameters; shared ones count once
 
     @property
     def converted(self) -> tuple[WeightSummary, ...]:
@@ -202,8 +185,7 @@ def _experts_per_token(
 ) -> int | None:
     """Return the number of experts per token; None if it is not known.
 
-    It is an attribute of the parameter's owner, of the owner's parent or siblings, or, only for
-    modules that are ``called`` experts, of the model's config.
+    The config is asked only for modules that are ``called`` experts.
     """
     parent = modules[owner.rpartition(".")[0]]
     places: list[tuple[object, tuple[str, ...]]] = [

@@ -19,15 +19,14 @@ _ERRORS = "gradient_errors"
 class Float8State:
     """Amax histories of DELAYED operands, and errors of gradients, in a form that DCP saves.
 
-    ``model.state_dict()`` has only the keys of nn.Linear. It keeps histories in its metadata, which
-    ``torch.distributed.checkpoint`` drops. Save this object together with the model under any key,
-    and load it in the same way, before or after the model, on the same mesh or another one::
+    ``model.state_dict()`` keeps histories in its metadata, which ``torch.distributed.checkpoint``
+    drops. Save this object together with the model, as a value of the outermost dict, and load it
+    in the same way, before or after the model, on the same mesh or another one::
 
         state = {"model": ..., "optimizer": ..., "float8": Float8State(model)}
         dcp.save(state, checkpoint_id=folder)
 
-    DCP accepts this object only as a value of the outermost dict. In a nested dict, use the result
-    of ``state_dict()``.
+    In a nested dict, use the result of ``state_dict()``.
 
     The state is small (one entry per operand of a layer), and empty for recipes without histories.
     With the error feedback of ``set_gradient_transport`` or ``float8_ddp_hook``, it also contains
@@ -35,10 +34,9 @@ class Float8State:
     another mesh has none of them. Load the state after the call of ``set_gradient_transport`` or
     ``register_comm_hook``.
 
-    DCP requires that a checkpoint contains every key that is requested. If it may lack keys (a bf16
-    checkpoint, or one of another recipe or mesh), load this object in a call of its own, with
-    ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Entries that the checkpoint lacks stay
-    as they are; in a new model they are empty.
+    If a checkpoint may lack keys (one in bf16, or of another recipe or mesh), load this object in a
+    call of its own, with ``planner=DefaultLoadPlanner(allow_partial_load=True)``, which leaves the
+    entries that are missing as they are; in a new model they are empty.
 
     Histories are the same on all ranks of a layer's mesh, and DCP saves them once. If weights are
     plain tensors, as in DDP, each data-parallel rank has its own histories; after loading, all
@@ -60,8 +58,7 @@ class Float8State:
 
         The newest amax of a history comes first. A history is empty before the first sync. The
         errors are under ``"gradient_errors"``, by name; this key is absent if no errors are kept.
-        The errors are the tensors in use, not copies, and the next step changes them. Clone them to
-        keep them in memory.
+        They are the tensors in use, which the next step changes: clone them to keep them in memory.
         """
         errors = self._errors()
         kept: dict[str, Any] = {_ERRORS: errors} if errors else {}
@@ -77,9 +74,9 @@ class Float8State:
         """Continue with saved histories and errors of gradients.
 
         Each history is cut to the length that this model keeps. Histories and errors that are not
-        in ``state_dict`` start anew. Histories of unknown layers and operands are ignored, as are
-        errors of other ranks. Until a forward uses the loaded histories, ``load_state_dict`` of the
-        model does not replace them.
+        in ``state_dict`` start anew. Histories of unknown layers and operands, and errors of other
+        ranks, are ignored. ``load_state_dict`` of the model does not replace loaded histories that
+        no forward has used.
 
         Raises:
             ValueError: a history or an error is damaged. Then nothing is changed.
@@ -122,11 +119,7 @@ class Float8State:
 
 
 def _matching_errors(saved: Any, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the saved values of this rank's gradient errors; warn once if some are missing.
-
-    Raises:
-        ValueError: an error is not a tensor of the same shape and dtype.
-    """
+    """Return the saved values of this rank's gradient errors; warn once if some are missing."""
     saved = saved if isinstance(saved, Mapping) else dict.fromkeys(own, saved)
     found = {key: saved[key] for key in own if key in saved}
     for key, errors in found.items():

@@ -20,21 +20,13 @@ from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 
 
 class _Kind(NamedTuple):
-    """A kind of layers, which launch the same kernels.
+    """A kind of layers, which launch the same kernels."""
 
-    Attributes:
-        shape: of the weight that GEMMs take: gathered by FSDP2, or a part under tensor parallelism.
-        shard: the shape and dtype of this rank's shard; None without FSDP2.
-        gathers: whether FSDP2 gathers the weight in float8.
-        trains, is_stored: whether the weight gets a gradient; whether it is stored in float8.
-        config: the layer's config.
-    """
-
-    shape: tuple[int, int]
-    shard: tuple[torch.Size, torch.dtype] | None
-    gathers: bool
-    trains: bool
-    is_stored: bool
+    shape: tuple[int, int]  # of the weight that GEMMs take: gathered, or a tensor-parallel part
+    shard: tuple[torch.Size, torch.dtype] | None  # this rank's; None without FSDP2
+    gathers: bool  # whether FSDP2 gathers the weight in float8
+    trains: bool  # whether the weight gets a gradient
+    is_stored: bool  # in float8
     config: Float8LinearConfig
 
 
@@ -43,9 +35,9 @@ def tune(
 ) -> None:
     """Measure block sizes for the Triton kernels that a step of a model's float8 layers launches.
 
-    A kernel has a few choices of block sizes. Without this function it measures them when a step
-    first launches it for tensors of about some size, so that the first steps are slow, and need
-    256 MB of memory for it. The choice does not change results.
+    Without this function a kernel measures its few choices when a step first launches it for
+    tensors of about some size, so that the first steps are slow, and need 256 MB of memory for it.
+    The choice does not change results.
 
     Call it on each rank, once the model is converted and distributed. It runs forward and backward
     of layers of its own that are like the model's, one at a time, and needs as much memory as they

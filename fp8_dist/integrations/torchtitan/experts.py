@@ -6,7 +6,7 @@ routed experts call the dispatch of :mod:`fp8_dist.moe` instead, and take the me
 dispatcher alone.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -41,12 +41,9 @@ class TitanFloat8GroupedExperts(GroupedExperts):
 
     @torch.compiler.disable(reason="fp8_dist: the host reads how many rows an expert has")
     def forward(self, x: Tensor, expert_ids: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Compute the outputs ``[T, K, D]`` of the experts of each token.
+        """Compute the outputs ``[T, K, D]`` of the experts ``[T, K]`` of each token, ``x [T, D]``.
 
-        Args:
-            x: ``[T, D]``.
-            expert_ids: ``[T, K]``.
-            group: the ranks of expert parallelism.
+        ``group``: the ranks of expert parallelism.
 
         Collectives: with a group, those of ``route``, ``dispatch_linear`` and ``linear_combine``.
         """
@@ -98,21 +95,21 @@ class TitanFloat8RoutedExperts(RoutedExperts):
         return (slots.to(torch.float32) * scores).sum(1).to(x_BLD.dtype).view(x_BLD.shape)
 
 
+def fields_of(config: Any) -> dict[str, Any]:
+    """The fields of a dataclass, for a config of a subclass."""
+    return {each.name: getattr(config, each.name) for each in fields(config)}
+
+
 class Float8ExpertsConverter(QuantizationConverter):
     """A converter from torchtitan's routed experts to experts in float8."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """The config of the conversion.
+        """The config of the conversion."""
 
-        Attributes:
-            recipe_name: the name of a recipe, as in ``Float8ExpertsConfig.from_recipe_name``.
-            combine: as in ``Float8ExpertsConfig``.
-            filter_fqns: experts whose name contains one of these strings stay unconverted.
-        """
-
-        recipe_name: str = "rowwise_folded"
-        combine: str = "high_precision"
+        recipe_name: str = "rowwise_folded"  # as in Float8ExpertsConfig.from_recipe_name
+        combine: str = "high_precision"  # as in Float8ExpertsConfig
+        # Experts whose name contains one of these strings stay unconverted.
         filter_fqns: list[str] = field(default_factory=list)
 
     def __init__(self, config: Config) -> None:
@@ -139,21 +136,11 @@ class Float8ExpertsConverter(QuantizationConverter):
                     f"{type(dispatcher).__qualname__}, but only torchtitan's GroupedExperts with "
                     'its "standard" moe_comm_backend can be converted; name it in filter_fqns'
                 )
-            new = TitanFloat8RoutedExperts.Config(
-                inner_experts=TitanFloat8GroupedExperts.Config(
-                    dim=inner.dim,
-                    hidden_dim=inner.hidden_dim,
-                    num_experts=inner.num_experts,
-                    param_init=inner.param_init,
-                    sharding_config=inner.sharding_config,
-                    float8=float8,
-                    fqn=f"{fqn}.inner_experts",
-                ),
-                token_dispatcher=dispatcher,
-                param_init=routed.param_init,
-                sharding_config=routed.sharding_config,
+            experts = TitanFloat8GroupedExperts.Config(
+                **fields_of(inner), float8=float8, fqn=f"{fqn}.inner_experts"
             )
-            setattr(parent, name, new)
+            changed = fields_of(routed) | {"inner_experts": experts}
+            setattr(parent, name, TitanFloat8RoutedExperts.Config(**changed))
         if not found:
             raise ValueError(
                 "Float8ExpertsConverter: the model has no routed experts to convert, or "

@@ -30,7 +30,7 @@ from fp8_dist import (
 )
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
-from fp8_dist.integrations.torchtitan.experts import Float8ExpertsConverter
+from fp8_dist.integrations.torchtitan.experts import Float8ExpertsConverter, fields_of
 from fp8_dist.linear.weight import float8_weights
 from fp8_dist.tensor_parallel import declare_placements, share_input
 from fp8_dist.tensor_parallel.inputs import check_transport
@@ -61,20 +61,16 @@ class TitanFloat8Linear(Float8Linear, Module):
 class Float8Converter(QuantizationConverter):
     """A converter from torchtitan's Linear to Float8Linear, with the filter that torchtitan uses.
 
-    Layers whose sizes are not multiples of 16 stay unconverted.
+    Layers whose sizes are not multiples of 16 stay unconverted. FSDP2 gathers weights in float8
+    where the recipe allows it.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """The config of the conversion.
+        """The config of the conversion."""
 
-        Attributes:
-            recipe_name: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``. FSDP2
-                gathers weights in float8 where the recipe allows it.
-            filter_fqns: layers whose name contains one of these strings stay unconverted.
-        """
-
-        recipe_name: str = "tensorwise"
+        recipe_name: str = "tensorwise"  # as in Float8LinearConfig.from_recipe_name
+        # Layers whose name contains one of these strings stay unconverted.
         filter_fqns: list[str] = field(default_factory=lambda: ["lm_head"])
 
     def __init__(self, config: Config) -> None:
@@ -96,15 +92,7 @@ class Float8Converter(QuantizationConverter):
             if not module_filter_fn(linear, fqn, self.config.filter_fqns):
                 continue
             found = True
-            new = TitanFloat8Linear.Config(
-                in_features=linear.in_features,
-                out_features=linear.out_features,
-                bias=linear.bias,
-                param_init=linear.param_init,
-                sharding_config=linear.sharding_config,
-                float8=float8,
-                fqn=fqn,
-            )
+            new = TitanFloat8Linear.Config(**fields_of(linear), float8=float8, fqn=fqn)
             if isinstance(parent, list):
                 parent[name] = new
             else:

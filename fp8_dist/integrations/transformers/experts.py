@@ -32,12 +32,7 @@ def experts_forward(
 ) -> Tensor:
     """The forward of converted experts, as transformers' experts interface calls it.
 
-    Args:
-        hidden_states: ``[T, H]``.
-        top_k_index, top_k_weights: ``[T, top_k]``.
-
-    Returns:
-        ``[T, H]``.
+    ``hidden_states`` and the result are ``[T, H]``, the other tensors ``[T, top_k]``.
 
     Collectives: if ranks have some of the experts, those of ``route``, ``dispatch_linear`` and
     ``linear_combine``. If they have parts of each expert, those of ``Float8ExpertTensorParallel``.

@@ -18,15 +18,11 @@ from fp8_dist.transport import Encoding
 
 
 class _Names(NamedTuple):
-    """Patterns of the ends of names: of layers that read the stream, and of those that write to it.
+    """Patterns of the ends of names."""
 
-    Attributes:
-        tables: of embeddings with one column per head.
-    """
-
-    readers: str
-    writers: str
-    tables: str = "(?!)"
+    readers: str  # of layers that read the stream
+    writers: str  # of layers that write to it
+    tables: str = "(?!)"  # of embeddings with one column per head
 
 
 _BERT = _Names(
@@ -65,18 +61,17 @@ def layer_plan(model: nn.Module, transport: Encoding = None) -> dict[str, Parall
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and _ends(name, known.readers):
             plan[name] = colwise_style(module, transport)
+            parent, _, child = name.rpartition(".")
+            block: Any = model.get_submodule(parent)
+            size = next((getattr(block, n) for n in _HEAD_SIZES if hasattr(block, n)), 1)
+            heads = plan.setdefault(parent, DividedHeads())
+            assert isinstance(heads, DividedHeads)
+            heads.parts[child] = module.out_features // size
         elif isinstance(module, nn.Linear) and _ends(name, known.writers):
             at = {"input_layouts": Shard(-1), "output_layouts": Replicate()}
             plan[name] = residual_style(module, transport, **at)
         elif isinstance(module, nn.Embedding) and _ends(name, known.tables):
             plan[name] = ColwiseParallel()
-    for name in [name for name in plan if _ends(name, known.readers)]:
-        parent, _, child = name.rpartition(".")
-        block: Any = model.get_submodule(parent)
-        size = next((getattr(block, n) for n in _HEAD_SIZES if hasattr(block, n)), 1)
-        style = plan.setdefault(parent, DividedHeads())
-        assert isinstance(style, DividedHeads)
-        style.parts[child] = block.get_submodule(child).out_features // size
     return plan
 
 

@@ -1,13 +1,11 @@
 """A quantizer for ``from_pretrained(..., quantization_config=Fp8DistConfig())``.
 
 In transformers, a quantizer changes the layers of a model before its weights are loaded. This one
-makes float8 training layers, whose weights stay in high precision. The model is not marked as
-quantized, and is saved like any other model.
+makes float8 training layers, whose weights stay in high precision.
 
 In training, transformers' own tensor parallelism (``DistributedConfig(tp_size=...)``) passes
 DTensors to layers, which tell float8 layers what their scales cover. Without gradients, it passes
-local tensors to every ``nn.Linear`` instead. The styles here pass DTensors to float8 layers in both
-cases.
+local tensors to every ``nn.Linear``; the styles here pass DTensors to float8 layers then, too.
 """
 
 from dataclasses import replace
@@ -107,27 +105,22 @@ class Fp8DistConfig(QuantizationConfigMixin):
         scale_format: of the recipe ``blockwise``: ``"ue8m0"`` or ``"fp32"``.
         freeze: store the weights of the float8 layers in float8, frozen
             (:func:`fp8_dist.freeze_to_float8`). An FP8 checkpoint is loaded without a copy in high
-            precision. The ``config`` that is passed then must not have the checkpoint's
-            ``quantization_config``, with which transformers would make its own layers::
-
-                config = AutoConfig.from_pretrained(path)
-                config.quantization_config = None
-                fp8 = Fp8DistConfig("blockwise", scale_format="fp32", freeze=True)
-                AutoModelForCausalLM.from_pretrained(path, config=config, quantization_config=fp8)
+            precision. Then pass a ``config`` whose ``quantization_config``, with which transformers
+            would make its own layers, was set to ``None`` (``docs/frozen.md``).
 
     Raises:
         TypeError: ``modules_to_not_convert`` is a string.
         ValueError: no recipe has this name, or its weights can't be gathered in float8 as
             requested. ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches
             no module, if a checkpoint has weights in float8 that ``freeze`` does not store, if
-            ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the
-            model, or if ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
+            ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the model, or if
+            ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
         NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
-            style for a converted layer or for experts that passes local tensors
-            (``packed_colwise``, ``moe_tp_experts``), if this release of transformers has no styles
-            that can be replaced, if ``freeze`` meets a distributed model or experts of an FP8
-            checkpoint (:func:`fp8_dist.load_float8_checkpoint` loads both), or if a model with
-            Conv1D layers is to be distributed.
+            style that passes local tensors to converted layers or experts (``packed_colwise``,
+            ``moe_tp_experts``) or, in older releases, no styles that can be replaced; if ``freeze``
+            meets a distributed model or experts of an FP8 checkpoint
+            (:func:`fp8_dist.load_float8_checkpoint` loads both); or if a model with Conv1D layers
+            is to be distributed.
     """
 
     def __init__(
@@ -264,12 +257,10 @@ class Fp8DistQuantizer(HfQuantizer):
     # transformers requires these members of a quantizer, but does not use them after loading.
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether the model can be saved."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Return whether the model can be trained."""
         return True
 
 
@@ -285,7 +276,6 @@ def _check_names(model: nn.Module, names: list[str]) -> None:
 
 
 def _replace_styles(plan: dict[str, str], names: dict[str, str]) -> None:
-    """Replace styles in a plan in place."""
     plan.update({key: names.get(style, style) for key, style in plan.items()})
 
 
@@ -293,11 +283,6 @@ def _check_plan(model: PreTrainedModel) -> None:
     """Check that no style passes local tensors to float8 layers, whose scales would be per rank.
 
     Expert parallelism takes precedence over the styles of experts, and passes whole experts.
-
-    Raises:
-        NotImplementedError: a converted layer, or experts, have an unknown style, or this release
-            of transformers has no styles that can be replaced.
-        ValueError: ``DistributedConfig(tp_plan=...)`` sets a style for unconverted layers.
     """
     distributed = getattr(model.config, "distributed_config", None)
     if distributed is None or distributed.tp_size == 1:

@@ -60,20 +60,14 @@ class Structure:
     """The modules of a model, by their full names.
 
     Attributes:
-        embedding: the embedding before the layers.
-        layers: the layers, in order.
         blocks: the sharded blocks in the layers, each with the declared styles of its readers,
             writers and norms of heads, by their names relative to the block.
         norms: the norms in the layers, outside of blocks.
         routed: the blocks that have routed experts, which every rank computes in full.
-        last_norm: the norm after the layers; ``""`` if it is not known.
+        embedding, last_norm: those before and after the layers; ``""`` if it is not known.
         head: the sharded head; None if there is none.
         problems: descriptions of unknown parts of the model, without layer numbers. The value is
             True if a problem affects only sequence parallelism.
-
-    Raises:
-        NotImplementedError: the model declares no plan, or parts of the model are unknown. The
-            message names all of them.
     """
 
     def __init__(self, model: nn.Module, sequence_parallel: bool) -> None:
@@ -286,9 +280,8 @@ def hf_tp_plan(
 
     The model declares which layers are sharded, and how (``_tp_plan``, ``base_model_tp_plan``).
     This function adds the redistribution of activations. Converted layers (``Float8Linear``) get
-    float8 styles, and other layers get torch's styles. Layers that read the same input (q, k, v;
-    gate, up) share one gather. The gather is in float8 if one float8 copy serves all of them, else
-    in high precision.
+    float8 styles, and other layers torch's. Layers that read the same input (q, k, v; gate, up)
+    share one gather, in float8 if one float8 copy serves all of them, else in high precision.
 
     Shapes for B sequences of S tokens and hidden size D on ``tp`` ranks:
 
@@ -304,7 +297,7 @@ def hf_tp_plan(
     gradients of query and key norms are summed over all heads.
 
     Routed experts of MoE blocks are not sharded: every rank has all of them and computes all
-    tokens, which is correct but saves nothing. A warning names these blocks. Add entries with
+    tokens. A warning names these blocks. Add entries with
     :class:`fp8_dist.tensor_parallel.Float8ExpertTensorParallel` to divide converted experts. Linear
     layers that are shared experts are sharded if the model declares it.
 
@@ -339,9 +332,8 @@ def hf_tp_plan(
             whose role in the model is unknown. The message names all of them.
         ValueError: ``sequence_parallel`` is set for a model that merges other inputs (images,
             sound) into its embeddings, ``loss_parallel`` for a model without a sharded head, or
-            ``reduce_transport`` for a model that was not converted.
-            ``apply_tp_plan`` raises it, before it changes the model, if the ranks cannot share the
-            heads evenly.
+            ``reduce_transport`` for a model that was not converted. ``apply_tp_plan`` raises it if
+            the ranks cannot share the heads evenly.
     """
     check_plan_transport(model, reduce_transport, "hf_tp_plan")
     plan: dict[str, ParallelStyle] = {}

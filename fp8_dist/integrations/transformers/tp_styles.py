@@ -56,9 +56,7 @@ class StreamInput(ParallelStyle):
 class StreamNorm(SequenceParallel):
     """The style of a norm that runs on the parts of a sequence-parallel stream.
 
-    Args:
-        returned: a function that converts the output, a DTensor that is sharded along the sequence.
-            An example is ``local_if_even``.
+    ``returned`` converts the output, a DTensor that is sharded along the sequence.
     """
 
     def __init__(self, returned: Callable[[DTensor], torch.Tensor]) -> None:
@@ -108,14 +106,10 @@ class Float8BlockInput(BlockInput, PrepareFloat8ModuleInput):
 
 
 class DividedHeads(CheckedStyle):
-    """The style of a module whose heads or features are divided over ranks, layer by layer.
-
-    Attributes:
-        parts: as in :class:`BlockInput`.
-    """
+    """The style of a module whose heads or features are divided over ranks, layer by layer."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, int] = {}
+        self.parts: dict[str, int] = {}  # as in BlockInput
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         yield from _uneven(self.parts, size)

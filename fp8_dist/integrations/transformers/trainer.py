@@ -16,8 +16,9 @@ from fp8_dist.fsdp import attach_update, update_float8_scales
 from fp8_dist.linear import float8_layers
 from fp8_dist.linear.amax_history import load_histories
 from fp8_dist.model.convert import convert_to_float8_training
-from fp8_dist.model.filters import FilterFn, skip_head
+from fp8_dist.model.filters import skip_head
 from fp8_dist.model.state import Float8State
+from fp8_dist.moe.experts import FilterFn
 from fp8_dist.report import RunWriter
 from fp8_dist.text import warn_once, without_wrappers
 
@@ -25,12 +26,11 @@ from fp8_dist.text import warn_once, without_wrappers
 class Float8Callback(TrainerCallback, ExportableState):
     """A callback that trains a Trainer's model in float8: ``callbacks=[Float8Callback()]``.
 
-    The callback converts the model when the Trainer is made. This is before accelerate wraps the
-    model in DDP or shards it with FSDP2, and before the optimizer is made. A model that is already
-    converted stays as it is. After each optimizer step, the callback calls
-    :func:`fp8_dist.update_float8_scales`: once for all micro-batches of a step, and before
-    evaluation and saving. Amax histories of DELAYED operands are saved in ``trainer_state.json``,
-    and ``resume_from_checkpoint`` restores them.
+    The callback converts the model when the Trainer is made, before accelerate wraps or shards it
+    and before the optimizer is made. A model that is already converted stays as it is. After each
+    optimizer step, before evaluation and saving, the callback calls
+    :func:`fp8_dist.update_float8_scales`. Amax histories of DELAYED operands are saved in
+    ``trainer_state.json``, and ``resume_from_checkpoint`` restores them.
 
     A warning is issued once if the Trainer is asked for FSDP where accelerate does not use it (on
     CPUs), and if torchrun started several ranks but the Trainer sees only one (on CPUs without
@@ -46,10 +46,9 @@ class Float8Callback(TrainerCallback, ExportableState):
             casts of training. Default: nothing is written.
         stats_every: with ``run``, record the casts of steps whose numbers are multiples of this.
 
-    Collectives: the collectives of ``float8_stats`` in recorded steps, and of
-    ``update_float8_scales`` (with dynamic scales one all-reduce
-    under FSDP2, none under DDP), when training begins, after each step, and at the end of training
-    if the best model is loaded.
+    Collectives: those of ``float8_stats`` in recorded steps, and of ``update_float8_scales`` (with
+    dynamic scales one all-reduce under FSDP2, none under DDP) when training begins, after each
+    step, and at the end of training if the best model is loaded.
 
     Raises:
         ValueError: when the Trainer is made: ``convert_to_float8_training`` refuses the model; the
@@ -101,9 +100,10 @@ class Float8Callback(TrainerCallback, ExportableState):
                     "the callback"
                 )
             return
+        gathered = getattr(AcceleratorState(), "fsdp_plugin", None) is not None
         convert_to_float8_training(
             model,
-            config=self.config or _default_config(),
+            config=self.config or Float8LinearConfig(enable_fsdp_float8_all_gather=gathered),
             module_filter_fn=self.module_filter_fn or skip_head(model),
         )
 
@@ -192,12 +192,6 @@ def _restore_histories(
         elif is_new:  # a new training restores no histories, whatever accelerate has loaded
             for history in layer.histories.values():
                 history.restored = None
-
-
-def _default_config() -> Float8LinearConfig:
-    """Return the default config, which gathers weights in float8 if the Trainer uses FSDP."""
-    gathered = getattr(AcceleratorState(), "fsdp_plugin", None) is not None
-    return Float8LinearConfig(enable_fsdp_float8_all_gather=gathered)
 
 
 def _check_back_end(args: TrainingArguments) -> None:
