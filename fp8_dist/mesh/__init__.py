@@ -11,7 +11,6 @@ from fp8_dist.mesh.amax import (
     groups_over as groups_over,
     make_amax_group as make_amax_group,
     make_group as make_group,
-    reduce_amax as reduce_amax,
 )
 from fp8_dist.mesh.gather import full_tensors as full_tensors
 from fp8_dist.mesh.layout import (

@@ -252,18 +252,10 @@ def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
     return union
 
 
-def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """Maximum of local amaxes (fp32, non-negative or NaN, any shape) over some axes of a mesh.
-
-    Collectives: one all-reduce of 4 bytes per element for each group of :func:`groups_over`.
-    """
-    return all_reduce_max(amax, groups_over(mesh, axes))
-
-
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
     """All-reduce (MAX) non-negative fp32 values or uint8 exponents. A NaN of any rank is kept.
 
-    Collectives: one all-reduce for each group, one after the other.
+    Collectives: one all-reduce, of 4 bytes or 1 byte per element, for each group in turn.
     """
     # Backends may drop a NaN in a MAX, so floats are reduced as int32. The bits of non-negative
     # floats, read as integers, are ordered like the floats, with NaN above infinity. The largest
