@@ -371,8 +371,11 @@ def start_reduction(
     padded, as in torch's reduce-scatter), then for an all-reduce an all-gather of as many bytes; or
     those of ``DTensor.redistribute``.
     """
-    if not _is_encoded(tensor, placements, transport):
+    may_encode = transport is not None and tensor.device_mesh.size() > 1 and tensor.numel() > 0
+    is_sum = may_encode and tensor.placements[0] == Partial() and not placements[0].is_partial()
+    if not is_sum or has_pieces(placements):
         return redistributed(tensor, placements)
+    assert tensor.device_mesh.ndim == 1, tensor.device_mesh
     mesh, local = tensor.device_mesh, local_tensor(tensor)
     ranks, coordinate = mesh.size(), mesh.get_coordinate()
     assert coordinate is not None
@@ -409,13 +412,3 @@ def finish_reduction(started: DTensor | Reduction) -> DTensor:
 def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> DTensor:
     """Run :func:`start_reduction`, then :func:`finish_reduction`."""
     return finish_reduction(start_reduction(tensor, placements, transport))
-
-
-def _is_encoded(tensor: DTensor, placements: Placements, transport: Encoding) -> bool:
-    """Whether a redistribution is a sum with encoded pieces; else torch redistributes."""
-    if transport is None or tensor.device_mesh.size() == 1 or tensor.numel() == 0:
-        return False
-    assert tensor.device_mesh.ndim == 1, tensor.device_mesh
-    return tensor.placements[0] == Partial() and not (
-        has_pieces(placements) or placements[0].is_partial()
-    )
