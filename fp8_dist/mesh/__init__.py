@@ -26,7 +26,6 @@ from fp8_dist.mesh.layout import (
     narrowed as narrowed,
     normalized as normalized,
     own_pieces as own_pieces,
-    pieces_at as pieces_at,
     redistributed as redistributed,
     reduced as reduced,
     regions as regions,
