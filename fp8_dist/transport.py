@@ -35,6 +35,7 @@ from fp8_dist.torch_internals import funcol
 
 # Encoding of numbers on the wire; None for their own dtype.
 Encoding = Literal["float8", "bf16"] | None
+ENCODINGS: tuple[Encoding, ...] = ("float8", "bf16", None)
 
 _LARGEST_SEED = 0x7FFFFFFF
 

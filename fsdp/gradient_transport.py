@@ -1,7 +1,7 @@
 """Reductions of FSDP2's gradients that travel in float8 or bf16 and are summed in fp32."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from fp8_dist.torch_internals import (
     set_fsdp_replicas,
 )
 from fp8_dist.transport import (
+    ENCODINGS,
     Encoding,
     GradientErrors,
     Part,
@@ -369,9 +370,8 @@ def _check_arguments(
         raise TypeError(
             f"{_CALLER} needs a module that fully_shard was called on, got a {type(model).__name__}"
         )
-    allowed = (*get_args(Transport), None)
-    if transport not in allowed:
-        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {allowed}")
+    if transport not in ENCODINGS:
+        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {ENCODINGS}")
     check_rounding(_CALLER, error_feedback, stochastic_rounding)
     if high_precision is not None and not callable(high_precision):
         raise TypeError(
