@@ -139,13 +139,11 @@ class EncodedReduction:
 class EncodedReplicas:
     """Process group of a parameter group's replicas, with the interface that FSDP2 needs."""
 
-    def __init__(
-        self, replicas: dist.ProcessGroup, shards: EncodedReduction, error_feedback: bool
-    ) -> None:
+    def __init__(self, replicas: dist.ProcessGroup, shards: EncodedReduction) -> None:
         self.replicas = replicas
         self.shards = shards
         self.errors: GradientErrors | None = None
-        if error_feedback:
+        if shards.errors is not None:
             self.errors = GradientErrors([(replicas.size(), 1)], shards.group.device)
 
     def __eq__(self, other: object) -> bool:
@@ -277,7 +275,7 @@ def set_gradient_transport(
         reduction = EncodedReduction(shown, group, of_group, seed, error_feedback, hierarchy)
         set_fsdp_reduction(group, reduction, reduction.note)
         if replicas is not None and replicas.size() > 1:
-            set_fsdp_replicas(group, EncodedReplicas(replicas, reduction, error_feedback))
+            set_fsdp_replicas(group, EncodedReplicas(replicas, reduction))
 
 
 def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
