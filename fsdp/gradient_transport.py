@@ -339,10 +339,7 @@ def _names_of(group: Any, names: Mapping[int, str], caller: str) -> list[str]:
 def _check_agreement(
     groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]], options: str
 ) -> None:
-    """Raise if arguments differ between ranks that share a parameter.
-
-    These are the ranks that FSDP2 shards or replicates it over, and those of tensor parallelism.
-    """
+    """Raise if arguments differ between ranks that share a parameter, tensor-parallel ones too."""
     facts = Facts()
     for module, group in groups.items():
         # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
