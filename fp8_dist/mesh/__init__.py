@@ -35,4 +35,4 @@ from fp8_dist.mesh.layout import (
     taken as taken,
     with_local as with_local,
 )
-from fp8_dist.mesh.rules import LinearLayouts as LinearLayouts, linear_layouts as linear_layouts
+from fp8_dist.mesh.rules import linear_layouts as linear_layouts
