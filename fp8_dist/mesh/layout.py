@@ -168,21 +168,10 @@ def pieces_at(layout: Layout, coordinate: Sequence[int]) -> tuple[Pieces, ...]:
     return tuple(own)
 
 
-class Region(NamedTuple):
-    """A box of a tensor that a rank holds: its offset, its offset in the rank's part, its size."""
-
-    offset: tuple[int, ...]
-    local: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-def regions(pieces: Sequence[Pieces]) -> list[Region]:
-    """The boxes of a rank's part of a tensor; none if the part is empty."""
-    found = []
-    for each in itertools.product(*[_with_local_begin(own) for own in pieces]):
-        begins, locals_, sizes = zip(*each, strict=True) if each else ((), (), ())
-        found.append(Region(begins, locals_, sizes))
-    return found
+def regions(pieces: Sequence[Pieces]) -> list[tuple[tuple[int, ...], ...]]:
+    """The boxes of a rank's part, none if it is empty: offset, offset in the part, and size."""
+    boxes = itertools.product(*[_with_local_begin(own) for own in pieces])
+    return [tuple(zip(*box, strict=True)) if box else ((), (), ()) for box in boxes]
 
 
 def _with_local_begin(pieces: Pieces) -> list[tuple[int, int, int]]:
