@@ -163,8 +163,7 @@ def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
 # So only AOTAutograd, which knows the placement, traces the function.
 @torch.compiler.allow_in_graph
 def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
-    whole: DTensor = _Gather.apply(input, _Spec(who, transport))
-    return whole
+    return _Gather.apply(input, _Spec(who, transport))
 
 
 class _CastInput(torch.autograd.Function):
