@@ -343,10 +343,7 @@ def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
 
 
 def leave_out_of_ddp(module: nn.Module, names: Iterable[str]) -> None:
-    """Exclude parameters from what DistributedDataParallel broadcasts and reduces, by FQN.
-
-    ``module`` is the one that it wraps.
-    """
+    """Let DistributedDataParallel(module) neither broadcast nor reduce parameters, given by FQN."""
     known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     ignored: Any = [*dict.fromkeys([*known, *names])]
     module._ddp_params_and_buffers_to_ignore = ignored
@@ -397,11 +394,7 @@ def is_selectively_checkpointed() -> bool:
 
 
 def can_skip_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether an operator's implementation may be called directly, which is faster.
-
-    This is the case for a real tensor that is not of a subclass, without dispatch modes, while
-    dynamo is not tracing.
-    """
+    """Whether an operator's implementation may be called directly, which is faster."""
     return (
         not torch.compiler.is_dynamo_compiling()
         and type(tensor) in _PLAIN
@@ -490,10 +483,7 @@ def before_fsdp_gathers(call: Callable[[Any], None], consequence: str) -> None:
 
 
 def fsdp_init_shards(module: FSDPModule) -> None:
-    """Let FSDP2 replace the local tensors of a module's parameters, which it may pad or pin.
-
-    Otherwise FSDP2 does so before the first gather.
-    """
+    """Let FSDP2 replace the shards of a module (padded, pinned) now, not at its first gather."""
     for group in fsdp_groups_of_module(module):
         is_done = group._reset_sharded_params
         if not (is_done or any(p.sharded_param.is_meta for p in group.fsdp_params)):
@@ -501,20 +491,12 @@ def fsdp_init_shards(module: FSDPModule) -> None:
 
 
 class FsdpParameter(NamedTuple):
-    """A parameter that FSDP2 shards.
+    """A parameter that FSDP2 shards."""
 
-    Attributes:
-        users: the modules that have it, each with its name there. FSDP2 passes the first one to the
-            hooks for the all-gather.
-        has_hooks: ``fully_shard`` found such hooks on the tensor.
-        has_gathered: it was gathered at least once.
-        param_dtype: the dtype of a gather without hooks; None: the parameter's own.
-    """
-
-    users: list[tuple[nn.Module, str]]
-    has_hooks: bool
-    has_gathered: bool
-    param_dtype: torch.dtype | None
+    users: list[tuple[nn.Module, str]]  # modules, with its name there; hooks are given the first
+    has_hooks: bool  # for the all-gather, when ``fully_shard`` looked
+    has_gathered: bool  # at least once
+    param_dtype: torch.dtype | None  # of a gather without hooks; None: the parameter's own
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -682,8 +664,7 @@ def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
 
 def ddp_hook_states(model: DistributedDataParallel) -> list[Any]:
     """The states of a DDP model's communication hooks."""
-    if missing := _missing(model, "_comm_hooks"):
-        off = "errors of gradients are not in Float8State"
-        warn_once(missing[0], f"torch {torch.__version__} has no {missing[0]}: {off}")
+    absent = [_Absent(name) for name in _missing(model, "_comm_hooks")]
+    if absent and _is_off(absent[0], "errors of gradients are not in Float8State"):
         return []
     return [state for _, state in model._comm_hooks]

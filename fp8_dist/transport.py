@@ -4,7 +4,7 @@ Nothing is summed in the narrow type. Ranks exchange encoded pieces in an all-to
 owns a sum decodes the pieces it receives, and adds them in fp32, in the order of ranks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -35,23 +35,15 @@ from fp8_dist.torch_internals import funcol
 
 # Encoding of numbers on the wire; None for their own dtype.
 Encoding = Literal["float8", "bf16"] | None
+ENCODINGS: tuple[Encoding, ...] = ("float8", "bf16", None)
 
 _LARGEST_SEED = 0x7FFFFFFF
 
 
 class Part(NamedTuple):
-    """A piece of a parameter, as part of a row."""
+    """Adjacent numbers of a row: a piece of a parameter, or pieces that are encoded together."""
 
-    number: int  # of the parameter
-    size: int
-    encoding: Encoding
-
-
-class Run(NamedTuple):
-    """Adjacent numbers of a row that are encoded together."""
-
-    number: int  # of the first parameter
-    start: int
+    number: int  # of the (first) parameter
     size: int
     encoding: Encoding
 
@@ -62,16 +54,15 @@ class Run(NamedTuple):
         return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
 
 
-def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Run, ...]:
-    """Divide a row of parts into as few runs as possible, with no block across two parts.
+def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Part, ...]:
+    """Join the parts of a row to as few runs as possible, with no block across two parts.
 
     Args:
         seed: the seed of :func:`encode`. With stochastic rounding each encoded part is a run of its
             own, so that its rounding does not depend on other parts. Tensor-parallel ranks may have
             different sizes of a sharded parameter, but must round a replicated one alike.
     """
-    runs: list[Run] = []
-    start = 0
+    runs: list[Part] = []
     for number, size, encoding in parts:
         last = runs[-1] if runs else None
         if not size:
@@ -82,8 +73,7 @@ def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Run, ...]:
         if last and last.encoding == encoding and may_join:
             runs[-1] = last._replace(size=last.size + size)
         else:
-            runs.append(Run(number, start, size, encoding))
-        start += size
+            runs.append(Part(number, size, encoding))
     return tuple(runs)
 
 
@@ -97,7 +87,7 @@ def seed_of(seed: int, *numbers: int) -> int:
 
 
 def encode(
-    x: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, seed: int = NEAREST
+    x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype, seed: int = NEAREST
 ) -> torch.Tensor:
     """Encode rows ``[..., S]`` of any floating dtype as bytes ``[..., B]``, exponents included.
 
@@ -106,13 +96,12 @@ def encode(
         seed: the seed of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
     """
     pieces: list[torch.Tensor] = []
-    for number, start, size, encoding in runs:
-        part = x.narrow(-1, start, size)
-        own_seed = seed_of(seed, number)
-        if encoding == "float8":
+    for run, part in zip(runs, x.split([run.size for run in runs], -1), strict=True):
+        own_seed = seed_of(seed, run.number)
+        if run.encoding == "float8":
             pieces += encode_float8(part, own_seed)
             continue
-        if encoding == "bf16":
+        if run.encoding == "bf16":
             part = part.to(torch.bfloat16) if seed < 0 else stochastic_bfloat16(part, own_seed)
         else:
             part = part.to(dtype)
@@ -120,7 +109,7 @@ def encode(
     return pack_rows(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
 
 
-def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch.Tensor:
+def decode(wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
     """Decode the bytes of :func:`encode` to fp32."""
     found = [
         numbers.to(torch.float32) if exponents is None else decode_float8(numbers, exponents)
@@ -130,7 +119,7 @@ def decode(wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype) -> torch
 
 
 def sum_of(
-    wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype, own: torch.Tensor, rank: int
+    wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype, own: torch.Tensor, rank: int
 ) -> torch.Tensor:
     """Sum the rows of bytes ``[W, ..., B]`` from W ranks, in fp32 and in the order of ranks.
 
@@ -139,22 +128,17 @@ def sum_of(
         own: ``[..., S]``, the summand of this rank, which is added instead of its encoded bytes.
         rank: index of this rank along the first dim.
     """
-    sums = [
-        sum_of_rows(*part, own.narrow(-1, run.start, run.size), rank)
-        for run, part in zip(runs, _parts(wire, runs, dtype), strict=True)
-    ]
+    owns = own.split([run.size for run in runs], -1)
+    summands = zip(_parts(wire, runs, dtype), owns, strict=True)
+    sums = [sum_of_rows(*received, own_part, rank) for received, own_part in summands]
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
 
 
 def _parts(
-    wire: torch.Tensor, runs: Sequence[Run], dtype: torch.dtype
+    wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
     """Yield each run's codes and exponents, or its numbers and None."""
-    start = 0
-    for run in runs:
-        length = run.bytes(dtype)
-        part = wire.narrow(-1, start, length)
-        start += length
+    for run, part in zip(runs, wire.split([run.bytes(dtype) for run in runs], -1), strict=True):
         if run.encoding == "float8":
             yield part[..., : run.size], part[..., run.size :]
         else:
@@ -213,25 +197,22 @@ class GradientErrors:
     def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` ``[..., S]`` plus the kept errors, in fp32."""
         rows = rows.to(torch.float32, copy=True)
-        for part, start in self._encoded():
-            errors = self._kept[part.number, stage]
-            rows.narrow(-1, start, part.size).add_(decode_float8(*errors))
+        for number, values in self._encoded(rows):
+            values.add_(decode_float8(*self._kept[number, stage]))
         return rows
 
     def keep(self, stage: int, errors: torch.Tensor) -> None:
         """Replace the kept errors with ``errors`` ``[..., S]``, fp32 and finite."""
-        for part, start in self._encoded():
-            found = encode_float8(errors.narrow(-1, start, part.size), NEAREST)
-            for old, new in zip(self._kept[part.number, stage], found, strict=True):
+        for number, values in self._encoded(errors):
+            found = encode_float8(values, NEAREST)
+            for old, new in zip(self._kept[number, stage], found, strict=True):
                 old.copy_(new)
 
-    def _encoded(self) -> Iterator[tuple[Part, int]]:
-        """Yield the encoded parts, and their offsets in a row."""
-        start = 0
-        for part in self.parts:
-            if part.encoding is not None:
-                yield part, start
-            start += part.size
+    def _encoded(self, rows: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return the numbers of the encoded parts, with their values in ``rows``."""
+        values = rows.split([part.size for part in self.parts], -1)
+        every = zip(self.parts, values, strict=True)
+        return [(part.number, own) for part, own in every if part.encoding is not None]
 
 
 def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -250,7 +231,7 @@ def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def reduce_scatter(
     x: torch.Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[Part],
     groups: Sequence[dist.ProcessGroup],
     *,
     seed: int = NEAREST,
@@ -335,7 +316,7 @@ def split(parts: Sequence[Part], ranks: int) -> list[Part]:
 
 def _encoded(
     rows: torch.Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[Part],
     dtype: torch.dtype,
     stage: int,
     seed: int,
@@ -366,7 +347,7 @@ class Reduction(NamedTuple):
 
     received: torch.Tensor  # [W, ..., bytes], in flight: the pieces of all ranks for this one
     own: torch.Tensor  # this rank's own summand, padded to the size of the first piece
-    runs: tuple[Run, ...]
+    runs: tuple[Part, ...]
     rank: int
     layout: Layout  # of the result
 
@@ -391,8 +372,11 @@ def start_reduction(
     padded, as in torch's reduce-scatter), then for an all-reduce an all-gather of as many bytes; or
     those of ``DTensor.redistribute``.
     """
-    if not _is_encoded(tensor, placements, transport):
+    may_encode = transport is not None and tensor.device_mesh.size() > 1 and tensor.numel() > 0
+    is_sum = may_encode and tensor.placements[0] == Partial() and not placements[0].is_partial()
+    if not is_sum or has_pieces(placements):
         return redistributed(tensor, placements)
+    assert tensor.device_mesh.ndim == 1, tensor.device_mesh
     mesh, local = tensor.device_mesh, local_tensor(tensor)
     ranks, coordinate = mesh.size(), mesh.get_coordinate()
     assert coordinate is not None
@@ -429,13 +413,3 @@ def finish_reduction(started: DTensor | Reduction) -> DTensor:
 def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> DTensor:
     """Run :func:`start_reduction`, then :func:`finish_reduction`."""
     return finish_reduction(start_reduction(tensor, placements, transport))
-
-
-def _is_encoded(tensor: DTensor, placements: Placements, transport: Encoding) -> bool:
-    """Whether a redistribution is a sum with encoded pieces; else torch redistributes."""
-    if transport is None or tensor.device_mesh.size() == 1 or tensor.numel() == 0:
-        return False
-    assert tensor.device_mesh.ndim == 1, tensor.device_mesh
-    return tensor.placements[0] == Partial() and not (
-        has_pieces(placements) or placements[0].is_partial()
-    )

@@ -1,7 +1,7 @@
 """Reductions of FSDP2's gradients that travel in float8 or bf16 and are summed in fp32."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from fp8_dist.torch_internals import (
     set_fsdp_replicas,
 )
 from fp8_dist.transport import (
+    ENCODINGS,
     Encoding,
     GradientErrors,
     Part,
@@ -138,13 +139,11 @@ class EncodedReduction:
 class EncodedReplicas:
     """Process group of a parameter group's replicas, with the interface that FSDP2 needs."""
 
-    def __init__(
-        self, replicas: dist.ProcessGroup, shards: EncodedReduction, error_feedback: bool
-    ) -> None:
+    def __init__(self, replicas: dist.ProcessGroup, shards: EncodedReduction) -> None:
         self.replicas = replicas
         self.shards = shards
         self.errors: GradientErrors | None = None
-        if error_feedback:
+        if shards.errors is not None:
             self.errors = GradientErrors([(replicas.size(), 1)], shards.group.device)
 
     def __eq__(self, other: object) -> bool:
@@ -276,7 +275,7 @@ def set_gradient_transport(
         reduction = EncodedReduction(shown, group, of_group, seed, error_feedback, hierarchy)
         set_fsdp_reduction(group, reduction, reduction.note)
         if replicas is not None and replicas.size() > 1:
-            set_fsdp_replicas(group, EncodedReplicas(replicas, reduction, error_feedback))
+            set_fsdp_replicas(group, EncodedReplicas(replicas, reduction))
 
 
 def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -340,10 +339,7 @@ def _names_of(group: Any, names: Mapping[int, str], caller: str) -> list[str]:
 def _check_agreement(
     groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]], options: str
 ) -> None:
-    """Raise if arguments differ between ranks that share a parameter.
-
-    These are the ranks that FSDP2 shards or replicates it over, and those of tensor parallelism.
-    """
+    """Raise if arguments differ between ranks that share a parameter, tensor-parallel ones too."""
     facts = Facts()
     for module, group in groups.items():
         # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
@@ -369,9 +365,8 @@ def _check_arguments(
         raise TypeError(
             f"{_CALLER} needs a module that fully_shard was called on, got a {type(model).__name__}"
         )
-    allowed = (*get_args(Transport), None)
-    if transport not in allowed:
-        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {allowed}")
+    if transport not in ENCODINGS:
+        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {ENCODINGS}")
     check_rounding(_CALLER, error_feedback, stochastic_rounding)
     if high_precision is not None and not callable(high_precision):
         raise TypeError(

@@ -45,37 +45,22 @@ Key = tuple[int, str]
 
 
 class _Shard(NamedTuple):
-    """A rank's part of a weight.
-
-    Attributes:
-        local: the shard, plain and in high precision.
-        layout: the layout of the weight; None if it is not distributed.
-        is_gathered: whether FSDP2 gathers it in float8. That depends on the type of the parameter,
-            which is the same for all layers that share it.
-    """
+    """A rank's part of a weight, plain and in high precision."""
 
     local: Tensor
     layout: Layout | None
-    is_gathered: bool
+    is_gathered: bool  # in float8, by FSDP2; the same for all layers that share the parameter
 
 
 class WeightStatistics(NamedTuple):
-    """Statistics of the weight of a layer, for one scheme.
+    """Statistics of the weight of a layer, for one scheme."""
 
-    Attributes:
-        local: the statistics of the local shard, on the device that uses them.
-        layout: the layout of the weight; None if it is not distributed.
-        axes: for each level, the mesh axes to reduce over; empty if local statistics are global.
-        places: for each level, its statistics with their position among those of all ranks; None
-            if they are not reduced.
-        everywhere: the levels of which each rank needs the scales of the whole weight, because
-            FSDP2 gathers the weight in float8, and its gather can't carry them.
-    """
-
-    local: Statistics
+    local: Statistics  # of the local shard, on the device that uses them
     layout: Layout | None
-    axes: tuple[tuple[int, ...], ...]
-    places: tuple[Placed | None, ...]
+    axes: tuple[tuple[int, ...], ...]  # for each level, those of the mesh to reduce over
+    places: tuple[Placed | None, ...]  # for each level, among all ranks'; None if not reduced
+    # The levels of which each rank needs the scales of the whole weight, because FSDP2 gathers the
+    # weight in float8, and its gather can't carry them.
     everywhere: tuple[int, ...] = ()
 
 
@@ -246,15 +231,20 @@ def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
     chosen = [(mesh, place) for mesh, w in distributed for place in w.places if place is not None]
     if not chosen:
         return iter(())
-    pairs = ((mesh, over) for mesh, w in distributed for over in w.axes if over)
-    groups, missing = common_groups(_axes_by_mesh(pairs))
+    # By identity first, because comparing meshes of thousands of ranks takes longer than the rest.
+    meshes: dict[int, tuple[DeviceMesh, set[int]]] = {}
+    for mesh, w in distributed:
+        meshes.setdefault(id(mesh), (mesh, set()))[1].update(*w.axes)
+    axes: dict[DeviceMesh, set[int]] = {}
+    for mesh, own in meshes.values():
+        if own:
+            axes.setdefault(mesh, set()).update(own)
+    groups, missing = common_groups(axes)
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
     dtype = message_dtype([place.local for _, place in chosen])
     for mesh, place in chosen:
-        # Along the axes of its own mesh a weight is one tensor. Along the missing axes there may be
-        # a different one at each coordinate.
         slots, slot = 1, 0
         for axis in missing.get(mesh, ()):
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
@@ -265,46 +255,26 @@ def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
     return iter(all_reduce_max(torch.cat(parts), groups).split(sizes)[1::3])
 
 
-def _axes_by_mesh(
-    pairs: Iterable[tuple[DeviceMesh, tuple[int, ...]]],
-) -> dict[DeviceMesh, set[int]]:
-    # By identity first, because comparing meshes of thousands of ranks takes longer than the rest.
-    meshes: dict[int, tuple[DeviceMesh, set[int]]] = {}
-    for mesh, some in pairs:
-        meshes.setdefault(id(mesh), (mesh, set()))[1].update(some)
-    axes: dict[DeviceMesh, set[int]] = {}
-    for mesh, own in meshes.values():
-        axes.setdefault(mesh, set()).update(own)
-    return axes
-
-
 def _known(
     weights: Mapping[Float8Weight, Tensor],
 ) -> Iterator[tuple[Float8Weight, Known, Scales | None]]:
-    """Yield each weight with its statistics by scheme, and perhaps the scales of all of it.
+    """Yield each weight, its statistics by scheme, and all of its scales if no gather carries them.
 
-    These are the scales of the global weight, if FSDP2's gather can't carry them. ``weights`` maps
-    each weight to its parameter.
+    ``weights`` maps each weight to its parameter.
     """
     local = local_statistics(weights)
     parts = _reduced(local.values())
-    by_key = {
-        key: [None if place is None else place.whole(next(parts)) for place in own.places]
-        for key, own in local.items()
-    }
+    wholes: dict[Key, list[Tensor]] = {}
+    for key, own in local.items():
+        each = zip(own.local, own.places, strict=True)
+        wholes[key] = [n if place is None else place.whole(next(parts)) for n, place in each]
     for weight, parameter in weights.items():
         known: Known = {}
         whole_scales: Scales | None = None
         for scheme in weight.schemes:
             key = id(parameter), scheme.key
-            own, wholes = local[key], by_key[key]
-            each = zip(own.local, own.places, wholes, strict=True)
-            known[scheme] = tuple(
-                [n if p is None or whole is None else p.part(whole) for n, p, whole in each]
-            )
-            if own.everywhere:
-                every = zip(known[scheme], wholes, strict=True)
-                whole_scales = scheme.scales_from(
-                    tuple([n if whole is None else whole for n, whole in every])
-                )
+            each = zip(wholes[key], local[key].places, strict=True)
+            known[scheme] = tuple([n if place is None else place.part(n) for n, place in each])
+            if local[key].everywhere:
+                whole_scales = scheme.scales_from(tuple(wholes[key]))
         yield weight, known, whole_scales

@@ -56,7 +56,18 @@ def update_float8_scales(module: nn.Module) -> None:
     """
     check_agreement(module, "update_float8_scales")
     weights = weights_of_model(module, "update_float8_scales")
-    precomputed = _weights_to_precompute(module, weights)
+    fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
+    users = {user for parameter in fsdp_parameters(groups) for user in parameter.users}
+    precomputed = {
+        fqn: weight
+        for fqn, weight in weights.items()
+        if weight.is_dynamic
+        and (
+            weight.config.fsdp_float8_all_gather
+            or (weight.layout() is not None and (weight.module, weight.name) not in users)
+        )
+    }
     if precomputed:
         precompute_weights(module, precomputed)
     if any(layer.histories for layer in float8_layers(module).values()):
@@ -117,17 +128,10 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:
     """Call :func:`update_float8_scales` after every optimizer step.
 
-    The arguments are those of :func:`attach_precompute`. No hook runs for a step that
-    ``torch.amp.GradScaler`` skips. So with DELAYED scales, call :func:`update_float8_scales` in the
-    training loop instead.
+    No hook runs for a step that ``torch.amp.GradScaler`` skips. So with DELAYED scales, call
+    :func:`update_float8_scales` in the training loop instead.
 
-    Returns:
-        A handle whose ``remove()`` ends the calls.
-
-    Raises:
-        ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
-            weights.
-        TypeError: ``optimizer`` is not a torch optimizer and holds none.
+    Arguments, result and errors are those of :func:`attach_precompute`.
     """
     weights = weights_of_model(module, "attach_update")
     return _attach(update_float8_scales, optimizer, module, weights, "attach_update")
@@ -167,13 +171,7 @@ def _attach(
     weights: dict[str, Float8Weight],
     caller: str,
 ) -> RemovableHandle:
-    """Run ``update(module)`` after the steps of an optimizer.
-
-    If ``optimizer`` is a container that runs no hooks itself, ``update`` runs once, after the last
-    of its optimizers that update a weight of the layers (see ``after_steps``).
-
-    Warns once if ``WORLD_SIZE`` is above 1 and there is no process group.
-    """
+    """Run ``update(module)`` after each step of the last optimizer that updates a weight."""
     reshard(module, caller)  # puts the parameters in place that an optimizer updates
     world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1" and not dist.is_initialized():
@@ -207,19 +205,3 @@ def _attach(
             update(module)
 
     return after_steps(fitting or found, update_converted)
-
-
-def _weights_to_precompute(
-    module: nn.Module, weights: dict[str, Float8Weight]
-) -> dict[str, Float8Weight]:
-    """Return the weights whose next forward or FSDP2 gather uses a precomputed scale."""
-    fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
-    users = {user for parameter in fsdp_parameters(groups) for user in parameter.users}
-    dynamic = {fqn: weight for fqn, weight in weights.items() if weight.is_dynamic}
-    return {
-        fqn: weight
-        for fqn, weight in dynamic.items()
-        if weight.config.fsdp_float8_all_gather
-        or (weight.layout() is not None and (weight.module, weight.name) not in users)
-    }

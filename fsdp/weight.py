@@ -114,10 +114,7 @@ class Float8AllGatherWeight(torch.Tensor):
 
     @staticmethod
     def wrap(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Wrap ``tensor``, on the same storage, so that FSDP2 gathers it in float8.
-
-        ``name``: that of the parameter in its module.
-        """
+        """Wrap the tensor of a parameter of that name, on the same storage."""
         known = isinstance(tensor, Float8AllGatherWeight)
         return tensor if known else Float8AllGatherWeight(tensor, name)
 
@@ -253,16 +250,13 @@ class Float8AllGatherWeight(torch.Tensor):
         # A view of the float8 dtype, so that an audit can find the payload's dtype.
         data, layout = as_bytes(data.view(cast.qdata.dtype)), weight.layout()
         scheme, scales = cast.scheme, cast.scales
-        moving = scheme.moving_levels(layout)
-        if layout is None:
-            return (data,), _Metadata(scheme, scales, (0, 0), False, outer_size, (), cache)
-        unsharded = _unsharded_layout(layout, mesh)
+        unsharded = layout and _unsharded_layout(layout, mesh)
         gathered: tuple[int, ...] = ()
-        if whole is not None:
+        if whole is not None and unsharded is not None:
             own = scheme.local_part(whole, unsharded)
             scales = tuple([scale.to(cast.qdata.device) for scale in own])
-        elif moving and mesh.size() > 1:
-            gathered = moving
+        elif mesh.size() > 1:
+            gathered = scheme.moving_levels(layout)
         start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
         inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
         # The metadata must not refer to the cast, whose memory it would keep.

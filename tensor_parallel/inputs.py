@@ -21,9 +21,7 @@ from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
 from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import warn_once
-from fp8_dist.transport import Encoding, reduced_to
-
-_ALLOWED = ("float8", "bf16", None)
+from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
 
 
 def share_input(
@@ -106,8 +104,8 @@ class ModuleInput(PrepareModuleInput):
 
 def check_transport(transport: Any, who: str) -> Encoding:
     """Return the argument ``reduce_transport`` of ``who``, or raise if it is not allowed."""
-    if transport not in _ALLOWED:
-        raise ValueError(f"{who}: reduce_transport is {transport!r}; it must be one of {_ALLOWED}")
+    if transport not in ENCODINGS:
+        raise ValueError(f"{who}: reduce_transport is {transport!r}; it must be one of {ENCODINGS}")
     return transport  # type: ignore[no-any-return]
 
 
@@ -165,8 +163,7 @@ def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
 # So only AOTAutograd, which knows the placement, traces the function.
 @torch.compiler.allow_in_graph
 def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
-    whole: DTensor = _Gather.apply(input, _Spec(who, transport))
-    return whole
+    return _Gather.apply(input, _Spec(who, transport))
 
 
 class _CastInput(torch.autograd.Function):
@@ -233,14 +230,11 @@ def _check_shared(
         )
     names = [layer.fqn for layer in layers]
     declared = layers[0].local_placements if layers else None
-    scheme = layers[0].config.recipe.gather_scheme["input"] if layers else None
-    if not layers or any(
-        layer.local_placements != declared
-        or (declared is not None and declared.weight != Shard(0))
-        or layer.config.recipe.gather_scheme["input"] != scheme
-        or layer.reduce_transport != layers[0].reduce_transport
-        for layer in layers
-    ):
+    settings = {
+        (m.local_placements, m.config.recipe.gather_scheme["input"], m.reduce_transport)
+        for m in layers
+    }
+    if len(settings) != 1 or (declared is not None and declared.weight != Shard(0)):
         found = "".join(f"\n  - {m.fqn}: {m.local_placements}, {m.extra_repr()}" for m in layers)
         raise ValueError(
             f"share_input: {names} must be column-parallel layers (declare_placements with "

@@ -36,10 +36,7 @@ from fp8_dist.transport import Encoding
 
 
 class ResidualRowwiseParallel(RowwiseParallel):
-    """torch's ``RowwiseParallel`` for a layer that writes to the residual stream.
-
-    The arguments are those of torch's style.
-    """
+    """torch's ``RowwiseParallel`` for a layer that writes to the residual stream."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, use_local_output=False)

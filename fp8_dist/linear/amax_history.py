@@ -23,7 +23,7 @@ from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
 from fp8_dist.device import is_captured, keep_for_current_stream
 from fp8_dist.kernels import amax, cast_and_record, empty_copies
 from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
-from fp8_dist.mesh import Layout, all_reduce_max, local_tensor, reduce_amax
+from fp8_dist.mesh import Layout, all_reduce_max, groups_over, local_tensor
 from fp8_dist.scaling import CastPlan, Dense, Statistics, reduction_groups
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import is_selectively_checkpointed
@@ -294,7 +294,8 @@ def load_histories(
         padded = [pad(row.cpu(), (0, length - len(row))) for row in rows]
         merged = torch.stack([pad(row, (0, 1), value=answer) for row in padded])
         for mesh in meshes:
-            merged = reduce_amax(merged.to(mesh.device_type), mesh, range(mesh.ndim))
+            groups = groups_over(mesh, range(mesh.ndim))
+            merged = all_reduce_max(merged.to(mesh.device_type), groups)
         answer = merged[0, -1].item()
         # Padding is 0; an amax in a history is positive.
         rows = [row[row > 0] for row in merged[:, :-1]]

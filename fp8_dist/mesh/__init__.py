@@ -11,7 +11,6 @@ from fp8_dist.mesh.amax import (
     groups_over as groups_over,
     make_amax_group as make_amax_group,
     make_group as make_group,
-    reduce_amax as reduce_amax,
 )
 from fp8_dist.mesh.gather import full_tensors as full_tensors
 from fp8_dist.mesh.layout import (
@@ -27,7 +26,6 @@ from fp8_dist.mesh.layout import (
     narrowed as narrowed,
     normalized as normalized,
     own_pieces as own_pieces,
-    pieces_at as pieces_at,
     redistributed as redistributed,
     reduced as reduced,
     regions as regions,
@@ -37,4 +35,4 @@ from fp8_dist.mesh.layout import (
     taken as taken,
     with_local as with_local,
 )
-from fp8_dist.mesh.rules import LinearLayouts as LinearLayouts, linear_layouts as linear_layouts
+from fp8_dist.mesh.rules import linear_layouts as linear_layouts

@@ -67,7 +67,7 @@ def groups_over(
     return tuple(str(mesh.get_group(axis).group_name) for axis in axes)
 
 
-def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
+def make_group(meshes: Collection[DeviceMesh]) -> GroupNames:
     """The groups of this rank over all axes of meshes that are slices of one root mesh.
 
     The result is one group, which is created if it does not exist. It is one group per axis if the
@@ -80,7 +80,6 @@ def make_group(meshes: Iterable[DeviceMesh]) -> GroupNames:
     Raises:
         NotImplementedError: the meshes are not slices of one root mesh.
     """
-    meshes = list(meshes)
     first, *others = meshes
     if not others:
         existing = groups_over(first, range(first.ndim))
@@ -226,7 +225,7 @@ def _is_regular(mesh: DeviceMesh) -> bool:
     return True
 
 
-def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
+def union_of(meshes: Collection[DeviceMesh]) -> list[Axis]:
     """The axes of size 2 or more of all meshes, by descending stride.
 
     An axis that covers others, such as a flattened axis, is divided into these and the rest.
@@ -235,7 +234,6 @@ def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
         NotImplementedError: axes overlap in another way; or the ranks of a mesh don't ascend in
             even steps.
     """
-    meshes = list(meshes)
     axes = {axis for mesh in meshes for axis in axes_of(mesh) if axis.size > 1}
     ends = sorted({end for axis in axes for end in (axis.stride, axis.stride * axis.size)})
     union: list[Axis] = []
@@ -252,18 +250,10 @@ def union_of(meshes: Iterable[DeviceMesh]) -> list[Axis]:
     return union
 
 
-def reduce_amax(amax: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torch.Tensor:
-    """Maximum of local amaxes (fp32, non-negative or NaN, any shape) over some axes of a mesh.
-
-    Collectives: one all-reduce of 4 bytes per element for each group of :func:`groups_over`.
-    """
-    return all_reduce_max(amax, groups_over(mesh, axes))
-
-
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
     """All-reduce (MAX) non-negative fp32 values or uint8 exponents. A NaN of any rank is kept.
 
-    Collectives: one all-reduce for each group, one after the other.
+    Collectives: one all-reduce, of 4 bytes or 1 byte per element, for each group in turn.
     """
     # Backends may drop a NaN in a MAX, so floats are reduced as int32. The bits of non-negative
     # floats, read as integers, are ordered like the floats, with NaN above infinity. The largest

@@ -25,9 +25,6 @@ from fp8_dist.torch_internals import cached_but_in_graphs, funcol, resolve_proce
 # The boundary of tensors in a message, where a view of any dtype may begin.
 _ALIGNMENT = 16
 
-# The parts of a tensor that ranks have, by rank and dim.
-_Parts = tuple[tuple[Pieces, ...], ...]
-
 
 def full_tensors(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Gather the full tensors of DTensors, on the mesh's device. Plain tensors pass as they are.
@@ -122,8 +119,8 @@ def _padded(sizes: Sequence[int], dtype: torch.dtype) -> int:
 @cached_but_in_graphs
 def _parts(
     layout: Layout, coordinate: tuple[int, ...], members: tuple[tuple[int, ...], ...]
-) -> _Parts:
-    """The parts that ranks have, in the order of their messages.
+) -> tuple[tuple[Pieces, ...], ...]:
+    """The parts of each dim that ranks have, in the order of their messages.
 
     Args:
         coordinate: this rank's.

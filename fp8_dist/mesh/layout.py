@@ -143,9 +143,9 @@ def sharded_axes(layout: Layout) -> tuple[int, ...]:
 Pieces = tuple[tuple[int, int], ...]
 
 
-def own_pieces(tensor: torch.Tensor) -> tuple[Pieces, ...]:
-    """This rank's part of each dim of a tensor."""
-    layout = Layout.of(tensor)
+def own_pieces(tensor: torch.Tensor | Layout) -> tuple[Pieces, ...]:
+    """This rank's part of each dim of a tensor, given the tensor or its layout."""
+    layout = tensor if isinstance(tensor, Layout) else Layout.of(tensor)
     if layout is None:
         return tuple([((0, n),) for n in tensor.shape])
     coordinate = layout.mesh.get_coordinate()
@@ -155,9 +155,7 @@ def own_pieces(tensor: torch.Tensor) -> tuple[Pieces, ...]:
 
 def global_offset(layout: Layout) -> list[int]:
     """Offset of this rank's shard in the global tensor, per dim; 0 where it is empty."""
-    coordinate = layout.mesh.get_coordinate()
-    assert coordinate is not None
-    return [pieces[0][0] if pieces else 0 for pieces in pieces_at(layout, coordinate)]
+    return [pieces[0][0] if pieces else 0 for pieces in own_pieces(layout)]
 
 
 def pieces_at(layout: Layout, coordinate: Sequence[int]) -> tuple[Pieces, ...]:
@@ -170,21 +168,10 @@ def pieces_at(layout: Layout, coordinate: Sequence[int]) -> tuple[Pieces, ...]:
     return tuple(own)
 
 
-class Region(NamedTuple):
-    """A box of a tensor that a rank holds: its offset, its offset in the rank's part, its size."""
-
-    offset: tuple[int, ...]
-    local: tuple[int, ...]
-    size: tuple[int, ...]
-
-
-def regions(pieces: Sequence[Pieces]) -> list[Region]:
-    """The boxes of a rank's part of a tensor; none if the part is empty."""
-    found = []
-    for each in itertools.product(*[_with_local_begin(own) for own in pieces]):
-        begins, locals_, sizes = zip(*each, strict=True) if each else ((), (), ())
-        found.append(Region(begins, locals_, sizes))
-    return found
+def regions(pieces: Sequence[Pieces]) -> list[tuple[tuple[int, ...], ...]]:
+    """The boxes of a rank's part, none if it is empty: offset, offset in the part, and size."""
+    boxes = itertools.product(*[_with_local_begin(own) for own in pieces])
+    return [tuple(zip(*box, strict=True)) if box else ((), (), ()) for box in boxes]
 
 
 def _with_local_begin(pieces: Pieces) -> list[tuple[int, int, int]]:

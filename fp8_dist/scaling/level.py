@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_dist.kernels import blocks_along
-from fp8_dist.mesh import Layout, Pieces, pieces_at, shard_starts, sharded_dim
+from fp8_dist.mesh import Layout, Pieces, own_pieces, shard_starts, sharded_dim
 
 # Offset of a part of a tensor within its first blocks: (row, column).
 Start = tuple[int, int]
@@ -74,10 +74,8 @@ class Level:
         """The scales of this rank's part of a tensor, along each dim of the scales of all of it."""
         if self.is_scalar:
             return []
-        coordinate = layout.mesh.get_coordinate()
-        assert coordinate is not None
         found: list[Pieces] = []
-        for dim, own in enumerate(pieces_at(layout, coordinate)):
+        for dim, own in enumerate(own_pieces(layout)):
             block = self.block(dim, len(layout.shape))
             whole = [(0, 1)] if block is None else [(a // block, -(-b // block)) for a, b in own]
             found.append(tuple(whole) or ((0, 0),))

@@ -17,7 +17,6 @@ from fp8_dist.mesh import (
     groups_over,
     linear_layouts,
     make_group,
-    reduce_amax,
 )
 from fp8_dist.scaling import Dense
 from fp8_dist.torch_internals import resolve_process_group
@@ -78,7 +77,8 @@ def reduced_amaxes() -> list[list[float]]:
         for bad in (1.0, math.inf, math.nan):
             for place in range(4):
                 mine = torch.tensor([float(rank), bad if rank == place else 0.5])
-                results.append([*axes, -1, place, bad, *reduce_amax(mine, mesh, axes).tolist()])
+                largest = all_reduce_max(mine, groups_over(mesh, axes))
+                results.append([*axes, -1, place, bad, *largest.tolist()])
     return results
 
 
@@ -140,7 +140,7 @@ def meshes_without_a_group() -> list[bool]:
         if mesh.get_coordinate() is not None:
             names = make_group([mesh])
             found.append(names == groups_over(mesh, (0, 1)) and len(names) == 2)
-            value = reduce_amax(torch.tensor(float(dist.get_rank())), mesh, (0, 1))
+            value = all_reduce_max(torch.tensor(float(dist.get_rank())), groups_over(mesh, (0, 1)))
             found.append(value.item() == mesh.mesh.max().item())
     return found
 

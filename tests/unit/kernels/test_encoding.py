@@ -18,7 +18,7 @@ from fp8_dist.kernels.encoding import (
     stochastic_bfloat16,
     sum_of_rows,
 )
-from fp8_dist.transport import Encoding, Part, Run, decode, encode, runs_of, seed_of
+from fp8_dist.transport import Encoding, Part, decode, encode, runs_of, seed_of
 
 INF, NAN = math.inf, math.nan
 
@@ -153,20 +153,20 @@ def test_runs_keep_blocks_inside_of_parts() -> None:
     parts = parts_of((256, "float8"), (128, "float8"), (3, None), (0, "float8"), (5, None))
     parts += [Part(5, 60, "float8"), Part(6, 128, "float8"), Part(7, 1, "bf16"), Part(8, 2, "bf16")]
     assert runs_of(parts) == (
-        Run(0, 0, 384, "float8"),
-        Run(2, 384, 8, None),
-        Run(5, 392, 60, "float8"),
-        Run(6, 452, 128, "float8"),
-        Run(7, 580, 3, "bf16"),
+        Part(0, 384, "float8"),
+        Part(2, 8, None),
+        Part(5, 60, "float8"),
+        Part(6, 128, "float8"),
+        Part(7, 3, "bf16"),
     )
     assert runs_of(parts, seed=0) == (
-        Run(0, 0, 256, "float8"),
-        Run(1, 256, 128, "float8"),
-        Run(2, 384, 8, None),
-        Run(5, 392, 60, "float8"),
-        Run(6, 452, 128, "float8"),
-        Run(7, 580, 1, "bf16"),
-        Run(8, 581, 2, "bf16"),
+        Part(0, 256, "float8"),
+        Part(1, 128, "float8"),
+        Part(2, 8, None),
+        Part(5, 60, "float8"),
+        Part(6, 128, "float8"),
+        Part(7, 1, "bf16"),
+        Part(8, 2, "bf16"),
     )
 
 
