@@ -308,11 +308,16 @@ class Scheme:
         """
         if statistics is None:
             statistics = self.measure(x, start)
-        scales, limit = self.scales_from(statistics), torch.finfo(self.dtype).max
-        multiplier = self.element_scales(scales, x.shape, start).reciprocal()
-        qdata = (x.to(torch.float32) * multiplier).clamp_(-limit, limit).to(self.dtype)
+        scales = self.scales_from(statistics)
+        qdata = self.quantize(x, scales, start)
         matrix = qdata.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if any(transposed) else qdata
         return statistics, scales, [transposed_copy(matrix) if t else qdata for t in transposed]
+
+    def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
+        """The float8 data of a local tensor, given its scales."""
+        multiplier = self.element_scales(scales, x.shape, start).reciprocal()
+        limit = torch.finfo(self.dtype).max
+        return (x.to(torch.float32) * multiplier).clamp_(-limit, limit).to(self.dtype)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether :meth:`cast` without statistics reads ``x`` only once on its device."""
