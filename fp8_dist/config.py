@@ -340,7 +340,8 @@ class Float8LinearConfig:
     def recipe(self) -> Recipe:
         """The scheme of each operand in each GEMM."""
         delayed = [o for o in get_args(Operand) if ScalingType.DELAYED in self._types(o)]
-        table: dict[tuple[Operand, Gemm], Scheme | None] = {}
+        uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
+        one_of: dict[Scheme, Scheme] = {}  # equal schemes become one, which is compared faster
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
                 config, scheme = self.cast_config(operand, gemm), None
@@ -348,8 +349,9 @@ class Float8LinearConfig:
                     scheme = config.scheme(operand, self.round_scales_to_power_of_2)
                     if is_second(operand, gemm) and not self.fold_row_scales:
                         scheme = scheme.second
-                table[operand, gemm] = scheme
-        return Recipe(table, frozenset(delayed), self.fold_row_scales, self.emulate)
+                    scheme = one_of.setdefault(scheme, scheme)
+                uses[operand][gemm] = scheme
+        return Recipe(uses, delayed, self.fold_row_scales, self.emulate)
 
     @cached_property
     def _gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
