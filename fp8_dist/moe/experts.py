@@ -62,7 +62,7 @@ class Kind:
         """Make a module use float8, once its weights are converted."""
 
     def entries(self, model: nn.Module, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The entries of a checkpoint for a weight, or the scales of its blocks.
+        """The entries of a checkpoint for a weight ``[E, N, K]``, or the scales of its blocks.
 
         ``name``: the name of the weight in the state dict of ``model``.
         """
@@ -171,18 +171,6 @@ def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
     kind = _kind_of(module)
     weights = {name: module.get_parameter(name) for name in kind.weights(module)}
     return {n: (w.mT if kind.is_transposed(module) else w).shape for n, w in weights.items()}
-
-
-def checkpoint_entries(
-    model: nn.Module, weight: ExpertWeight, name: str, tensor: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """The entries of a checkpoint of ``model`` for a weight of experts.
-
-    Args:
-        name: the name of the weight in the state dict.
-        tensor: the plain tensor ``[E, N, K]``, or the scales of its blocks.
-    """
-    return weight.kind.entries(model, name, tensor)
 
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:
