@@ -69,23 +69,21 @@ class Kind:
         return {name: tensor}
 
 
-# The modules that define a ``KIND``, by the package of the experts' classes.
-_KINDS = {"transformers": "fp8_dist.integrations.transformers.experts"}
 _OWN = Kind()
 
 
 def _kind_of(module: nn.Module) -> Kind:
     packages = [cls.__module__.partition(".")[0] for cls in type(module).__mro__]
-    known = [package for package in packages if package in _KINDS]
-    return _kind_in(known[0]) if known and not _OWN.weights(module) else _OWN
+    is_own = "transformers" not in packages or _OWN.weights(module)
+    return _OWN if is_own else _kind_of_transformers()
 
 
 @cache
-def _kind_in(package: str) -> Kind:
+def _kind_of_transformers() -> Kind:
     try:
-        kind: Kind = import_module(_KINDS[package]).KIND
+        kind: Kind = import_module("fp8_dist.integrations.transformers.experts").KIND
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith(f"{package}."):
+        if (error.name or "").startswith("transformers."):
             return _OWN  # they are not known in the installed release
         raise
     return kind
