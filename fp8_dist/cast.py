@@ -132,11 +132,9 @@ def _check_dim(
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-def quantize(
-    tensor: torch.Tensor, scheme: Scheme, within: tuple[int, ...] | None = None
-) -> Quantized:
-    """Cast the local part of a tensor to one copy; arguments as in :func:`cast_copies`."""
-    _, (quantized,) = cast_copies(tensor, CastPlan((scheme,)), within)
+def quantize(tensor: torch.Tensor, scheme: Scheme) -> Quantized:
+    """Cast the local part of a tensor to one copy; see :func:`cast_copies`."""
+    _, (quantized,) = cast_copies(tensor, CastPlan((scheme,)))
     return quantized
 
 

@@ -103,9 +103,8 @@ class Float8Tensor(torch.Tensor):
     def set_scales(self, scales: Scales) -> None:
         """Replace the scales of all levels with scales of the same shapes."""
         self._levels = len(scales)
-        self.scale, *others = scales
-        for i, scale in enumerate(others, 1):
-            setattr(self, f"scale_{i}", scale)
+        for name, scale in zip(_SCALES, scales, strict=False):
+            setattr(self, name, scale)
 
     @property
     def scales(self) -> Scales:
