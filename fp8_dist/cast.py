@@ -132,11 +132,9 @@ def _check_dim(
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-def quantize(
-    tensor: torch.Tensor, scheme: Scheme, within: tuple[int, ...] | None = None
-) -> Quantized:
-    """Cast the local part of a tensor to one copy; arguments as in :func:`cast_copies`."""
-    _, (quantized,) = cast_copies(tensor, CastPlan((scheme,)), within)
+def quantize(tensor: torch.Tensor, scheme: Scheme) -> Quantized:
+    """Cast the local part of a tensor to one copy; see :func:`cast_copies`."""
+    _, (quantized,) = cast_copies(tensor, CastPlan((scheme,)))
     return quantized
 
 
@@ -191,7 +189,7 @@ def cast_copies(
             made.update(zip(places, copies, strict=True))
         return known, [made[n] for n in range(len(plan.of))]
     statistics = [statistics_of(x, schemes[0], layout, within)] if reduces else None
-    start = (0, 0) if layout is None else common_start(schemes, layout)
+    start = common_start(schemes, layout)
     found, scales, data = cast(x, plan, statistics, start, fits=reduces)
     return found or (), as_copies(x, plan, data, scales, layout)
 
@@ -227,15 +225,10 @@ def as_copies(
     for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
         if transposed:
             qdata = qdata.t()  # a matrix, with rows of zeros up to a multiple of 16
-        found.append(placed(qdata, scales[i], plan.schemes[i], layout))
+        scheme = plan.schemes[i]
+        position = () if layout is None else (scheme.start(layout), scheme.is_cut(layout))
+        found.append(Quantized(qdata, scales[i], scheme, *position))
     return found
-
-
-def placed(qdata: torch.Tensor, scales: Scales, scheme: Scheme, layout: Layout | None) -> Quantized:
-    """Combine the float8 data of a rank's part of a tensor with its scales and its position."""
-    if layout is None:
-        return Quantized(qdata, scales, scheme)
-    return Quantized(qdata, scales, scheme, scheme.start(layout), scheme.is_cut(layout))
 
 
 def flat_copies(plan: CastPlan, copies: Copies) -> list[torch.Tensor]:

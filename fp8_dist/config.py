@@ -308,7 +308,7 @@ class Float8LinearConfig:
         self._check_fields()
         self._check_gemm_pairs()
         self._check_scaling_types()
-        _ = self.recipe, self._gemm_options
+        _ = self.recipe, self.gemm_options
         self._check_power_of_2()
         self._check_fsdp_gather()
         self._check_delayed()
@@ -340,7 +340,8 @@ class Float8LinearConfig:
     def recipe(self) -> Recipe:
         """The scheme of each operand in each GEMM."""
         delayed = [o for o in get_args(Operand) if ScalingType.DELAYED in self._types(o)]
-        table: dict[tuple[Operand, Gemm], Scheme | None] = {}
+        uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
+        one_of: dict[Scheme, Scheme] = {}  # equal schemes become one, which is compared faster
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
                 config, scheme = self.cast_config(operand, gemm), None
@@ -348,11 +349,17 @@ class Float8LinearConfig:
                     scheme = config.scheme(operand, self.round_scales_to_power_of_2)
                     if is_second(operand, gemm) and not self.fold_row_scales:
                         scheme = scheme.second
-                table[operand, gemm] = scheme
-        return Recipe(table, frozenset(delayed), self.fold_row_scales, self.emulate)
+                    scheme = one_of.setdefault(scheme, scheme)
+                uses[operand][gemm] = scheme
+        return Recipe(uses, delayed, self.fold_row_scales, self.emulate)
 
     @cached_property
-    def _gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
+    def gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
+        """Options of each of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
+
+        The inner dim of grad_weight is always padded. It is the number of rows of the input, which
+        may be misaligned on one rank only, and an error on that rank would hang the others.
+        """
         return {
             gemm: (
                 getattr(self, f"gemm_config_{gemm}").use_fast_accum,
@@ -361,14 +368,6 @@ class Float8LinearConfig:
             )
             for gemm in GEMM_OPERANDS
         }
-
-    def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
-        """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
-
-        The inner dim of grad_weight is always padded. It is the number of rows of the input, which
-        may be misaligned on one rank only, and an error on that rank would hang the others.
-        """
-        return self._gemm_options[gemm]
 
     def _types(self, operand: Operand) -> set[ScalingType]:
         uses = GEMM_OPERANDS.items()

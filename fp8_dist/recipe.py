@@ -1,7 +1,7 @@
 """Recipes: the scaling scheme of each operand in each GEMM, and the source of its statistics."""
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Collection
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ class Recipe:
     """The schemes of all operands, resolved from a :class:`fp8_dist.Float8LinearConfig`.
 
     Args:
-        table: the scheme of each operand in each of its two GEMMs, or ``None`` for high precision.
+        uses: the scheme of each operand in each of its two GEMMs, or ``None`` for high precision.
         delayed: the operands with DELAYED scaling, whose statistic follows from the amaxes of
             earlier steps. They have one scale per tensor.
         folds: whether the scales that run along a contraction are folded into grad_output
@@ -48,7 +48,7 @@ class Recipe:
         emulate: whether GEMMs are emulated, which need no transposed copies.
 
     Attributes:
-        uses: the table, by operand.
+        uses: as given.
         delayed: the schemes of the operands with DELAYED scaling.
         schemes: the distinct schemes of each operand, in the order of its GEMMs.
         gather_scheme: for each operand, the one scheme that serves both of its GEMMs and can be
@@ -60,22 +60,20 @@ class Recipe:
 
     def __init__(
         self,
-        table: Mapping[tuple[Operand, Gemm], Scheme | None],
-        delayed: frozenset[Operand] = frozenset(),
-        folds: bool = False,
-        emulate: bool = False,
+        uses: dict[Operand, dict[Gemm, Scheme | None]],
+        delayed: Collection[Operand],
+        folds: bool,
+        emulate: bool,
     ) -> None:
-        self.folds, self._emulate = folds, emulate
-        self.uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
-        # Equal schemes become one object, which is compared faster.
-        one_of = {scheme: scheme for scheme in table.values()}
-        for gemm, operands in GEMM_OPERANDS.items():
-            for operand in operands:
-                self.uses[operand][gemm] = one_of[table[operand, gemm]]
+        self.uses, self.folds, self._emulate = uses, folds, emulate
         used = {operand: dict.fromkeys(uses.values()) for operand, uses in self.uses.items()}
         self.schemes = {o: tuple(scheme for scheme in each if scheme) for o, each in used.items()}
         self._check_operands()
-        self.delayed = {o: self._history_scheme(o) for o in self.uses if o in delayed}
+        self.delayed: dict[Operand, Dense] = {}
+        for operand in delayed:
+            (scheme,) = self.schemes[operand]
+            assert isinstance(scheme, Dense), f"{operand} has a history, but no scale per tensor"
+            self.delayed[operand] = scheme
         self._check_gemms()
         if folds:
             self._check_folding()
@@ -135,11 +133,6 @@ class Recipe:
             for gemm, scheme in self.uses[operand].items():
                 if scheme and (why := scheme.unfit_for(operand, is_second(operand, gemm))):
                     raise ValueError(f"Float8LinearConfig: {why}")
-
-    def _history_scheme(self, operand: Operand) -> Dense:
-        (scheme,) = self.schemes[operand]
-        assert isinstance(scheme, Dense), f"{operand} has a history, but no scale per tensor"
-        return scheme
 
     def _check_gemms(self) -> None:
         for gemm, operands in GEMM_OPERANDS.items():

@@ -178,7 +178,7 @@ def _gemm(
         a, b = as_matrix(left), as_matrix(right)
         a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
         return torch.mm(a, b.to(a.dtype)).to(out_dtype)
-    options = spec.config.gemm_options(gemm)
+    options = spec.config.gemm_options[gemm]
     if gemm == "grad_weight":
         where = layouts or (None, None)
         left = left.scheme.for_rows(left, where[0])

@@ -33,7 +33,7 @@ from fp8_dist.mesh import (
     regions,
     with_local,
 )
-from fp8_dist.moe.experts import ExpertWeight, checkpoint_entries, experts_config
+from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, whole_statistics_of_each
 from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
@@ -577,5 +577,5 @@ def entries_of(
 ) -> dict[str, torch.Tensor]:
     """The entries of a checkpoint for a whole float8 weight, or for its scales."""
     if isinstance(weight, ExpertWeight):
-        return checkpoint_entries(model, weight, name, tensor)
+        return weight.kind.entries(model, name, tensor)
     return {name: tensor}

@@ -20,7 +20,7 @@ from fp8_dist.linear.weight import Float8Weight, checked_module
 from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
-from fp8_dist.moe.experts import ExpertWeight, checkpoint_entries
+from fp8_dist.moe.experts import ExpertWeight
 from fp8_dist.tensor.stored import Stored, StoredScales
 from fp8_dist.text import without_wrappers
 
@@ -163,7 +163,7 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
         weight = weights.get(name)
         if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
             whole = torch.empty(tensor.shape, device="meta")
-            name, *_ = checkpoint_entries(module, experts, name, whole)
+            name, *_ = experts.kind.entries(module, name, whole)
         entries = _entries_of(module, weight, name, tensor)
         lacking = [entry.key for entry in entries if entry.key not in files]
         missing |= dict.fromkeys(lacking, id(tensor))
@@ -183,7 +183,7 @@ def _entries_of(
     # The entries of a small tensor of distinct numbers show which parts they are.
     numbers = torch.arange(shape[0] * _PROBE**2).view(shape[0], _PROBE, _PROBE)
     found = []
-    for key, part in checkpoint_entries(module, weight, name, numbers).items():
+    for key, part in weight.kind.entries(module, name, numbers).items():
         size = (*(1,) * (3 - part.ndim), *part.shape)
         first = int(part.flatten()[0])
         offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)

@@ -58,18 +58,6 @@ class Float8ExpertsConfig:
                     f"Float8ExpertsConfig.{name}={value!r}: use one of "
                     f"{', '.join(map(repr, values))}"
                 )
-        object.__setattr__(self, "linear", self._linear())
-
-    @staticmethod
-    def from_recipe_name(recipe_name: str) -> "Float8ExpertsConfig":
-        """Return the config of a recipe.
-
-        Raises:
-            ValueError: experts do not support the recipe.
-        """
-        return Float8ExpertsConfig(recipe=recipe_name)  # type: ignore[arg-type]
-
-    def _linear(self) -> Float8LinearConfig:
         if self.recipe == "tensorwise":
             row, matrix = (
                 CastConfig(scaling_granularity=Dense(e4m3(), per, True))
@@ -79,7 +67,17 @@ class Float8ExpertsConfig:
         else:
             found = Float8LinearConfig.from_recipe_name(self.recipe)
         gather = self.enable_fsdp_float8_all_gather
-        return replace(found, enable_fsdp_float8_all_gather=gather, emulate=self.emulate)
+        found = replace(found, enable_fsdp_float8_all_gather=gather, emulate=self.emulate)
+        object.__setattr__(self, "linear", found)
+
+    @staticmethod
+    def from_recipe_name(recipe_name: str) -> "Float8ExpertsConfig":
+        """Return the config of a recipe.
+
+        Raises:
+            ValueError: experts do not support the recipe.
+        """
+        return Float8ExpertsConfig(recipe=recipe_name)  # type: ignore[arg-type]
 
     @property
     def rows(self) -> Scheme:

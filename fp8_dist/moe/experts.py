@@ -62,30 +62,28 @@ class Kind:
         """Make a module use float8, once its weights are converted."""
 
     def entries(self, model: nn.Module, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The entries of a checkpoint for a weight, or the scales of its blocks.
+        """The entries of a checkpoint for a weight ``[E, N, K]``, or the scales of its blocks.
 
         ``name``: the name of the weight in the state dict of ``model``.
         """
         return {name: tensor}
 
 
-# The modules that define a ``KIND``, by the package of the experts' classes.
-_KINDS = {"transformers": "fp8_dist.integrations.transformers.experts"}
 _OWN = Kind()
 
 
 def _kind_of(module: nn.Module) -> Kind:
     packages = [cls.__module__.partition(".")[0] for cls in type(module).__mro__]
-    known = [package for package in packages if package in _KINDS]
-    return _kind_in(known[0]) if known and not _OWN.weights(module) else _OWN
+    is_own = "transformers" not in packages or _OWN.weights(module)
+    return _OWN if is_own else _kind_of_transformers()
 
 
 @cache
-def _kind_in(package: str) -> Kind:
+def _kind_of_transformers() -> Kind:
     try:
-        kind: Kind = import_module(_KINDS[package]).KIND
+        kind: Kind = import_module("fp8_dist.integrations.transformers.experts").KIND
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith(f"{package}."):
+        if (error.name or "").startswith("transformers."):
             return _OWN  # they are not known in the installed release
         raise
     return kind
@@ -171,18 +169,6 @@ def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
     kind = _kind_of(module)
     weights = {name: module.get_parameter(name) for name in kind.weights(module)}
     return {n: (w.mT if kind.is_transposed(module) else w).shape for n, w in weights.items()}
-
-
-def checkpoint_entries(
-    model: nn.Module, weight: ExpertWeight, name: str, tensor: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """The entries of a checkpoint of ``model`` for a weight of experts.
-
-    Args:
-        name: the name of the weight in the state dict.
-        tensor: the plain tensor ``[E, N, K]``, or the scales of its blocks.
-    """
-    return weight.kind.entries(model, name, tensor)
 
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:

@@ -130,20 +130,6 @@ def _save(
     ctx.owners = tuple([weight.owner for weight in weights])
 
 
-def _products(
-    rows: Quantized,
-    weights: Sequence[Weight],
-    groups: Groups,
-    dtype: torch.dtype,
-    config: Float8ExpertsConfig,
-) -> tuple[Tensor, ...]:
-    found = []
-    for weight in weights:
-        assert weight.casts.output is not None
-        found.append(grouped_mm(rows, weight.casts.output, True, groups, dtype, config))
-    return tuple(found)
-
-
 def _gradients(
     ctx: Any,
     grads: Sequence[Quantized],
@@ -277,14 +263,18 @@ class _Up(torch.autograd.Function):
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
         _save(ctx, rows, weights, x.dtype, groups, config, routing)
-        products = _products(rows, weights, groups, x.dtype, config)
+        products = []
+        for weight in weights:
+            own = weight.casts.output
+            assert own is not None
+            products.append(grouped_mm(rows, own, True, groups, x.dtype, config))
         if are_gemms_observed():
             high, group = x.detach(), None
             if routing is not None:
                 high = high.index_select(0, routing.slots // routing.top_k)
                 high, group = routing.to_experts(high), routing.group
             ctx.high = _observe_products(high, weights, products, groups, group)
-        return products
+        return tuple(products)
 
     @staticmethod
     @once_differentiable
@@ -340,7 +330,8 @@ class _Down(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         layout, dtype = weight.layout_of_rows(len(hidden), 2), hidden.dtype
         rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
-        (product,) = _products(rows, [weight], routing.groups, dtype, config)
+        assert weight.casts.output is not None
+        product = grouped_mm(rows, weight.casts.output, True, routing.groups, dtype, config)
         output = product
         if bias is not None:
             output = add_bias(product, bias.detach(), routing.groups)

@@ -28,7 +28,6 @@ from fp8_dist.kernels import (
     scaled_by,
     scales_of,
     takes_transposed,
-    transposed_copy,
 )
 from fp8_dist.mesh import (
     Layout,
@@ -36,6 +35,7 @@ from fp8_dist.mesh import (
     global_offset,
     groups_over,
     narrowed,
+    sharded_axes,
     sharded_dim,
 )
 from fp8_dist.scaling.level import Level, Start
@@ -129,7 +129,10 @@ class BlockScheme(Scheme):
             return operand
         matrix, (scales,), *_ = as_matrix(operand)
         known = matrix, scales, self._blocks(operand.start)
-        axes = () if layout is None else _axes_of_tokens(layout)
+        axes: list[int] = []  # that shard the rows
+        if layout is not None:
+            dims = [sharded_dim(p, operand.qdata.ndim) for p in layout.placements]
+            axes = [axis for axis in sharded_axes(layout) if dims[axis] != operand.qdata.ndim - 1]
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
             data, found = self._reblocked(known, transposed)
@@ -261,19 +264,9 @@ class Fp32Blocks(BlockScheme):
     def scales_from(self, statistics: Statistics) -> Scales:
         return (scales_of(statistics[0], self.dtype),)
 
-    def cast(
-        self,
-        x: Tensor,
-        statistics: Statistics | None,
-        start: Start,
-        transposed: Sequence[bool],
-        fits: bool = False,
-    ) -> tuple[Statistics, Scales, list[Tensor]]:
-        known = self.measure(x, start) if statistics is None else statistics
-        (scales,), blocks = self.scales_from(known), self._blocks(start)
-        data = quantize_by_scales(self._taken(x), scales, self.dtype, blocks, self._divides)
-        matrix = data.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if any(transposed) else data
-        return known, (scales,), [transposed_copy(matrix) if t else data for t in transposed]
+    def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
+        x, blocks = self._taken(x), self._blocks(start)
+        return quantize_by_scales(x, scales[0], self.dtype, blocks, self._divides)
 
     def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
         return reblock_by_scales(*known, self.columns, self._divides, transposed)
@@ -317,13 +310,3 @@ def turned(operand: Quantized) -> Quantized:
 @cached_but_in_graphs
 def _resized(scheme: BlockScheme, rows: int, columns: int) -> BlockScheme:
     return replace(scheme, rows=rows, columns=columns)
-
-
-def _axes_of_tokens(layout: Layout) -> tuple[int, ...]:
-    ndim = len(layout.shape)
-    dims = [sharded_dim(p, ndim) for p in layout.placements]
-    return tuple(
-        axis
-        for axis, dim in enumerate(dims)
-        if dim is not None and dim != ndim - 1 and layout.mesh.size(axis) > 1
-    )

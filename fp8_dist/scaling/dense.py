@@ -147,21 +147,19 @@ class Dense(Scheme):
         transposed: Sequence[bool],
         fits: bool = False,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
-        of = [0] * len(transposed)
         if statistics is None and self.fuses(x):
             value, scale, *data = cast_rows(x, self.dtype, self.power_of_2, transposed)
             return (value,), (scale,), data
         saturate = not (fits or statistics is None)
-        values = list(self.measure(x) if statistics is None else statistics)
-        power_of_2, taken = self.power_of_2, values
-        if self._is_cast_by_rows(x):
-            taken = [values[0].expand(*x.shape[:-1], 1)]
+        (value,) = known = self.measure(x) if statistics is None else statistics
+        by_rows, of = self._is_cast_by_rows(x), [0] * len(transposed)
+        amaxes = [value.expand(*x.shape[:-1], 1) if by_rows else value]
         scale, *data = cast_copies(
-            x, taken, self.dtype, power_of_2, of, transposed, saturate=saturate
+            x, amaxes, self.dtype, self.power_of_2, of, transposed, saturate=saturate
         )
-        if taken is not values:
+        if by_rows:
             scale = scale[..., :1, :].contiguous()
-        return tuple(values), (scale,), data
+        return known, (scale,), data
 
     def _is_cast_by_rows(self, x: Tensor) -> bool:
         """Whether kernels for rows serve, because there are none for matrices."""

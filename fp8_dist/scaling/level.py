@@ -118,10 +118,6 @@ class DimsLevel(Level):
         return None if dim in self.covered else 1
 
     @property
-    def is_scalar(self) -> bool:
-        return False
-
-    @property
     def follows_rows(self) -> bool:
         return False
 

@@ -249,9 +249,12 @@ class Scheme:
         """See :attr:`Quantized.is_cut`."""
         return layout is not None and _is_cut(self, layout)
 
+    @cached_but_in_graphs
     def axes(self, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
         """For each level, the mesh axes along which ranks share blocks and reduce statistics."""
-        return ((),) * len(self.levels) if layout is None else _axes(self, layout)
+        if layout is None:
+            return ((),) * len(self.levels)
+        return tuple([axes_of_level(level, layout) for level in self.levels])
 
     def moving_levels(self, layout: Layout | None) -> tuple[int, ...]:
         """Indices of the levels whose scales differ between FSDP2's shards of a weight."""
@@ -305,11 +308,16 @@ class Scheme:
         """
         if statistics is None:
             statistics = self.measure(x, start)
-        scales, limit = self.scales_from(statistics), torch.finfo(self.dtype).max
-        multiplier = self.element_scales(scales, x.shape, start).reciprocal()
-        qdata = (x.to(torch.float32) * multiplier).clamp_(-limit, limit).to(self.dtype)
+        scales = self.scales_from(statistics)
+        qdata = self.quantize(x, scales, start)
         matrix = qdata.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if any(transposed) else qdata
         return statistics, scales, [transposed_copy(matrix) if t else qdata for t in transposed]
+
+    def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
+        """The float8 data of a local tensor, given its scales."""
+        multiplier = self.element_scales(scales, x.shape, start).reciprocal()
+        limit = torch.finfo(self.dtype).max
+        return (x.to(torch.float32) * multiplier).clamp_(-limit, limit).to(self.dtype)
 
     def fuses(self, x: Tensor) -> bool:
         """Whether :meth:`cast` without statistics reads ``x`` only once on its device."""
@@ -436,12 +444,11 @@ _BY_KEY: dict[str, Scheme] = {}
 
 def common_start(schemes: Sequence[Scheme], layout: Layout | None) -> Start:
     """:meth:`Scheme.start` for several schemes: each takes the remainder by its own blocks."""
-    cut = [] if layout is None else [s for s in schemes if _sharded_block_dims(s, layout)]
-    if layout is None or not cut:
+    if layout is None or not any(_sharded_block_dims(scheme, layout) for scheme in schemes):
         return (0, 0)
-    for scheme in cut:
+    for scheme in schemes:
         _check_pieces(scheme, layout)
-    return _start_at(global_offset(layout), cut)
+    return _start_at(global_offset(layout), schemes)
 
 
 def _start_at(offset: Sequence[int], schemes: Sequence[Scheme]) -> Start:
@@ -500,26 +507,24 @@ def _period(schemes: Sequence[Scheme], dim: int) -> int:
     return math.lcm(*[(level.columns if dim == -1 else level.rows) or 1 for level in levels])
 
 
-def _blocked_dims(scheme: Scheme) -> tuple[int, ...]:
+def _blocked_dims(scheme: Scheme, layout: Layout) -> tuple[int, ...]:
     """The dims, of -1 and -2, along which a block has several, but not all, indices."""
-    return tuple([dim for dim in (-1, -2) if _period((scheme,), dim) > 1])
+    dims = (-1, -2)[: len(layout.shape)]
+    return tuple([dim for dim in dims if _period((scheme,), dim) > 1])
 
 
 @cached_but_in_graphs
 def _sharded_block_dims(scheme: Scheme, layout: Layout) -> bool:
     ndim = len(layout.shape)
     sharded = {sharded_dim(p, ndim) for p in layout.placements}
-    return any(dim % ndim in sharded for dim in _blocked_dims(scheme) if ndim + dim >= 0)
+    return any(dim % ndim in sharded for dim in _blocked_dims(scheme, layout))
 
 
 @cached_but_in_graphs
 def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
     """Whether shards cut blocks. The result is the same on all ranks."""
-    return any(
-        cut_blocks(layout, dim, _period((scheme,), dim))
-        for dim in _blocked_dims(scheme)
-        if len(layout.shape) + dim >= 0
-    )
+    dims = _blocked_dims(scheme, layout)
+    return any(cut_blocks(layout, dim, _period((scheme,), dim)) for dim in dims)
 
 
 @cached_but_in_graphs
@@ -528,14 +533,13 @@ def _is_cut(scheme: Scheme, layout: Layout) -> bool:
         return False
     return _cuts_blocks(scheme, layout) or any(
         is_packed(layout, dim) or len(local_sizes(layout, dim)) > 1
-        for dim in _blocked_dims(scheme)
-        if len(layout.shape) + dim >= 0
+        for dim in _blocked_dims(scheme, layout)
     )
 
 
 @cached_but_in_graphs
 def _check_pieces(scheme: Scheme, layout: Layout) -> None:
-    packed = any(is_packed(layout, dim) for dim in _blocked_dims(scheme))
+    packed = any(is_packed(layout, dim) for dim in _blocked_dims(scheme, layout))
     if packed and _cuts_blocks(scheme, layout):
         raise NotImplementedError(
             f"a tensor of shape {tuple(layout.shape)} placed as {list(layout.placements)} can't be "
@@ -543,8 +547,3 @@ def _check_pieces(scheme: Scheme, layout: Layout) -> None:
             "(_StridedShard), and some begin inside of a block; redistribute it to Shard or "
             "Replicate first, or choose sizes of which all pieces have whole blocks"
         )
-
-
-@cached_but_in_graphs
-def _axes(scheme: Scheme, layout: Layout) -> tuple[tuple[int, ...], ...]:
-    return tuple([axes_of_level(level, layout) for level in scheme.levels])

@@ -62,9 +62,6 @@ class Float8Tensor(torch.Tensor):
     is_cut: bool
     cast_number: torch.Tensor | None
 
-    # The attributes that are not tensors, for ``__tensor_flatten__``.
-    _STATIC_FIELDS = ("orig_dtype", "key", "start", "is_cut")
-
     @staticmethod
     def __new__(
         cls,
@@ -106,9 +103,8 @@ class Float8Tensor(torch.Tensor):
     def set_scales(self, scales: Scales) -> None:
         """Replace the scales of all levels with scales of the same shapes."""
         self._levels = len(scales)
-        self.scale, *others = scales
-        for i, scale in enumerate(others, 1):
-            setattr(self, f"scale_{i}", scale)
+        for name, scale in zip(_SCALES, scales, strict=False):
+            setattr(self, name, scale)
 
     @property
     def scales(self) -> Scales:
@@ -164,22 +160,19 @@ class Float8Tensor(torch.Tensor):
         tensors = ["qdata", *_SCALES[: self._levels]]
         if self.cast_number is not None:
             tensors.append("cast_number")
-        return tensors, {name: getattr(self, name) for name in self._STATIC_FIELDS}
+        return tensors, {
+            "orig_dtype": self.orig_dtype,
+            "scheme": self.key,
+            "start": self.start,
+            "is_cut": self.is_cut,
+        }
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], static: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
         scales = tuple([inner[name] for name in _SCALES if name in inner])
-        return Float8Tensor(
-            inner["qdata"],
-            scales,
-            static["orig_dtype"],
-            static["key"],
-            inner.get("cast_number"),
-            static["start"],
-            static["is_cut"],
-        )
+        return Float8Tensor(inner["qdata"], scales, cast_number=inner.get("cast_number"), **static)
 
     _stable_hash_for_caching = stable_hash
     __torch_function__ = disabled_torch_function

@@ -239,7 +239,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 "or cast_to_float8 the second"
             )
         _check_same_kind("torch.cat", first, x)
-        if any(x.start[d - x.ndim] != first.start[d - x.ndim] for d in _matrix_dims(x) if d != dim):
+        if any(x.start[d] != first.start[d] for d in (-2, -1) if d != dim - x.ndim):
             raise _no_scale_for(func, x)
     scales: list[torch.Tensor] = []
     for i, level in enumerate(first.scheme.levels):
@@ -256,11 +256,6 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     return first.rewrap(
         qdata=out.view(first.qdata.dtype), scale=tuple(scales), cast_number=cast_number
     )
-
-
-def _matrix_dims(x: torch.Tensor) -> range:
-    """The last two dims, the only ones that may be divided into blocks."""
-    return range(max(x.ndim - 2, 0), x.ndim)
 
 
 def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block: int) -> None:
@@ -314,8 +309,10 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
         if not level.is_scalar:
             fixed = _fixed_dims(level, x.ndim)
             sides = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
-            # Scales are padded as bytes too, because torch can't pad all dtypes of scales.
-            scale = _padded(func, scale, sides)
+            if scale.dtype is torch.float32:
+                scale = func(scale, sides, 0)
+            else:  # as bytes, because torch can't pad all dtypes of scales
+                scale = func(scale.view(torch.uint8), sides, 0).view(scale.dtype)
         scales.append(scale)
     blocked = {d for level in x.scheme.levels for d in _fixed_dims(level, x.ndim)}
     in_front = any(n for i, n in enumerate(pad[::2]) if x.ndim - 1 - i in blocked)
@@ -325,12 +322,6 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     if has_blocks and (in_front or [[*scale.shape] for scale in scales] != shapes):
         raise _no_scale_for(func, x)
     return x.rewrap(qdata=qdata, scale=tuple(scales))
-
-
-def _padded(func: Any, scale: torch.Tensor, pad: list[int]) -> torch.Tensor:
-    if scale.dtype is torch.float32:
-        return func(scale, pad, 0)
-    return func(scale.view(torch.uint8), pad, 0).view(scale.dtype)
 
 
 @implements(aten._to_copy.default)

@@ -29,9 +29,15 @@ from fp8_dist.torch_internals import (
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
-# Operators, besides views, whose result is the same parameter, moved or about to be filled.
-_SAME = {
+# Operators that run on bytes, because some backends do not support float8.
+_ON_BYTES = {
     aten.cat.default,
+    aten.constant_pad_nd.default,
+    c10d.broadcast_.default,
+    c10d.scatter_.default,
+}
+# Operators, besides views, whose result is the same parameter, moved or about to be filled.
+_SAME = _ON_BYTES | {
     aten.clone.default,
     aten.copy_.default,
     aten.empty_like.default,
@@ -39,16 +45,6 @@ _SAME = {
     aten.new_zeros.default,
     aten._pin_memory.default,
     aten._to_copy.default,
-    aten.constant_pad_nd.default,
-    c10d.broadcast_.default,
-    c10d.scatter_.default,
-}
-# Those among them that run on bytes, because some backends do not support float8.
-_ON_BYTES = {
-    aten.cat.default,
-    aten.constant_pad_nd.default,
-    c10d.broadcast_.default,
-    c10d.scatter_.default,
 }
 _ADDITIONS = {aten.add_.Tensor, aten.sub_.Tensor}
 

@@ -32,6 +32,7 @@ from fp8_dist import (
     skip_head,
 )
 from fp8_dist.integrations.transformers import Fp8DistConfig, hf_tp_plan
+from fp8_dist.integrations.transformers.experts import KIND
 from fp8_dist.integrations.transformers.quantizer import Fp8DistQuantizer
 from fp8_dist.linear.weight import float8_weights
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
@@ -320,10 +321,10 @@ def test_entries_that_are_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = with_experts("cpu", True)
     save_file({"norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
 
-    def turned(model: Any, weight: Any, name: str, tensor: torch.Tensor) -> Files:
+    def turned(model: Any, name: str, tensor: torch.Tensor) -> Files:
         return {name: tensor.mT if tensor.ndim == 3 else tensor}
 
-    monkeypatch.setattr("fp8_dist.model.load.checkpoint_entries", turned)
+    monkeypatch.setattr(KIND, "entries", turned)
     with pytest.raises(ValueError, match="is not a part of a weight as it is stored"):
         load_float8_checkpoint(model, tmp_path)
 
