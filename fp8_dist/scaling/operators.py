@@ -293,4 +293,6 @@ def dequantize_operator(
     x: Tensor, scales: Sequence[Tensor], scheme: str, start: Sequence[int]
 ) -> Tensor:
     """Operator of :func:`dequantize`."""
-    return dequantize(operand_of(x, scales, scheme, start))
+    # Not that function: while another thread compiles, is_compiling() is true here, too.
+    operand = operand_of(x, scales, scheme, start)
+    return operand.scheme.dequantize(operand.qdata, operand.scales, operand.start)
