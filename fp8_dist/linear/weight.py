@@ -186,29 +186,23 @@ class Float8Weight(StoredWeight):
             return WeightCasts()
         elif not compiling:
             float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD, training)
-        elif is_exporting() or self._is_measured_in_graphs(parameter):
-            # An exported graph outlives this object.
-            with torch.no_grad():
-                tensor = self._distributed(parameter, shard)
-                float8 = cast_copies(tensor, plan, local=shard)[1]
         else:
+            layout = self.layout(parameter)
+            # On a GPU, a graph that measures a weight without a query can be replayed as a CUDA
+            # graph, and costs the host less. An exported graph outlives this object.
+            measures = fuses_casts(local) and self.history is None and layout is None
             with torch.no_grad():
-                float8 = queried_copies(self, shard, plan, keeps)
+                if measures or is_exporting():
+                    tensor = shard if layout is None else layout.wrap(shard)
+                    float8 = cast_copies(tensor, plan, local=shard)[1]
+                else:
+                    float8 = queried_copies(self, shard, plan, keeps)
         if not compiling or self.is_exchanged:  # otherwise the query records the amax
             float8 = self._recorded(float8)
         if is_observed() and float8 and not is_exporting():
             float8 = observe_copies(self, "weight", shard, float8)
         casts = [None if place is None else float8[place] for place in places]
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
-
-    def _is_measured_in_graphs(self, parameter: torch.Tensor) -> bool:
-        """Whether a graph measures the weight itself, without a query.
-
-        It does so on a GPU if the weight is not distributed. Such a graph can be replayed as a CUDA
-        graph, and costs the host less.
-        """
-        on_gpu = fuses_casts(local_tensor(parameter))
-        return on_gpu and self.history is None and self.layout(parameter) is None
 
     def gather_cast(self, shard: torch.Tensor) -> tuple[Quantized, Scales | None]:
         """Return the cast of the sharded parameter that FSDP2 gathers.
@@ -219,8 +213,9 @@ class Float8Weight(StoredWeight):
         Collectives: as :meth:`forward_casts`. If scales of the whole weight are needed and not
         known, those of :func:`fp8_dist.scaling.whole_statistics`.
         """
-        if not is_captured(shard):
-            self.wait_until_made()
+        if self.made is not None and not is_captured(shard):
+            # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
+            self.made.wait()
         (scheme,) = self.schemes
         source, layout = ScaleState.FROM_GATHER, self.layout()
         (found,), whole = self._casts(self.parameter(), shard, CastPlan((scheme,)), source)
@@ -261,23 +256,15 @@ class Float8Weight(StoredWeight):
         if not isinstance(local_tensor(parameter), Float8Tensor):
             self.cache.end_of_evaluation()
 
-    def wait_until_made(self) -> None:
-        """Let the current stream wait for scales and casts made on another stream.
-
-        FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
-        """
-        if self.made is not None:
-            self.made.wait()
-
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self.is_exchanged |= gathered
         self.sharded = old if gathered else None
-        if gathered and self.config.fsdp_float8_all_gather:
-            self._warn_if_type_is_lost(old)
-        self.cache.parameter_replaced(new, old if gathered else None)
+        if self.sharded is not None and self.config.fsdp_float8_all_gather:
+            self._warn_if_type_is_lost(local_tensor(self.sharded))
+        self.cache.parameter_replaced(new, self.sharded)
         if not gathered:
             self.bind(new)
 
@@ -361,8 +348,7 @@ class Float8Weight(StoredWeight):
             return known, cast_by(shard, plan, statistics, layout), self.cache.whole_scales
         tensor = shard if layout is None else layout.wrap(shard)
         if self.history is not None:
-            history = self._history_of(parameter)
-            found, float8 = history.copies_of(tensor, plan, record)
+            found, float8 = self._history_of(parameter).copies_of(tensor, plan, record)
             known = {scheme: found}
         elif source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
             found, whole = self._statistics_of(parameter, shard, scheme, source)
@@ -467,10 +453,10 @@ class Float8Weight(StoredWeight):
         source: ScaleState | None,
     ) -> tuple[Statistics, Scales | None]:
         """The statistics of a shard, and the scales of the whole weight if a gather needs them."""
-        if self.history is not None:
-            tensor = self._distributed(parameter, shard)
-            return self._history_of(parameter).statistics_of(tensor, record=False), None
         layout = self.layout(parameter)
+        if self.history is not None:
+            tensor = shard if layout is None else layout.wrap(shard)
+            return self._history_of(parameter).statistics_of(tensor, record=False), None
         if source is not ScaleState.FROM_GATHER or not self.needs_whole_scales(layout):
             return statistics_of(shard, scheme, layout), None
         assert layout is not None
@@ -480,11 +466,6 @@ class Float8Weight(StoredWeight):
     def _whole_statistics(self, shard: torch.Tensor, scheme: Scheme, layout: Layout) -> Statistics:
         (local,) = measure(shard.detach(), (scheme,), scheme.start(layout))
         return whole_statistics(scheme, local, layout)
-
-    def _distributed(self, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """The shard, as a DTensor if the parameter is distributed."""
-        layout = self.layout(parameter)
-        return shard if layout is None else layout.wrap(shard)
 
     def _history_of(self, parameter: torch.Tensor) -> AmaxHistory:
         """The amax history of the parameter. For a frozen parameter its scale is dropped first.
@@ -509,9 +490,8 @@ class Float8Weight(StoredWeight):
         scales = (self.history.recorded(copies[0].scales[0]),)
         return [quantized._replace(scales=scales) for quantized in copies]
 
-    def _warn_if_type_is_lost(self, sharded: torch.Tensor | None) -> None:
-        local = None if sharded is None else local_tensor(sharded)
-        if local is not None and self.gather_type.unwrap(local) is local:
+    def _warn_if_type_is_lost(self, local: torch.Tensor) -> None:
+        if self.gather_type.unwrap(local) is local:
             warn_once(
                 "high-precision gather",
                 f"{self.fqn}: FSDP2 gathers this weight in high precision, although "
