@@ -468,7 +468,7 @@ class Float8Weight(StoredWeight):
         return whole_statistics(scheme, local, layout)
 
     def _history_of(self, parameter: torch.Tensor) -> AmaxHistory:
-        """The amax history of the parameter. For a frozen parameter its scale is dropped first.
+        """The amax history of the parameter; a frozen one is scaled by its own amax.
 
         An optimizer step changes a weight only little, so that the scale from its history still
         fits. Merging adapters may change a frozen weight a lot.
@@ -476,7 +476,7 @@ class Float8Weight(StoredWeight):
         history = self.history
         assert history is not None
         if not parameter.requires_grad:
-            history.forget_scale()
+            history.statistic = None
         return history
 
     def _recorded(self, copies: Copies) -> Copies:

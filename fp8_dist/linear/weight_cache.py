@@ -178,8 +178,8 @@ class WeightCache:
     def _is_for_others(self, param: torch.Tensor) -> bool:
         """Whether the scale is from an evaluation that has ended, or for another ``requires_grad``.
 
-        A frozen weight may have another scale (see ``AmaxHistory.forget_scale``). Precomputed
-        scales are kept in any case.
+        A frozen weight has another scale if its scales are DELAYED. Precomputed scales are kept in
+        any case.
         """
         if self.state in _OF_PRECOMPUTE:
             return False
