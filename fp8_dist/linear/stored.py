@@ -5,6 +5,7 @@ A stored weight is a pair of parameters of its module, ``NAME`` and ``NAME_scale
 """
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,14 +160,7 @@ class StoredWeight(LayerParameter):
         """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
         local = None if parameter is None else local_tensor(parameter)
         if isinstance(local, StoredFloat8):
-            this = weakref.ref(self)
-
-            def write(func: Any, *args: Any, **kwargs: Any) -> None:
-                weight = this()
-                assert weight is not None
-                weight._add(func, *args, **kwargs)
-
-            local.write = write
+            local.write = partial(StoredWeight._add, weakref.proxy(self))
 
     def _add(self, func: Any, *args: Any, **kwargs: Any) -> None:
         warn_once(
@@ -188,8 +182,9 @@ class StoredWeight(LayerParameter):
         Collectives: if the weight is distributed, those of
         :func:`fp8_dist.scaling.whole_statistics`.
         """
-        for to, content in zip(self.parts(), self.cast(values), strict=True):
-            _content(to).copy_(content)
+        qdata, scales = self.cast(values)
+        _content(self.parameter()).copy_(qdata)
+        _content(self.scales()).copy_(scales)
 
     def cast(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cast values to the local parts of the data and of the scales of this weight."""
@@ -208,17 +203,13 @@ class StoredWeight(LayerParameter):
             whole = taken(whole, own_pieces(scales))
         return cast.qdata, whole
 
-    def parts(self) -> tuple[torch.Tensor, nn.Parameter]:
-        """The parameters that hold a stored weight: its data and its scales."""
-        return self.parameter(), self.scales()
-
     def entries(self) -> dict[str, torch.Tensor]:
         """The entries of a state dict for a stored weight, without copying its data.
 
         These are the data, in float8, and the scales, in fp32, or in e8m0 if they are exponents
         that were loaded so. They are DTensors if the parameters are.
         """
-        data, scales = self.parts()
+        data, scales = self.parameter(), self.scales()
         held, e8m0 = self.local_scales(), torch.float8_e8m0fnu
         is_e8m0 = held.saved_as is e8m0 and held.stored.dtype is torch.uint8
         saved = held.stored.view(e8m0) if is_e8m0 else fp32_scales(held.stored)
