@@ -26,7 +26,6 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.mesh import (
-    Layout,
     Placements,
     has_pieces,
     local_tensor,
@@ -199,7 +198,7 @@ def prepare_operand(
             return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
         within = plan.within
         if plan.moves:
-            tensor = _moved_in_high_precision(tensor, placements)
+            tensor = tensor.redistribute(placements=placements)
             high = local_tensor(tensor)
     wanted, places = spec.config.recipe.copies(operand, gemms, tensor.device)
     made = _copies(tensor, operand, wanted, spec, within) if wanted.of else ()
@@ -237,7 +236,8 @@ def prepare_gradients(
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
-        grad = _moved_in_high_precision(grad, placements)
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=placements)
         operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
     within = () if spec.config.amax_scope == "rank" else None
     wanted, _ = spec.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
@@ -366,14 +366,6 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
         return tensor
     assert placements is not None
     return dtensor_local(redistributed(tensor, placements))
-
-
-def _moved_in_high_precision(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """Redistribute to ``placements``, and wait."""
-    layout = Layout.of(tensor)
-    if layout is None or placements is None:
-        return tensor
-    return layout._replace(placements=placements).wrap(local_tensor(_moved(tensor, placements)))
 
 
 def wait_local(operand: Local, scheme: Scheme | None) -> Local:
