@@ -195,7 +195,10 @@ def observe_copies(
     """:func:`observe` each cast among the copies of an operand; in eager code, in one call."""
     lows: dict[tuple[Gemm, ...], Quantized] = {}
     for quantized in made:
-        low = _like(high, quantized)
+        low = quantized
+        if low.qdata.shape != high.shape:  # a transposed copy may have more rows, of zeros
+            rows = math.prod(high.shape[:-1])
+            low = low._replace(qdata=low.qdata[:rows].view(high.shape))
         lows.setdefault(owner.gemms_of(operand, quantized.scheme), low)
     if not torch.compiler.is_compiling():
         _show(owner, operand, high, lows, repeats)
@@ -204,14 +207,6 @@ def observe_copies(
     for gemms, low in lows.items():
         shown[low.scheme] = observe(owner, operand, gemms, high, low, repeats)
     return [each._replace(scales=(shown[each.scheme], *each.scales[1:])) for each in made]
-
-
-def _like(high: torch.Tensor, low: Quantized) -> Quantized:
-    """A copy in the shape of what was cast: a transposed copy may have more rows, of zeros."""
-    if low.qdata.shape == high.shape:
-        return low
-    rows = math.prod(high.shape[:-1])
-    return low._replace(qdata=low.qdata[:rows].view(high.shape))
 
 
 def _show(owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts, repeats: bool) -> None:
