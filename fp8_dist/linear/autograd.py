@@ -1,14 +1,14 @@
 """The autograd function of a linear layer: three GEMMs on float8 operands.
 
-The placements of each tensor on a tensor-parallel mesh follow from the weight's placements (see the
-table in :mod:`fp8_dist.mesh.rules`). Operands that have to move are moved as float8::
+Placements follow from the weight's (see the table in :mod:`fp8_dist.mesh.rules`). Operands that
+have to move are moved as float8::
 
     forward     input --cast--> float8 --gather--> float8 @ weight^T --reduce--> output
     backward    grad_output --cast--> float8 --gather--> @ weight  --reduce--> grad_input
                                                          @ input   ----------> grad_weight
 
-Autograd never sees a float8 gradient: the cast and the gather of grad_output happen inside this
-function, so no float8 subclass is ever a backward tangent.
+The cast and the gather of grad_output happen inside this function, so no float8 subclass is ever a
+backward tangent.
 """
 
 from collections.abc import Callable, Sequence
@@ -191,8 +191,7 @@ def _gemm(
 def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
     """Reshape ``[M, N]`` to ``[..., N]``, with the leading dims of an operand.
 
-    Autograd does not treat the result as a view. If the output of an autograd function is a view,
-    it can't be modified in place.
+    Autograd does not treat the result as a view, so it can be modified in place.
     """
     operand = like if isinstance(like, torch.Tensor) else like.qdata
     if operand.ndim == 2:
@@ -217,10 +216,9 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Make a layer's ``backward`` raise under a second differentiation.
+    """Make a layer's ``backward`` raise under a second differentiation, with ``ctx.spec.fqn``.
 
-    Otherwise ``create_graph=True`` would treat gradients as constants. ``ctx.spec.fqn`` is the
-    layer's name.
+    Otherwise ``create_graph=True`` would treat gradients as constants.
     """
 
     @wraps(backward)
@@ -420,10 +418,7 @@ class _FinishOutput(torch.autograd.Function):
     This function is separate because it saves nothing for backward. Full activation checkpointing
     ends a recomputation as soon as the last tensor is saved. If the function that saves tensors
     also issued the reduction, the reduction would be repeated, and its result dropped without a
-    wait.
-
-    The gradient keeps the placements in which it arrives. :class:`_LinearFunction` gathers it as
-    float8.
+    wait. The gradient stays where it arrives: :class:`_LinearFunction` gathers it as float8.
     """
 
     @staticmethod

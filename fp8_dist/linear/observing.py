@@ -1,9 +1,8 @@
 """Observers of the casts and GEMMs of layers, for statistics, captures and tests.
 
-Without an observer a cast costs one check of a Python variable, and no operator. In compiled code
-the operators are in the graph only while there is an observer. The graphs with and without
-them are both kept, so code compiles once more when it is first observed, and never again. GEMMs are
-only observed in eager code.
+Without an observer a cast costs one check of a Python variable, and no operator. Compiled code
+compiles once more when it is first observed, and keeps both graphs. GEMMs are only observed in
+eager code.
 
 An input that ``PrepareFloat8ModuleInput`` casts for several layers is *prepared*. Its cast and its
 uses are in different places, perhaps with a gather in between, and a module may have several such
@@ -35,17 +34,11 @@ Casts = Mapping[tuple[Gemm, ...], Quantized]
 
 
 class Owner(Protocol):
-    """The owner of a cast operand: a layer's ``float8_weight``.
-
-    Attributes:
-        fqn: the layer's name.
-        config: the layer's config.
-        handle: identifies the owner in operators (``queries``).
-    """
+    """The owner of a cast operand: a layer's ``float8_weight``."""
 
     fqn: str
     config: Float8LinearConfig
-    handle: torch.Tensor
+    handle: torch.Tensor  # identifies the owner in operators (``queries``)
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
         """The high-precision parameter of a forward's weight, detached: plain or a DTensor."""
@@ -137,10 +130,7 @@ def are_gemms_observed() -> bool:
 
 @contextmanager
 def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
-    """Show an observer the casts of all layers inside the block.
-
-    With ``gemms``, show it their GEMMs too, and run all code in the block eagerly.
-    """
+    """Show an observer all casts inside the block; with ``gemms``, its GEMMs too, run eagerly."""
     global _is_observed
     _observers[observer] = _Shown(gemms, set(), {})
     _is_observed = True
@@ -366,11 +356,8 @@ class GemmRecord(NamedTuple):
 def record_gemms() -> Iterator[list[GemmRecord]]:
     """Record the operands of every float8 GEMM that a layer runs inside the block.
 
-    Yields:
-        A list that grows by one :class:`GemmRecord` per GEMM, in the order in which they run. GEMMs
-        in compiled graphs and in high precision are not recorded.
-
-    Collectives: none.
+    Yields a list that grows by one :class:`GemmRecord` per GEMM. GEMMs in compiled graphs and in
+    high precision are not recorded. Collectives: none.
     """
     records: list[GemmRecord] = []
     _recordings[id(records)] = records

@@ -3,9 +3,8 @@
 If one float8 copy serves all GEMMs of an operand, the operand is cast first and moved as float8.
 Otherwise it is moved in high precision and cast where it arrives.
 
-``wq``, ``wk`` and ``wv`` of an attention share one input, as do ``w1`` and ``w3`` of a
-feed-forward, or the routed and the shared experts of a mixture. The input is cast once, and one
-copy is saved for backward, just as nn.Linear layers save a shared input once.
+An input that several layers share (``wq``, ``wk`` and ``wv``; routed and shared experts) is cast
+once, and one copy is saved for backward, just as nn.Linear layers save a shared input once.
 """
 
 from collections.abc import Mapping
@@ -111,8 +110,7 @@ def plan_operand(
 
     Args:
         schemes: the scheme that each GEMM takes, or ``None`` for high precision.
-        now: the placements of a DTensor operand; ``None`` for a plain tensor.
-        then: the placements that the GEMMs need.
+        now, then: the placements of a DTensor operand, and those that the GEMMs need.
         amax_scope: with ``"rank"``, statistics are reduced only over axes along which float8 data
             is moved.
     """
@@ -369,10 +367,7 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
 
 
 def wait_local(operand: Local, scheme: Scheme | None) -> Local:
-    """Wait for an operand that may be in flight, and return it.
-
-    ``scheme``: the scheme of a float8 operand.
-    """
+    """Wait for an operand that may be in flight; ``scheme`` is that of a float8 one."""
     if isinstance(operand, Quantized):
         return operand
     local = local_tensor(operand)

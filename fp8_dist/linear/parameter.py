@@ -1,8 +1,8 @@
 """The weight of a layer as a parameter: where it is, and in which form FSDP2 keeps it.
 
-Code with hand-written tensor parallelism has no DTensors: each rank holds its part of a weight as a
-plain parameter, and its parts of activations as plain tensors. A layer with declared placements
-wraps them as DTensors during its forward, and then works like a layer with a parallel style.
+Code with hand-written tensor parallelism has plain parameters and activations, each rank its parts.
+A layer with declared placements wraps them as DTensors during its forward, and then works like a
+layer with a parallel style.
 """
 
 import weakref
@@ -35,16 +35,11 @@ class LocalPlacements(NamedTuple):
     """Declared placements of a weight and an input that are plain local tensors.
 
     The placement of the output is the layer's ``output_placements``.
-
-    Attributes:
-        mesh: a 1-D mesh.
-        weight: Shard(0), Shard(1) or Replicate.
-        input: Shard or Replicate.
     """
 
-    mesh: DeviceMesh
-    weight: Placement
-    input: Placement
+    mesh: DeviceMesh  # 1-D
+    weight: Placement  # Shard(0), Shard(1) or Replicate
+    input: Placement  # Shard or Replicate
 
     @property
     def bias(self) -> Placement:
@@ -139,10 +134,7 @@ class LayerParameter:
         self.is_compared = False
 
     def compare(self, caller: str) -> None:
-        """Compare the layer between the ranks of its mesh, unless that was done before.
-
-        This serves layers that were placed by code outside this library.
-        """
+        """Compare a layer that other code has placed between the ranks of its mesh, once."""
         layout = None if self.is_compared else self.layout()
         if layout is not None:
             check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
@@ -185,8 +177,8 @@ class LayerParameter:
     def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
         """Whether a write to ``parameter`` may never be noticed.
 
-        This is the case for a frozen parameter whose version counter misses some writes, as when
-        PEFT merges adapters through ``.data``. No optimizer step invalidates its cache either.
+        Version counters miss writes to a frozen parameter through ``.data``, as when PEFT merges
+        adapters, and no optimizer step invalidates its cache.
         """
         return not parameter.requires_grad and is_plain(local_tensor(parameter))
 

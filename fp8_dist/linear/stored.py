@@ -41,12 +41,10 @@ class StoredWeight(LayerParameter):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the weight is stored in float8."""
         return isinstance(local_tensor(self.parameter()), StoredFloat8)
 
     @property
     def scales_name(self) -> str:
-        """The name of the parameter that has the scales of a stored weight."""
         return f"{self.name}_scale_inv"
 
     def scales(self) -> nn.Parameter:
@@ -54,7 +52,6 @@ class StoredWeight(LayerParameter):
         return self.module.get_parameter(self.scales_name)
 
     def local_scales(self) -> StoredScales:
-        """The local tensor of these scales."""
         local = local_tensor(self.scales())
         assert isinstance(local, StoredScales)
         return local

@@ -8,21 +8,18 @@ Terms:
 * *known*: for each scheme, the global weight's statistics for the blocks of the shard.
 * *casts*: the shard in float8, one for each of ``config.recipe.schemes["weight"]``.
 
-The parameter is cast in different places, depending on how it is distributed:
+Where the parameter is cast depends on how it is distributed:
 
-* Not at all, or by tensor parallelism: the forward casts the shard. The GEMMs of the forward and of
-  the backward take these casts (:meth:`Float8Weight.forward_casts`).
-* By FSDP2 with float8 gathers: FSDP2 gets the cast of the shard from
-  :meth:`Float8Weight.gather_cast` and gathers it. In the forward the parameter is a
-  ``Float8Tensor``.
+* Not at all, or by tensor parallelism: the forward casts the shard, for the backward too
+  (:meth:`Float8Weight.forward_casts`).
+* By FSDP2 with float8 gathers: FSDP2 gathers the cast of the shard
+  (:meth:`Float8Weight.gather_cast`). In the forward the parameter is a ``Float8Tensor``.
 * By FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
-* Not at all, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
+* A weight that is stored in float8 is not cast (:mod:`fp8_dist.linear.stored`).
 
-``cache`` holds the statistics that precompute or an earlier use has computed. If it has none for
-the current values of the parameter, they are computed and stored there. Selective activation
-checkpointing queries them by operators (``queries``), and so do compiled graphs. On a GPU a graph
-measures a weight that is not distributed itself.
+Statistics that ``cache`` has for the parameter's values are used; others are computed and stored
+there. Compiled graphs and selective activation checkpointing query them by operators (``queries``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -269,16 +266,10 @@ class Float8Weight(StoredWeight):
             self.bind(new)
 
     def note_sharded(self, parameter: torch.Tensor) -> None:
-        """Called with the sharded parameter before FSDP2 first exchanges it.
-
-        For a layer whose class tells of each exchange, :meth:`parameter_replaced` is enough.
-        """
+        """Called before FSDP2's first exchange of the sharded parameter; a layer notices each."""
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
-        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8.
-
-        From then on, a ``state_dict`` of the module contains plain tensors instead.
-        """
+        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
         self.save_plain()
         local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
@@ -297,13 +288,10 @@ class Float8Weight(StoredWeight):
         source: ScaleState,
         record: bool = False,
     ) -> tuple[Copies, Scales | None]:
-        """Cast a parameter's shard to float8 copies outside of graphs, with the cache if possible.
+        """Take a parameter's float8 copies from the cache, or cast its shard; not in graphs.
 
         The second result is the scales of the whole weight, if a gather needs them and they are
-        known.
-
-        ``record``: whether the copies belong to a training step, so that a delayed scale records
-        the amax. For FSDP2's gather, which runs without gradients, the forward records it.
+        known. ``record``: a delayed scale records the amax. (For FSDP2's gather the forward does.)
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
@@ -333,12 +321,10 @@ class Float8Weight(StoredWeight):
         record: bool,
         fresh: bool,
     ) -> tuple[Known, Copies, Scales | None]:
-        """Cast a shard by its statistics, which are stored if they are new.
+        """Cast a shard by its statistics: cached ones if ``fresh``; new ones are stored.
 
-        ``fresh``: whether cached statistics may be used.
-
-        Returns:
-            The statistics, the copies, and the scales of the whole weight if a gather needs them.
+        Returns the statistics, the copies, and the scales of the whole weight if a gather needs
+        them.
         """
         layout, scheme, whole = self.layout(parameter), plan.schemes[0], None
         if fresh or is_selectively_checkpointed():
@@ -370,10 +356,7 @@ class Float8Weight(StoredWeight):
     def _casts_of_unsharded(
         self, shard: torch.Tensor, plan: CastPlan, source: ScaleState | None
     ) -> tuple[Copies, Recast | None]:
-        """Cast a parameter that FSDP2 gathered in high precision, for the output.
-
-        The second result says how the backward casts it again, with the statistics found here.
-        """
+        """Cast what FSDP2 gathered in high precision for the output, and plan the second cast."""
         layout, second = self.layout(), self.copies(_GEMMS[1:], shard.device).plan
         with torch.inference_mode(False), torch.no_grad():
             known = self._known(shard, source, self.schemes)
@@ -434,14 +417,12 @@ class Float8Weight(StoredWeight):
         source: ScaleState | None,
         whole: Scales | None,
     ) -> None:
-        """Store the statistics of a parameter's values in the cache.
-
-        They are not stored for a tensor in the parameter's place, such as FSDP1's view of the
-        gathered tensor, which changes unnoticed.
-        """
+        """Store the statistics of a parameter's values in the cache."""
         if is_captured(shard):
             return  # the statistics belong to the graph
         self.cache.warn_if_stale(parameter, self.fqn)
+        # A tensor in the parameter's place, such as FSDP1's view of the gathered tensor, changes
+        # unnoticed.
         if source is not None and _is_parameter(parameter):
             self.cache.store(parameter, new, source, whole)
 
@@ -482,8 +463,7 @@ class Float8Weight(StoredWeight):
     def _recorded(self, copies: Copies) -> Copies:
         """Record the weight's amax in a training step, if its scale is delayed; return the copies.
 
-        The cast of the weight can't tell whether to record, because FSDP2 gathers without gradients
-        in training too.
+        The cast can't do it, because FSDP2 gathers without gradients in training too.
         """
         if self.history is None or not copies or not torch.is_grad_enabled():
             return copies

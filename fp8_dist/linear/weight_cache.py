@@ -22,12 +22,10 @@ The following changes of a weight are noticed:
   identity of the parameter differs.
 
 The table of docs/state.md lists the writes that are not noticed, because Python sees no trace of
-them. Call :func:`fp8_dist.invalidate_float8_scales` after these. Otherwise a training forward uses
-the old scale, and the old float8 copy if there is one, until the next optimizer step or precompute.
-An evaluation uses neither, except for a precomputed or a DELAYED scale. FSDP2 gathers without
-gradients in training too, so there ``model.eval()`` marks an evaluation. Every change, noticed or
-not, must be made on all ranks: if only one rank drops its scales, it waits for an all-reduce that
-the other ranks do not join.
+them. An evaluation uses neither old scales nor copies, except for a precomputed or a DELAYED scale.
+FSDP2 gathers without gradients in training too, so there ``model.eval()`` marks an evaluation.
+Every change, noticed or not, must be made on all ranks: if only one rank drops its scales, it waits
+for an all-reduce that the other ranks do not join.
 
 The state depends only on the sequence of calls, which is the same on all ranks, so ranks agree
 about which weights need a collective. A compiled graph queries it when it runs, by an operator.
@@ -140,10 +138,7 @@ class WeightCache:
         state: ScaleState,
         whole_scales: Scales | None = None,
     ) -> None:
-        """Store the statistics for the current values of ``param``.
-
-        ``state`` is FROM_GATHER, FROM_FORWARD, or PRECOMPUTED.
-        """
+        """Store the statistics for the current values of ``param``."""
         origin = self._origin
         self.drop()
         self._origin = origin
@@ -254,10 +249,7 @@ class WeightCache:
             self.drop(Change.STEP)
 
     def drop(self, change: Change | None = None) -> None:
-        """Drop scales and casts. Precomputed scales become STALE.
-
-        ``change``: the kind of change of the weight, if it changed.
-        """
+        """Drop scales and casts. Precomputed scales become STALE; ``change`` says why."""
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change
