@@ -62,13 +62,7 @@ class LocalPlacements(NamedTuple):
     def check(
         self, input: torch.Tensor, weight: torch.Tensor, output: Placements | None, fqn: str
     ) -> None:
-        """Check operands against the declared placements.
-
-        Raises:
-            TypeError: the weight is a DTensor, or the input is a DTensor that ``share_input`` did
-                not return.
-            ValueError: the input's features don't fit, or the output lacks the declared dim.
-        """
+        """Raise TypeError or ValueError if operands do not have the declared placements."""
         if isinstance(weight, DTensor):
             raise TypeError(
                 f"{fqn}: the weight was declared as a local tensor, {self.weight!r} on "
