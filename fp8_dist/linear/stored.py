@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fp8_dist.cast import cast_by
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import is_float8
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.parameter import LayerParameter
@@ -34,10 +35,12 @@ from fp8_dist.text import warn_once
 class StoredWeight(LayerParameter):
     """The part of a :class:`~fp8_dist.linear.weight.Float8Weight` that knows stored weights."""
 
+    config: Float8LinearConfig
+
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """The schemes of the weight, in the order of its GEMMs."""
-        raise NotImplementedError
+        return self.config.recipe.schemes["weight"]
 
     @property
     def is_stored(self) -> bool:

@@ -106,11 +106,6 @@ class Float8Weight(StoredWeight):
         return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
 
     @property
-    def schemes(self) -> tuple[Scheme, ...]:
-        """The schemes of the weight, in the order of its GEMMs."""
-        return self.config.recipe.schemes["weight"]
-
-    @property
     def is_dynamic(self) -> bool:
         """Whether it is cast, by scales that follow from its values."""
         is_cast = bool(self.schemes) and not self.is_stored
