@@ -92,16 +92,10 @@ def float8_linear(
 
 
 class Form(NamedTuple):
-    """An operand without its tensors.
+    """An operand without its tensors; see :class:`fp8_dist.scaling.Quantized`."""
 
-    Attributes:
-        places: the indices of its tensors in a flat list.
-        scheme, start, is_cut: see :class:`fp8_dist.scaling.Quantized`; ``scheme`` is None for an
-            operand in high precision.
-    """
-
-    places: Sequence[int]
-    scheme: Scheme | None = None
+    places: Sequence[int]  # the indices of its tensors in a flat list
+    scheme: Scheme | None = None  # None for an operand in high precision
     start: Start = (0, 0)
     is_cut: bool = False
 
@@ -109,11 +103,10 @@ class Form(NamedTuple):
         return [flat[i] for i in self.places]
 
     def operand(self, flat: Sequence[torch.Tensor]) -> Local:
-        first, scheme = flat[self.places[0]], self.scheme
-        if scheme is None:
+        first, *scales = self.tensors(flat)
+        if self.scheme is None:
             return first
-        scales = tuple([flat[i] for i in self.places[1:]])
-        return Quantized(first, scales, scheme, self.start, self.is_cut)
+        return Quantized(first, tuple(scales), self.scheme, self.start, self.is_cut)
 
 
 _Forms = tuple[Form | None, ...]
