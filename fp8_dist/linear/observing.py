@@ -95,17 +95,11 @@ class Observer:
 
 
 class _Shown(NamedTuple):
-    """The state of an observer.
+    """The state of an observer."""
 
-    Attributes:
-        gemms: whether it is shown GEMMs too.
-        casts: casts outside a backward.
-        kept: results of :meth:`Observer.on_prepared_cast`, by the number of the cast.
-    """
-
-    gemms: bool
-    casts: set[Hashable]
-    kept: dict[int, object]
+    gemms: bool  # whether it is shown GEMMs too
+    casts: set[Hashable]  # those outside a backward
+    kept: dict[int, object]  # results of Observer.on_prepared_cast, by the number of the cast
 
 
 _observers: dict[Observer, _Shown] = {}
@@ -338,17 +332,12 @@ def observe_gemm(
 
 
 class GemmRecord(NamedTuple):
-    """One float8 GEMM of a layer: ``a @ b``.
+    """One float8 GEMM of a layer: ``a @ b``, with local copies of the operands."""
 
-    Attributes:
-        fqn: the layer's name; empty in a compiled graph.
-        a, b: local copies of the operands, ``[M, K]`` and ``[K, N]``.
-    """
-
-    fqn: str
+    fqn: str  # the layer's name; empty in a compiled graph
     gemm: Gemm
-    a: Float8Tensor
-    b: Float8Tensor
+    a: Float8Tensor  # [M, K]
+    b: Float8Tensor  # [K, N]
     options: GemmOptions
 
 

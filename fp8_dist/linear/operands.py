@@ -84,18 +84,13 @@ Operands = dict[Gemm, Local]
 
 
 class OperandPlan(NamedTuple):
-    """Plan of an operand's cast and redistribution.
+    """Plan of an operand's cast and redistribution."""
 
-    Attributes:
-        first: the one scheme for all GEMMs, with which the operand is cast before it is moved.
-            ``None``: it is moved in high precision, and then cast for each GEMM.
-        moves: whether the operand is redistributed.
-        within: the mesh axes over which statistics may be reduced; ``None`` means all.
-    """
-
+    # The one scheme for all GEMMs, with which the operand is cast before it is moved. None: it is
+    # moved in high precision, and then cast for each GEMM.
     first: Scheme | None
-    moves: bool
-    within: tuple[int, ...] | None
+    moves: bool  # whether it is redistributed
+    within: tuple[int, ...] | None  # the mesh axes over which statistics may be reduced; None: all
 
 
 @lru_cache(maxsize=4096)

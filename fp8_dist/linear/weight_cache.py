@@ -50,20 +50,13 @@ _Values = tuple[torch.Tensor, int | None, int | None]
 
 
 class ScaleState(Enum):
-    """State of a weight's scales.
+    """State of a weight's scales."""
 
-    * ``UNKNOWN``: not known. The next use computes them.
-    * ``PRECOMPUTED``: precompute has computed them.
-    * ``STALE``: precompute has computed them, and the weight has changed since. The next use warns.
-    * ``FROM_GATHER``: computed when FSDP2 gathered the sharded parameter.
-    * ``FROM_FORWARD``: computed by a forward, for the layer's parameter at that time.
-    """
-
-    UNKNOWN = auto()
+    UNKNOWN = auto()  # the next use computes them
     PRECOMPUTED = auto()
-    STALE = auto()
-    FROM_GATHER = auto()
-    FROM_FORWARD = auto()
+    STALE = auto()  # precomputed, but the weight has changed since: the next use warns
+    FROM_GATHER = auto()  # computed when FSDP2 gathered the sharded parameter
+    FROM_FORWARD = auto()  # computed by a forward, for the layer's parameter at that time
 
 
 class Change(Enum):
