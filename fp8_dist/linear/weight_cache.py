@@ -1,28 +1,25 @@
 """Cache of a weight's scales and float8 copies, and its invalidation when the weight changes.
 
 A scale, and the float8 copy made with it, may be used only for the values it was computed from.
-The following changes of a weight are noticed:
+The table of docs/state.md lists the changes of a weight that are noticed, by the following means,
+and the writes of which Python sees no trace:
 
-* Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters. Version
-  counters alone would not do, because foreach and fused steps change a DTensor without raising
-  them. For parameters that no optimizer was seen to update, the hook drops the scales that a
-  forward or a gather has found. Such parameters may be copies of updated ones: mixed-precision
-  optimizers that own master weights copy them back through ``.data``.
+* Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters, because
+  foreach and fused steps change a DTensor without raising version counters. For parameters that no
+  optimizer was seen to update, the hook drops the scales that a forward or a gather has found: they
+  may be copies of updated ones (master weights are copied back through ``.data``).
 * FSDP2 exchanges sharded and unsharded parameters: the layer notices each exchange. At the next
   exchange the values of an unsharded parameter are unknown, except in the backward. There they are
   the ones that the forward gathered, unless the version of either parameter shows a write since.
-* In-place ops on the parameter, on its ``to_local()`` or on results of ``state_dict()``: version
-  counters show them, from the moment when the amax is computed. A weight that FSDP2 gathers in
-  float8 also counts writes that torch does not count: in-place foreach ops, writes into ``.data``,
-  and collectives into it. For other frozen weights a forward caches nothing, because no optimizer
-  step invalidates them (PEFT merges adapters through ``.data``).
-* ``parameter.data = tensor``, unless the parameter is a DTensor (torch leaves those unchanged), and
-  ``swap_tensors``: the storage is another one.
+* In-place ops: version counters show them, from the moment when the amax is computed. A weight that
+  FSDP2 gathers in float8 also counts writes that torch does not count. For other frozen weights a
+  forward caches nothing, because no optimizer step invalidates them (PEFT merges adapters through
+  ``.data``).
+* ``parameter.data = tensor`` and ``swap_tensors``: the storage is another one.
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer clears the cache, or the
   identity of the parameter differs.
 
-The table of docs/state.md lists the writes that are not noticed, because Python sees no trace of
-them. An evaluation uses neither old scales nor copies, except for a precomputed or a DELAYED scale.
+An evaluation uses neither old scales nor copies, except for a precomputed or a DELAYED scale.
 FSDP2 gathers without gradients in training too, so there ``model.eval()`` marks an evaluation.
 Every change, noticed or not, must be made on all ranks: if only one rank drops its scales, it waits
 for an all-reduce that the other ranks do not join.
