@@ -41,19 +41,16 @@ class LocalPlacements(NamedTuple):
     weight: Placement  # Shard(0), Shard(1) or Replicate
     input: Placement  # Shard or Replicate
 
-    @property
-    def bias(self) -> Placement:
-        """Shard(0) for a column-parallel weight, like the columns of the output; else Replicate."""
-        return Shard(0) if self.weight == Shard(0) else Replicate()
-
     def distributed(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Wrap the operands as DTensors, whose gradients have the declared placements."""
+        # The bias of a column-parallel weight is sharded like the columns of the output.
+        bias_at = Shard(0) if self.weight == Shard(0) else Replicate()
         return (
             input if isinstance(input, DTensor) else self._wrap(input, self.input),
             self._wrap(weight, self.weight),
-            None if bias is None else self._wrap(bias, self.bias),
+            None if bias is None else self._wrap(bias, bias_at),
         )
 
     def _wrap(self, local: torch.Tensor, placement: Placement) -> DTensor:
