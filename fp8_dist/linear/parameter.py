@@ -199,10 +199,6 @@ class LayerParameter:
         set_dtensor_local(plain, local)
         return plain
 
-    def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """:meth:`plain` of a forward's weight, or of the sharded parameter that was gathered."""
-        return self.plain(weight if self.sharded is None else self.sharded)
-
 
 def device_of(shard: torch.Tensor, layout: Layout | None) -> torch.device:
     """The device on which the scales of a shard are used, even with CPU offload."""

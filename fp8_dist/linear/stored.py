@@ -121,7 +121,10 @@ class StoredWeight(LayerParameter):
         return with_local(parameter, scheme.dequantize(qdata, scales, start).to(parameter.dtype))
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.dequantized() if self.is_stored else super().high_precision(weight)
+        """A forward's weight, or the sharded parameter that was gathered; see ``Owner``."""
+        if self.is_stored:
+            return self.dequantized()
+        return self.plain(weight if self.sharded is None else self.sharded)
 
     def store(
         self,
@@ -130,11 +133,9 @@ class StoredWeight(LayerParameter):
         dtype: torch.dtype,
         saved_as: torch.dtype = torch.float32,
     ) -> None:
-        """Store a plain weight with these data and scales, in two new parameters.
+        """Store a plain weight of ``dtype`` with these data and scales, in two new parameters.
 
-        Args:
-            dtype: that of the weight in high precision.
-            saved_as: that of the scales in checkpoints.
+        ``saved_as``: the dtype of the scales in checkpoints.
         """
         (scheme,) = self.schemes
         held = as_stored(scales if scales.ndim else scales.view(1), scheme)
