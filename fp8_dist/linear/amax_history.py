@@ -5,9 +5,9 @@ A cast then needs no all-reduce. Each rank records the amaxes of a step.
 once and computes the next scales from the histories.
 
 Until a history holds a value (before the first sync, and as long as an operand is all zeros) each
-tensor is scaled by its own amax. Between two syncs an operand's scale does not change. The recorded
-amax is the maximum over all casts since the last sync, so micro-batches accumulate, and a forward
-that activation checkpointing repeats changes nothing.
+tensor is scaled by its own amax. The recorded amax is the maximum over all casts since the last
+sync, so micro-batches accumulate, and a forward that activation checkpointing repeats changes
+nothing.
 """
 
 import math
@@ -123,7 +123,7 @@ class AmaxHistory:
         """Record the amax of the last cast unless it was recorded already; return ``scale``."""
         if must_query():
             return record_amax.overload(scale, self._handle)
-        self.record_later()
+        self.record_last()
         return scale
 
     def _statistics_of_local(
@@ -141,39 +141,30 @@ class AmaxHistory:
             value = all_reduce_max(value, groups)
         self._last = value
         if record:
-            self._record_last()
+            self.record_last()
         if self.statistic is None:
             return (value,)
         poison = value * 0  # 0, or NaN
         return (self.statistic.to(value.device) + poison,)
 
-    def _record_last(self) -> None:
+    def record_last(self) -> None:
+        """Record the amax of the last cast, which may have run on another stream."""
         value, self._last = self._last, None
         if value is not None and not value.is_meta:
+            keep_for_current_stream([value])
             # Call maximum for the first amax too: selective activation checkpointing counts
             # operators.
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
-
-    def record_later(self) -> None:
-        """Record the amax of the last cast, which may have run on another stream."""
-        if self._last is not None:
-            keep_for_current_stream([self._last])
-        self._record_last()
 
     def amaxes(self) -> torch.Tensor:
         """The amaxes in the history, fp32, on the CPU."""
         row = torch.zeros(0) if self.history is None else self.history.cpu()
         return row[row > 0]
 
-    def forget_scale(self) -> None:
-        """Scale the next casts by their own amaxes, until the next sync."""
-        self.statistic = None
-
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to ``length``. An empty one starts a new history."""
-        self.current = self.history = self._last = self.restored = None
-        self.forget_scale()
+        self.current = self.history = self.statistic = self._last = self.restored = None
         history = history.detach()[: self.length]
         if len(history):
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
@@ -209,7 +200,7 @@ def history_statistic(
 @query("record_amax(Tensor scale, Tensor handle) -> Tensor")
 def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """Operator of :meth:`AmaxHistory.recorded`."""
-    owner_of(handle).record_later()
+    owner_of(handle).record_last()
     return scale.clone()
 
 
@@ -264,9 +255,9 @@ def load_histories(
     Histories that are ``restored`` stay as they are, and other ranks take over their values.
 
     Args:
-        saved: the saved amaxes by name, the newest first; ``None`` if this rank was given none.
-        meshes: the meshes that the layer's operands are distributed over. Ranks that were given no
-            histories take those of other ranks. (A checkpoint that rank 0 broadcasts has none.)
+        saved: the saved amaxes by name, the newest first; ``None`` if this rank was given none, as
+            when rank 0 broadcasts a checkpoint. It takes those of other ranks.
+        meshes: the meshes that the layer's operands are distributed over.
         device: the device of the histories if there are no meshes.
 
     Returns:

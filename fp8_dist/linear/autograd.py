@@ -1,14 +1,14 @@
 """The autograd function of a linear layer: three GEMMs on float8 operands.
 
-The placements of each tensor on a tensor-parallel mesh follow from the weight's placements (see the
-table in :mod:`fp8_dist.mesh.rules`). Operands that have to move are moved as float8::
+Placements follow from the weight's (see the table in :mod:`fp8_dist.mesh.rules`). Operands that
+have to move are moved as float8::
 
     forward     input --cast--> float8 --gather--> float8 @ weight^T --reduce--> output
     backward    grad_output --cast--> float8 --gather--> @ weight  --reduce--> grad_input
                                                          @ input   ----------> grad_weight
 
-Autograd never sees a float8 gradient: the cast and the gather of grad_output happen inside this
-function, so no float8 subclass is ever a backward tangent.
+The cast and the gather of grad_output happen inside this function, so no float8 subclass is ever a
+backward tangent.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,16 +92,10 @@ def float8_linear(
 
 
 class Form(NamedTuple):
-    """An operand without its tensors.
+    """An operand without its tensors; see :class:`fp8_dist.scaling.Quantized`."""
 
-    Attributes:
-        places: the indices of its tensors in a flat list.
-        scheme, start, is_cut: see :class:`fp8_dist.scaling.Quantized`; ``scheme`` is None for an
-            operand in high precision.
-    """
-
-    places: Sequence[int]
-    scheme: Scheme | None = None
+    places: Sequence[int]  # the indices of its tensors in a flat list
+    scheme: Scheme | None = None  # None for an operand in high precision
     start: Start = (0, 0)
     is_cut: bool = False
 
@@ -109,11 +103,10 @@ class Form(NamedTuple):
         return [flat[i] for i in self.places]
 
     def operand(self, flat: Sequence[torch.Tensor]) -> Local:
-        first, scheme = flat[self.places[0]], self.scheme
-        if scheme is None:
+        first, *scales = self.tensors(flat)
+        if self.scheme is None:
             return first
-        scales = tuple([flat[i] for i in self.places[1:]])
-        return Quantized(first, scales, scheme, self.start, self.is_cut)
+        return Quantized(first, tuple(scales), self.scheme, self.start, self.is_cut)
 
 
 _Forms = tuple[Form | None, ...]
@@ -191,8 +184,7 @@ def _gemm(
 def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
     """Reshape ``[M, N]`` to ``[..., N]``, with the leading dims of an operand.
 
-    Autograd does not treat the result as a view. If the output of an autograd function is a view,
-    it can't be modified in place.
+    Autograd does not treat the result as a view, so it can be modified in place.
     """
     operand = like if isinstance(like, torch.Tensor) else like.qdata
     if operand.ndim == 2:
@@ -217,10 +209,9 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Make a layer's ``backward`` raise under a second differentiation.
+    """Make a layer's ``backward`` raise under a second differentiation, with ``ctx.spec.fqn``.
 
-    Otherwise ``create_graph=True`` would treat gradients as constants. ``ctx.spec.fqn`` is the
-    layer's name.
+    Otherwise ``create_graph=True`` would treat gradients as constants.
     """
 
     @wraps(backward)
@@ -420,10 +411,7 @@ class _FinishOutput(torch.autograd.Function):
     This function is separate because it saves nothing for backward. Full activation checkpointing
     ends a recomputation as soon as the last tensor is saved. If the function that saves tensors
     also issued the reduction, the reduction would be repeated, and its result dropped without a
-    wait.
-
-    The gradient keeps the placements in which it arrives. :class:`_LinearFunction` gathers it as
-    float8.
+    wait. The gradient stays where it arrives: :class:`_LinearFunction` gathers it as float8.
     """
 
     @staticmethod

@@ -240,12 +240,11 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's text, the recipe, the operands gathered in float8, and the scale's state.
 
-        The recipe is shown as ``recipe=tensorwise``, for example, with the options that differ from
-        it. If no recipe has these casts, they are listed. The state of the weight's scale is
-        ``fresh``, ``stale`` (precomputed before the weight changed), ``unknown`` (the next use
-        computes it), ``stored`` with the weight (:func:`fp8_dist.freeze_to_float8`), or ``delayed``
-        with the number of amaxes in its history. The transport of sums is shown if there
-        is one.
+        The recipe is followed by the options that differ from it. If no recipe has these casts,
+        they are listed. The state of the weight's scale is ``fresh``, ``stale`` (precomputed before
+        the weight changed), ``unknown`` (the next use computes it), ``stored`` with the weight
+        (:func:`fp8_dist.freeze_to_float8`), or ``delayed`` with the number of amaxes in its
+        history. The transport of sums is shown if there is one.
 
         Collectives: none. Nothing is waited for, and no state is changed.
         """

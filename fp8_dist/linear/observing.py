@@ -1,9 +1,8 @@
 """Observers of the casts and GEMMs of layers, for statistics, captures and tests.
 
-Without an observer a cast costs one check of a Python variable, and no operator. In compiled code
-the operators are in the graph only while there is an observer. The graphs with and without
-them are both kept, so code compiles once more when it is first observed, and never again. GEMMs are
-only observed in eager code.
+Without an observer a cast costs one check of a Python variable, and no operator. Compiled code
+compiles once more when it is first observed, and keeps both graphs. GEMMs are only observed in
+eager code.
 
 An input that ``PrepareFloat8ModuleInput`` casts for several layers is *prepared*. Its cast and its
 uses are in different places, perhaps with a gather in between, and a module may have several such
@@ -35,17 +34,11 @@ Casts = Mapping[tuple[Gemm, ...], Quantized]
 
 
 class Owner(Protocol):
-    """The owner of a cast operand: a layer's ``float8_weight``.
-
-    Attributes:
-        fqn: the layer's name.
-        config: the layer's config.
-        handle: identifies the owner in operators (``queries``).
-    """
+    """The owner of a cast operand: a layer's ``float8_weight``."""
 
     fqn: str
     config: Float8LinearConfig
-    handle: torch.Tensor
+    handle: torch.Tensor  # identifies the owner in operators (``queries``)
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
         """The high-precision parameter of a forward's weight, detached: plain or a DTensor."""
@@ -102,17 +95,11 @@ class Observer:
 
 
 class _Shown(NamedTuple):
-    """The state of an observer.
+    """The state of an observer."""
 
-    Attributes:
-        gemms: whether it is shown GEMMs too.
-        casts: casts outside a backward.
-        kept: results of :meth:`Observer.on_prepared_cast`, by the number of the cast.
-    """
-
-    gemms: bool
-    casts: set[Hashable]
-    kept: dict[int, object]
+    gemms: bool  # whether it is shown GEMMs too
+    casts: set[Hashable]  # those outside a backward
+    kept: dict[int, object]  # results of Observer.on_prepared_cast, by the number of the cast
 
 
 _observers: dict[Observer, _Shown] = {}
@@ -137,10 +124,7 @@ def are_gemms_observed() -> bool:
 
 @contextmanager
 def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
-    """Show an observer the casts of all layers inside the block.
-
-    With ``gemms``, show it their GEMMs too, and run all code in the block eagerly.
-    """
+    """Show an observer all casts inside the block; with ``gemms``, its GEMMs too, run eagerly."""
     global _is_observed
     _observers[observer] = _Shown(gemms, set(), {})
     _is_observed = True
@@ -195,7 +179,10 @@ def observe_copies(
     """:func:`observe` each cast among the copies of an operand; in eager code, in one call."""
     lows: dict[tuple[Gemm, ...], Quantized] = {}
     for quantized in made:
-        low = _like(high, quantized)
+        low = quantized
+        if low.qdata.shape != high.shape:  # a transposed copy may have more rows, of zeros
+            rows = math.prod(high.shape[:-1])
+            low = low._replace(qdata=low.qdata[:rows].view(high.shape))
         lows.setdefault(owner.gemms_of(operand, quantized.scheme), low)
     if not torch.compiler.is_compiling():
         _show(owner, operand, high, lows, repeats)
@@ -204,14 +191,6 @@ def observe_copies(
     for gemms, low in lows.items():
         shown[low.scheme] = observe(owner, operand, gemms, high, low, repeats)
     return [each._replace(scales=(shown[each.scheme], *each.scales[1:])) for each in made]
-
-
-def _like(high: torch.Tensor, low: Quantized) -> Quantized:
-    """A copy in the shape of what was cast: a transposed copy may have more rows, of zeros."""
-    if low.qdata.shape == high.shape:
-        return low
-    rows = math.prod(high.shape[:-1])
-    return low._replace(qdata=low.qdata[:rows].view(high.shape))
 
 
 def _show(owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts, repeats: bool) -> None:
@@ -353,17 +332,12 @@ def observe_gemm(
 
 
 class GemmRecord(NamedTuple):
-    """One float8 GEMM of a layer: ``a @ b``.
+    """One float8 GEMM of a layer: ``a @ b``, with local copies of the operands."""
 
-    Attributes:
-        fqn: the layer's name; empty in a compiled graph.
-        a, b: local copies of the operands, ``[M, K]`` and ``[K, N]``.
-    """
-
-    fqn: str
+    fqn: str  # the layer's name; empty in a compiled graph
     gemm: Gemm
-    a: Float8Tensor
-    b: Float8Tensor
+    a: Float8Tensor  # [M, K]
+    b: Float8Tensor  # [K, N]
     options: GemmOptions
 
 
@@ -371,11 +345,8 @@ class GemmRecord(NamedTuple):
 def record_gemms() -> Iterator[list[GemmRecord]]:
     """Record the operands of every float8 GEMM that a layer runs inside the block.
 
-    Yields:
-        A list that grows by one :class:`GemmRecord` per GEMM, in the order in which they run. GEMMs
-        in compiled graphs and in high precision are not recorded.
-
-    Collectives: none.
+    Yields a list that grows by one :class:`GemmRecord` per GEMM. GEMMs in compiled graphs and in
+    high precision are not recorded. Collectives: none.
     """
     records: list[GemmRecord] = []
     _recordings[id(records)] = records

@@ -3,9 +3,8 @@
 If one float8 copy serves all GEMMs of an operand, the operand is cast first and moved as float8.
 Otherwise it is moved in high precision and cast where it arrives.
 
-``wq``, ``wk`` and ``wv`` of an attention share one input, as do ``w1`` and ``w3`` of a
-feed-forward, or the routed and the shared experts of a mixture. The input is cast once, and one
-copy is saved for backward, just as nn.Linear layers save a shared input once.
+An input that several layers share (``wq``, ``wk`` and ``wv``; routed and shared experts) is cast
+once, and one copy is saved for backward, just as nn.Linear layers save a shared input once.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,6 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.mesh import (
-    Layout,
     Placements,
     has_pieces,
     local_tensor,
@@ -86,18 +84,13 @@ Operands = dict[Gemm, Local]
 
 
 class OperandPlan(NamedTuple):
-    """Plan of an operand's cast and redistribution.
+    """Plan of an operand's cast and redistribution."""
 
-    Attributes:
-        first: the one scheme for all GEMMs, with which the operand is cast before it is moved.
-            ``None``: it is moved in high precision, and then cast for each GEMM.
-        moves: whether the operand is redistributed.
-        within: the mesh axes over which statistics may be reduced; ``None`` means all.
-    """
-
+    # The one scheme for all GEMMs, with which the operand is cast before it is moved. None: it is
+    # moved in high precision, and then cast for each GEMM.
     first: Scheme | None
-    moves: bool
-    within: tuple[int, ...] | None
+    moves: bool  # whether it is redistributed
+    within: tuple[int, ...] | None  # the mesh axes over which statistics may be reduced; None: all
 
 
 @lru_cache(maxsize=4096)
@@ -112,8 +105,7 @@ def plan_operand(
 
     Args:
         schemes: the scheme that each GEMM takes, or ``None`` for high precision.
-        now: the placements of a DTensor operand; ``None`` for a plain tensor.
-        then: the placements that the GEMMs need.
+        now, then: the placements of a DTensor operand, and those that the GEMMs need.
         amax_scope: with ``"rank"``, statistics are reduced only over axes along which float8 data
             is moved.
     """
@@ -199,7 +191,7 @@ def prepare_operand(
             return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
         within = plan.within
         if plan.moves:
-            tensor = _moved_in_high_precision(tensor, placements)
+            tensor = tensor.redistribute(placements=placements)
             high = local_tensor(tensor)
     wanted, places = spec.config.recipe.copies(operand, gemms, tensor.device)
     made = _copies(tensor, operand, wanted, spec, within) if wanted.of else ()
@@ -237,7 +229,8 @@ def prepare_gradients(
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
-        grad = _moved_in_high_precision(grad, placements)
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=placements)
         operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
     within = () if spec.config.amax_scope == "rank" else None
     wanted, _ = spec.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
@@ -368,19 +361,8 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     return dtensor_local(redistributed(tensor, placements))
 
 
-def _moved_in_high_precision(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """Redistribute to ``placements``, and wait."""
-    layout = Layout.of(tensor)
-    if layout is None or placements is None:
-        return tensor
-    return layout._replace(placements=placements).wrap(local_tensor(_moved(tensor, placements)))
-
-
 def wait_local(operand: Local, scheme: Scheme | None) -> Local:
-    """Wait for an operand that may be in flight, and return it.
-
-    ``scheme``: the scheme of a float8 operand.
-    """
+    """Wait for an operand that may be in flight; ``scheme`` is that of a float8 one."""
     if isinstance(operand, Quantized):
         return operand
     local = local_tensor(operand)

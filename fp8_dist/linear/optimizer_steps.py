@@ -38,12 +38,11 @@ def watch_steps(watcher: Any) -> None:
 def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> RemovableHandle:
     """Run ``call`` each time all of these optimizers have stepped, after watchers were notified.
 
-    Optimizers are expected to step in the given order, and ``call`` runs after the step of the last
-    one. Optimizers that step within a backward pass, each as soon as its gradients are ready, may
-    step in any order. In that case ``call`` runs when the backward pass has ended.
+    It runs after the step of the last one. If they step within a backward pass, each as soon as its
+    gradients are ready and in any order, it runs when the backward pass has ended.
 
-    It is run by a global hook, because torch runs an optimizer's own post-step hooks before the
-    global one that notifies watchers.
+    A global hook runs it, because torch runs an optimizer's own post-step hooks before the global
+    one that notifies watchers.
     """
     _install_hook()
     queued_in: int | None = None  # the last backward pass that the call was queued for

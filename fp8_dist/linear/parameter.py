@@ -1,8 +1,8 @@
 """The weight of a layer as a parameter: where it is, and in which form FSDP2 keeps it.
 
-Code with hand-written tensor parallelism has no DTensors: each rank holds its part of a weight as a
-plain parameter, and its parts of activations as plain tensors. A layer with declared placements
-wraps them as DTensors during its forward, and then works like a layer with a parallel style.
+Code with hand-written tensor parallelism has plain parameters and activations, each rank its parts.
+A layer with declared placements wraps them as DTensors during its forward, and then works like a
+layer with a parallel style.
 """
 
 import weakref
@@ -35,30 +35,22 @@ class LocalPlacements(NamedTuple):
     """Declared placements of a weight and an input that are plain local tensors.
 
     The placement of the output is the layer's ``output_placements``.
-
-    Attributes:
-        mesh: a 1-D mesh.
-        weight: Shard(0), Shard(1) or Replicate.
-        input: Shard or Replicate.
     """
 
-    mesh: DeviceMesh
-    weight: Placement
-    input: Placement
-
-    @property
-    def bias(self) -> Placement:
-        """Shard(0) for a column-parallel weight, like the columns of the output; else Replicate."""
-        return Shard(0) if self.weight == Shard(0) else Replicate()
+    mesh: DeviceMesh  # 1-D
+    weight: Placement  # Shard(0), Shard(1) or Replicate
+    input: Placement  # Shard or Replicate
 
     def distributed(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Wrap the operands as DTensors, whose gradients have the declared placements."""
+        # The bias of a column-parallel weight is sharded like the columns of the output.
+        bias_at = Shard(0) if self.weight == Shard(0) else Replicate()
         return (
             input if isinstance(input, DTensor) else self._wrap(input, self.input),
             self._wrap(weight, self.weight),
-            None if bias is None else self._wrap(bias, self.bias),
+            None if bias is None else self._wrap(bias, bias_at),
         )
 
     def _wrap(self, local: torch.Tensor, placement: Placement) -> DTensor:
@@ -67,13 +59,7 @@ class LocalPlacements(NamedTuple):
     def check(
         self, input: torch.Tensor, weight: torch.Tensor, output: Placements | None, fqn: str
     ) -> None:
-        """Check operands against the declared placements.
-
-        Raises:
-            TypeError: the weight is a DTensor, or the input is a DTensor that ``share_input`` did
-                not return.
-            ValueError: the input's features don't fit, or the output lacks the declared dim.
-        """
+        """Raise TypeError or ValueError if operands do not have the declared placements."""
         if isinstance(weight, DTensor):
             raise TypeError(
                 f"{fqn}: the weight was declared as a local tensor, {self.weight!r} on "
@@ -139,10 +125,7 @@ class LayerParameter:
         self.is_compared = False
 
     def compare(self, caller: str) -> None:
-        """Compare the layer between the ranks of its mesh, unless that was done before.
-
-        This serves layers that were placed by code outside this library.
-        """
+        """Compare a layer that other code has placed between the ranks of its mesh, once."""
         layout = None if self.is_compared else self.layout()
         if layout is not None:
             check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
@@ -185,8 +168,8 @@ class LayerParameter:
     def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
         """Whether a write to ``parameter`` may never be noticed.
 
-        This is the case for a frozen parameter whose version counter misses some writes, as when
-        PEFT merges adapters through ``.data``. No optimizer step invalidates its cache either.
+        Version counters miss writes to a frozen parameter through ``.data``, as when PEFT merges
+        adapters, and no optimizer step invalidates its cache.
         """
         return not parameter.requires_grad and is_plain(local_tensor(parameter))
 
@@ -215,10 +198,6 @@ class LayerParameter:
         plain: Any = parameter.detach()
         set_dtensor_local(plain, local)
         return plain
-
-    def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """:meth:`plain` of a forward's weight, or of the sharded parameter that was gathered."""
-        return self.plain(weight if self.sharded is None else self.sharded)
 
 
 def device_of(shard: torch.Tensor, layout: Layout | None) -> torch.device:

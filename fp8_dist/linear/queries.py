@@ -95,10 +95,7 @@ def queried_statistics(weight: Any, shard: torch.Tensor, source: ScaleState | No
 
 
 def queried_copies(weight: Any, shard: torch.Tensor, plan: CastPlan, keep: bool) -> Copies:
-    """Cast the shard of a weight in a compiled graph.
-
-    ``keep``: whether the forward belongs to a training step, so that new statistics are kept.
-    """
+    """Cast the shard of a weight in a compiled graph; ``keep`` new statistics in training."""
     (schemes, of, transposed), layout = plan, weight.layout()
     keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
     flat = weight_copies.overload(shard, weight.handle, keys, start, of, transposed, keep)
@@ -155,8 +152,7 @@ def weight_copies(
 
     Args:
         start: the :func:`common_start` of the schemes.
-        of: the index of each copy's scheme.
-        transposed: whether each copy is ``[K, N]`` in memory.
+        of, transposed: as in a :class:`CastPlan`.
         keep: whether new statistics serve later forwards and an amax is recorded.
     """
     weight, x = owner_of(handle), x.detach()
@@ -174,7 +170,7 @@ def weight_copies(
     if keeps and not leaves_something:
         weight.end_of_evaluation(parameter)
     if history is not None and keep:
-        history.record_later()
+        history.record_last()
     # Scales may share memory with statistics, which are kept, and a graph may write into its
     # results.
     return unshared(flat_copies(plan, float8), [each for own in known.values() for each in own])

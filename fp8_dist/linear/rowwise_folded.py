@@ -64,9 +64,8 @@ def folded_gradients(
     """Prepare the operands of the two gradient GEMMs: g1 and wq, g2 and xq.
 
     Args:
-        grad: grad_output ``[..., N]``, local or a DTensor without Partial placements.
+        grad, placements: as in :func:`fp8_dist.linear.operands.prepare_gradients`.
         scheme: the scheme of grad_output, with one scale per row.
-        placements: as in :func:`fp8_dist.linear.operands.prepare_gradients`.
         right: the right operand of each GEMM: for grad_input the local weight ``[N, K]`` with
             scales s, for grad_weight the local input ``[..., K]`` with scales t.
         within: as in :func:`fp8_dist.cast.cast_copies`.

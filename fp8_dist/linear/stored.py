@@ -5,6 +5,7 @@ A stored weight is a pair of parameters of its module, ``NAME`` and ``NAME_scale
 """
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fp8_dist.cast import cast_by
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import is_float8
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.parameter import LayerParameter
@@ -33,19 +35,19 @@ from fp8_dist.text import warn_once
 class StoredWeight(LayerParameter):
     """The part of a :class:`~fp8_dist.linear.weight.Float8Weight` that knows stored weights."""
 
+    config: Float8LinearConfig
+
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """The schemes of the weight, in the order of its GEMMs."""
-        raise NotImplementedError
+        return self.config.recipe.schemes["weight"]
 
     @property
     def is_stored(self) -> bool:
-        """Whether the weight is stored in float8."""
         return isinstance(local_tensor(self.parameter()), StoredFloat8)
 
     @property
     def scales_name(self) -> str:
-        """The name of the parameter that has the scales of a stored weight."""
         return f"{self.name}_scale_inv"
 
     def scales(self) -> nn.Parameter:
@@ -53,7 +55,6 @@ class StoredWeight(LayerParameter):
         return self.module.get_parameter(self.scales_name)
 
     def local_scales(self) -> StoredScales:
-        """The local tensor of these scales."""
         local = local_tensor(self.scales())
         assert isinstance(local, StoredScales)
         return local
@@ -120,7 +121,10 @@ class StoredWeight(LayerParameter):
         return with_local(parameter, scheme.dequantize(qdata, scales, start).to(parameter.dtype))
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        return self.dequantized() if self.is_stored else super().high_precision(weight)
+        """A forward's weight, or the sharded parameter that was gathered; see ``Owner``."""
+        if self.is_stored:
+            return self.dequantized()
+        return self.plain(weight if self.sharded is None else self.sharded)
 
     def store(
         self,
@@ -129,11 +133,9 @@ class StoredWeight(LayerParameter):
         dtype: torch.dtype,
         saved_as: torch.dtype = torch.float32,
     ) -> None:
-        """Store a plain weight with these data and scales, in two new parameters.
+        """Store a plain weight of ``dtype`` with these data and scales, in two new parameters.
 
-        Args:
-            dtype: that of the weight in high precision.
-            saved_as: that of the scales in checkpoints.
+        ``saved_as``: the dtype of the scales in checkpoints.
         """
         (scheme,) = self.schemes
         held = as_stored(scales if scales.ndim else scales.view(1), scheme)
@@ -159,14 +161,7 @@ class StoredWeight(LayerParameter):
         """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
         local = None if parameter is None else local_tensor(parameter)
         if isinstance(local, StoredFloat8):
-            this = weakref.ref(self)
-
-            def write(func: Any, *args: Any, **kwargs: Any) -> None:
-                weight = this()
-                assert weight is not None
-                weight._add(func, *args, **kwargs)
-
-            local.write = write
+            local.write = partial(StoredWeight._add, weakref.proxy(self))
 
     def _add(self, func: Any, *args: Any, **kwargs: Any) -> None:
         warn_once(
@@ -188,8 +183,9 @@ class StoredWeight(LayerParameter):
         Collectives: if the weight is distributed, those of
         :func:`fp8_dist.scaling.whole_statistics`.
         """
-        for to, content in zip(self.parts(), self.cast(values), strict=True):
-            _content(to).copy_(content)
+        qdata, scales = self.cast(values)
+        _content(self.parameter()).copy_(qdata)
+        _content(self.scales()).copy_(scales)
 
     def cast(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cast values to the local parts of the data and of the scales of this weight."""
@@ -208,17 +204,13 @@ class StoredWeight(LayerParameter):
             whole = taken(whole, own_pieces(scales))
         return cast.qdata, whole
 
-    def parts(self) -> tuple[torch.Tensor, nn.Parameter]:
-        """The parameters that hold a stored weight: its data and its scales."""
-        return self.parameter(), self.scales()
-
     def entries(self) -> dict[str, torch.Tensor]:
         """The entries of a state dict for a stored weight, without copying its data.
 
         These are the data, in float8, and the scales, in fp32, or in e8m0 if they are exponents
         that were loaded so. They are DTensors if the parameters are.
         """
-        data, scales = self.parts()
+        data, scales = self.parameter(), self.scales()
         held, e8m0 = self.local_scales(), torch.float8_e8m0fnu
         is_e8m0 = held.saved_as is e8m0 and held.stored.dtype is torch.uint8
         saved = held.stored.view(e8m0) if is_e8m0 else fp32_scales(held.stored)

@@ -8,21 +8,18 @@ Terms:
 * *known*: for each scheme, the global weight's statistics for the blocks of the shard.
 * *casts*: the shard in float8, one for each of ``config.recipe.schemes["weight"]``.
 
-The parameter is cast in different places, depending on how it is distributed:
+Where the parameter is cast depends on how it is distributed:
 
-* Not at all, or by tensor parallelism: the forward casts the shard. The GEMMs of the forward and of
-  the backward take these casts (:meth:`Float8Weight.forward_casts`).
-* By FSDP2 with float8 gathers: FSDP2 gets the cast of the shard from
-  :meth:`Float8Weight.gather_cast` and gathers it. In the forward the parameter is a
-  ``Float8Tensor``.
+* Not at all, or by tensor parallelism: the forward casts the shard, for the backward too
+  (:meth:`Float8Weight.forward_casts`).
+* By FSDP2 with float8 gathers: FSDP2 gathers the cast of the shard
+  (:meth:`Float8Weight.gather_cast`). In the forward the parameter is a ``Float8Tensor``.
 * By FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
-* Not at all, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
+* A weight that is stored in float8 is not cast (:mod:`fp8_dist.linear.stored`).
 
-``cache`` holds the statistics that precompute or an earlier use has computed. If it has none for
-the current values of the parameter, they are computed and stored there. Selective activation
-checkpointing queries them by operators (``queries``), and so do compiled graphs. On a GPU a graph
-measures a weight that is not distributed itself.
+Statistics that ``cache`` has for the parameter's values are used; others are computed and stored
+there. Compiled graphs and selective activation checkpointing query them by operators (``queries``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -109,11 +106,6 @@ class Float8Weight(StoredWeight):
         return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
 
     @property
-    def schemes(self) -> tuple[Scheme, ...]:
-        """The schemes of the weight, in the order of its GEMMs."""
-        return self.config.recipe.schemes["weight"]
-
-    @property
     def is_dynamic(self) -> bool:
         """Whether it is cast, by scales that follow from its values."""
         is_cast = bool(self.schemes) and not self.is_stored
@@ -186,29 +178,23 @@ class Float8Weight(StoredWeight):
             return WeightCasts()
         elif not compiling:
             float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD, training)
-        elif is_exporting() or self._is_measured_in_graphs(parameter):
-            # An exported graph outlives this object.
-            with torch.no_grad():
-                tensor = self._distributed(parameter, shard)
-                float8 = cast_copies(tensor, plan, local=shard)[1]
         else:
+            layout = self.layout(parameter)
+            # On a GPU, a graph that measures a weight without a query can be replayed as a CUDA
+            # graph, and costs the host less. An exported graph outlives this object.
+            measures = fuses_casts(local) and self.history is None and layout is None
             with torch.no_grad():
-                float8 = queried_copies(self, shard, plan, keeps)
+                if measures or is_exporting():
+                    tensor = shard if layout is None else layout.wrap(shard)
+                    float8 = cast_copies(tensor, plan, local=shard)[1]
+                else:
+                    float8 = queried_copies(self, shard, plan, keeps)
         if not compiling or self.is_exchanged:  # otherwise the query records the amax
             float8 = self._recorded(float8)
         if is_observed() and float8 and not is_exporting():
             float8 = observe_copies(self, "weight", shard, float8)
         casts = [None if place is None else float8[place] for place in places]
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
-
-    def _is_measured_in_graphs(self, parameter: torch.Tensor) -> bool:
-        """Whether a graph measures the weight itself, without a query.
-
-        It does so on a GPU if the weight is not distributed. Such a graph can be replayed as a CUDA
-        graph, and costs the host less.
-        """
-        on_gpu = fuses_casts(local_tensor(parameter))
-        return on_gpu and self.history is None and self.layout(parameter) is None
 
     def gather_cast(self, shard: torch.Tensor) -> tuple[Quantized, Scales | None]:
         """Return the cast of the sharded parameter that FSDP2 gathers.
@@ -219,8 +205,9 @@ class Float8Weight(StoredWeight):
         Collectives: as :meth:`forward_casts`. If scales of the whole weight are needed and not
         known, those of :func:`fp8_dist.scaling.whole_statistics`.
         """
-        if not is_captured(shard):
-            self.wait_until_made()
+        if self.made is not None and not is_captured(shard):
+            # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
+            self.made.wait()
         (scheme,) = self.schemes
         source, layout = ScaleState.FROM_GATHER, self.layout()
         (found,), whole = self._casts(self.parameter(), shard, CastPlan((scheme,)), source)
@@ -261,37 +248,23 @@ class Float8Weight(StoredWeight):
         if not isinstance(local_tensor(parameter), Float8Tensor):
             self.cache.end_of_evaluation()
 
-    def wait_until_made(self) -> None:
-        """Let the current stream wait for scales and casts made on another stream.
-
-        FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
-        """
-        if self.made is not None:
-            self.made.wait()
-
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self.is_exchanged |= gathered
         self.sharded = old if gathered else None
-        if gathered and self.config.fsdp_float8_all_gather:
-            self._warn_if_type_is_lost(old)
-        self.cache.parameter_replaced(new, old if gathered else None)
+        if self.sharded is not None and self.config.fsdp_float8_all_gather:
+            self._warn_if_type_is_lost(local_tensor(self.sharded))
+        self.cache.parameter_replaced(new, self.sharded)
         if not gathered:
             self.bind(new)
 
     def note_sharded(self, parameter: torch.Tensor) -> None:
-        """Called with the sharded parameter before FSDP2 first exchanges it.
-
-        For a layer whose class tells of each exchange, :meth:`parameter_replaced` is enough.
-        """
+        """Called before FSDP2's first exchange of the sharded parameter; a layer notices each."""
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
-        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8.
-
-        From then on, a ``state_dict`` of the module contains plain tensors instead.
-        """
+        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
         self.save_plain()
         local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
@@ -310,13 +283,10 @@ class Float8Weight(StoredWeight):
         source: ScaleState,
         record: bool = False,
     ) -> tuple[Copies, Scales | None]:
-        """Cast a parameter's shard to float8 copies outside of graphs, with the cache if possible.
+        """Take a parameter's float8 copies from the cache, or cast its shard; not in graphs.
 
         The second result is the scales of the whole weight, if a gather needs them and they are
-        known.
-
-        ``record``: whether the copies belong to a training step, so that a delayed scale records
-        the amax. For FSDP2's gather, which runs without gradients, the forward records it.
+        known. ``record``: a delayed scale records the amax. (For FSDP2's gather the forward does.)
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
@@ -346,12 +316,10 @@ class Float8Weight(StoredWeight):
         record: bool,
         fresh: bool,
     ) -> tuple[Known, Copies, Scales | None]:
-        """Cast a shard by its statistics, which are stored if they are new.
+        """Cast a shard by its statistics: cached ones if ``fresh``; new ones are stored.
 
-        ``fresh``: whether cached statistics may be used.
-
-        Returns:
-            The statistics, the copies, and the scales of the whole weight if a gather needs them.
+        Returns the statistics, the copies, and the scales of the whole weight if a gather needs
+        them.
         """
         layout, scheme, whole = self.layout(parameter), plan.schemes[0], None
         if fresh or is_selectively_checkpointed():
@@ -361,8 +329,7 @@ class Float8Weight(StoredWeight):
             return known, cast_by(shard, plan, statistics, layout), self.cache.whole_scales
         tensor = shard if layout is None else layout.wrap(shard)
         if self.history is not None:
-            history = self._history_of(parameter)
-            found, float8 = history.copies_of(tensor, plan, record)
+            found, float8 = self._history_of(parameter).copies_of(tensor, plan, record)
             known = {scheme: found}
         elif source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
             found, whole = self._statistics_of(parameter, shard, scheme, source)
@@ -384,10 +351,7 @@ class Float8Weight(StoredWeight):
     def _casts_of_unsharded(
         self, shard: torch.Tensor, plan: CastPlan, source: ScaleState | None
     ) -> tuple[Copies, Recast | None]:
-        """Cast a parameter that FSDP2 gathered in high precision, for the output.
-
-        The second result says how the backward casts it again, with the statistics found here.
-        """
+        """Cast what FSDP2 gathered in high precision for the output, and plan the second cast."""
         layout, second = self.layout(), self.copies(_GEMMS[1:], shard.device).plan
         with torch.inference_mode(False), torch.no_grad():
             known = self._known(shard, source, self.schemes)
@@ -448,14 +412,12 @@ class Float8Weight(StoredWeight):
         source: ScaleState | None,
         whole: Scales | None,
     ) -> None:
-        """Store the statistics of a parameter's values in the cache.
-
-        They are not stored for a tensor in the parameter's place, such as FSDP1's view of the
-        gathered tensor, which changes unnoticed.
-        """
+        """Store the statistics of a parameter's values in the cache."""
         if is_captured(shard):
             return  # the statistics belong to the graph
         self.cache.warn_if_stale(parameter, self.fqn)
+        # A tensor in the parameter's place, such as FSDP1's view of the gathered tensor, changes
+        # unnoticed.
         if source is not None and _is_parameter(parameter):
             self.cache.store(parameter, new, source, whole)
 
@@ -467,10 +429,10 @@ class Float8Weight(StoredWeight):
         source: ScaleState | None,
     ) -> tuple[Statistics, Scales | None]:
         """The statistics of a shard, and the scales of the whole weight if a gather needs them."""
-        if self.history is not None:
-            tensor = self._distributed(parameter, shard)
-            return self._history_of(parameter).statistics_of(tensor, record=False), None
         layout = self.layout(parameter)
+        if self.history is not None:
+            tensor = shard if layout is None else layout.wrap(shard)
+            return self._history_of(parameter).statistics_of(tensor, record=False), None
         if source is not ScaleState.FROM_GATHER or not self.needs_whole_scales(layout):
             return statistics_of(shard, scheme, layout), None
         assert layout is not None
@@ -481,13 +443,8 @@ class Float8Weight(StoredWeight):
         (local,) = measure(shard.detach(), (scheme,), scheme.start(layout))
         return whole_statistics(scheme, local, layout)
 
-    def _distributed(self, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """The shard, as a DTensor if the parameter is distributed."""
-        layout = self.layout(parameter)
-        return shard if layout is None else layout.wrap(shard)
-
     def _history_of(self, parameter: torch.Tensor) -> AmaxHistory:
-        """The amax history of the parameter. For a frozen parameter its scale is dropped first.
+        """The amax history of the parameter; a frozen one is scaled by its own amax.
 
         An optimizer step changes a weight only little, so that the scale from its history still
         fits. Merging adapters may change a frozen weight a lot.
@@ -495,23 +452,21 @@ class Float8Weight(StoredWeight):
         history = self.history
         assert history is not None
         if not parameter.requires_grad:
-            history.forget_scale()
+            history.statistic = None
         return history
 
     def _recorded(self, copies: Copies) -> Copies:
         """Record the weight's amax in a training step, if its scale is delayed; return the copies.
 
-        The cast of the weight can't tell whether to record, because FSDP2 gathers without gradients
-        in training too.
+        The cast can't do it, because FSDP2 gathers without gradients in training too.
         """
         if self.history is None or not copies or not torch.is_grad_enabled():
             return copies
         scales = (self.history.recorded(copies[0].scales[0]),)
         return [quantized._replace(scales=scales) for quantized in copies]
 
-    def _warn_if_type_is_lost(self, sharded: torch.Tensor | None) -> None:
-        local = None if sharded is None else local_tensor(sharded)
-        if local is not None and self.gather_type.unwrap(local) is local:
+    def _warn_if_type_is_lost(self, local: torch.Tensor) -> None:
+        if self.gather_type.unwrap(local) is local:
             warn_once(
                 "high-precision gather",
                 f"{self.fqn}: FSDP2 gathers this weight in high precision, although "

@@ -1,33 +1,28 @@
 """Cache of a weight's scales and float8 copies, and its invalidation when the weight changes.
 
 A scale, and the float8 copy made with it, may be used only for the values it was computed from.
-The following changes of a weight are noticed:
+The table of docs/state.md lists the changes of a weight that are noticed, by the following means,
+and the writes of which Python sees no trace:
 
-* Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters. Version
-  counters alone would not do, because foreach and fused steps change a DTensor without raising
-  them. For parameters that no optimizer was seen to update, the hook drops the scales that a
-  forward or a gather has found. Such parameters may be copies of updated ones: mixed-precision
-  optimizers that own master weights copy them back through ``.data``.
+* Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters, because
+  foreach and fused steps change a DTensor without raising version counters. For parameters that no
+  optimizer was seen to update, the hook drops the scales that a forward or a gather has found: they
+  may be copies of updated ones (master weights are copied back through ``.data``).
 * FSDP2 exchanges sharded and unsharded parameters: the layer notices each exchange. At the next
   exchange the values of an unsharded parameter are unknown, except in the backward. There they are
   the ones that the forward gathered, unless the version of either parameter shows a write since.
-* In-place ops on the parameter, on its ``to_local()`` or on results of ``state_dict()``: version
-  counters show them, from the moment when the amax is computed. A weight that FSDP2 gathers in
-  float8 also counts writes that torch does not count: in-place foreach ops, writes into ``.data``,
-  and collectives into it. For other frozen weights a forward caches nothing, because no optimizer
-  step invalidates them (PEFT merges adapters through ``.data``).
-* ``parameter.data = tensor``, unless the parameter is a DTensor (torch leaves those unchanged), and
-  ``swap_tensors``: the storage is another one.
+* In-place ops: version counters show them, from the moment when the amax is computed. A weight that
+  FSDP2 gathers in float8 also counts writes that torch does not count. For other frozen weights a
+  forward caches nothing, because no optimizer step invalidates them (PEFT merges adapters through
+  ``.data``).
+* ``parameter.data = tensor`` and ``swap_tensors``: the storage is another one.
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer clears the cache, or the
   identity of the parameter differs.
 
-The table of docs/state.md lists the writes that are not noticed, because Python sees no trace of
-them. Call :func:`fp8_dist.invalidate_float8_scales` after these. Otherwise a training forward uses
-the old scale, and the old float8 copy if there is one, until the next optimizer step or precompute.
-An evaluation uses neither, except for a precomputed or a DELAYED scale. FSDP2 gathers without
-gradients in training too, so there ``model.eval()`` marks an evaluation. Every change, noticed or
-not, must be made on all ranks: if only one rank drops its scales, it waits for an all-reduce that
-the other ranks do not join.
+An evaluation uses neither old scales nor copies, except for a precomputed or a DELAYED scale.
+FSDP2 gathers without gradients in training too, so there ``model.eval()`` marks an evaluation.
+Every change, noticed or not, must be made on all ranks: if only one rank drops its scales, it waits
+for an all-reduce that the other ranks do not join.
 
 The state depends only on the sequence of calls, which is the same on all ranks, so ranks agree
 about which weights need a collective. A compiled graph queries it when it runs, by an operator.
@@ -52,20 +47,13 @@ _Values = tuple[torch.Tensor, int | None, int | None]
 
 
 class ScaleState(Enum):
-    """State of a weight's scales.
+    """State of a weight's scales."""
 
-    * ``UNKNOWN``: not known. The next use computes them.
-    * ``PRECOMPUTED``: precompute has computed them.
-    * ``STALE``: precompute has computed them, and the weight has changed since. The next use warns.
-    * ``FROM_GATHER``: computed when FSDP2 gathered the sharded parameter.
-    * ``FROM_FORWARD``: computed by a forward, for the layer's parameter at that time.
-    """
-
-    UNKNOWN = auto()
+    UNKNOWN = auto()  # the next use computes them
     PRECOMPUTED = auto()
-    STALE = auto()
-    FROM_GATHER = auto()
-    FROM_FORWARD = auto()
+    STALE = auto()  # precomputed, but the weight has changed since: the next use warns
+    FROM_GATHER = auto()  # computed when FSDP2 gathered the sharded parameter
+    FROM_FORWARD = auto()  # computed by a forward, for the layer's parameter at that time
 
 
 class Change(Enum):
@@ -140,10 +128,7 @@ class WeightCache:
         state: ScaleState,
         whole_scales: Scales | None = None,
     ) -> None:
-        """Store the statistics for the current values of ``param``.
-
-        ``state`` is FROM_GATHER, FROM_FORWARD, or PRECOMPUTED.
-        """
+        """Store the statistics for the current values of ``param``."""
         origin = self._origin
         self.drop()
         self._origin = origin
@@ -178,8 +163,8 @@ class WeightCache:
     def _is_for_others(self, param: torch.Tensor) -> bool:
         """Whether the scale is from an evaluation that has ended, or for another ``requires_grad``.
 
-        A frozen weight may have another scale (see ``AmaxHistory.forget_scale``). Precomputed
-        scales are kept in any case.
+        A frozen weight has another scale if its scales are DELAYED. Precomputed scales are kept in
+        any case.
         """
         if self.state in _OF_PRECOMPUTE:
             return False
@@ -254,10 +239,7 @@ class WeightCache:
             self.drop(Change.STEP)
 
     def drop(self, change: Change | None = None) -> None:
-        """Drop scales and casts. Precomputed scales become STALE.
-
-        ``change``: the kind of change of the weight, if it changed.
-        """
+        """Drop scales and casts. Precomputed scales become STALE; ``change`` says why."""
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change

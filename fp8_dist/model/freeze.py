@@ -82,7 +82,7 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             cast, _ = weight.gather_cast(weight.shard())
             weight.store(cast.qdata.clone(), cast.scales[0].clone(), weight.parameter().dtype)
         else:  # layers may share a weight
-            weight.share(*first.parts())
+            weight.share(first.parameter(), first.scales())
         weight.save_plain()
         weight.module.register_load_state_dict_pre_hook(_load)
     stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
