@@ -245,6 +245,8 @@ def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
     parts: list[torch.Tensor] = []
     dtype = message_dtype([place.local for _, place in chosen])
     for mesh, place in chosen:
+        # Along the axes of its own mesh a weight is one tensor. Along the missing axes there may be
+        # a different one at each coordinate.
         slots, slot = 1, 0
         for axis in missing.get(mesh, ()):
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)

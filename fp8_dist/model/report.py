@@ -32,27 +32,44 @@ Kind = Literal["linear", "experts", "other"]
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """A weight that the model multiplies by, or may multiply by."""
+    """A weight that the model multiplies by, or may multiply by.
 
-    name: str  # the FQN of the linear layer (or Conv1D), or of another module's parameter
-    shape: tuple[int, ...]  # global; [out, in] for a linear layer
-    converted: bool  # whether the layer computes in float8
-    reason: str  # why it does not; empty if it does
-    parameters: int  # the elements of the weight; 0 if an earlier row has the same weight
-    # Of the product in the forward, per token, 2 per multiplication. For experts, of those that a
-    # token visits, or of all if their number is not known; 0 for a 2-D parameter that may be a
-    # table.
+    Attributes:
+        name: the FQN of the linear layer (or transformers' Conv1D), or of another module's
+            parameter.
+        shape: the global shape; ``[out, in]`` for a linear layer.
+        converted: whether the layer computes in float8.
+        reason: the reason why the layer does not compute in float8; empty if it does.
+        parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
+        flops: the FLOPs of the product in the forward, per token, 2 per multiplication. For
+            experts, of those that a token visits, or of all if their number is not known; 0 for a
+            2-D parameter that may be a table.
+        kind: the kind of module that has the weight.
+        visited: the number of experts that a token visits; None if it is not known.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    converted: bool
+    reason: str
+    parameters: int
     flops: int
-    kind: Kind = "linear"  # of the module that has the weight
-    visited: int | None = None  # the experts that a token visits; None if it is not known
+    kind: Kind = "linear"
+    visited: int | None = None
 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """The result of :func:`conversion_summary`; ``str()`` prints a table."""
+    """The result of :func:`conversion_summary`; ``str()`` prints a table.
 
-    rows: tuple[WeightSummary, ...]  # in the order of the model's modules
-    parameters: int  # the elements of the model's parameters; shared ones count once
+    Attributes:
+        rows: every weight that the model multiplies by, or may multiply by, in the order of the
+            model's modules.
+        parameters: the number of elements of the model's parameters; shared ones count once.
+    """
+
+    rows: tuple[WeightSummary, ...]
+    parameters: int
 
     @property
     def converted(self) -> tuple[WeightSummary, ...]:

@@ -11,6 +11,7 @@ from fp8_dist.fsdp.ddp_hook import ddp_gradient_errors
 from fp8_dist.fsdp.gradient_transport import gradient_errors
 from fp8_dist.linear.amax_history import saved_rows
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.model.export import unwrapped
 from fp8_dist.text import warn_once, without_wrappers
 
 _ERRORS = "gradient_errors"
@@ -50,8 +51,9 @@ class Float8State:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.ddp = model if isinstance(model, DistributedDataParallel) else None
-        self.model = model if self.ddp is None else self.ddp.module
+        outer = model._modules.get("_orig_mod", model)  # torch.compile wraps DDP, or DDP a graph
+        self.ddp = outer if isinstance(outer, DistributedDataParallel) else None
+        self.model = unwrapped(model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the amaxes by layer name and operand, and the errors of gradients.

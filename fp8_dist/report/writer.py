@@ -118,7 +118,8 @@ class RunWriter:
             new = map(anomaly_dict, self._stats.anomalies[self._seen :])
             self._seen = len(self._stats.anomalies)
             lines = [line for line in new if (line["fqn"], line["what"]) not in self._told]
-            append_jsonl(lines, self.folder / ANOMALIES)
+            if lines:  # without the file, the report finds anomalies by the default limits
+                append_jsonl(lines, self.folder / ANOMALIES)
             self._stats.append_jsonl(self.folder / STATS)
 
     def log_audit(self, audit: CommAudit) -> None:

@@ -39,6 +39,7 @@ CAST = {
     "nonfinite": 0.0,
     "sqnr": 30.0,
 }
+PARTIAL = {name: value for name, value in CAST.items() if name != "underflow"}
 GRADIENT = CAST | {"operand": "grad_output", "gemms": ["grad_input"], "dtype": "float8_e5m2"}
 GEMM = {"kind": "gemm", "step": 1, "fqn": "a", "gemm": "output", "sqnr": 30.0}
 ANOMALY = {
@@ -218,7 +219,7 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "comm.json": "{",
         "float8_stats.jsonl": "\n".join(
             json.dumps(row)
-            for row in (CAST, CAST | {"kind": "a", "gemms": None}, {"kind": "b"}, [])
+            for row in (CAST, CAST | {"kind": "a", "gemms": None}, {"kind": "b"}, [], PARTIAL)
         ),
         "anomalies.jsonl": json.dumps(ANOMALY) + "\n\x00\xff\n",
     }
@@ -228,7 +229,7 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     notes = capsys.readouterr().err
     for name in lines:
         assert f"note: {name}" in notes
-    assert "float8_stats.jsonl: 3 passed over, the first of them row 2: " in notes
+    assert "float8_stats.jsonl: 4 passed over, the first of them row 2: " in notes
     assert "<td>61 % of the values become zero</td>" in shown
     assert "<td>2</td>" in shown
     (tmp_path / "empty").mkdir()
