@@ -123,7 +123,7 @@ class AmaxHistory:
         """Record the amax of the last cast unless it was recorded already; return ``scale``."""
         if must_query():
             return record_amax.overload(scale, self._handle)
-        self.record_last()
+        self.record_later()
         return scale
 
     def _statistics_of_local(
@@ -141,21 +141,25 @@ class AmaxHistory:
             value = all_reduce_max(value, groups)
         self._last = value
         if record:
-            self.record_last()
+            self._record_last()
         if self.statistic is None:
             return (value,)
         poison = value * 0  # 0, or NaN
         return (self.statistic.to(value.device) + poison,)
 
-    def record_last(self) -> None:
-        """Record the amax of the last cast, which may have run on another stream."""
+    def _record_last(self) -> None:
         value, self._last = self._last, None
         if value is not None and not value.is_meta:
-            keep_for_current_stream([value])
             # Call maximum for the first amax too: selective activation checkpointing counts
             # operators.
             current = value if self.current is None else self.current.to(value.device)
             self.current = torch.maximum(current, value)
+
+    def record_later(self) -> None:
+        """Record the amax of the last cast, which may have run on another stream."""
+        if self._last is not None:
+            keep_for_current_stream([self._last])
+        self._record_last()
 
     def amaxes(self) -> torch.Tensor:
         """The amaxes in the history, fp32, on the CPU."""
@@ -200,7 +204,7 @@ def history_statistic(
 @query("record_amax(Tensor scale, Tensor handle) -> Tensor")
 def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     """Operator of :meth:`AmaxHistory.recorded`."""
-    owner_of(handle).record_last()
+    owner_of(handle).record_later()
     return scale.clone()
 
 

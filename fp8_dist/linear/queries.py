@@ -170,7 +170,7 @@ def weight_copies(
     if keeps and not leaves_something:
         weight.end_of_evaluation(parameter)
     if history is not None and keep:
-        history.record_last()
+        history.record_later()
     # Scales may share memory with statistics, which are kept, and a graph may write into its
     # results.
     return unshared(flat_copies(plan, float8), [each for own in known.values() for each in own])

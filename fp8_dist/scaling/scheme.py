@@ -249,12 +249,9 @@ class Scheme:
         """See :attr:`Quantized.is_cut`."""
         return layout is not None and _is_cut(self, layout)
 
-    @cached_but_in_graphs
     def axes(self, layout: Layout | None) -> tuple[tuple[int, ...], ...]:
         """For each level, the mesh axes along which ranks share blocks and reduce statistics."""
-        if layout is None:
-            return ((),) * len(self.levels)
-        return tuple([axes_of_level(level, layout) for level in self.levels])
+        return ((),) * len(self.levels) if layout is None else _axes(self, layout)
 
     def moving_levels(self, layout: Layout | None) -> tuple[int, ...]:
         """Indices of the levels whose scales differ between FSDP2's shards of a weight."""
@@ -547,3 +544,9 @@ def _check_pieces(scheme: Scheme, layout: Layout) -> None:
             "(_StridedShard), and some begin inside of a block; redistribute it to Shard or "
             "Replicate first, or choose sizes of which all pieces have whole blocks"
         )
+
+
+# Not the method itself: dynamo does not trace a cache that is an attribute of a class.
+@cached_but_in_graphs
+def _axes(scheme: Scheme, layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return tuple([axes_of_level(level, layout) for level in scheme.levels])
