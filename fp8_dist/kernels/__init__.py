@@ -10,27 +10,23 @@ import torch
 # Importing cpu registers its implementations.
 from fp8_dist.kernels import cpu as cpu
 from fp8_dist.kernels.blocks import (
+    amaxes_of_groups as amaxes_of_groups,
     block_amaxes as block_amaxes,
     block_exponents as block_exponents,
     blocks_along as blocks_along,
     cast_blocks as cast_blocks,
     expanded as expanded,
-    exponents_of_groups as exponents_of_groups,
     exponents_shape as exponents_shape,
     fp32_scales as fp32_scales,
     powers_of_2 as powers_of_2,
     quantize_block_copies as quantize_block_copies,
     quantize_blocks as quantize_blocks,
     reblock as reblock,
-    reblock_groups as reblock_groups,
     scaled_by as scaled_by,
 )
 from fp8_dist.kernels.custom_op import CustomOp as CustomOp, custom_op as custom_op
 from fp8_dist.kernels.fp32_blocks import (
-    dequantized_amaxes as dequantized_amaxes,
     quantize_by_scales as quantize_by_scales,
-    reblock_by_scales as reblock_by_scales,
-    reblock_groups_by_scales as reblock_groups_by_scales,
     scales_of as scales_of,
 )
 from fp8_dist.kernels.folding import fold_groups as fold_groups, unit_scales as unit_scales

@@ -308,40 +308,35 @@ def cast_columns_of_blocks(
 
 
 @custom_op(
-    "exponents_of_groups(Tensor qdata, Tensor exponents, int[] blocks, Tensor group, int groups, "
-    "str? rule) -> Tensor",
-    fake=lambda qdata, exponents, blocks, group, groups, rule: exponents.new_empty(
-        groups, qdata.shape[1]
+    "amaxes_of_groups(Tensor qdata, Tensor scales, int[] blocks, Tensor group, int groups) "
+    "-> Tensor",
+    fake=lambda qdata, scales, blocks, group, groups: qdata.new_empty(
+        (groups, qdata.shape[1]), dtype=torch.float32
     ),
 )
-def exponents_of_groups(
+def amaxes_of_groups(
     qdata: torch.Tensor,
-    exponents: torch.Tensor,
+    scales: torch.Tensor,
     blocks: Sequence[int],
     group: torch.Tensor,
     groups: int,
-    rule: str | None,
 ) -> torch.Tensor:
-    """Compute the new exponents of :func:`reblock` if blocks may have rows on several ranks.
-
-    The maximum of the results over the ranks gives the exponents of the whole blocks.
+    """Compute the amaxes of the new blocks of :func:`reblock` if ranks share their rows.
 
     Args:
-        qdata, exponents, blocks, rule: as in :func:`reblock`.
+        qdata, blocks: as in :func:`reblock`.
+        scales: the exponents or fp32 scales of the blocks.
         group: int64, ``[M]``, the index of the new block of each row.
         groups: number of new blocks.
 
     Returns:
-        The exponents, uint8 ``[groups, K]``. They are 0 for a block without local rows.
+        The amaxes, fp32 ``[groups, K]``. They are 0 for a block without local rows.
     """
-    values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
-    found = exponents_of(amaxes_of_groups(values, group, groups), qdata.dtype, rule)
-    # torch.isin would make the host wait for the device.
-    is_elsewhere = torch.ones(groups, 1, dtype=torch.bool, device=group.device)
-    return found.masked_fill_(is_elsewhere.index_fill_(0, group, False), 0)
+    values = scaled_by(qdata.to(torch.float32), fp32_scales(scales), blocks)
+    return largest_of_groups(values, group, groups)
 
 
-def amaxes_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
+def largest_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
     """Compute the amaxes of groups of rows for each column: fp32 ``[groups, K]``, 0 without rows.
 
     ``values``: fp32 ``[M, K]``, which are overwritten. ``group``: the group of each row.
@@ -350,34 +345,3 @@ def amaxes_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> 
     largest = bits.new_zeros(groups, values.shape[1])
     largest.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax")
     return largest.view(torch.float32)
-
-
-@custom_op(
-    "reblock_groups(Tensor qdata, Tensor exponents, int[] blocks, Tensor group, Tensor of_groups) "
-    "-> (Tensor, Tensor)",
-    fake=lambda qdata, exponents, *_: (
-        qdata.new_empty(qdata.shape),
-        exponents.new_empty(qdata.shape),
-    ),
-)
-def reblock_groups(
-    qdata: torch.Tensor,
-    exponents: torch.Tensor,
-    blocks: Sequence[int],
-    group: torch.Tensor,
-    of_groups: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast float8 data as :func:`reblock` does, with given exponents of the new blocks.
-
-    Args:
-        qdata, exponents, blocks: as in :func:`reblock`.
-        group: as in :func:`exponents_of_groups`.
-        of_groups: uint8, ``[groups, K]``, the exponents of the new blocks.
-
-    Returns:
-        The data, ``[M, K]`` of the dtype of ``qdata``, and the exponent of each value, for the
-        blocks ``(1, 1, 0, 0)``.
-    """
-    values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
-    each = of_groups.index_select(0, group)
-    return quantize_blocks.portable(values, each, qdata.dtype, (1, 1, 0, 0)), each

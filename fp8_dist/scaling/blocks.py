@@ -11,23 +11,21 @@ from torch import Tensor
 from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
     GemmOptions,
+    amaxes_of_groups,
     block_amaxes,
     block_exponents,
     block_scaled_mm,
     cast_blocks,
     dequantize_blocks,
-    dequantized_amaxes,
-    exponents_of_groups,
     fp32_scales,
     quantize_block_copies,
+    quantize_blocks,
     quantize_by_scales,
     reblock,
-    reblock_by_scales,
-    reblock_groups,
-    reblock_groups_by_scales,
     scaled_by,
     scales_of,
     takes_transposed,
+    transposed_copy,
 )
 from fp8_dist.mesh import (
     Layout,
@@ -143,24 +141,21 @@ class BlockScheme(Scheme):
         tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
-        found = self._measured_groups(known, group, count)
-        found = all_reduce_max(found, groups_over(layout.mesh, axes))
-        data, each = self._reblocked_groups(known, group, found)
-        return Quantized(data, (each,), _resized(self, 1, 1))
+        new, own = _resized(self, 1, 1), amaxes_of_groups(*known, group, count)
+        found = all_reduce_max(new.scales_of_amaxes(own), groups_over(layout.mesh, axes))
+        each, values = found.index_select(0, group), dequantize_blocks(*known, torch.float32)
+        return Quantized(new.quantize(values, (each,), (0, 0)), (each,), new)
+
+    def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
+        """The scales of blocks with these amaxes, a matrix. A larger amax has no smaller scale."""
+        return self.scales_from((amaxes,))[0]
 
     def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
         """Cast float8 data ``[M, K]`` to blocks of one column; the data and the scales."""
-        raise NotImplementedError
-
-    def _measured_groups(self, known: _InBlocks, group: Tensor, count: int) -> Tensor:
-        """The statistics ``[count, K]`` of new blocks, given the new block of each row."""
-        raise NotImplementedError
-
-    def _reblocked_groups(
-        self, known: _InBlocks, group: Tensor, found: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Cast float8 data by the statistics of new blocks; the data and a scale per value."""
-        raise NotImplementedError
+        values, new = dequantize_blocks(*known, torch.float32), _resized(self, self.columns, 1)
+        scales = new.scales_from(new.measure(values))
+        data = new.quantize(values, scales, (0, 0))
+        return transposed_copy(data, self.columns) if transposed else data, scales[0]
 
     def _blocks(self, start: Start) -> list[int]:
         """The description of blocks for kernels: rows, columns, first row and first column."""
@@ -216,19 +211,17 @@ class Blocks(BlockScheme):
         data = quantize_block_copies(x, statistics[0], self.dtype, blocks, transposed)
         return statistics, statistics, data
 
+    def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
+        return quantize_blocks(self._taken(x), scales[0], self.dtype, self._blocks(start))
+
     def fuses(self, x: Tensor) -> bool:
         return fuses_casts(x)
 
     def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
         return reblock(*known, self.columns, self._new_rule, transposed)
 
-    def _measured_groups(self, known: _InBlocks, group: Tensor, count: int) -> Tensor:
-        return exponents_of_groups(*known, group, count, self._new_rule)
-
-    def _reblocked_groups(
-        self, known: _InBlocks, group: Tensor, found: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return reblock_groups(*known, group, found)
+    def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
+        return block_exponents(amaxes, self.dtype, [1, 1, 0, 0], self._new_rule)
 
     @property
     def _new_rule(self) -> str | None:
@@ -240,7 +233,8 @@ class Blocks(BlockScheme):
 class Fp32Blocks(BlockScheme):
     """One fp32 scale per block (:mod:`fp8_dist.kernels.fp32_blocks`); statistics are amaxes.
 
-    :meth:`for_rows` rounds values a second time.
+    :meth:`for_rows` rounds values a second time, because the new scales are not powers of two times
+    the old ones.
 
     Attributes:
         division: the form of the cast: "vllm" divides by the scale, "slime" multiplies by its
@@ -267,17 +261,6 @@ class Fp32Blocks(BlockScheme):
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
         x, blocks = self._taken(x), self._blocks(start)
         return quantize_by_scales(x, scales[0], self.dtype, blocks, self._divides)
-
-    def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
-        return reblock_by_scales(*known, self.columns, self._divides, transposed)
-
-    def _measured_groups(self, known: _InBlocks, group: Tensor, count: int) -> Tensor:
-        return dequantized_amaxes(*known, group, count)
-
-    def _reblocked_groups(
-        self, known: _InBlocks, group: Tensor, found: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return reblock_groups_by_scales(*known, group, found, self._divides)
 
     @property
     def _divides(self) -> bool:
@@ -309,4 +292,4 @@ def turned(operand: Quantized) -> Quantized:
 # Making a scheme takes 10 us.
 @cached_but_in_graphs
 def _resized(scheme: BlockScheme, rows: int, columns: int) -> BlockScheme:
-    return replace(scheme, rows=rows, columns=columns)
+    return replace(scheme, rows=rows, columns=columns, source="master")

@@ -11,14 +11,13 @@ from reference import reference_blocks, same_bits, sqnr
 from torch.nn.functional import pad
 
 from fp8_dist.kernels import (
+    amaxes_of_groups,
     block_exponents,
     block_scaled_mm,
     cast_blocks,
-    exponents_of_groups,
     quantize_block_copies,
     quantize_blocks,
     reblock,
-    reblock_groups,
 )
 from fp8_dist.kernels.blocks import exponents_shape
 from fp8_dist.kernels.gemm import dequantize_blocks
@@ -205,6 +204,9 @@ def scale_of_each(exponents: torch.Tensor, shape: Sequence[int], blocks: Blocks)
     return out
 
 
+ONES = (1, 1, 0, 0)  # blocks of single values
+
+
 @pytest.mark.parametrize("rule", [None, "ceil"])
 @pytest.mark.parametrize("value", [1.0, math.nan])
 def test_blocks_whose_rows_are_in_several_places(value: float, rule: str | None) -> None:
@@ -221,15 +223,22 @@ def test_blocks_whose_rows_are_in_several_places(value: float, rule: str | None)
         found = dequantize_blocks(expected, numbers, (rows, 1, 0, 0), torch.float32)
         assert torch.equal(found.isnan(), poisoned)
     places = [part.sort().values for part in torch.randperm(300).split([150, 149, 1])]
-    for op, again in product(implementations(exponents_of_groups), implementations(reblock_groups)):
-        of_places = [op(qdata[p], exponents[p], blocks, p // rows, 3, rule) for p in places]
+    for of_ones, again in product(
+        implementations(block_exponents), implementations(quantize_blocks)
+    ):
+        of_places = [
+            of_ones(
+                amaxes_of_groups(qdata[p], exponents[p], blocks, p // rows, 3), E4M3, ONES, rule
+            )
+            for p in places
+        ]
         assert all(each.shape == (3, 200) for each in of_places)
         largest = torch.stack(of_places).amax(0)
         assert same_bits(largest, numbers)
         for place in places:
-            mine = again(qdata[place], exponents[place], blocks, place // rows, largest)
-            assert same_bits(mine[0], expected[place])
-            assert same_bits(mine[1], numbers[place // rows])
+            values = dequantize_blocks(qdata[place], exponents[place], blocks, torch.float32)
+            mine = again(values, largest[place // rows], E4M3, ONES)
+            assert same_bits(mine, expected[place])
 
 
 Operand = tuple[torch.Tensor, torch.Tensor, Blocks]
