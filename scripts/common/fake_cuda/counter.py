@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scripts.common.fake_cuda.layouts import block_mm_problems, scaled_mm_problems
+from scripts.common.fake_cuda.triton_kernels import forget_addresses
 from scripts.common.saved_bytes import rewrites_ops
 
 GEMMS = ("_scaled_mm", "_scaled_mm_v2", "mm", "addmm", "bmm")
@@ -99,6 +100,7 @@ class KernelCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
+        forget_addresses()
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None

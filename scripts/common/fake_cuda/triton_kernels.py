@@ -44,6 +44,11 @@ def intercept_launches() -> None:
         driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
 
 
+def forget_addresses() -> None:
+    """Makes the next launch not have tensors whose addresses earlier code took for no kernel."""
+    _addressed.clear()
+
+
 def launch_nothing() -> None:
     """After :func:`intercept_launches`: Triton launches, on a driver that does nothing.
 
