@@ -308,7 +308,7 @@ class Float8LinearConfig:
         self._check_fields()
         self._check_gemm_pairs()
         self._check_scaling_types()
-        _ = self.recipe, self.gemm_options
+        _ = self.recipe, self._gemm_options
         self._check_power_of_2()
         self._check_fsdp_gather()
         self._check_delayed()
@@ -354,12 +354,7 @@ class Float8LinearConfig:
         return Recipe(uses, delayed, self.fold_row_scales, self.emulate)
 
     @cached_property
-    def gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
-        """Options of each of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
-
-        The inner dim of grad_weight is always padded. It is the number of rows of the input, which
-        may be misaligned on one rank only, and an error on that rank would hang the others.
-        """
+    def _gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
         return {
             gemm: (
                 getattr(self, f"gemm_config_{gemm}").use_fast_accum,
@@ -368,6 +363,14 @@ class Float8LinearConfig:
             )
             for gemm in GEMM_OPERANDS
         }
+
+    def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
+        """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
+
+        The inner dim of grad_weight is always padded. It is the number of rows of the input, which
+        may be misaligned on one rank only, and an error on that rank would hang the others.
+        """
+        return self._gemm_options[gemm]
 
     def _types(self, operand: Operand) -> set[ScalingType]:
         uses = GEMM_OPERANDS.items()

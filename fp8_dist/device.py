@@ -88,7 +88,11 @@ def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
 
 @cache
 def device_has_grouped_gemm(device: torch.device) -> bool:
-    """Whether ``torch._scaled_grouped_mm`` runs on a device: Hopper, Blackwell, gfx942, gfx950."""
+    """Whether ``torch._scaled_grouped_mm`` runs on a device.
+
+    These are NVIDIA GPUs of compute capability 9.0 (Hopper) and 10.0 (Blackwell), and AMD's gfx942
+    and gfx950.
+    """
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     if torch.version.hip is not None:

@@ -664,7 +664,8 @@ def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
 
 def ddp_hook_states(model: DistributedDataParallel) -> list[Any]:
     """The states of a DDP model's communication hooks."""
-    absent = [_Absent(name) for name in _missing(model, "_comm_hooks")]
-    if absent and _is_off(absent[0], "errors of gradients are not in Float8State"):
+    if missing := _missing(model, "_comm_hooks"):
+        off = "errors of gradients are not in Float8State"
+        warn_once(missing[0], f"torch {torch.__version__} has no {missing[0]}: {off}")
         return []
     return [state for _, state in model._comm_hooks]

@@ -128,10 +128,17 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:
     """Call :func:`update_float8_scales` after every optimizer step.
 
-    No hook runs for a step that ``torch.amp.GradScaler`` skips. So with DELAYED scales, call
-    :func:`update_float8_scales` in the training loop instead.
+    The arguments are those of :func:`attach_precompute`. No hook runs for a step that
+    ``torch.amp.GradScaler`` skips. So with DELAYED scales, call :func:`update_float8_scales` in the
+    training loop instead.
 
-    Arguments, result and errors are those of :func:`attach_precompute`.
+    Returns:
+        A handle whose ``remove()`` ends the calls.
+
+    Raises:
+        ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
+            weights.
+        TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     weights = weights_of_model(module, "attach_update")
     return _attach(update_float8_scales, optimizer, module, weights, "attach_update")
@@ -171,7 +178,13 @@ def _attach(
     weights: dict[str, Float8Weight],
     caller: str,
 ) -> RemovableHandle:
-    """Run ``update(module)`` after each step of the last optimizer that updates a weight."""
+    """Run ``update(module)`` after the steps of an optimizer.
+
+    If ``optimizer`` is a container that runs no hooks itself, ``update`` runs once, after the last
+    of its optimizers that update a weight of the layers (see ``after_steps``).
+
+    Warns once if ``WORLD_SIZE`` is above 1 and there is no process group.
+    """
     reshard(module, caller)  # puts the parameters in place that an optimizer updates
     world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1" and not dist.is_initialized():

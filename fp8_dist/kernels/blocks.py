@@ -124,6 +124,10 @@ def block_exponents(
     return exponents_of(block_amaxes(x, blocks), dtype, rule)
 
 
+@custom_op(
+    "block_amaxes(Tensor x, int[] blocks) -> Tensor",
+    fake=lambda x, blocks: x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.float32),
+)
 def block_amaxes(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     """Compute the amaxes of the blocks of a local tensor: fp32, 0 for a block without values."""
     shape = exponents_shape(x.shape, blocks)

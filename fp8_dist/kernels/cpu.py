@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from struct import Struct
 from typing import NamedTuple
 
@@ -185,14 +185,23 @@ def _cast_copies(
 
 def _parts(x: Tensor, multiplier: Tensor, qdata: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
     """Split a contiguous tensor into parts, each with its multiplier and its part of ``qdata``."""
-    tensors = x, multiplier.expand(x.shape), qdata
-    # Scales of matrices are no view of scales of rows.
-    if x.ndim > 2 and multiplier.ndim > 2 and multiplier.shape[-2] == 1 < len(multiplier):
-        return chain.from_iterable(_parts(*each) for each in zip(*tensors, strict=True))
+    if multiplier.numel() == 1:
+        parts, results = (t.view(-1).split(_PART) for t in (x, qdata))
+        return zip(parts, repeat(multiplier.view(())), results, strict=False)
     columns = x.shape[-1]
     rows = max(1, _PART // columns)
-    parts, multipliers, results = (t.reshape(-1, columns).split(rows) for t in tensors)
-    return zip(parts, multipliers, results, strict=True)
+    multipliers: Iterable[Tensor]
+    if multiplier.shape == (*x.shape[:-1], 1):
+        multipliers = multiplier.reshape(-1, 1).split(rows)
+    elif multiplier.shape == (*[1] * (x.ndim - 1), columns):
+        multipliers = repeat(multiplier.reshape(1, -1))
+    elif x.ndim > 2 and len(multiplier) == len(x):  # such as one scale per matrix
+        each = zip(x, multiplier, qdata, strict=True)
+        return chain.from_iterable(_parts(*matrix) for matrix in each)
+    else:
+        return [(x, multiplier, qdata)]
+    parts, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
+    return zip(parts, multipliers, results, strict=False)
 
 
 def _quantize_blocks(

@@ -69,6 +69,7 @@ def padded(x: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
         return x
     if x.itemsize > 1:
         return torch.nn.functional.pad(x, missing)
+    # Pad bytes, because torch does not pad float8 data.
     return torch.nn.functional.pad(x.view(torch.uint8), missing).view(x.dtype)
 
 

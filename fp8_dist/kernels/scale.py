@@ -71,8 +71,8 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 def fusible_amax(x: torch.Tensor) -> torch.Tensor:
     """Compute :func:`amax` of a tensor that is not empty, by operators that Inductor fuses.
 
-    Inductor can find the amaxes of rows in the kernel that writes ``x``. No kernel of a graph
-    writes a parameter, of which one reduction takes fewer kernels. The bits are those of
+    Inductor can find the amaxes of rows in the kernel that writes ``x``. A parameter is an input of
+    the graph, so there is no such kernel, and one reduction takes fewer. The bits are those of
     :func:`amax`, because Inductor rounds a value to the dtype of ``x`` before it views it as an
     integer.
     """

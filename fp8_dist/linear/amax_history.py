@@ -5,9 +5,9 @@ A cast then needs no all-reduce. Each rank records the amaxes of a step.
 once and computes the next scales from the histories.
 
 Until a history holds a value (before the first sync, and as long as an operand is all zeros) each
-tensor is scaled by its own amax. The recorded amax is the maximum over all casts since the last
-sync, so micro-batches accumulate, and a forward that activation checkpointing repeats changes
-nothing.
+tensor is scaled by its own amax. Between two syncs an operand's scale does not change. The recorded
+amax is the maximum over all casts since the last sync, so micro-batches accumulate, and a forward
+that activation checkpointing repeats changes nothing.
 """
 
 import math
@@ -259,9 +259,9 @@ def load_histories(
     Histories that are ``restored`` stay as they are, and other ranks take over their values.
 
     Args:
-        saved: the saved amaxes by name, the newest first; ``None`` if this rank was given none, as
-            when rank 0 broadcasts a checkpoint. It takes those of other ranks.
-        meshes: the meshes that the layer's operands are distributed over.
+        saved: the saved amaxes by name, the newest first; ``None`` if this rank was given none.
+        meshes: the meshes that the layer's operands are distributed over. Ranks that were given no
+            histories take those of other ranks. (A checkpoint that rank 0 broadcasts has none.)
         device: the device of the histories if there are no meshes.
 
     Returns:

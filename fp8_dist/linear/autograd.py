@@ -171,7 +171,7 @@ def _gemm(
         a, b = as_matrix(left), as_matrix(right)
         a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
         return torch.mm(a, b.to(a.dtype)).to(out_dtype)
-    options = spec.config.gemm_options[gemm]
+    options = spec.config.gemm_options(gemm)
     if gemm == "grad_weight":
         where = layouts or (None, None)
         left = left.scheme.for_rows(left, where[0])
@@ -209,9 +209,10 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiable_once(backward: Backward) -> Backward:
-    """Make a layer's ``backward`` raise under a second differentiation, with ``ctx.spec.fqn``.
+    """Make a layer's ``backward`` raise under a second differentiation.
 
-    Otherwise ``create_graph=True`` would treat gradients as constants.
+    Otherwise ``create_graph=True`` would treat gradients as constants. The error names the layer,
+    ``ctx.spec.fqn``.
     """
 
     @wraps(backward)
@@ -411,7 +412,8 @@ class _FinishOutput(torch.autograd.Function):
     This function is separate because it saves nothing for backward. Full activation checkpointing
     ends a recomputation as soon as the last tensor is saved. If the function that saves tensors
     also issued the reduction, the reduction would be repeated, and its result dropped without a
-    wait. The gradient stays where it arrives: :class:`_LinearFunction` gathers it as float8.
+    wait. The gradient keeps the placements in which it arrives: :class:`_LinearFunction` gathers it
+    as float8.
     """
 
     @staticmethod

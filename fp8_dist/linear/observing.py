@@ -124,7 +124,10 @@ def are_gemms_observed() -> bool:
 
 @contextmanager
 def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
-    """Show an observer all casts inside the block; with ``gemms``, its GEMMs too, run eagerly."""
+    """Show an observer the casts of all layers inside the block.
+
+    With ``gemms``, show it their GEMMs too, and run all code in the block eagerly.
+    """
     global _is_observed
     _observers[observer] = _Shown(gemms, set(), {})
     _is_observed = True
@@ -345,8 +348,11 @@ class GemmRecord(NamedTuple):
 def record_gemms() -> Iterator[list[GemmRecord]]:
     """Record the operands of every float8 GEMM that a layer runs inside the block.
 
-    Yields a list that grows by one :class:`GemmRecord` per GEMM. GEMMs in compiled graphs and in
-    high precision are not recorded. Collectives: none.
+    Yields:
+        A list that grows by one :class:`GemmRecord` per GEMM, in the order in which they run. GEMMs
+        in compiled graphs and in high precision are not recorded.
+
+    Collectives: none.
     """
     records: list[GemmRecord] = []
     _recordings[id(records)] = records

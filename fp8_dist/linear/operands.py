@@ -105,7 +105,8 @@ def plan_operand(
 
     Args:
         schemes: the scheme that each GEMM takes, or ``None`` for high precision.
-        now, then: the placements of a DTensor operand, and those that the GEMMs need.
+        now: the placements of a DTensor operand; ``None`` for a plain tensor.
+        then: the placements that the GEMMs need.
         amax_scope: with ``"rank"``, statistics are reduced only over axes along which float8 data
             is moved.
     """
@@ -229,7 +230,7 @@ def prepare_gradients(
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
-        if isinstance(grad, DTensor):
+        if isinstance(grad, DTensor) and grad.placements != placements:
             grad = grad.redistribute(placements=placements)
         operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
     within = () if spec.config.amax_scope == "rank" else None

@@ -38,8 +38,9 @@ def watch_steps(watcher: Any) -> None:
 def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> RemovableHandle:
     """Run ``call`` each time all of these optimizers have stepped, after watchers were notified.
 
-    It runs after the step of the last one. If they step within a backward pass, each as soon as its
-    gradients are ready and in any order, it runs when the backward pass has ended.
+    Optimizers are expected to step in the given order, and ``call`` runs after the step of the last
+    one. If they step within a backward pass, each as soon as its gradients are ready and in any
+    order, it runs when the backward pass has ended.
 
     A global hook runs it, because torch runs an optimizer's own post-step hooks before the global
     one that notifies watchers.

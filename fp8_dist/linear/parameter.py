@@ -59,7 +59,13 @@ class LocalPlacements(NamedTuple):
     def check(
         self, input: torch.Tensor, weight: torch.Tensor, output: Placements | None, fqn: str
     ) -> None:
-        """Raise TypeError or ValueError if operands do not have the declared placements."""
+        """Check operands against the declared placements.
+
+        Raises:
+            TypeError: the weight is a DTensor, or the input is a DTensor that ``share_input`` did
+                not return.
+            ValueError: the input's features don't fit, or the output lacks the declared dim.
+        """
         if isinstance(weight, DTensor):
             raise TypeError(
                 f"{fqn}: the weight was declared as a local tensor, {self.weight!r} on "
@@ -125,7 +131,7 @@ class LayerParameter:
         self.is_compared = False
 
     def compare(self, caller: str) -> None:
-        """Compare a layer that other code has placed between the ranks of its mesh, once."""
+        """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
         layout = None if self.is_compared else self.layout()
         if layout is not None:
             check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")

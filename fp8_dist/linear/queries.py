@@ -95,7 +95,10 @@ def queried_statistics(weight: Any, shard: torch.Tensor, source: ScaleState | No
 
 
 def queried_copies(weight: Any, shard: torch.Tensor, plan: CastPlan, keep: bool) -> Copies:
-    """Cast the shard of a weight in a compiled graph; ``keep`` new statistics in training."""
+    """Cast the shard of a weight in a compiled graph.
+
+    ``keep``: whether the forward belongs to a training step, so that new statistics are kept.
+    """
     (schemes, of, transposed), layout = plan, weight.layout()
     keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
     flat = weight_copies.overload(shard, weight.handle, keys, start, of, transposed, keep)

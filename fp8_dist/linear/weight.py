@@ -16,10 +16,11 @@ Where the parameter is cast depends on how it is distributed:
   (:meth:`Float8Weight.gather_cast`). In the forward the parameter is a ``Float8Tensor``.
 * By FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
-* A weight that is stored in float8 is not cast (:mod:`fp8_dist.linear.stored`).
+* Nowhere, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
 
 Statistics that ``cache`` has for the parameter's values are used; others are computed and stored
 there. Compiled graphs and selective activation checkpointing query them by operators (``queries``).
+On a GPU a graph measures a weight that is not distributed itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -261,7 +262,10 @@ class Float8Weight(StoredWeight):
             self.bind(new)
 
     def note_sharded(self, parameter: torch.Tensor) -> None:
-        """Called before FSDP2's first exchange of the sharded parameter; a layer notices each."""
+        """Called with the sharded parameter before FSDP2 first exchanges it.
+
+        For a layer, whose class notices each exchange, :meth:`parameter_replaced` is enough.
+        """
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""

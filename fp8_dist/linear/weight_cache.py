@@ -1,8 +1,8 @@
 """Cache of a weight's scales and float8 copies, and its invalidation when the weight changes.
 
 A scale, and the float8 copy made with it, may be used only for the values it was computed from.
-The table of docs/state.md lists the changes of a weight that are noticed, by the following means,
-and the writes of which Python sees no trace:
+Changes of a weight are noticed as follows. The table of docs/state.md also lists the writes that
+are not noticed, because Python sees no trace of them, and what happens then:
 
 * Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters, because
   foreach and fused steps change a DTensor without raising version counters. For parameters that no
@@ -15,7 +15,8 @@ and the writes of which Python sees no trace:
   FSDP2 gathers in float8 also counts writes that torch does not count. For other frozen weights a
   forward caches nothing, because no optimizer step invalidates them (PEFT merges adapters through
   ``.data``).
-* ``parameter.data = tensor`` and ``swap_tensors``: the storage is another one.
+* ``parameter.data = tensor``, unless the parameter is a DTensor (torch leaves those unchanged), and
+  ``swap_tensors``: the storage is another one.
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer clears the cache, or the
   identity of the parameter differs.
 
@@ -128,7 +129,10 @@ class WeightCache:
         state: ScaleState,
         whole_scales: Scales | None = None,
     ) -> None:
-        """Store the statistics for the current values of ``param``."""
+        """Store the statistics for the current values of ``param``.
+
+        ``state`` is FROM_GATHER, FROM_FORWARD, or PRECOMPUTED.
+        """
         origin = self._origin
         self.drop()
         self._origin = origin

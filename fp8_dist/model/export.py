@@ -159,7 +159,8 @@ def iter_float8_weights(
     besides the model, and what the consumer keeps.
 
     Call this function on all ranks, with the same arguments, and exhaust the iterator on all of
-    them, also where it yields nothing, or stop after the same item. A rank that stops earlier than
+    them, also where it yields nothing, or stop after the same item. Ranks need not be in step
+    within a bucket. A rank that stops earlier than
     others leaves them waiting in the next bucket's collective, until the timeout of the process
     group. The model must neither run nor change meanwhile.
 
@@ -335,7 +336,7 @@ def float8_stream(
 ) -> _Stream:
     """Check a model, and iterate over its tensors in float8, with the parts that share a name.
 
-    Without ``gather``, those of distributed parameters are DTensors. ``keeps``: whether this rank
+    Without ``gather``, tensors of distributed parameters are DTensors. ``keeps``: whether this rank
     gets tensors. For all else see :func:`iter_float8_weights`, whose errors this call raises.
     """
     model, names = unwrapped(model), names or {}
@@ -509,7 +510,12 @@ def weights_by_key(model: nn.Module) -> dict[str, Float8Weight]:
 
 
 def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weight], BlockScheme]:
-    """Return the float8 weights by their state-dict keys, and their scheme, or raise."""
+    """Return the float8 weights by their state-dict keys, and their scheme.
+
+    Raises:
+        ValueError: there is no converted layer, or a layer can't be exported.
+        NotImplementedError: a weight is a plain local tensor (``declare_placements``).
+    """
     converted = weights_by_layer(model)
     if not converted:
         raise ValueError(

@@ -286,11 +286,13 @@ def auto_filter(
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.
         filter_fqns: layers whose name contains one of these strings are skipped.
-        tp_size: the number of tensor-parallel ranks. Without a plan, a layer may be divided by rows
-            or by columns, and the division with the smaller gain decides.
-        plan: a tensor-parallel plan that maps module names (``*`` for any one part) to styles, of
-            torch or of this library. A ColwiseParallel divides out_features by ``tp_size``, a
-            RowwiseParallel in_features; layers with neither are not divided.
+        tp_size: the number of tensor-parallel ranks. A layer is judged by its smallest local part,
+            where parts may be uneven as in torch. Without a plan, a layer may be divided by rows or
+            by columns, and the division with the smaller gain decides.
+        plan: a tensor-parallel plan that maps module names (``*`` for any one part) to styles. A
+            ColwiseParallel divides out_features by ``tp_size``, a RowwiseParallel in_features;
+            layers with neither are not divided. The styles may be torch's, as in the
+            ``llama_tp_plan`` of a model that is not converted yet.
         exclude: layers with exactly these names are skipped, such as layers that lose too much
             precision in float8: ``compare_recipes(...).layers_below(20, recipe)`` of
             ``fp8_dist.debug``.
@@ -299,7 +301,8 @@ def auto_filter(
 
     Returns:
         The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of its
-        decisions.
+        decisions. The conversion warns about layers that the filter admits but that it can't
+        convert.
 
     Raises:
         ValueError: ``recipe`` is not a recipe, ``tp_size`` is below 1, or an entry of

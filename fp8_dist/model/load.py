@@ -56,8 +56,8 @@ def load_float8_checkpoint(
 
     Each rank reads the parts of the files that it has on its mesh. A weight that is stored in
     float8 (:func:`fp8_dist.freeze_to_float8`) gets the bytes of the files, or the cast of an entry
-    in high precision. Other parameters get the values, dequantized in fp32 and rounded to their
-    dtype.
+    in high precision. Saved again, the bytes are the same. Other parameters get the values, rounded
+    to their dtype; those of float8 entries are dequantized in fp32.
 
     A large model is made on the meta device, converted, frozen and distributed there, and given
     memory by ``model.to_empty(device="cuda")`` before this call (``docs/frozen.md``).

@@ -11,7 +11,6 @@ from fp8_dist.fsdp.ddp_hook import ddp_gradient_errors
 from fp8_dist.fsdp.gradient_transport import gradient_errors
 from fp8_dist.linear.amax_history import saved_rows
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.model.export import unwrapped
 from fp8_dist.text import warn_once, without_wrappers
 
 _ERRORS = "gradient_errors"
@@ -51,9 +50,9 @@ class Float8State:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        outer = model._modules.get("_orig_mod", model)  # torch.compile wraps DDP, or DDP a graph
-        self.ddp = outer if isinstance(outer, DistributedDataParallel) else None
-        self.model = unwrapped(model)
+        inner = getattr(model, "_orig_mod", model)  # torch.compile may wrap DDP
+        self.ddp = inner if isinstance(inner, DistributedDataParallel) else None
+        self.model = model if self.ddp is None else self.ddp.module
 
     def state_dict(self) -> dict[str, Any]:
         """Return the amaxes by layer name and operand, and the errors of gradients.

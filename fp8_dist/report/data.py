@@ -149,8 +149,7 @@ def _comm_row(row: Row) -> CommRow:
 
 def stats_row(row: Row) -> Row:
     """Return a row of float8_stats.jsonl, with its numbers, "label" and "finite"."""
-    measures = ("sqnr",) if row["kind"] == "gemm" else MEASURES
-    found = row | {name: _number(row[name]) for name in measures}
+    found = row | {name: _number(row[name]) for name in MEASURES if name in row}
     if row["kind"] == "gemm":
         finite = found["sqnr"] > -math.inf
         return found | {"label": f"result of the {row['gemm']} GEMM", "finite": finite}

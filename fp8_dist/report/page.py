@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from fp8_dist.report.data import Row, Run, read_runs
+from fp8_dist.report.data import MEASURES, Row, Run, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
 
 MAX_ANOMALIES = 200  # rows of their table
@@ -23,7 +23,7 @@ HIDDEN = {"float8_layers", "units"}  # of config.json
 def write(path: Path, folders: list[Path], refresh: int | None = None) -> list[str]:
     """Write the page of runs at once: nobody sees half of one. Return what could not be read.
 
-    Browsers reload it every ``refresh`` seconds; None: never.
+    Browsers reload the page every ``refresh`` seconds; None: never.
     """
     runs = read_runs(folders)
     new = path.with_name(f".{path.name}.new")
@@ -138,10 +138,11 @@ def anomalies(index: int, run: Run) -> Iterator[Row]:
 
 def steps(index: int, run: Run) -> Iterator[tuple[str, Run, int, list[Row]]]:
     """Yield an anchor, the run, the step and its casts, for each step with anomalies."""
+    unknown = dict.fromkeys(MEASURES, math.nan)  # what a row lacks
     for step in places(run, "step"):
         bad = {(row["fqn"], row["operand"]) for row in run.anomalies if row["step"] == step}
         rows = [
-            row | {"bad": (row["fqn"], row["operand"]) in bad}
+            unknown | row | {"bad": (row["fqn"], row["operand"]) in bad}
             for row in run.in_order_of_casts(step)
             if row["kind"] == "cast"
         ]

@@ -463,13 +463,15 @@ def test_amaxes_of_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same_bits(program(x[mask]), layer(x[mask]))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp8", "delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise_folded", "mxfp8", "delayed", "fp32 blocks"]
+)
 def test_a_layer_whose_batches_differ(recipe: str) -> None:
     """One graph for all numbers of rows, once that is marked as dynamic."""
     compilations = Compilations()
-    layer = Float8Linear(64, 48, config=Float8LinearConfig.from_recipe_name(recipe))
+    layer = Float8Linear(64, 48, config=config_named(recipe))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for rows in (16, 24, 7):
+    for rows in (144, 256, 135):  # several blocks, whole ones and others
         x, results = torch.randn(rows, 64), []
         for run in (layer, compiled):
             leaf = x.clone().requires_grad_()

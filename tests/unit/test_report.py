@@ -39,7 +39,7 @@ CAST = {
     "nonfinite": 0.0,
     "sqnr": 30.0,
 }
-PARTIAL = {name: value for name, value in CAST.items() if name != "underflow"}
+PARTIAL = {name: value for name, value in CAST.items() if name != "underflow"} | {"step": 10}
 GRADIENT = CAST | {"operand": "grad_output", "gemms": ["grad_input"], "dtype": "float8_e5m2"}
 GEMM = {"kind": "gemm", "step": 1, "fqn": "a", "gemm": "output", "sqnr": 30.0}
 ANOMALY = {
@@ -219,19 +219,21 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "comm.json": "{",
         "float8_stats.jsonl": "\n".join(
             json.dumps(row)
-            for row in (CAST, CAST | {"kind": "a", "gemms": None}, {"kind": "b"}, [], PARTIAL)
+            for row in (CAST, CAST | {"kind": "a", "gemms": None}, {"kind": "b"}, [])
         ),
         "anomalies.jsonl": json.dumps(ANOMALY) + "\n\x00\xff\n",
     }
+    lines["float8_stats.jsonl"] += "\n" + json.dumps(PARTIAL)
     for name, content in lines.items():
         (tmp_path / name).write_bytes(content.encode("latin-1"))
     shown, _ = page_of(tmp_path)
     notes = capsys.readouterr().err
     for name in lines:
         assert f"note: {name}" in notes
-    assert "float8_stats.jsonl: 4 passed over, the first of them row 2: " in notes
+    assert "float8_stats.jsonl: 3 passed over, the first of them row 2: " in notes
     assert "<td>61 % of the values become zero</td>" in shown
     assert "<td>2</td>" in shown
+    assert '<td class="right">nan %</td>' in shown
     (tmp_path / "empty").mkdir()
     for arguments, message in (
         (["nowhere"], "has none of the files of a run"),

@@ -297,7 +297,7 @@ def hf_tp_plan(
     gradients of query and key norms are summed over all heads.
 
     Routed experts of MoE blocks are not sharded: every rank has all of them and computes all
-    tokens. A warning names these blocks. Add entries with
+    tokens, which is correct but saves nothing. A warning names these blocks. Add entries with
     :class:`fp8_dist.tensor_parallel.Float8ExpertTensorParallel` to divide converted experts. Linear
     layers that are shared experts are sharded if the model declares it.
 
@@ -332,8 +332,8 @@ def hf_tp_plan(
             whose role in the model is unknown. The message names all of them.
         ValueError: ``sequence_parallel`` is set for a model that merges other inputs (images,
             sound) into its embeddings, ``loss_parallel`` for a model without a sharded head, or
-            ``reduce_transport`` for a model that was not converted. ``apply_tp_plan`` raises it if
-            the ranks cannot share the heads evenly.
+            ``reduce_transport`` for a model that was not converted. ``apply_tp_plan`` raises it,
+            before it changes the model, if the ranks cannot share the heads evenly.
     """
     check_plan_transport(model, reduce_transport, "hf_tp_plan")
     plan: dict[str, ParallelStyle] = {}

@@ -28,9 +28,9 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     The callback converts the model when the Trainer is made, before accelerate wraps or shards it
     and before the optimizer is made. A model that is already converted stays as it is. After each
-    optimizer step, before evaluation and saving, the callback calls
-    :func:`fp8_dist.update_float8_scales`. Amax histories of DELAYED operands are saved in
-    ``trainer_state.json``, and ``resume_from_checkpoint`` restores them.
+    optimizer step, the callback calls :func:`fp8_dist.update_float8_scales`: once for all
+    micro-batches of a step, and before evaluation and saving. Amax histories of DELAYED operands
+    are saved in ``trainer_state.json``, and ``resume_from_checkpoint`` restores them.
 
     A warning is issued once if the Trainer is asked for FSDP where accelerate does not use it (on
     CPUs), and if torchrun started several ranks but the Trainer sees only one (on CPUs without

@@ -45,7 +45,7 @@ def intercept_launches() -> None:
 
 
 def forget_addresses() -> None:
-    """Makes the next launch not have tensors whose addresses earlier code took for no kernel."""
+    """Forgets addresses that were taken before, so that the next launch has not their tensors."""
     _addressed.clear()
 
 
