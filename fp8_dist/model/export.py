@@ -160,9 +160,9 @@ def iter_float8_weights(
 
     Call this function on all ranks, with the same arguments, and exhaust the iterator on all of
     them, also where it yields nothing, or stop after the same item. Ranks need not be in step
-    within a bucket. A rank that stops earlier than
-    others leaves them waiting in the next bucket's collective, until the timeout of the process
-    group. The model must neither run nor change meanwhile.
+    within a bucket. A rank that stops earlier than others leaves them waiting in the next bucket's
+    collective, until the timeout of the process group. The model must neither run nor change
+    meanwhile.
 
     Args:
         model: a model with layers or experts that are converted by ``blockwise`` or ``mxfp8``. For

@@ -13,6 +13,15 @@ from scripts.common.fake_cuda.process import FakeCudaProcess
 E4M3 = torch.float8_e4m3fn
 
 
+_kept: list[torch.Tensor] = []
+
+
+def take_an_address() -> None:
+    with fake_tensors():
+        _kept.append(torch.empty(6, device="cuda"))
+        _kept[0].data_ptr()
+
+
 def counted(run: Callable[[torch.Tensor], object], *size: int) -> Counts:
     """What a function of a bf16 tensor does; called in the process with the device."""
     with fake_tensors():
@@ -41,6 +50,7 @@ def triton_kernels(x: torch.Tensor) -> None:
 
 
 def test_triton_kernels(fake_cuda: FakeCudaProcess) -> None:
+    fake_cuda.run(take_an_address)  # for no kernel that is counted
     counts = fake_cuda.run(counted, triton_kernels, 1024, 1024)
     assert [(k.name, k.launches, k.read) for k in counts.kernels] == [
         ("_double", 1, 4 * 2**20),

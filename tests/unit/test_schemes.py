@@ -44,7 +44,7 @@ from fp8_dist.scaling import (
     message_dtype,
     scheme_named,
 )
-from fp8_dist.scaling.operators import cast_operator
+from fp8_dist.scaling.operators import cast_operator, dequantize_operator
 from fp8_dist.scaling.reduction import as_integers, from_integers
 from fp8_dist.torch_internals import storage_address
 
@@ -464,3 +464,11 @@ def test_scales_of_blocks_move_with_their_rows() -> None:
     assert same_bits(whole.clone().dequantize(), values)
     for cut in (lambda: whole[:, 0], lambda: whole[:, ::2]):
         assert "no such scales" in raised(NotImplementedError, cut)
+
+
+def test_dequantizing_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that it compiles in all threads then; the operator must not call itself."""
+    x = cast_to_float8(torch.randn(4, 32), CastConfig())
+    expected = x.dequantize()
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert same_bits(dequantize_operator.overload(x.qdata, [x.scale], x.key, (0, 0)), expected)

@@ -45,7 +45,7 @@ def intercept_launches() -> None:
 
 
 def forget_addresses() -> None:
-    """Forgets addresses that were taken before, so that the next launch has not their tensors."""
+    """Forgets addresses that were taken before, so that the next launch does not count them."""
     _addressed.clear()
 
 
