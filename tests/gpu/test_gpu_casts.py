@@ -9,6 +9,7 @@ from rounding_kernels import decoded, encoded
 
 from fp8_dist import CastConfig, ScalingGranularity, cast_to_float8
 from fp8_dist.kernels import (
+    amax,
     block_exponents,
     cast_blocks,
     quantize_blocks,
@@ -155,3 +156,22 @@ def test_numbers_are_rounded_and_codes_decoded_alike(target: torch.dtype) -> Non
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     for soft in (True, False):
         assert same_values(decoded(target, soft), codes.view(target).float())
+
+
+def test_amaxes_of_streams_and_graphs() -> None:
+    """A launch on the default stream zeroes the amax of the next one there, and of no other."""
+    large, small = torch.full((300, 70), 8.0), torch.full((40, 30), 2.0)
+    x, y = large.bfloat16().to(DEVICE), small.bfloat16().to(DEVICE)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    found = [(amax(x), 8.0), (amax(y), 2.0)]
+    with torch.cuda.stream(side):
+        found += [(amax(x), 8.0), (amax(y), 2.0)]
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = amax(y)
+    for _ in range(3):
+        found.append((amax(x), 8.0))
+        graph.replay()
+        found += [(captured.clone(), 2.0), (amax(y), 2.0)]
+    assert [value.item() for value, _ in found] == [expected for _, expected in found]

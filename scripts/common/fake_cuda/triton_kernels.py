@@ -6,8 +6,10 @@ in a table. Which of them it reads and which it writes can't be told.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 from weakref import ReferenceType, ref
 
 import torch
@@ -19,6 +21,8 @@ try:
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
+
+    from fp8_dist.kernels.cuda.triton import amaxes
 except ImportError:  # the library then has no Triton kernels either
     Autotuner = JITFunction = None
 
@@ -41,7 +45,12 @@ def intercept_launches() -> None:
     if JITFunction is not None:
         JITFunction.run = _run
         Autotuner.run = _run_first
-        driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+        driver.set_active(_Driver())
+
+
+def keeps_zeros_in(zeros: dict[Any, torch.Tensor]) -> AbstractContextManager[Any]:
+    """In here the amaxes that a launch zeroed for the next one are those of this dict."""
+    return nullcontext() if JITFunction is None else patch.object(amaxes, "_zeroed", zeros)
 
 
 def forget_addresses() -> None:
@@ -60,21 +69,26 @@ def launch_nothing() -> None:
         driver.set_active(_IdleDriver())
 
 
-class _IdleDriver(SimpleNamespace):
+class _Driver(SimpleNamespace):
+    """What is asked of Triton's driver where launches are noted."""
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_stream(self, device: int) -> int:
+        stream, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+        return 0 if stream is default else stream.stream_id
+
+
+class _IdleDriver(_Driver):
     """Triton's driver of a device on which kernels do nothing."""
 
     def __init__(self) -> None:
         super().__init__(launcher_cls=_IdleLauncher, utils=self)
         self.get_device_interface = lambda: torch.cuda
 
-    def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
-
     def get_current_device(self) -> int:
         return torch.cuda.current_device()
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 232448}

@@ -18,6 +18,7 @@ from fp8_dist.kernels import (
     Groups,
     amax,
     amax_of_each,
+    cast_and_record,
     cast_copies,
     cast_rows,
     fold_groups,
@@ -26,6 +27,7 @@ from fp8_dist.kernels import (
     transposed_copy,
     transposed_groups,
 )
+from fp8_dist.kernels.cuda.triton import amaxes
 from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.kernels.gemm import scale_product
@@ -130,6 +132,29 @@ def test_values_that_do_not_fit_saturate(used: set[str], dtype: torch.dtype) -> 
             of = [0] * len(transposed)
             check_operator(cast_copies, x, [1 / given], dtype, True, of, transposed, saturate=True)
     assert used == {"_cast"}
+
+
+def test_a_launch_zeroes_the_amax_of_the_next(
+    used: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the default stream of a device. What is allocated is not zero otherwise."""
+    monkeypatch.setattr(amaxes, "_is_default_stream", lambda device: True)
+    monkeypatch.setattr(amaxes, "_zeroed", {})
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    try:
+        found = []
+        for n, shape in enumerate([(40, 700), (0, 5), (3, 4), (70, 65)]):
+            x = matrix(shape, torch.bfloat16) / 16**n  # each amax is below the one before
+            with torch.inference_mode(n == 2):
+                check_operator(amax, x)
+                check_operator(cast_and_record, x, amax(x), E4M3, False, [True], None)
+                found.append(implementation(amax)(x))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [each.is_inference() for each in found] == [False, False, True, False]
+    assert len({each.data_ptr() for each in found}) == len(found)
+    assert used == {"_tiles", "_cast", "_record"}
 
 
 MANY = [(16, 32), (0, 32), (5, 7), (3, 0), (1, 1), (40, 1030), (11,)]

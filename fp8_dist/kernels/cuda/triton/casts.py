@@ -6,12 +6,13 @@ then need no transposed copies.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton.amaxes import find_amax
+from fp8_dist.kernels.cuda.triton.amaxes import Amax, amax_of, find_amax
 from fp8_dist.kernels.cuda.triton.launch import (
     BIAS,
     DTYPES,
@@ -35,6 +36,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     multiplier_of,
     reciprocal,
+    reduce_amax,
     saturated,
     store_tile,
     store_transposed,
@@ -82,7 +84,7 @@ def _cast(
     given: tl.tensor,
     stride_given: tl.tensor,
     copies: tl.tuple,
-    amax: tl.tensor | None,
+    amax: tl.tuple | None,
     scale: tl.tensor | None,
     OF: tl.constexpr,
     POWER_OF_2: tl.constexpr,
@@ -117,7 +119,8 @@ def _cast(
             tl.store(scale, reciprocal(m))
     v = load_tile(x, i, j)
     if amax is not None:
-        tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0), sem="relaxed")
+        is_first = tl.program_id(0) + tl.program_id(1) == 0
+        reduce_amax(amax, tl.max(tl.max(magnitude(v), 1), 0), is_first)
     v = v * m
     if SATURATE:
         v = saturated(v, BIAS)
@@ -298,14 +301,14 @@ def _cast_to(
     scale: torch.Tensor | None = None,
     power_of_2: bool = False,
     saturate: bool = False,
-    amax: torch.Tensor | None = None,
+    amax: Amax | None = None,
 ) -> None:
     """Cast a tensor with multipliers, or with amaxes, and write the copies.
 
     Args:
         given: multipliers; amaxes, if ``scale`` is given.
         scale: where to write the scales of the amaxes.
-        amax: a 0-dim fp32 zero, which becomes the amax of ``x``.
+        amax: of ``x``, which is reduced into it.
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
@@ -320,7 +323,7 @@ def _cast_to(
         (x.dtype, size_class(M, K), stride_k == 1, layouts[0] is None, layouts[1] is None),
         x.device,
         *(argument, given, stride, layouts),
-        *(amax if amax is None else amax.view(torch.int32), scale),
+        *(amax, scale),
         OF=of,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
@@ -426,11 +429,11 @@ def _cast_and_record(
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Cast and record in three launches; 3 bytes per bf16 element, 4 for both layouts."""
-    amax = torch.zeros((), dtype=torch.float32, device=x.device)
+    """Cast and record in two launches; 3 bytes per bf16 element, 4 for both layouts."""
     scale, *poisoned, largest = [torch.empty_like(known) for _ in range(4)]
     copies = empty_layouts(x, dtype, transposed)
-    _cast_to(
+    cast = partial(
+        _cast_to,
         as_layouts(copies, transposed),
         x,
         known,
@@ -438,8 +441,8 @@ def _cast_and_record(
         scale=scale,
         power_of_2=round_scales_to_power_of_2,
         saturate=True,
-        amax=amax,
     )
+    amax = amax_of(x.device, lambda bits: cast(amax=bits)).view(torch.float32)
     arguments = amax, known, scale, recorded, tuple(poisoned), largest.view(torch.int32)
     _record(lambda chosen: (1,), (), x.device, *arguments)
     return [amax, *poisoned, largest, *copies]

@@ -29,6 +29,14 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def reduce_amax(amax: tl.tuple, bits: tl.tensor, is_first: tl.tensor) -> None:
+    """Reduce bits into the amax of all instances, of which one zeroes that of the next launch."""
+    tl.atomic_max(amax[0], bits, sem="relaxed")
+    if amax[1] is not None:
+        tl.store(amax[1], 0, mask=is_first)
+
+
+@triton.jit
 def multiplier_of(amax: tl.tensor, POWER_OF_2: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
     """Compute the multiplier by the formula of fp8_dist.kernels.scale, fp32.
 
