@@ -1,28 +1,62 @@
 """Block sizes of Triton kernels, measured before a training run."""
 
 import sys
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist.cast import cast_by, cast_copies
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.fsdp.precompute import local_statistics
+from fp8_dist.fsdp.precompute import local_statistics, precompute_float8_dynamic_scale
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.parameter import LocalPlacements
 from fp8_dist.linear.weight import CONVERT_FIRST
-from fp8_dist.mesh import Layout, sharded_dim
+from fp8_dist.mesh import Layout, Placements, local_tensor, reduced, sharded_dim, with_local
 from fp8_dist.model.freeze import freeze_to_float8
-from fp8_dist.scaling import CastPlan
+from fp8_dist.scaling import CastPlan, measure
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
+from fp8_dist.transport import Encoding
+
+
+class _Parallel(NamedTuple):
+    """How tensor parallelism distributes a kind of layers."""
+
+    mesh: DeviceMesh  # without the axes of FSDP2
+    weight: Placements
+    output: Placements | None
+    transport: Encoding
+    declared: LocalPlacements | None
+    whole: Layout  # with FSDP2: all ranks see the same kinds, in whose collectives they meet
+
+    def wrap(self, local: torch.Tensor, placements: Placements) -> torch.Tensor:
+        return DTensor.from_local(local, self.mesh, placements, run_check=False)
+
+    def inputs(self, rows: int) -> dict[Placements, None]:
+        """The placements of inputs ``[..., K]`` whose rows are along a dim.
+
+        With a weight that has all of the features of an input, the ranks may share the rows.
+        """
+        if self.declared is not None:
+            return {(self.declared.input,): None}
+        of_features = [sharded_dim(placement, 2) == 1 for placement in self.weight]
+        return {
+            tuple([Shard(2) if cut else at for cut in of_features]): None
+            for at in (Shard(rows), Replicate())
+        }
 
 
 class _Kind(NamedTuple):
     """A kind of layers, which launch the same kernels."""
 
     shape: tuple[int, int]  # of the weight that GEMMs take: gathered, or a tensor-parallel part
+    parallel: _Parallel | None
     shard: tuple[torch.Size, torch.dtype] | None  # this rank's; None without FSDP2
     gathers: bool  # whether FSDP2 gathers the weight in float8
     trains: bool  # whether the weight gets a gradient
@@ -45,13 +79,13 @@ def tune(
     choices belong to the process. Kernels of experts still measure theirs in the first steps.
 
     Args:
-        tokens: the rows of a layer's input on a rank, batch times sequence. For several numbers
-            whose bit lengths differ, call it for each.
+        tokens: the rows of a GEMM on a rank, batch times sequence; with sequence parallelism, of
+            the whole sequence. For several numbers whose bit lengths differ, call it for each.
         dtype: the dtype in which layers compute: that of inputs, or of autocast, or the
             ``param_dtype`` of FSDP2.
         progress: print a line to stderr for each kind of layer, on rank 0.
 
-    Collectives: none.
+    Collectives: under tensor parallelism those of a step of each kind of layers; otherwise none.
 
     Raises:
         TypeError: ``model`` is not an nn.Module.
@@ -111,7 +145,7 @@ def _kinds(layers: dict[str, Float8Linear]) -> dict[_Kind, str]:
         if known is not None and not weight.is_stored:
             shard = weight.shard().shape, parameter.dtype
         kind = _Kind(
-            _without_fsdp(layer, weight.layout(), axes),
+            *_without_fsdp(layer, weight.layout(), axes),
             shard,
             known is not None and known.has_hooks and not weight.is_stored,
             parameter.requires_grad,
@@ -122,25 +156,39 @@ def _kinds(layers: dict[str, Float8Linear]) -> dict[_Kind, str]:
     return kinds
 
 
-def _without_fsdp(layer: Float8Linear, layout: Layout | None, axes: int) -> tuple[int, int]:
+def _without_fsdp(
+    layer: Float8Linear, layout: Layout | None, axes: int
+) -> tuple[tuple[int, int], _Parallel | None]:
     """The local shape of a weight, of which FSDP2 shards over the first axes of the mesh."""
-    shape = [layer.out_features, layer.in_features]
-    if layout is not None:
-        for axis, placement in list(enumerate(layout.placements))[axes:]:
-            dim = sharded_dim(placement, 2)
-            if dim is not None:
-                shape[dim] = -(-shape[dim] // layout.mesh.size(axis))
-    return shape[0], shape[1]
+    if layout is None or layout.mesh.ndim == axes:
+        return (layer.out_features, layer.in_features), None
+    mesh, placements, shape = layout.mesh, layout.placements[axes:], [*layout.shape]
+    if axes:
+        assert mesh.mesh_dim_names is not None
+        mesh = mesh[mesh.mesh_dim_names[axes:]]
+    for axis, placement in enumerate(placements):
+        dim = sharded_dim(placement, 2)
+        if dim is not None:
+            shape[dim] = -(-shape[dim] // mesh.size(axis))
+    own = layer.output_placements, layer.reduce_transport, layer.local_placements
+    return (shape[0], shape[1]), _Parallel(mesh, placements, *own, layout)
 
 
 def _run(kind: _Kind, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Launch the kernels of two steps of a layer. With DELAYED scales they differ."""
-    rows, columns = kind.shape
+    """Launch the kernels of two steps of a layer, where they differ: the second knows scales."""
+    parallel, (rows, columns) = kind.parallel, kind.shape
     with torch.device("meta"):
         layer = nn.Linear(columns, rows, bias=False)
-    layer.weight = nn.Parameter(torch.ones(rows, columns, dtype=dtype, device=device))
+    ones = torch.ones(rows, columns, dtype=dtype, device=device)
+    if parallel is not None and parallel.declared is None:
+        ones = parallel.wrap(ones, parallel.weight)
+    layer.weight = nn.Parameter(ones)
     twin = Float8Linear.from_float(layer, config=kind.config)
     weight = twin.float8_weight
+    weight.is_compared = True
+    if parallel is not None:
+        twin.output_placements, twin.reduce_transport = parallel.output, parallel.transport
+        twin.local_placements = parallel.declared
     if kind.is_stored:
         twin.requires_grad_(False)
         freeze_to_float8(twin)
@@ -149,12 +197,40 @@ def _run(kind: _Kind, tokens: int, dtype: torch.dtype, device: torch.device) -> 
     else:
         twin.requires_grad_(kind.trains)
         weight.is_exchanged = kind.shard is not None
-    x = torch.ones(tokens, columns, dtype=dtype, device=device, requires_grad=True)
-    for _ in range(2 if twin.histories else 1):
-        output = twin(x)
-        output.backward(torch.ones_like(output))
-        for history in twin.histories.values():
-            history.load(torch.ones(1, device=device))
+    is_updated = parallel is not None and weight.is_dynamic and kind.shard is None
+    for x in _inputs(kind, tokens, dtype, device):
+        for _ in range(2 if twin.histories or is_updated else 1):
+            output = reduced(twin(x))
+            output.backward(torch.ones_like(output))
+            for history in twin.histories.values():
+                history.load(torch.ones(1, device=device))
+            if is_updated:
+                precompute_float8_dynamic_scale(twin)
+
+
+def _inputs(
+    kind: _Kind, tokens: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Yield inputs ``[1, tokens, K]`` in each placement; ``[tokens, 1, K]`` if dim 0 is sharded."""
+    parallel, (_, columns) = kind.parallel, kind.shape
+    made = partial(torch.ones, dtype=dtype, device=device, requires_grad=True)
+    if parallel is None:
+        yield made(tokens, columns)
+        return
+    for axis, placement in enumerate(parallel.weight):
+        if sharded_dim(placement, 2) == 1:
+            columns *= parallel.mesh.size(axis)
+    declared = () if parallel.declared is None else (parallel.declared.input,)
+    of_rows = 0 if Shard(0) in (*(parallel.output or ()), *declared) else 1
+    for placements in parallel.inputs(of_rows):
+        shape = [1, 1, columns]
+        shape[of_rows] = tokens
+        for axis, placement in enumerate(placements):
+            dim = sharded_dim(placement, 3)
+            if dim is not None:
+                shape[dim] = -(-shape[dim] // parallel.mesh.size(axis))
+        local = made(shape)
+        yield local if declared else parallel.wrap(local, placements)
 
 
 def _gather(twin: Float8Linear, kind: _Kind) -> None:
@@ -164,15 +240,15 @@ def _gather(twin: Float8Linear, kind: _Kind) -> None:
     (shape, shard_dtype), device = kind.shard, twin.weight.device
     plan = CastPlan(weight.schemes)
     shard = torch.ones(shape, dtype=shard_dtype, device=device)
-    whole = weight.plain(twin.weight)
+    whole = weight.plain(local_tensor(twin.weight))
     with torch.no_grad():
         if weight.history is not None:
             for _ in range(2):
                 weight.history.copies_of(shard, plan, False)
                 weight.history.load(torch.ones(1, device=device))
         else:
-            found, _ = cast_copies(shard, plan)
-            cast_by(shard, plan, found)
+            cast_copies(shard, plan)
+            cast_by(shard, plan, measure(shard, plan.schemes))
         (quantized,) = cast_copies(whole, plan)[1]
-    gathered = Float8Tensor.of(quantized, twin.weight.dtype)
+    gathered = with_local(twin.weight, Float8Tensor.of(quantized, twin.weight.dtype))
     twin.weight = nn.Parameter(gathered, requires_grad=kind.trains)
