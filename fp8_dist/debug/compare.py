@@ -20,14 +20,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.debug.measures import gemm_results
 from fp8_dist.debug.rows import decibels
-from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.module import Float8Linear, why_unconvertible
 from fp8_dist.linear.observing import Observer, Owner, observed_by
 from fp8_dist.linear.weight import float8_modules
 from fp8_dist.mesh import local_tensor, make_group
@@ -288,16 +286,12 @@ def compare_recipes(
 def _layers_of(model: nn.Module, module_filter_fn: LayerFilter | None) -> dict[str, nn.Linear]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"compare_recipes: expected a model, got a {type(model).__name__}")
-    # The layers that convert_to_float8_training can convert.
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and type(module).forward in (nn.Linear.forward, Float8Linear.forward)
-        and not is_parametrized(module)
-        and "weight" in module._parameters
-        and not isinstance(module, LazyModuleMixin)
-    }
+    # The layers that convert_to_float8_training converts or has converted.
+    linear: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        known = Float8Linear if isinstance(module, Float8Linear) else nn.Linear
+        if isinstance(module, nn.Linear) and not why_unconvertible(module, known):
+            linear[name] = module
     if module_filter_fn is not None:
         chosen = {n: m for n, m in linear.items() if module_filter_fn(m, without_wrappers(n))}
     else:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.cast import check_transforms
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
@@ -439,6 +442,27 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     """
     found = checked_module(module).named_modules()
     return {n: m for n, m in found if isinstance(m, Float8Linear)}
+
+
+def why_unconvertible(layer: nn.Module, known: type[nn.Module] = nn.Linear) -> str:
+    """Return the reason why a linear layer can't be converted, or an empty string.
+
+    ``known``: the class whose forward the layer must have.
+    """
+    weight = layer._parameters.get("weight")
+    if is_parametrized(layer) or weight is None:
+        return "its weight is computed from other parameters (a parametrization, weight_norm)"
+    if isinstance(layer, LazyModuleMixin):
+        return "it is lazy: run it once, so that it knows its sizes"
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
+    if type(layer).forward is not known.forward:
+        return f"its class {type(layer).__name__} has a forward of its own"
+    if not weight.dtype.is_floating_point:
+        return f"its weight is {weight.dtype}, not floating point"
+    if not Float8Weight.can_be(weight):
+        return f"its weight is a {type(weight).__name__}, which multiplies in a way of its own"
+    return ""
 
 
 def other_users(

@@ -15,16 +15,22 @@ from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.checks import takes_any_size
-from fp8_dist.linear.module import Float8Linear, float8_layers, other_users
+from fp8_dist.linear.module import (
+    Float8Linear,
+    float8_layers,
+    other_users,
+    why_unconvertible,
+)
 from fp8_dist.mesh import Placements
 from fp8_dist.model.conv1d import (
     as_linear,
+    conv1d_class,
     is_linear,
     linear_shape,
     note_linear,
     save_as_conv1d,
 )
-from fp8_dist.model.filters import LEFT_OUT, why_misaligned, why_unconvertible
+from fp8_dist.model.filters import LEFT_OUT, why_misaligned
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.moe.experts import FilterFn, float8_experts
 
@@ -234,7 +240,7 @@ def _choose(
                     "module_filter_fn"
                 )
             reasons[fqn] = "it is a Float8Linear already"
-        elif reason := why_unconvertible(layer):
+        elif reason := why_unconvertible(layer, conv1d_class(layer) or nn.Linear):
             LEFT_OUT[layer] = reasons[fqn] = reason
             left.append(f"{fqn} ({reason})")
         else:

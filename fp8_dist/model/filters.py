@@ -1,4 +1,4 @@
-"""Filters of the linear layers to convert, and the reasons why other layers are not converted.
+"""Filters of the linear layers to convert, and the reasons why they leave out layers.
 
 Rounding errors cost more in the logits, the output of the head, than elsewhere; and the head's
 weight is often tied to the embedding. In a low-rank adapter the inner dim is too small for a gain.
@@ -16,15 +16,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.model.conv1d import conv1d_class, is_linear, linear_shape
+from fp8_dist.model.conv1d import is_linear, linear_shape
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, is_part, without_wrappers
 
@@ -355,26 +351,6 @@ def why_too_small(recipe: str, shape: Shape, dim: int | None, ranks: int) -> tup
             reason = " and ".join(f"{name} <= {limit}" for name, _, limit in bounds)
             break
     return smallest, reason
-
-
-def why_unconvertible(layer: nn.Module) -> str:
-    """Return the reason why an nn.Linear or a Conv1D can't be converted, or an empty string."""
-    if is_parametrized(layer) or "weight" not in layer._parameters:
-        return "its weight is computed from other parameters (a parametrization, weight_norm)"
-    if isinstance(layer, LazyModuleMixin):
-        return "it is lazy: run it once, so that it knows its sizes"
-    if isinstance(layer, NonDynamicallyQuantizableLinear):
-        return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
-    known = conv1d_class(layer) or nn.Linear
-    if type(layer).forward is not known.forward:
-        return f"its class {type(layer).__name__} has a forward of its own"
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    if not weight.dtype.is_floating_point:
-        return f"its weight is {weight.dtype}, not floating point"
-    if not Float8Weight.can_be(weight):
-        return f"its weight is a {type(weight).__name__}, which multiplies in a way of its own"
-    return ""
 
 
 def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:

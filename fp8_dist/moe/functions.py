@@ -125,7 +125,7 @@ def _save(
     ctx.save_for_backward(*tensors)
     ctx.recasts = tuple([weight.casts.recast for weight in weights])
     # Those of the gradient of each product.
-    ctx.layouts = tuple([weight.layout_of_rows(len(rows.qdata), 1) for weight in weights])
+    ctx.layouts = tuple([weight.layout_of_rows(rows.qdata.shape[0], 1) for weight in weights])
     ctx.dtypes = dtype, weights[0].tensor.dtype
     ctx.owners = tuple([weight.owner for weight in weights])
 
@@ -328,7 +328,7 @@ class _Down(torch.autograd.Function):
         config: Float8ExpertsConfig,
         weight: Weight,
     ) -> tuple[Tensor, Tensor]:
-        layout, dtype = weight.layout_of_rows(len(hidden), 2), hidden.dtype
+        layout, dtype = weight.layout_of_rows(hidden.shape[0], 2), hidden.dtype
         rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
         assert weight.casts.output is not None
         product = grouped_mm(rows, weight.casts.output, True, routing.groups, dtype, config)

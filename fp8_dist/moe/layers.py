@@ -51,13 +51,13 @@ def grouped_linear(
     if bias is not None and len(operands) > 1:
         raise ValueError("grouped_linear: bias is for a single weight; add the biases afterwards")
     _check_bias(bias, operands[0].tensor, "grouped_linear")
-    groups = _groups(offs, len(x), len(operands[0].tensor))
-    rows = len(groups.of_row)
+    groups = _groups(offs, x.shape[0], len(operands[0].tensor))
+    rows = groups.of_row.numel()  # torch.export can't trace len() of an unknown number of rows
     products = list(grouped_product(x.narrow(0, 0, rows), operands, groups, config))
     if bias is not None:
         products[0] = add_bias(products[0], bias, groups)
-    if torch.compiler.is_compiling() or rows < len(x):
-        products = [pad(product, (0, 0, 0, len(x) - rows)) for product in products]
+    if torch.compiler.is_compiling() or rows < x.shape[0]:
+        products = [pad(product, (0, 0, 0, x.shape[0] - rows)) for product in products]
     return tuple(products) if several else products[0]
 
 
@@ -112,7 +112,7 @@ def linear_combine(
     """
     config = config or DEFAULT
     (operand,) = _operands(hidden, weight, config, "linear_combine")
-    _check_routing(hidden, len(routing.groups.of_row), operand.tensor, routing, "linear_combine")
+    _check_routing(hidden, routing.groups.of_row.numel(), operand.tensor, routing, "linear_combine")
     _check_bias(bias, operand.tensor, "linear_combine")
     slots = combined_product(hidden, operand, routing, config, bias)
     return slots.view(routing.tokens, routing.top_k, slots.shape[1])
@@ -154,10 +154,10 @@ def _check_routing(
     rows: Tensor, expected: int, weight: Tensor, routing: Routing, caller: str
 ) -> None:
     experts = len(routing.groups.ends)
-    if len(weight) != experts or len(rows) != expected:
+    if len(weight) != experts or rows.shape[0] != expected:
         raise ValueError(
             f"{caller}: the routing has {expected} rows and {experts} experts of this rank, got "
-            f"{len(rows)} rows and weights of {len(weight)} experts; pass what was routed"
+            f"{rows.shape[0]} rows and weights of {len(weight)} experts; pass what was routed"
         )
 
 
@@ -171,7 +171,7 @@ def _groups(offs: Tensor, rows: int, experts: int) -> Groups:
         )
     on_host = sizes_of_groups(offs, rows)
     sizes = torch.diff(offs.to(torch.int64), prepend=offs.new_zeros(1, dtype=torch.int64))
-    return Groups.of(sizes, on_host, int(on_host.sum()))
+    return Groups.of(sizes, on_host, on_host.sum().item())  # type: ignore[arg-type]
 
 
 @custom_op(

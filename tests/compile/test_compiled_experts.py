@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from graphs import Compilations
-from hf_experts import IDS, different, made, step
+from hf_experts import IDS, Mixture, different, made, step
 from moe_layers import Layer, results
 from nets import full
 from ranks import RankPools, device_mesh
@@ -115,6 +115,39 @@ def test_grouped_linear() -> None:
         text,
         """grouped_linear: offs must grow from 0 to at most 40, the number of rows; got groups of [31, -11, -17, 0] rows""",
     )
+
+
+class Grouped(nn.Module):
+    """Experts whose rows are sorted by its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 32, 160))
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return grouped_linear(x, self.weight, offs)
+
+
+def test_export() -> None:
+    """A program takes other numbers of tokens, and other routes."""
+
+    def routed(tokens: int) -> tuple[torch.Tensor, ...]:
+        ids = torch.rand(tokens, 8).argsort(1)[:, :2]
+        return torch.randn(tokens, 160), ids, torch.rand(tokens, 2)
+
+    def sorted_rows(rows: int) -> tuple[torch.Tensor, ...]:
+        offs = torch.randint(rows + 1, (8,), dtype=torch.int32)
+        return torch.randn(rows, 160), offs.sort().values
+
+    any_number = {0: torch.export.Dim("tokens", min=2, max=64)}
+    for module, arguments, sizes in (
+        (Mixture(Float8ExpertsConfig()), routed, (any_number,) * 3),
+        (Grouped(), sorted_rows, (any_number, None)),
+    ):
+        program = torch.export.export(module, arguments(24), dynamic_shapes=sizes).module()
+        for tokens in (24, 37):
+            given = arguments(tokens)
+            assert same_bits(program(*given).detach(), module(*given).detach())
 
 
 def refused() -> str:

@@ -332,6 +332,26 @@ def test_which_layers_are_compared() -> None:
     assert mine.to_dicts() == expected.to_dicts()
 
 
+def test_layers_that_can_not_be_converted_are_no_layers_that_a_batch_missed() -> None:
+    class Attention(nn.Module):
+        """With a projection that torch reads and never calls, and a layer that is quantized."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.spare, self.quantized = (nn.Linear(64, 64) for _ in range(3))
+            self.attention = nn.MultiheadAttention(64, 2)
+            codes = self.quantized.weight.detach().to(torch.int8)
+            self.quantized.weight = nn.Parameter(codes, requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            return self.attention(y, y, y)[0]
+
+    comparison = compare_recipes(Attention(), batch(), recipes=["rowwise"])
+    assert {row.fqn for row in comparison.layers} == {"first"}
+    assert comparison.not_called == ["spare"]
+
+
 def test_losses() -> None:
     class Head(nn.Module):
         def __init__(self, output: Any) -> None:
