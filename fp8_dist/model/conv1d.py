@@ -22,6 +22,11 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or conv1d_class(module) is not None
 
 
+def linear_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class whose forward a linear layer must have to be converted."""
+    return conv1d_class(module) or nn.Linear
+
+
 def linear_shape(module: Any) -> tuple[int, int]:
     """Return ``(out_features, in_features)`` of an nn.Linear or a Conv1D."""
     if isinstance(module, nn.Linear):

@@ -24,8 +24,8 @@ from fp8_dist.linear.module import (
 from fp8_dist.mesh import Placements
 from fp8_dist.model.conv1d import (
     as_linear,
-    conv1d_class,
     is_linear,
+    linear_class,
     linear_shape,
     note_linear,
     save_as_conv1d,
@@ -240,7 +240,7 @@ def _choose(
                     "module_filter_fn"
                 )
             reasons[fqn] = "it is a Float8Linear already"
-        elif reason := why_unconvertible(layer, conv1d_class(layer) or nn.Linear):
+        elif reason := why_unconvertible(layer, linear_class(layer)):
             LEFT_OUT[layer] = reasons[fqn] = reason
             left.append(f"{fqn} ({reason})")
         else:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear, why_unconvertible
 from fp8_dist.linear.weight import weights_of
-from fp8_dist.model.conv1d import conv1d_class, is_linear, linear_shape
+from fp8_dist.model.conv1d import is_linear, linear_class, linear_shape
 from fp8_dist.model.filters import LEFT_OUT
 from fp8_dist.text import aligned
 
@@ -166,7 +166,7 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
             shape, reason = linear_shape(module), ""
             if not isinstance(module, Float8Linear):
                 never = "convert_to_float8_training has not seen it"
-                unconvertible = why_unconvertible(module, conv1d_class(module) or nn.Linear)
+                unconvertible = why_unconvertible(module, linear_class(module))
                 reason = LEFT_OUT.get(module) or unconvertible or never
             name, flops = name or "(the module itself)", 2 * math.prod(shape)
             yield WeightSummary(name, shape, not reason, reason, _count(weights, counted), flops)

@@ -1,7 +1,7 @@
 """Block sizes of Triton kernels, measured before a training run."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fp8_dist.cast import cast_by, cast_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.fsdp.precompute import local_statistics, precompute_float8_dynamic_scale
+from fp8_dist.kernels.quantization import rounded_up
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.parameter import LocalPlacements
 from fp8_dist.linear.weight import CONVERT_FIRST
@@ -33,23 +34,10 @@ class _Parallel(NamedTuple):
     output: Placements | None
     transport: Encoding
     declared: LocalPlacements | None
-    whole: Layout  # with FSDP2: all ranks see the same kinds, in whose collectives they meet
+    whole: Layout  # with these axes, so that all ranks of the mesh see the same kinds
 
     def wrap(self, local: torch.Tensor, placements: Placements) -> torch.Tensor:
         return DTensor.from_local(local, self.mesh, placements, run_check=False)
-
-    def inputs(self, rows: int) -> dict[Placements, None]:
-        """The placements of inputs ``[..., K]`` whose rows are along a dim.
-
-        With a weight that has all of the features of an input, the ranks may share the rows.
-        """
-        if self.declared is not None:
-            return {(self.declared.input,): None}
-        of_features = [sharded_dim(placement, 2) == 1 for placement in self.weight]
-        return {
-            tuple([Shard(2) if cut else at for cut in of_features]): None
-            for at in (Shard(rows), Replicate())
-        }
 
 
 class _Kind(NamedTuple):
@@ -104,7 +92,7 @@ def tune(
                 size = f"{kind.shape[1]} -> {kind.shape[0]}"
                 text = f"fp8_dist.tune: {n} of {len(kinds)}, layers like {name} ({size})"
                 print(text, file=sys.stderr, flush=True)
-            _run(kind, tokens, dtype, device)
+            _run(kind, tokens, dtype, device, name)
     weights = [layer.float8_weight for layer in layers.values()]
     with torch.no_grad():
         local_statistics({each: each.parameter() for each in weights if each.is_dynamic})
@@ -174,34 +162,48 @@ def _without_fsdp(
     return (shape[0], shape[1]), _Parallel(mesh, placements, *own, layout)
 
 
-def _run(kind: _Kind, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+def _run(kind: _Kind, tokens: int, dtype: torch.dtype, device: torch.device, fqn: str) -> None:
     """Launch the kernels of two steps of a layer, where they differ: the second knows scales."""
     parallel, (rows, columns) = kind.parallel, kind.shape
+    if parallel is not None and kind.is_stored:  # the parts of the twin cut no blocks
+        levels = [each for scheme in kind.config.recipe.schemes["weight"] for each in scheme.levels]
+        rows = rounded_up(rows, max(level.rows or 1 for level in levels))
+        columns = rounded_up(columns, max(level.columns or 1 for level in levels))
     with torch.device("meta"):
         layer = nn.Linear(columns, rows, bias=False)
-    ones = torch.ones(rows, columns, dtype=dtype, device=device)
-    if parallel is not None and parallel.declared is None:
-        ones = parallel.wrap(ones, parallel.weight)
-    layer.weight = nn.Parameter(ones)
-    twin = Float8Linear.from_float(layer, config=kind.config)
+    ones = partial(torch.ones, dtype=dtype, device=device)
+    layer.weight = nn.Parameter(ones(rows, columns))
+    twin = Float8Linear.from_float(layer, config=kind.config, fqn=fqn)
     weight = twin.float8_weight
     weight.is_compared = True
-    if parallel is not None:
-        twin.output_placements, twin.reduce_transport = parallel.output, parallel.transport
-        twin.local_placements = parallel.declared
     if kind.is_stored:
         twin.requires_grad_(False)
         freeze_to_float8(twin)
-    elif kind.gathers:
+    if parallel is not None:
+        twin.output_placements, twin.reduce_transport = parallel.output, parallel.transport
+        twin.local_placements = parallel.declared
+        if parallel.declared is None:
+            wrapped = parallel.wrap(twin.weight.detach(), parallel.weight)
+            twin.weight = nn.Parameter(wrapped, requires_grad=not kind.is_stored)
+    if kind.gathers:
         _gather(twin, kind)
-    else:
+    elif not kind.is_stored:
         twin.requires_grad_(kind.trains)
         weight.is_exchanged = kind.shard is not None
-    is_updated = parallel is not None and weight.is_dynamic and kind.shard is None
-    for x in _inputs(kind, tokens, dtype, device):
+    # On several axes, an update may make process groups, which all ranks of the world must.
+    is_updated = (
+        parallel is not None
+        and parallel.mesh.ndim == 1
+        and weight.is_dynamic
+        and kind.shard is None
+    )
+    for x in _inputs(parallel, tokens, columns, ones):
+        x.requires_grad_()
         for _ in range(2 if twin.histories or is_updated else 1):
             output = reduced(twin(x))
             output.backward(torch.ones_like(output))
+            assert x.grad is not None
+            local_tensor(x.grad)  # waits for what reduces it
             for history in twin.histories.values():
                 history.load(torch.ones(1, device=device))
             if is_updated:
@@ -209,27 +211,37 @@ def _run(kind: _Kind, tokens: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _inputs(
-    kind: _Kind, tokens: int, dtype: torch.dtype, device: torch.device
+    parallel: _Parallel | None, tokens: int, columns: int, ones: Callable[..., torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield inputs ``[1, tokens, K]`` in each placement; ``[tokens, 1, K]`` if dim 0 is sharded."""
-    parallel, (_, columns) = kind.parallel, kind.shape
-    made = partial(torch.ones, dtype=dtype, device=device, requires_grad=True)
+    """Yield inputs of a layer in each placement that they may have.
+
+    ``columns``: those of the local weight.
+    """
     if parallel is None:
-        yield made(tokens, columns)
+        yield ones(tokens, columns)
         return
-    for axis, placement in enumerate(parallel.weight):
-        if sharded_dim(placement, 2) == 1:
-            columns *= parallel.mesh.size(axis)
     declared = () if parallel.declared is None else (parallel.declared.input,)
-    of_rows = 0 if Shard(0) in (*(parallel.output or ()), *declared) else 1
-    for placements in parallel.inputs(of_rows):
-        shape = [1, 1, columns]
-        shape[of_rows] = tokens
+    output = parallel.output or ()
+    cut = [sharded_dim(placement, 2) == 1 for placement in parallel.weight]
+    # The features of activations are dim 1 only if these have two dims.
+    is_matrix = Shard(1) in (declared if any(cut) else output)
+    last = 1 if is_matrix else 2
+    of_rows = 0 if is_matrix or Shard(0) in (*output, *declared) else 1
+    options = {
+        tuple([Shard(last) if features else rows for features in cut]): None
+        for rows in (Shard(of_rows), Replicate())
+    }
+    for placements in [declared] if declared else options:
+        shape = [1, 1, 1][: last + 1]
+        shape[of_rows], shape[last] = tokens, columns
         for axis, placement in enumerate(placements):
-            dim = sharded_dim(placement, 3)
+            size = parallel.mesh.size(axis)
+            if cut[axis]:
+                shape[last] *= size
+            dim = sharded_dim(placement, last + 1)
             if dim is not None:
-                shape[dim] = -(-shape[dim] // parallel.mesh.size(axis))
-        local = made(shape)
+                shape[dim] = -(-shape[dim] // size)
+        local = ones(shape)
         yield local if declared else parallel.wrap(local, placements)
 
 

@@ -1,6 +1,7 @@
 """Grouped linear layers for code of one's own."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,7 +172,8 @@ def _groups(offs: Tensor, rows: int, experts: int) -> Groups:
         )
     on_host = sizes_of_groups(offs, rows)
     sizes = torch.diff(offs.to(torch.int64), prepend=offs.new_zeros(1, dtype=torch.int64))
-    return Groups.of(sizes, on_host, on_host.sum().item())  # type: ignore[arg-type]
+    total: Any = on_host.sum().item()  # torch.export can't trace int() of it
+    return Groups.of(sizes, on_host, total)
 
 
 @custom_op(

@@ -136,7 +136,7 @@ def test_a_compiled_block(
 ) -> None:
     """Of Llama 8B: kernels that write operands find their amaxes, and cast them.
 
-    The library's would be 95, and move 9.40 GB.
+    The library's would be 77, and move 9.40 GB.
     """
     counts = fake_cuda.run(count_compiled_block, name, 8192)
     assert counts.launches == kernels

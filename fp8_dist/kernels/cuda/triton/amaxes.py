@@ -113,9 +113,9 @@ def _many(
 def amax_of(device: torch.device, launch: Callable[[Amax], None]) -> torch.Tensor:
     """Return the bits of a tensor's amax, int32 and 0-dim, which ``launch`` reduces into it.
 
-    On the default stream each such launch zeroes the tensor of the next one. Other streams may run
-    at the same time, or capture a CUDA graph, whose memory must hold nothing else. There another
-    launch fills it.
+    On the default stream each such launch zeroes the tensor of the next one, whose memory must keep
+    its content until then. Other streams may run at the same time, or capture a CUDA graph, whose
+    memory must hold nothing else. There another launch fills it.
     """
     if not _is_default_stream(device):
         bits = torch.zeros((), dtype=torch.int32, device=device)
@@ -145,7 +145,10 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
 
 @fused(amax, _takes)
 def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """Compute an amax in one launch, two for columns; 2 bytes per bf16 element."""
+    """Compute an amax in one launch; 2 bytes per bf16 element.
+
+    Columns, and tensors on other streams than the default one, take a fill more.
+    """
     flat, of_rows = as_matrix(x), dims is not None and tuple(dims) == covered_dims("row", x.ndim)
     # If columns are contiguous in memory, read the rows of the transpose instead.
     if flat.stride(0) == 1 and flat.stride(1) != 1:

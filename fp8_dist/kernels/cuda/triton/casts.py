@@ -6,7 +6,6 @@ then need no transposed copies.
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import triton
@@ -308,7 +307,7 @@ def _cast_to(
     Args:
         given: multipliers; amaxes, if ``scale`` is given.
         scale: where to write the scales of the amaxes.
-        amax: of ``x``, which is reduced into it.
+        amax: where to reduce the amax of ``x``.
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
@@ -429,20 +428,25 @@ def _cast_and_record(
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Cast and record in two launches; 3 bytes per bf16 element, 4 for both layouts."""
+    """Cast and record in two launches; 3 bytes per bf16 element, 4 for both layouts.
+
+    Streams other than the default one take a fill more.
+    """
     scale, *poisoned, largest = [torch.empty_like(known) for _ in range(4)]
     copies = empty_layouts(x, dtype, transposed)
-    cast = partial(
-        _cast_to,
-        as_layouts(copies, transposed),
-        x,
-        known,
-        dtype,
-        scale=scale,
-        power_of_2=round_scales_to_power_of_2,
-        saturate=True,
-    )
-    amax = amax_of(x.device, lambda bits: cast(amax=bits)).view(torch.float32)
+    amax = amax_of(
+        x.device,
+        lambda bits: _cast_to(
+            as_layouts(copies, transposed),
+            x,
+            known,
+            dtype,
+            scale=scale,
+            power_of_2=round_scales_to_power_of_2,
+            saturate=True,
+            amax=bits,
+        ),
+    ).view(torch.float32)
     arguments = amax, known, scale, recorded, tuple(poisoned), largest.view(torch.int32)
     _record(lambda chosen: (1,), (), x.device, *arguments)
     return [amax, *poisoned, largest, *copies]
