@@ -72,8 +72,7 @@ def _tiles(
     if columns is not None:
         tl.atomic_max(columns + j, of_columns, mask=j < x[2], sem="relaxed")
     if whole is not None:
-        is_first = tl.program_id(0) + tl.program_id(1) == 0
-        reduce_amax(whole, tl.max(of_columns, 0), is_first)
+        reduce_amax(whole, tl.max(of_columns, 0))
 
 
 @tuned(*OF_ROWS)

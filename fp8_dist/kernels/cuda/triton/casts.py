@@ -118,8 +118,7 @@ def _cast(
             tl.store(scale, reciprocal(m))
     v = load_tile(x, i, j)
     if amax is not None:
-        is_first = tl.program_id(0) + tl.program_id(1) == 0
-        reduce_amax(amax, tl.max(tl.max(magnitude(v), 1), 0), is_first)
+        reduce_amax(amax, tl.max(tl.max(magnitude(v), 1), 0))
     v = v * m
     if SATURATE:
         v = saturated(v, BIAS)
