@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the shorter tests (all but those marked "full") with several releases of torch, each in an
-# environment of its own:
+# Runs the shorter tests (all but those marked "full"), and the one that compiles every Triton kernel
+# and fails where one spills registers, with several releases of torch and the Triton of each, every
+# release in an environment of its own:
 #   bash scripts/test_releases.sh                   the oldest that is supported, CI's, the newest
 #   bash scripts/test_releases.sh 2.14.1 newest     these
 #   bash scripts/test_releases.sh 2.11.0 -- tests/unit -k fp8   what test.sh takes, after the --
@@ -23,7 +24,7 @@ while [ "$#" -gt 0 ] && [ "$1" != "--" ]; do
     shift
 done
 [ "${1:-}" = "--" ] && shift
-[ "$#" -eq 0 ] && set -- -m "not full" -n 2 --dist loadfile --no-loadscope-reorder
+[ "$#" -eq 0 ] && set -- -m "not full or compiles" -n 2 --dist loadfile --no-loadscope-reorder
 [ "${#releases[@]}" -eq 0 ] && releases=("$oldest" "$pinned" newest)
 
 newest() {

@@ -39,13 +39,13 @@ def check(counts: Counts, kernels: int, gigabytes: float) -> None:
 # Of a step: kernels and GB with a new weight, and with one whose cast is cached.
 EAGER = {
     BF16: ((3, 0.00), (3, 0.00)),
-    "tensorwise": ((9, 1.26), (7, 0.91)),
+    "tensorwise": ((12, 1.26), (9, 0.91)),
     "rowwise": ((12, 1.26), (9, 0.91)),
     "rowwise_with_gw_hp": ((10, 0.92), (6, 0.45)),
     "rowwise_folded": ((12, 1.49), (10, 1.14)),
     "blockwise": ((11, 1.01), (10, 0.77)),
     "mxfp8": ((14, 2.27), (13, 2.04)),
-    "delayed": ((9, 0.84), (7, 0.60)),
+    "delayed": ((12, 0.84), (9, 0.60)),
 }
 # Blackwell multiplies blocks of 32 alone; Hopper, as above, those of 128.
 BLACKWELL = {"blockwise": ((14, 2.25), (13, 2.02)), "mxfp8": ((11, 1.03), (10, 0.79))}
@@ -81,11 +81,11 @@ def test_a_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
 # Of a step with a frozen weight: kernels and GB besides the two GEMMs, and if it is stored in
 # float8. Weights are not cast then, but transposed for grad_input, like those that FSDP2 gathers.
 FROZEN = {
-    "tensorwise": ((8, 1.11), (7, 0.87)),
+    "tensorwise": ((11, 1.11), (9, 0.87)),
     "rowwise_folded": ((8, 1.04), (8, 0.81)),
     "blockwise": ((7, 0.69), (7, 0.58)),
     "mxfp8": ((7, 0.71), (7, 0.59)),
-    "delayed": ((9, 0.81), (7, 0.57)),
+    "delayed": ((12, 0.81), (9, 0.57)),
 }
 
 
@@ -109,7 +109,7 @@ def test_a_step_of_one_frozen_layer(fake_cuda: FakeCudaProcess) -> None:
         ("tensorwise", 12, 1.26),
         ("rowwise_folded", 12, 1.49),
         ("mxfp8", 14, 2.27),
-        ("delayed", 9, 0.84),
+        ("delayed", 12, 0.84),
         pytest.param(BF16, 3, 0.00, marks=FULL),
         pytest.param("rowwise", 12, 1.26, marks=FULL),
         pytest.param("rowwise_with_gw_hp", 10, 0.92, marks=FULL),
@@ -134,10 +134,7 @@ def test_a_compiled_step_of_one_layer(
 def test_a_compiled_block(
     name: str, kernels: int, gigabytes: float, fake_cuda: FakeCudaProcess
 ) -> None:
-    """Of Llama 8B: kernels that write operands find their amaxes, and cast them.
-
-    The library's would be 77, and move 9.40 GB.
-    """
+    """Of Llama 8B: kernels that write operands find their amaxes, and cast them."""
     counts = fake_cuda.run(count_compiled_block, name, 8192)
     assert counts.launches == kernels
     assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)
@@ -147,12 +144,12 @@ def test_a_compiled_block(
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [
-        ("tensorwise", 221),
+        ("tensorwise", 243),
         ("rowwise_folded", 263),
         ("mxfp8", 297),
         pytest.param(BF16, 153, marks=FULL),
         pytest.param("blockwise", 269, marks=FULL),
-        pytest.param("delayed", 275, marks=FULL),
+        pytest.param("delayed", 303, marks=FULL),
     ],
 )
 def test_blocks_under_fsdp(name: str, kernels: int, fake_cuda: FakeCudaProcess) -> None:

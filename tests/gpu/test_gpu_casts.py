@@ -159,7 +159,7 @@ def test_numbers_are_rounded_and_codes_decoded_alike(target: torch.dtype) -> Non
 
 
 def test_amaxes_of_streams_and_graphs() -> None:
-    """A launch on the default stream zeroes the amax of the next one there, and of no other."""
+    """Each launch reduces into a zero of its own."""
     large, small = torch.full((300, 70), 8.0), torch.full((40, 30), 2.0)
     x, y = large.bfloat16().to(DEVICE), small.bfloat16().to(DEVICE)
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

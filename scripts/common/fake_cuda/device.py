@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fp8_dist import torch_internals
 from fp8_dist.kernels.cuda import gemm
 from scripts.common.fake_cuda import streams
-from scripts.common.fake_cuda.triton_kernels import intercept_launches, keeps_zeros_in
+from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
 
 # Of an H200, as far as libraries ask.
@@ -99,7 +99,6 @@ class FakeCudaMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.zeros: dict[Any, torch.Tensor] = {}
 
 
 @contextmanager
@@ -116,7 +115,6 @@ def fake_tensors(mode: FakeCudaMode | None = None) -> Iterator[None]:
     with (
         patch.object(torch_internals, "_PLAIN", plain),
         patch.object(torch_internals, "_len_torch_dispatch_stack", lambda: 0),
-        keeps_zeros_in(mode.zeros),
         mode,
         _ValuesOnHost(),
     ):

@@ -6,10 +6,8 @@ in a table. Which of them it reads and which it writes can't be told.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 from weakref import ReferenceType, ref
 
 import torch
@@ -21,8 +19,6 @@ try:
     from triton.runtime import driver
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
-
-    from fp8_dist.kernels.cuda.triton import amaxes
 except ImportError:  # the library then has no Triton kernels either
     Autotuner = JITFunction = None
 
@@ -48,11 +44,6 @@ def intercept_launches() -> None:
         driver.set_active(_Driver())
 
 
-def keeps_zeros_in(zeros: dict[Any, torch.Tensor]) -> AbstractContextManager[Any]:
-    """In here the amaxes that a launch zeroed for the next one are those of this dict."""
-    return nullcontext() if JITFunction is None else patch.object(amaxes, "_zeroed", zeros)
-
-
 def forget_addresses() -> None:
     """Forgets addresses that were taken before, so that the next launch does not count them."""
     _addressed.clear()
@@ -76,8 +67,7 @@ class _Driver(SimpleNamespace):
         return GPUTarget("cuda", 90, 32)
 
     def get_current_stream(self, device: int) -> int:
-        stream, default = torch.cuda.current_stream(), torch.cuda.default_stream()
-        return 0 if stream is default else stream.stream_id
+        return 0
 
 
 class _IdleDriver(_Driver):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "support" / "compile_kernels.py"
 # They move a few numbers.
 FEW = ("_gemm_scales", "_tiled_exponents", "_scaling", "_record")
-# Bounds that kernels do not keep, with any choice of block sizes.
-KNOWN = {
-    # Codes are made for links, which are slower than memory.
-    "_encode": {"issue"},
-}
+# Bounds that kernels do not keep, with any choice of block sizes. Codes are made for links, which are
+# slower than memory.
+KNOWN = {"_encode": {"issue"}}
+if version("triton") < "3.7":
+    # It lets threads share columns, whose maxima then pass between them.
+    KNOWN |= {"_cast": {"issue"}, "_reblock": {"issue"}}
 
 Kernels = list[dict[str, Any]]
 
@@ -34,6 +36,7 @@ def compiled(folder: Path, *words: str) -> Kernels:
 
 
 @pytest.mark.full
+@pytest.mark.compiles
 def test_kernels_keep_their_bounds_on_hopper(tmp_path: Path) -> None:
     choices = defaultdict(list)
     for kernel in compiled(tmp_path, "90"):

@@ -1,17 +1,16 @@
 """Amaxes of a tensor, of its rows or columns, or of many tensors.
 
 Each amax is the maximum of the bits of ``|x|`` as integers, which keeps a NaN. If several program
-instances reduce into it, it is zeroed before, by a launch of its own or by the previous amax's.
+instances reduce into it, another launch fills it with zeros before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import driver
 
 from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.cuda.triton.launch import (
@@ -25,16 +24,10 @@ from fp8_dist.kernels.cuda.triton.launch import (
     size_class,
     tuned,
 )
-from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude, reduce_amax
+from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, covered_dims
 from fp8_dist.torch_internals import foreach_zero_
-
-# A 0-dim int32 zero to reduce bits into, and a tensor for the next launch, which this one zeroes.
-Amax = tuple[torch.Tensor, torch.Tensor | None]
-
-# The zeros of default streams, by device and by whether they were made in inference mode.
-_zeroed: dict[tuple[int | None, bool], torch.Tensor] = {}
 
 
 @tuned(*OF_ROWS)
@@ -54,7 +47,7 @@ def _tiles(
     x: tl.tuple,
     rows: tl.tensor | None,
     columns: tl.tensor | None,
-    whole: tl.tuple | None,
+    whole: tl.tensor | None,
     STEPS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -72,7 +65,7 @@ def _tiles(
     if columns is not None:
         tl.atomic_max(columns + j, of_columns, mask=j < x[2], sem="relaxed")
     if whole is not None:
-        reduce_amax(whole, tl.max(of_columns, 0))
+        tl.atomic_max(whole, tl.max(of_columns, 0), sem="relaxed")
 
 
 @tuned(*OF_ROWS)
@@ -109,30 +102,6 @@ def _many(
             tl.atomic_max(out + first, tl.max(rows, 0), sem="relaxed")
 
 
-def amax_of(device: torch.device, launch: Callable[[Amax], None]) -> torch.Tensor:
-    """Return the bits of a tensor's amax, int32 and 0-dim, which ``launch`` reduces into it.
-
-    On the default stream each such launch zeroes the tensor of the next one, whose memory must keep
-    its content until then. Other streams may run at the same time, or capture a CUDA graph, whose
-    memory must hold nothing else. There another launch fills it.
-    """
-    if not _is_default_stream(device):
-        bits = torch.zeros((), dtype=torch.int32, device=device)
-        launch((bits, None))
-        return bits
-    key = device.index, torch.is_inference_mode_enabled()
-    found = _zeroed.pop(key, None)  # no other thread gets the same one
-    bits = torch.zeros((), dtype=torch.int32, device=device) if found is None else found
-    following = torch.empty_like(bits)
-    launch((bits, following))
-    _zeroed[key] = following
-    return bits
-
-
-def _is_default_stream(device: torch.device) -> bool:
-    return device.type == "cuda" and not driver.active.get_current_stream(device.index)
-
-
 def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
     if x.ndim < 2:  # one row, of which a grid has at most 65,535 tiles
         return x.dtype in DTYPES and dims is None and x.numel() < 2**25
@@ -144,10 +113,7 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
 
 @fused(amax, _takes)
 def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
-    """Compute an amax in one launch; 2 bytes per bf16 element.
-
-    Columns, and tensors on other streams than the default one, take a fill more.
-    """
+    """Compute an amax in two launches, one for rows; 2 bytes per bf16 element."""
     flat, of_rows = as_matrix(x), dims is not None and tuple(dims) == covered_dims("row", x.ndim)
     # If columns are contiguous in memory, read the rows of the transpose instead.
     if flat.stride(0) == 1 and flat.stride(1) != 1:
@@ -158,11 +124,9 @@ def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
         _, M, K, _, stride_k = argument = matrix(flat)
         key = (x.dtype, size_class(M, K), stride_k == 1)
         _rows(lambda chosen: (programs(M, chosen["BM"]),), key, x.device, argument, bits)
-    elif dims is None:
-        bits = amax_of(x.device, lambda amax: _find(flat, whole=amax))
     else:
         bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
-        _find(flat, columns=bits)
+        _find(flat, **{"whole" if dims is None else "columns": bits})
     return bits.view(torch.float32)
 
 
@@ -170,7 +134,7 @@ def _find(
     x: torch.Tensor,
     rows: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
-    whole: Amax | None = None,
+    whole: torch.Tensor | None = None,
 ) -> None:
     """Find the bits of the amaxes of a matrix that are given, int32, filled with zeros."""
     _, M, K, _, stride_k = argument = matrix(x)

@@ -110,12 +110,7 @@ def spread(values: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.t
     return tl.reshape(wide, [R * ROWS, C * COLUMNS])
 
 
-@tuned(
-    blocks(4, BM=32, BN=128),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=128),
-    blocks(8, BM=128, BN=64),
-)
+@tuned(blocks(4, BM=32, BN=128), blocks(8, BM=64, BN=128), blocks(4, BM=64, BN=64))
 @triton.jit
 def _cast_blocks(
     x: tl.tuple,

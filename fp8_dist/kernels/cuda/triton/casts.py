@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton.amaxes import Amax, amax_of, find_amax
+from fp8_dist.kernels.cuda.triton.amaxes import find_amax
 from fp8_dist.kernels.cuda.triton.launch import (
     BIAS,
     DTYPES,
@@ -35,7 +35,6 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     multiplier_of,
     reciprocal,
-    reduce_amax,
     saturated,
     store_tile,
     store_transposed,
@@ -83,7 +82,7 @@ def _cast(
     given: tl.tensor,
     stride_given: tl.tensor,
     copies: tl.tuple,
-    amax: tl.tuple | None,
+    amax: tl.tensor | None,
     scale: tl.tensor | None,
     OF: tl.constexpr,
     POWER_OF_2: tl.constexpr,
@@ -118,7 +117,7 @@ def _cast(
             tl.store(scale, reciprocal(m))
     v = load_tile(x, i, j)
     if amax is not None:
-        reduce_amax(amax, tl.max(tl.max(magnitude(v), 1), 0))
+        tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0), sem="relaxed")
     v = v * m
     if SATURATE:
         v = saturated(v, BIAS)
@@ -299,14 +298,14 @@ def _cast_to(
     scale: torch.Tensor | None = None,
     power_of_2: bool = False,
     saturate: bool = False,
-    amax: Amax | None = None,
+    amax: torch.Tensor | None = None,
 ) -> None:
     """Cast a tensor with multipliers, or with amaxes, and write the copies.
 
     Args:
         given: multipliers; amaxes, if ``scale`` is given.
         scale: where to write the scales of the amaxes.
-        amax: where to reduce the amax of ``x``.
+        amax: where to reduce the bits of the amax of ``x``; a 0-dim int32 zero.
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
@@ -427,25 +426,21 @@ def _cast_and_record(
     transposed: Sequence[bool],
     recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Cast and record in two launches; 3 bytes per bf16 element, 4 for both layouts.
-
-    Streams other than the default one take a fill more.
-    """
+    """Cast and record in three launches; 3 bytes per bf16 element, 4 for both layouts."""
     scale, *poisoned, largest = [torch.empty_like(known) for _ in range(4)]
     copies = empty_layouts(x, dtype, transposed)
-    amax = amax_of(
-        x.device,
-        lambda bits: _cast_to(
-            as_layouts(copies, transposed),
-            x,
-            known,
-            dtype,
-            scale=scale,
-            power_of_2=round_scales_to_power_of_2,
-            saturate=True,
-            amax=bits,
-        ),
-    ).view(torch.float32)
+    bits = torch.zeros((), dtype=torch.int32, device=x.device)
+    _cast_to(
+        as_layouts(copies, transposed),
+        x,
+        known,
+        dtype,
+        scale=scale,
+        power_of_2=round_scales_to_power_of_2,
+        saturate=True,
+        amax=bits,
+    )
+    amax = bits.view(torch.float32)
     arguments = amax, known, scale, recorded, tuple(poisoned), largest.view(torch.int32)
     _record(lambda chosen: (1,), (), x.device, *arguments)
     return [amax, *poisoned, largest, *copies]

@@ -29,15 +29,6 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def reduce_amax(amax: tl.tuple, bits: tl.tensor) -> None:
-    """Reduce bits into the amax of all instances, of which one zeroes that of the next launch."""
-    tl.atomic_max(amax[0], bits, sem="relaxed")
-    if amax[1] is not None:
-        is_first = tl.program_id(0) + tl.program_id(1) == 0
-        tl.store(amax[1], 0, mask=is_first)
-
-
-@triton.jit
 def multiplier_of(amax: tl.tensor, POWER_OF_2: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
     """Compute the multiplier by the formula of fp8_dist.kernels.scale, fp32.
 
