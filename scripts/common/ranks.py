@@ -30,21 +30,26 @@ def run_on_ranks(
     *arguments: Any,
     device: str = "cpu",
     threads: int = 1,
+    shared_gpu: bool = False,
 ) -> list[Any]:
     """Calls ``function(*arguments)`` on newly started ranks; returns the results by rank.
 
     The ranks share a default process group: on "cpu" gloo, each rank on cores of its own; on "cuda"
-    NCCL, one GPU per rank. `function` is at the top level of a module; arguments and results are
-    pickled.
+    NCCL, one GPU per rank. With `shared_gpu` all ranks are on the first GPU; NCCL refuses that, so
+    that it is gloo, which copies tensors of GPUs to the CPU and back. `function` is at the top
+    level of a module; arguments and results are pickled.
 
     Raises:
-        ValueError: there are too few GPUs.
+        ValueError: there are too few GPUs, or `shared_gpu` is set for another device than "cuda".
         torch.multiprocessing.ProcessRaisedException: a rank raised an error; has its traceback.
     """
-    if device == "cuda" and world_size > torch.cuda.device_count():
+    if shared_gpu and device != "cuda":
+        raise ValueError(f"ranks on {device!r} share no GPU: leave out shared_gpu=True")
+    needed = 1 if shared_gpu else world_size
+    if device == "cuda" and needed > torch.cuda.device_count():
         raise ValueError(
-            f"{world_size} ranks need as many GPUs, there are {torch.cuda.device_count()}: "
-            f"use --device cpu"
+            f"{world_size} ranks need {'a GPU' if shared_gpu else 'as many GPUs'}, there are "
+            f"{torch.cuda.device_count()}: use --device cpu"
         )
     # Ranks share the machine, and gloo needs an address that it can reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
@@ -53,7 +58,8 @@ def run_on_ranks(
     method = "spawn" if device == "cuda" or sys.platform == "darwin" else "forkserver"
     multiprocessing.get_context("forkserver").set_forkserver_preload(["scripts.common.models"])
     with tempfile.TemporaryDirectory() as folder:
-        task = (world_size, folder, device, threads, dict(os.environ), function, arguments)
+        where = (device, shared_gpu, threads)
+        task = (world_size, folder, *where, dict(os.environ), function, arguments)
         multiprocessing.start_processes(_rank_main, task, world_size, start_method=method)
         return [pickle.loads(_answer(folder, r).read_bytes()) for r in range(world_size)]
 
@@ -63,6 +69,7 @@ def _rank_main(
     world_size: int,
     folder: str,
     device: str,
+    shared_gpu: bool,
     threads: int,
     environment: dict[str, str],
     function: Callable[..., Any],
@@ -75,13 +82,16 @@ def _rank_main(
     if tqdm is not None:
         tqdm.set_lock(RLock())  # leave() would leave tqdm's own, a semaphore, behind
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(0 if shared_gpu else rank)
     else:
         _bind(rank, world_size)
     use_one_thread_per_group()
     store = dist.FileStore(f"{folder}/store", world_size)
     options: dict[str, Any] = {"backend": "gloo"}
-    if device == "cuda":
+    if shared_gpu:
+        # Meshes would make another group in place of a default one of "gloo".
+        options = {"backend": "cpu:gloo,cuda:gloo"}
+    elif device == "cuda":
         options = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
     dist.init_process_group(store=store, rank=rank, world_size=world_size, **options)
     try:

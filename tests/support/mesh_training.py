@@ -26,15 +26,24 @@ def trained(
     data: tuple[str, ...] = ("dp",),
     hidden: int = 96,
     offload: bool = False,
+    sequence_parallel: bool = False,
+    changes: bool = False,
 ) -> list[float]:
     """SQNR of outputs and weights in three steps, against those on one device.
 
-    Every rank has the same batches. The mesh's axis "tp" is tensor-parallel, without sequence
-    parallelism; FSDP2 shards over the last axis of `data` and replicates over those before.
-    `hidden` is the size of the layers: shards may be uneven. `offload`: parameters are on the CPU.
+    Every rank has the same batches, and with `sequence_parallel` a part of each sequence. The
+    mesh's axis "tp" is tensor-parallel; FSDP2 shards over the last axis of `data` and replicates
+    over those before. `hidden` is the size of the layers: shards may be uneven. `offload`:
+    parameters are on the CPU. `changes`: not of weights, but of how they changed, which is little.
     """
     config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
     sharded = mesh[data].size() > 1 or offload
+    parts = mesh["tp"].size() if sequence_parallel else 1
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        rank = mesh.get_local_rank("tp") if parts > 1 else 0
+        return x.chunk(parts, dim=1)[rank].contiguous()
+
     with _SERIAL, torch.device("cpu") if offload else nullcontext():
         net, twin = Net(hidden=hidden), Net(hidden=hidden)
     twin.to(device)
@@ -44,24 +53,27 @@ def trained(
     gather = "auto" if sharded else False
     convert_to_float8_training(net, config=replace(config, enable_fsdp_float8_all_gather=gather))
     if mesh["tp"].size() > 1:
-        apply_tp_plan(net, mesh["tp"], net_plan(net, sequence_parallel=False))
+        apply_tp_plan(net, mesh["tp"], net_plan(net, sequence_parallel))
     if sharded:
-        options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+        options: dict[str, Any] = {}
+        if offload:  # memory is pinned for a GPU
+            options = {"offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda")}
         for module in (*net.layers, net):
             fully_shard(module, mesh=mesh[data], **options)
+    initial = [parameter.detach() * changes for parameter in twin.parameters()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, twin)]
     found = []
     for step in range(3):
         generator = torch.Generator("cpu").manual_seed(step)
         x = torch.randn(4, 8, 64, generator=generator, device="cpu").to(device)
-        outputs = [model(x) for model in (net, twin)]
+        outputs = [net(part(x)), twin(x)]
         for output, optimizer, model in zip(outputs, optimizers, (net, twin), strict=True):
-            output.square().mean().backward()
+            (output.square().sum() / x.numel()).backward()  # the mean, or this rank's part of it
             optimizer.step()
             optimizer.zero_grad()
             update_float8_scales(model)
-        found.append(sqnr(outputs[1], outputs[0]))
+        found.append(sqnr(part(outputs[1]), outputs[0]))
     if offload:  # (its group moves tensors of GPUs alone)
         net.to(device)
-    weights = zip(net.parameters(), twin.parameters(), strict=True)
-    return found + [sqnr(theirs, full(mine)) for mine, theirs in weights]
+    weights = zip(net.parameters(), twin.parameters(), initial, strict=True)
+    return found + [sqnr(theirs - zero, full(mine) - zero) for mine, theirs, zero in weights]

@@ -1,0 +1,328 @@
+"""Several ranks on one GPU, between which gloo moves its tensors; on CPUs where there is none.
+
+Each rank is a process with streams of its own. (In test_gpu_ranks.py they are threads.)
+"""
+
+import faulthandler
+import functools
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import mesh_training
+import pytest
+import torch
+import torch.distributed as dist
+from moe_layers import RECIPES as EXPERTS_RECIPES
+from moe_layers import Layer
+from reference import same_bits, sqnr
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fp8_dist import Float8LinearRecipeName, precompute_float8_dynamic_scale
+from fp8_dist.moe import (
+    Float8ExpertsConfig,
+    convert_experts_to_float8_training,
+    dispatch_linear,
+    linear_combine,
+    route,
+)
+from fp8_dist.tensor_parallel import Float8ExpertParallel
+from fp8_dist.torch_internals import funcol
+from scripts.common.ranks import run_on_ranks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+# Decibels. On a GPU, GEMMs of other sizes sum in another order, so that operands of the next GEMM
+# may be rounded to their neighbours. (With relative errors of 1e-5 in GEMMs, outputs had 50 dB, and
+# what three steps change 25 dB; with gradients half or twice as large, it has less than 7 dB.)
+SAME_GEMMS, OUTPUTS, CHANGES, EXPERTS = (
+    (80, 40, 15, 30) if DEVICE == "cuda" else (90, 90, 90, math.inf)
+)
+LIMIT = 30  # seconds of a check until a rank, which may wait for another one, tells where, and ends
+SLEEP = 2_000_000  # cycles of the GPU, about a millisecond
+LENGTH = 1 << 18  # of a part of a message: copying it takes a GPU some time
+
+# By the number of ranks: axes, and options of the training.
+MESHES: dict[int, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
+    2: {
+        "FSDP2 x2": ({"dp": 2, "tp": 1}, {}),
+        "FSDP2 x2, uneven": ({"dp": 2, "tp": 1}, {"hidden": 97}),
+        "FSDP2 x2, offloaded": ({"dp": 2, "tp": 1}, {"offload": True}),
+        "TP x2": ({"dp": 1, "tp": 2}, {}),
+        "TP x2, SP": ({"dp": 1, "tp": 2}, {"sequence_parallel": True}),
+    },
+    4: {
+        "FSDP2 x4": ({"dp": 4, "tp": 1}, {}),
+        "FSDP2 2 x TP 2": ({"dp": 2, "tp": 2}, {}),
+        "FSDP2 2 x TP 2, SP": ({"dp": 2, "tp": 2}, {"sequence_parallel": True}),
+    },
+}
+
+# By name: what finds out on a rank what is wrong there.
+Checks = dict[str, Callable[[], Iterable[str]]]
+
+
+def check_on_ranks(world_size: int, checks: Callable[[], Checks]) -> None:
+    """Fails with a line for each check that finds something on a rank, or raises an error there."""
+    found = run_on_ranks(world_size, _wrong, checks, device=DEVICE, shared_gpu=DEVICE == "cuda")
+    wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
+    assert not wrong, "\n".join(wrong)
+
+
+def _wrong(checks: Callable[[], Checks]) -> list[str]:
+    wrong = []
+    for name, check in checks().items():
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        try:
+            wrong += [f"{name}: {text}" for text in check()]
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+            # Now, as other ranks may wait for this one in vain.
+            print(f"{name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return wrong
+
+
+@functools.cache
+def device_mesh(**axes: int) -> DeviceMesh:
+    """Made once, as process groups are not for free."""
+    return init_device_mesh(DEVICE, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def layer_on_device(config: Float8ExpertsConfig, *arguments: Any) -> Layer:
+    """That of all ranks."""
+    with torch.device(DEVICE):
+        return Layer.of(config, dist.get_world_size(), *arguments)
+
+
+def too_low(decibels: dict[str, float], least: float) -> list[str]:
+    low = [f"{name} {found:.1f}" for name, found in decibels.items() if not found >= least]
+    return [f"{', '.join(low)} dB, below {least}"] if low else []
+
+
+def trainings() -> Checks:
+    """Of each mesh, in each recipe."""
+    return {
+        f"{name}, {recipe}": partial(training, recipe, axes, options)
+        for name, (axes, options) in MESHES[dist.get_world_size()].items()
+        for recipe in RECIPES
+    }
+
+
+def training(recipe: str, axes: dict[str, int], options: dict[str, Any]) -> list[str]:
+    mesh = device_mesh(**axes)
+    found = mesh_training.trained(recipe, mesh, DEVICE, changes=True, **options)
+    outputs = {f"output {i}": each for i, each in enumerate(found[:3])}
+    changes = {f"change {i}": each for i, each in enumerate(found[3:])}
+    least = (SAME_GEMMS, SAME_GEMMS) if axes["tp"] == 1 else (OUTPUTS, CHANGES)
+    return too_low(outputs, least[0]) + too_low(changes, least[1])
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_training_is_that_on_one_device(size: int) -> None:
+    check_on_ranks(size, trainings)
+
+
+def layers_of_experts() -> Checks:
+    configs = product(EXPERTS_RECIPES, ("high_precision", "float8"))
+    spreads = ("uneven", "no tokens on rank 0")
+    return {
+        f"{recipe}, {combine}, {spread}": partial(
+            layer_of_experts, Float8ExpertsConfig(recipe, combine), spread
+        )
+        for (recipe, combine), spread in product(configs, spreads)
+    }
+
+
+def layer_of_experts(config: Float8ExpertsConfig, spread: str) -> list[str]:
+    """In bf16, of which GPUs multiply groups at once."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    layer = layer_on_device(config, spread, torch.bfloat16)
+    whole, parts = layer.trained(), layer.part(rank).trained(group)
+    found = {name: sqnr(layer.part_of(name, whole[name], rank), parts[name]) for name in whole}
+    return too_low(found, EXPERTS)
+
+
+def test_experts_on_two_ranks() -> None:
+    check_on_ranks(2, layers_of_experts)
+
+
+class Experts(nn.Module):
+    """Experts of a class that the library does not know, with weights of a layer."""
+
+    float8_weight_names = ("up", "down")
+    float8_experts_config: Float8ExpertsConfig | None = None
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(layer.tensors[n].clone()) for n in ("up", "down"))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        group = self.up.device_mesh.get_group() if isinstance(self.up, DTensor) else None
+        routing, config = route(ids, 8, group), self.float8_experts_config
+        hidden = dispatch_linear(x, self.up, routing, config).relu()
+        return linear_combine(hidden, self.down, routing, config)
+
+
+def experts_under_fsdp() -> Checks:
+    return {recipe: partial(steps_of_experts, recipe) for recipe in EXPERTS_RECIPES}
+
+
+def steps_of_experts(recipe: Any) -> list[str]:
+    """EP 2 x FSDP2 2, whose ranks have tokens of their own; one device has all of them."""
+    mesh, config, rank = device_mesh(dp=2, ep=2), Float8ExpertsConfig(recipe), dist.get_rank()
+    layer = layer_on_device(config, "uneven")
+    model, twin = Experts(layer), Experts(layer)
+    twin.float8_experts_config = config  # its weights are cast in each call
+    convert_experts_to_float8_training(model, config=config)
+    parallelize_module(model, mesh["ep"], Float8ExpertParallel())
+    fully_shard(model, mesh=mesh["dp"])
+    model.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    x, decibels = layer.tensors["x"], {}
+    for step in range(2):
+        precompute_float8_dynamic_scale(model)
+        found = model(*(layer.part_of("x", each, rank) for each in (x, layer.ids)))
+        expected = twin(x, layer.ids)
+        for output in (found, expected):
+            output.square().sum().backward()
+        expected = layer.part_of("output", expected, rank)
+        decibels[f"output {step}"] = sqnr(expected, found)
+        for name, parameter in model.named_parameters():
+            own = twin.get_parameter(name)
+            decibels[f"{name} {step}"] = sqnr(own.grad, parameter.grad.full_tensor())
+            with torch.no_grad():
+                parameter -= 1e-4 * parameter.grad
+                own.copy_(parameter.full_tensor())
+            parameter.grad = own.grad = None
+    return too_low(decibels, min(EXPERTS, OUTPUTS))
+
+
+@pytest.mark.full
+def test_experts_under_fsdp() -> None:
+    check_on_ranks(4, experts_under_fsdp)
+
+
+Start = Callable[[], Callable[[], Tensor]]  # what starts a collective returns what waits for it
+
+
+def collectives() -> Checks:
+    """All that the library, FSDP2 and DTensor need."""
+    known = {name: (expected, start) for name, expected, start in messages()}
+    checks: Checks = {name: partial(wrong_results, [each]) for name, each in known.items()}
+    return checks | {"at once": partial(wrong_results, known.values()), "objects": wrong_objects}
+
+
+def wrong_results(collectives: Iterable[tuple[Tensor, Start]]) -> Iterator[str]:
+    for expected, wait in [(expected, start()) for expected, start in collectives]:
+        found = wait()
+        if found.device != expected.device or not same_bits(found, expected):
+            yield f"{found} instead of {expected}"
+
+
+def messages() -> Iterator[tuple[str, Tensor, Start]]:
+    """Names, results, and what starts each."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    size, ranks = group.size(), range(group.size())
+    to = (size, group.group_name)
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.int64):
+        values = torch.arange(LENGTH * size, device=DEVICE) % 50
+        every = [(values + 16 * each).to(dtype) for each in ranks]
+        mine, all_of_them = every[rank], torch.cat(every)
+        gather = partial(in_place, dist.all_gather_into_tensor, len(all_of_them))
+        yield f"gather of {dtype}", all_of_them, partial(gather, mine)
+        gather = partial(functional, funcol.all_gather_into_tensor, mine, *to)
+        yield f"functional gather of {dtype}", all_of_them, gather
+        gather = partial(gathered_into_its_buffer, mine, *to)
+        yield f"gather of {dtype} into its buffer", all_of_them, gather
+
+        parts = torch.cat([each.chunk(size)[rank] for each in every])
+        exchange = partial(in_place, dist.all_to_all_single, len(parts), mine)
+        yield f"exchange of {dtype}", parts, exchange
+        # Of two ranks, the first one sends nothing to itself.
+        sent = [[(i + each) * LENGTH // 2 for i in ranks] for each in ranks]
+        parts = torch.cat([x[: sum(n)].split(n)[rank] for x, n in zip(every, sent, strict=True)])
+        rows, splits = mine[: sum(sent[rank])], sent[rank]
+        exchange = partial(functional, funcol.all_to_all_single, rows, splits, splits, to[1])
+        yield f"functional exchange of {dtype}, uneven", parts, exchange
+
+        for op in ("sum", "avg") if dtype.is_floating_point else ():
+            kind, total = getattr(dist.ReduceOp, op.upper()), torch.stack(every).sum(0)
+            whole = total / size if op == "avg" else total
+            shard = whole.chunk(size)[rank]
+            yield f"{op} of {dtype}", whole, partial(in_place, dist.all_reduce, 0, mine, op=kind)
+            scatter = partial(in_place, dist.reduce_scatter_tensor, len(shard), mine)
+            yield f"scattered {op} of {dtype}", shard, partial(scatter, op=kind)
+            scatter = partial(functional, funcol.reduce_scatter_tensor, mine, op, *to)
+            yield f"functional scattered {op} of {dtype}", shard, scatter
+    for dtype in (torch.uint8, torch.int32, torch.int64):  # exponents, bits of amaxes, hashes
+        negative = -1 if dtype.is_signed else 1
+        values = torch.tensor([[i, size - i, negative * i] for i in ranks], device=DEVICE)
+        every = [*values.to(dtype)]
+        largest, mine = torch.stack(every).amax(0), every[rank]
+        reduce = partial(in_place, dist.all_reduce, 0, mine, op=dist.ReduceOp.MAX)
+        yield f"maximum of {dtype}", largest, reduce
+        reduce = partial(functional, funcol.all_reduce, mine, "max", to[1])
+        yield f"functional maximum of {dtype}", largest, reduce
+
+
+def late(values: Tensor) -> Tensor:
+    """A copy that the GPU, which is behind the host, makes later."""
+    found = torch.zeros_like(values)
+    if DEVICE == "cuda":
+        torch.cuda._sleep(SLEEP)
+    return found.copy_(values)
+
+
+def in_place(collective: Any, results: int, values: Tensor, **op: Any) -> Callable[[], Tensor]:
+    """``results``: their number; 0 if they take the place of the values."""
+    values = late(values)
+    found = values.new_zeros(results) if results else values
+    work = collective(*((found, values) if results else (found,)), **op, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return found
+
+    return wait
+
+
+def functional(operator: Any, values: Tensor, *arguments: Any) -> Callable[[], Tensor]:
+    return partial(funcol.wait_tensor, operator(late(values), *arguments))
+
+
+def gathered_into_its_buffer(values: Tensor, size: int, group: str) -> Callable[[], Tensor]:
+    out = values.new_zeros(size * len(values))
+    own = out.chunk(size)[dist.get_rank()].copy_(late(values))
+    gather = funcol.all_gather_into_tensor_out(own, size, group, out=out)
+    return partial(funcol.wait_tensor, gather)
+
+
+def wrong_objects() -> list[str]:
+    """The group takes tensors of CPUs, too, in which objects travel."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, f"of rank {dist.get_rank()}")
+    return [] if found == [f"of rank {rank}" for rank in range(len(found))] else [str(found)]
+
+
+def test_collectives() -> None:
+    check_on_ranks(2, collectives)
+
+
+def test_ranks_that_share_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"^ranks on 'cpu' share no GPU: leave out shared_gpu=True"
+    ):
+        run_on_ranks(2, dist.get_rank, shared_gpu=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"^2 ranks need a GPU, there are 0: use --device cpu"):
+        run_on_ranks(2, dist.get_rank, device="cuda", shared_gpu=True)
