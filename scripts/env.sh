@@ -1,7 +1,8 @@
-# Sourced by quickstart.sh and test.sh, before they change the folder: creates or reuses the Python
-# environment.
+# Sourced by quickstart.sh, test.sh and others, before they change the folder: creates or reuses the
+# Python environment.
 #
-# Defines REPO_ROOT, and ensure_env EXTRAS, which leaves the environment's interpreter in $PY.
+# Defines REPO_ROOT, ensure_env EXTRAS, which leaves the environment's interpreter in $PY, and
+# GPU_PACKED, the folder of what is compiled ahead for a day on a GPU, on any machine.
 #   PYTHON          the interpreter to make it with (default: python3); 3.11 or later
 #   FP8_DIST_VENV   where it lives (default: .venv in the repository)
 #   FP8_DIST_TORCH  another release of torch than that of constraints.txt, such as 2.11.0
@@ -9,6 +10,7 @@
 # With CDPATH set, cd prints where it went, or goes elsewhere.
 unset CDPATH
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+GPU_PACKED=/tmp/fp8_dist_gpu_day
 
 # absolute PATH: prints it as it reads from the current folder.
 absolute() {

@@ -12,14 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-import torch
-import torch.nn.functional as F
-
 from fp8_dist import Float8Linear
-from fp8_dist.moe import Float8ExpertsConfig, grouped_linear
 from fp8_dist.moe.config import ExpertsRecipe
 from scripts.bench import timing
-from scripts.bench.layers import Shape, layer_of, shape_text
+from scripts.bench.layers import Experts, layer_of, shape_text
 from scripts.bench.timing import Timed
 from scripts.common import report
 from scripts.common.candidates import BF16
@@ -29,42 +25,12 @@ from scripts.common.options import positive
 RECIPES: tuple[str, ...] = get_args(ExpertsRecipe)
 
 
-class Experts:
-    """Equally many rows for each expert, its weight, and the gradient of the output."""
-
-    def __init__(self, name: str, shape: Shape, experts: int, device: str) -> None:
-        m, k, n = shape
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(*size: int) -> torch.Tensor:
-            return torch.randn(size, generator=generator, device=device).bfloat16()
-
-        self.x = random(experts * m, k).requires_grad_()
-        self.weight = (random(experts, n, k) / k**0.5).requires_grad_()
-        self.grad = random(experts * m, n)
-        self.offs = m * torch.arange(1, experts + 1, dtype=torch.int32, device=device)
-        self.config = None if name == BF16 else Float8ExpertsConfig.from_recipe_name(name)
-
-    def run(self) -> None:
-        """Forward and backward."""
-        if self.config is None:
-            output = F.grouped_mm(self.x, self.weight.mT, offs=self.offs)
-        else:
-            found = grouped_linear(self.x, self.weight, self.offs, self.config)
-            assert isinstance(found, torch.Tensor)
-            output = found
-        output.backward(self.grad)
-
-    def clear(self) -> None:
-        """Drops the gradients."""
-        self.x.grad = self.weight.grad = None
-
-
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Median seconds of experts and of a linear layer, by candidate."""
     timed = {}
+    rows, *features = args.shape
     for name in (BF16, *RECIPES):
-        experts = Experts(name, args.shape, args.experts, args.device)
+        experts = Experts(name, args.experts * [rows], features, args.device)
         timed[f"experts {name}"] = Timed(experts.run, experts.clear)
         layer = layer_of(BF16, args.shape, args.device)
         if experts.config is not None:

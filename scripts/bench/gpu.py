@@ -1,33 +1,30 @@
-"""Times layers of Llama 8B and 70B, and a training step on this machine's GPUs.
+"""Times layers, blocks and experts on this machine's GPU: stages of a day (see gpu_results).
 
-    python -m scripts.bench.gpu
+    python -m scripts.bench.gpu layers
+    python -m scripts.bench.gpu blocks --results results.jsonl --begun blocks.begun
 
-Candidates one after the other: nn.Linear in bf16, the library's recipes and torchao's (if it is
-installed), eager and compiled. A line is printed when a candidate is measured, and tables at the
-end. "ms" is the time of the device, by CUDA events, while the host is ahead. "wall ms" is that of
-a step among several, as the host's clock sees them: it is longer where the device waits for the
-host.
+A line is printed for each case. Its readings are times of the device, by CUDA events, while the
+host is ahead; those of "wall" are the host's, for a step among several: they are longer where the
+device waits for the host. What failed once is not tried again. Operations are those of the linear
+layers alone, three GEMMs each. Peak memory is a candidate's own, its parameters included.
 
-- Layers: forward and backward of each linear layer's shape; the weight has changed. The widest of
-  the 8B model first, eager and compiled, with 8192, 2048 and 8191 rows, then the others with 8192
-  rows. (Compiled: that one of each model, as every shape is compiled anew.)
-- Step: two blocks of Llama 8B with embedding and head, one sequence of 8192 tokens on each rank,
-  under FSDP2 on all GPUs; AdamW (fused).
-
-TFLOP/s count the operations of the linear layers alone, three GEMMs each. Peak memory is that of
-a candidate's turn, its parameters included. What does not fit into --budget-minutes is left
-out, and named.
+- layers: forward and backward of the widest layer of Llama 8B, with 8192, 2048 and 8191 rows; the
+  weight has changed. Candidates take turns.
+- blocks: eight blocks of Llama 8B with a small vocabulary, one sequence, without FSDP2. "step" is
+  forward and backward; "optimizer" is AdamW (fused) and the update of scales.
+- experts: forward and backward of a layer of experts, of equal and of unequal groups of rows.
+- nccl: a training step of a small model under FSDP2, alone in a group of NCCL.
 """
 
 import argparse
 import gc
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,108 +32,265 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from scripts.bench.layers import Shape, layer_of, shape_text
+from fp8_dist.moe.config import ExpertsRecipe
+from scripts.bench.gpu_results import Result, add_options, read, run, shown
+from scripts.bench.layers import Experts, Layer, Shape, layer_of, shape_text
+from scripts.common import report
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.llama import MODELS, LlamaConfig
-from scripts.common.markdown import table
+from scripts.common.llama import MODELS, Llama
 from scripts.common.models import after_step, build
 from scripts.common.options import positive
-from scripts.common.ranks import run_on_ranks
-from scripts.common.report import finish, make_parser, start
 
 Variant = tuple[str, bool]  # a candidate, and whether it is compiled
+Case = tuple[str, Callable[[], Result]]
+Found = dict[str, Any]  # fields of a result
+
 WARM_UP = 3
 SLEEP = 4_000_000  # cycles, some 2 ms
-COMPILED_LAYER = "w1, w3"
-TOKENS = 8192  # of a sequence
-FEW, ODD = 2048, 8191  # rows of a layer besides
-COMPILED_SHARE = 5  # of the time, where candidates are compiled too
 STEPS = 10  # that the host's clock times together
-STEP_SHARE = 0.4  # of the time, for the training step
+ROWS = 8192
+D, FFN = MODELS["8b"].dim, MODELS["8b"].ffn_dim
+VOCABULARY = 2048
+# The most wanted first: a stage may be stopped at any time.
+BLOCKS: tuple[Variant, ...] = (
+    (BF16, False),
+    ("tensorwise", True),
+    (BF16, True),
+    ("tensorwise", False),
+    ("rowwise_folded", True),
+    ("torchao tensorwise", True),
+    ("rowwise_folded", False),
+    ("torchao tensorwise", False),
+)
+GROUPS = {"128 x 512 rows": 128 * (512,), "26 x (0, 1, 15, 17, 512) rows": 26 * (0, 1, 15, 17, 512)}
+EXPERTS = 2048, 1536  # features of a layer of experts
 
 
-@dataclass(frozen=True)
-class Work:
-    """A candidate that is ready to run.
-
-    Attributes:
-        run: what is timed.
-        flops: of its linear layers, on all GPUs.
-        tokens: that it processes, on all GPUs.
-        before: what is done before each run, outside of the time.
-    """
-
-    run: Callable[[], object]
-    flops: float
-    tokens: int
-    before: Callable[[], object] = lambda: None
+def make_parser(
+    module: str, description: str | None, stage: str, repeat: int
+) -> argparse.ArgumentParser:
+    """A parser with the options of every stage that measures."""
+    parser = report.make_parser(module, description, repeat=repeat)
+    add_options(parser, stage)
+    return parser
 
 
-class Result(NamedTuple):
-    """Measurement of a candidate: seconds of the device and of the host, peak bytes of a GPU."""
-
-    name: str
-    compiled: bool
-    seconds: float
-    wall: float
-    flops: float
-    tokens: int
-    peak: int
-
-
-def variants(kinds: Sequence[bool] = (False, True)) -> list[Variant]:
-    """All candidates, eager and compiled; the most wanted first, as time may run out."""
-    names = (BF16, "tensorwise", *TORCHAO[:1], *OURS[1:], *TORCHAO[1:])
-    every = [(name, compiled) for compiled in kinds for name in names]
-    first = [(BF16, False), (BF16, True), ("tensorwise", False), ("tensorwise", True)]
-    first += [(name, True) for name in TORCHAO[:1]]
-    wanted = [variant for variant in first if variant in every]
-    return wanted + [variant for variant in every if variant not in wanted]
+def run_stage(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    cases: Callable[[argparse.Namespace], Iterator[Case]],
+) -> int:
+    """Run the cases; return the exit status."""
+    args = report.start(parser, argv)
+    if args.device != "cuda" or not torch.cuda.is_available():
+        parser.error(
+            "there is no CUDA device that this torch can use "
+            f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); what can be "
+            "derived without one is printed by python -m scripts.bench.gpu_counts"
+        )
+    return run(args, cases(args))
 
 
-def layer_shapes() -> dict[str, Shape]:
-    """The linear layers of the two models, without those of equal shape."""
-    wide = MODELS["8b"].dim, MODELS["8b"].ffn_dim
-    shapes = {f"8b {COMPILED_LAYER}, {rows} rows": (rows, *wide) for rows in (TOKENS, FEW, ODD)}
-    for size in ("8b", "70b"):
-        d, ffn = MODELS[size].dim, MODELS[size].ffn_dim
-        kv = MODELS[size].n_kv_heads * MODELS[size].head_dim
-        of_model = {"wq, wo": (d, d), "wk, wv": (d, kv), "w1, w3": (d, ffn), "w2": (ffn, d)}
-        shapes |= {f"{size} {layer}": (TOKENS, *features) for layer, features in of_model.items()}
-    return {name: shape for name, shape in shapes.items() if name != f"8b {COMPILED_LAYER}"}
+def event_seconds(
+    *parts: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """The times of functions on the GPU, which sleeps first: the host is ahead, as in training."""
+    before()
+    torch.cuda._sleep(SLEEP)
+    events = [torch.cuda.Event(enable_timing=True) for _ in (None, *parts)]
+    events[0].record()
+    for part, end in zip(parts, events[1:], strict=True):
+        part()
+        end.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
 
 
-def layer_work(shape: Shape, variant: Variant) -> Work:
-    """Forward and backward of one linear layer."""
+def readings(
+    function: Callable[[], object], repeat: int, before: Callable[[], object] = lambda: None
+) -> tuple[float, ...]:
+    """The times of a function on the GPU, one after the other."""
+    return tuple(event_seconds(function, before=before)[0] for _ in range(repeat))
+
+
+def wall_seconds(step: Callable[[], object]) -> float:
+    """The mean time of a step among several, on the host's clock."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / STEPS
+
+
+def allocated() -> int:
+    """Bytes of the device that tensors have; the peak begins anew."""
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
+
+
+def free() -> None:
+    """Give back the memory of what is not used any more, compiled code included."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def failed_before(args: argparse.Namespace) -> set[str]:
+    """Names of cases that began in another process, and did not go well."""
+    if not (args.begun and args.begun.exists() and args.results):
+        return set()
+    lines = read(args.results) if args.results.exists() else []
+    well = {line.name for line in lines if line.stage == args.stage and not line.error}
+    return set(args.begun.read_text().splitlines()) - well
+
+
+def case(name: str, known: Result, measure: Callable[[], Found], failed: set[str]) -> Case:
+    """A case whose line says of what it is though it fails; its name is then among the failed."""
+
+    def function() -> Result:
+        try:
+            return replace(known, **measure())
+        except Exception as error:  # torch, Triton and the compiler raise many types
+            failed.add(name)
+            return replace(known, error=shown(error))
+
+    return name, function
+
+
+def label(variant: Variant) -> str:
+    """A candidate's name in those of cases."""
     name, compiled = variant
-    layer = layer_of(name, shape, "cuda")
-    timed = layer
-    if compiled:
-        # (In place, torch 2.13 finds nothing to compile in a layer of its own.)
-        module: Any = torch.compile(layer.module, fullgraph=True, dynamic=False)
-        timed = replace(layer, module=module)
-    m, k, n = shape
-    return Work(timed.run, 6.0 * m * k * n, m, layer.change_weight)
+    return f"{name} compiled" if compiled else name
 
 
-def step_work(sizes: LlamaConfig, tokens: int, device: str, variant: Variant) -> Work:
-    """A training step of a model; FSDP2 shards it over all ranks."""
-    name, compiled = variant
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("dp", "tp"))
-    model = build(name, sizes, mesh, device, shard=True, compiled=compiled)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    after = after_step(name, sharded=True)
-    batch = torch.randint(sizes.vocab_size, (2, 1, tokens), device=device)
+def layer_variants() -> list[Variant]:
+    """The candidates for a layer, the most wanted first."""
+    both = [(name, kind) for name in (BF16, *OURS) for kind in (False, True)]
+    return [*both[:6], *((name, True) for name in TORCHAO[:2]), *both[6:]]
+
+
+def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Turns of all candidates on each shape, then the host's times of each."""
+    failed = failed_before(args)
+    # The graphs of many candidates are of one function.
+    torch._dynamo.config.recompile_limit = 64
+    for rows in args.rows:
+        m, k, n = shape = rows, D, FFN
+        ready: dict[Variant, tuple[Layer, Callable[[], object]]] = {}
+        for turn in (*(f"turn {1 + turn}" for turn in range(args.turns)), "wall"):
+            again = [] if turn == "wall" else [((BF16, False), ", again")]
+            for variant, suffix in [*((variant, "") for variant in layer_variants()), *again]:
+                candidate = f"{shape_text(shape)}, {label(variant)}{suffix}"
+                if any(name.rpartition(", ")[0] == candidate for name in failed):
+                    continue
+                about = {"tokens": m, "flops": 6.0 * m * k * n, "shape": shape_text(shape)}
+                known = Result(recipe=variant[0], compiled=variant[1], **about)
+                measure = partial(measured_layer, ready, shape, variant, turn == "wall", args)
+                yield case(f"{candidate}, {turn}", known, measure, failed)
+        ready.clear()
+        free()
+
+
+def measured_layer(
+    ready: dict[Variant, tuple[Layer, Callable[[], object]]],
+    shape: Shape,
+    variant: Variant,
+    wall: bool,
+    args: argparse.Namespace,
+) -> Found:
+    """A candidate's turn: forward and backward. It stays ready for the next one."""
+    others = None
+    if variant not in ready:
+        others = allocated()
+        ready[variant] = layer_run(shape, variant)
+        for _ in range(WARM_UP):
+            event_seconds(ready[variant][1], before=ready[variant][0].change_weight)
+        allocated()
+    layer, forward_and_backward = ready[variant]
 
     def step() -> None:
-        after(model)
-        logits = model(batch[0])
-        F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()).backward()
+        layer.change_weight()
+        forward_and_backward()
+
+    if wall:
+        return {"readings": tuple(wall_seconds(step) for _ in range(3))}
+    found: Found = {"readings": readings(forward_and_backward, args.repeat, layer.change_weight)}
+    if others is not None:  # later, the gradients of others come and go
+        found["peak"] = torch.cuda.max_memory_allocated() - others
+    return found
+
+
+def layer_run(shape: Shape, variant: Variant) -> tuple[Layer, Callable[[], object]]:
+    """A candidate's layer, and its forward and backward."""
+    name, compiled = variant
+    layer = layer_of(name, shape, "cuda")
+    if not compiled:
+        return layer, layer.run
+    # (In place, torch 2.13 finds nothing to compile in a layer of its own.)
+    module: Any = torch.compile(layer.module, fullgraph=True, dynamic=False)
+    return layer, replace(layer, module=module).run
+
+
+def block_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Each candidate's step and optimizer, and bf16 again."""
+    failed = failed_before(args)
+    variants = [each for each in BLOCKS if each[0] in (BF16, *OURS, *TORCHAO)]
+    for variant, again in [*((variant, "") for variant in variants), ((BF16, False), ", again")]:
+        about = {"tokens": args.tokens, "shape": f"{args.blocks} blocks x {args.tokens} tokens"}
+        known = Result(recipe=variant[0], compiled=variant[1], **about)
+        updates: list[float] = []
+        measure = partial(measured_blocks, args, variant, updates)
+        yield case(f"{label(variant)}{again}, step", known, measure, failed)
+        if updates:
+            measure = partial(dict, readings=tuple(updates))
+            yield case(f"{label(variant)}{again}, optimizer", known, measure, failed)
+
+
+def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[float]) -> Found:
+    """Forward and backward of some blocks; `updates` gets the times of the optimizer's steps."""
+    free()
+    others = allocated()
+    name, compiled = variant
+    sizes = replace(
+        MODELS["8b"], n_layers=args.blocks, vocab_size=VOCABULARY, max_seq_len=args.tokens
+    )
+    model = build(name, sizes, device="cuda", compiled=compiled)
+    step, update = parts_of_step(name, model, args.tokens, sharded=False)
+    for _ in range(WARM_UP):
+        event_seconds(step, update)
+    allocated()
+    seconds = [event_seconds(step, update) for _ in range(args.repeat)]
+    updates += [update for _, update in seconds]
+    return {
+        "readings": tuple(step for step, _ in seconds),
+        "flops": linear_flops(model, args.tokens),
+        "peak": torch.cuda.max_memory_allocated() - others,
+        "note": f"loss {step().item():.4f} after {WARM_UP + args.repeat} steps",
+    }
+
+
+def parts_of_step(
+    name: str, model: Llama, tokens: int, sharded: bool
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """Forward and backward on a sequence, which return the loss; and the optimizer's step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    after = after_step(name, sharded)
+    generator = torch.Generator().manual_seed(0)  # the same tokens for all candidates
+    batch = torch.randint(model.config.vocab_size, (2, 1, tokens), generator=generator)
+    batch = batch.to(model.cos.device)
+
+    def step() -> torch.Tensor:
+        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        loss.backward()
+        return loss.detach()
+
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
+        after(model)
 
-    return Work(step, linear_flops(model, tokens) * ranks, tokens * ranks)
+    return step, update
 
 
 def linear_flops(model: nn.Module, tokens: int) -> float:
@@ -145,180 +299,78 @@ def linear_flops(model: nn.Module, tokens: int) -> float:
     return sum(6.0 * tokens * layer.in_features * layer.out_features for layer in layers)
 
 
-def event_seconds(work: Work) -> float:
-    """The time of one run on the GPU, which sleeps first: the host is ahead, as in training."""
-    work.before()
-    torch.cuda._sleep(SLEEP)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work.run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+def expert_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Experts of equal, then of unequal groups, in each recipe."""
+    for title, groups in GROUPS.items():
+        rows, (k, n) = sum(groups), EXPERTS
+        for name in (BF16, *get_args(ExpertsRecipe), f"{BF16}, again"):
+            recipe = name.partition(",")[0]
+            about = {"tokens": rows, "flops": 6.0 * rows * k * n, "shape": f"{title} x {k} x {n}"}
+            measure = partial(measured_experts, recipe, groups, args.repeat)
+            yield case(f"{title}, {name}", Result(recipe=recipe, **about), measure, set())
 
 
-def wall_seconds(work: Work) -> float:
-    """The mean time of a run among several, on the host's clock, with what is done before."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    synchronize()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        work.before()
-        work.run()
-    synchronize()
-    return (time.perf_counter() - begin) / STEPS
+def measured_experts(name: str, groups: Sequence[int], repeat: int) -> Found:
+    """Forward and backward of a layer of experts."""
+    free()
+    others = allocated()
+    experts = Experts(name, groups, EXPERTS, "cuda")
+    readings(experts.run, WARM_UP, experts.clear)
+    allocated()
+    found = readings(experts.run, repeat, experts.clear)
+    return {"readings": found, "peak": torch.cuda.max_memory_allocated() - others}
 
 
-def measure(
-    work: Work, repeat: int, seconds_of: Callable[[Work], float]
-) -> tuple[float, float, int]:
-    """The median of the runs after a few, the time of one on the host's clock, the peak bytes.
-
-    The peak is that of the runs that count: the first ones find block sizes. On several ranks each
-    is the largest.
-    """
-    for _ in range(WARM_UP):
-        seconds_of(work)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    readings = [seconds_of(work) for _ in range(repeat)]
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    found = (statistics.median(readings), wall_seconds(work), peak)
-    if not dist.is_initialized():
-        return found
-    everyone = [found] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    seconds, walls, peaks = zip(*everyone, strict=True)
-    return max(seconds), max(walls), max(peaks)
+def nccl_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """A group of one rank."""
+    known = Result(recipe="tensorwise", shape="debug")
+    measure = partial(measured_alone, torch.device("cuda", 0), args.repeat)
+    yield case("nccl, one rank", known, measure, set())
 
 
-def compare(
-    make: Callable[[Variant], Work],
-    candidates: Sequence[Variant],
-    minutes: float,
-    repeat: int,
-    seconds_of: Callable[[Work], float] = event_seconds,
-    description: str = "",
-) -> list[Result]:
-    """Measures candidates one after the other for so many minutes; the first one always.
-
-    All ranks stop where rank 0 does. An error of a candidate is printed, on several ranks raised.
-    """
-    results: list[Result] = []
-    deadline = time.monotonic() + 60 * minutes
-    for variant in candidates:
-        if results and _is_late(deadline):
-            break
-        # What the candidate before has left is freed.
-        torch._dynamo.reset()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        try:
-            work = make(variant)
-            seconds, wall, peak = measure(work, repeat, seconds_of)
-        except Exception as error:  # of one candidate: the others are measured
-            if not results or dist.is_initialized():
-                raise
-            first = next(iter(str(error).splitlines()), "")
-            print(f"{description}: {shown(*variant)}: {type(error).__name__}: {first}", flush=True)
-            continue
-        results.append(Result(*variant, seconds, wall, work.flops, work.tokens, peak))
-        if description and not (dist.is_initialized() and dist.get_rank()):
-            times = f"{1e3 * seconds:.3f} ms, wall {1e3 * wall:.3f} ms, {peak / 1e9:.2f} GB"
-            print(f"{description}: {shown(*variant)}: {times}", flush=True)
-        del work
-    return results
+def measured_alone(device: torch.device, repeat: int) -> Found:
+    """A sum over a group's only rank, and training steps under FSDP2."""
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        options = {"backend": "nccl", "device_id": device}
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+    try:
+        ones = torch.ones(2**20, device=device)
+        dist.all_reduce(ones)
+        mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "tp"))
+        model = build("tensorwise", MODELS["debug"], mesh, device, shard=True)
+        step, update = parts_of_step("tensorwise", model, MODELS["debug"].max_seq_len, sharded=True)
+        seconds = [sum(event_seconds(step, update)) for _ in range(WARM_UP + repeat)]
+        note = f"the mean of a sum of ones is {ones.mean().item():g}, loss {step().item():.4f}"
+        return {"readings": tuple(seconds[WARM_UP:]), "note": note}
+    finally:
+        dist.destroy_process_group()
 
 
-def _is_late(deadline: float) -> bool:
-    late = [time.monotonic() > deadline]
-    if dist.is_initialized():
-        dist.broadcast_object_list(late)
-    return late[0]
-
-
-def results_table(results: Sequence[Result], wanted: Sequence[Variant]) -> str:
-    """A line per candidate, the first one bf16 in eager code; names those left out."""
-    compiled = next((r for r in results if r[:2] == (BF16, True)), None)
-    lines = [
-        [
-            shown(r.name, r.compiled),
-            f"{1e3 * r.seconds:.2f}",
-            f"{1e3 * r.wall:.2f}",
-            f"{results[0].seconds / r.seconds:.2f}",
-            f"{compiled.seconds / r.seconds:.2f}" if compiled else "",
-            f"{r.tokens / r.seconds:,.0f}",
-            f"{r.flops / r.seconds / 1e12:,.0f}",
-            f"{r.peak / 1e9:.2f}",
-        ]
-        for r in results
-    ]
-    times = ["candidate", "ms", "wall ms", "x bf16's speed", "x bf16 compiled"]
-    header = [*times, "tokens/s", "TFLOP/s", "peak GB"]
-    measured = {(r.name, r.compiled) for r in results}
-    missing = "; ".join(shown(*variant) for variant in wanted if variant not in measured)
-    note = f"Left out for lack of time, or failed: {missing}.\n\n" if missing else ""
-    return note + table(header, lines, "lr")
-
-
-def shown(name: str, compiled: bool) -> str:
-    """A candidate's name in tables."""
-    return f"{name}, compiled" if compiled else name
-
-
-def measured_step(sizes: LlamaConfig, tokens: int, minutes: float, repeat: int) -> list[Any]:
-    """The steps of all candidates, as tuples; called on every rank.
-
-    (What ranks return must not have types of the main module, whose name differs for them.)
-    """
-    make = partial(step_work, sizes, tokens, "cuda")
-    return [*map(tuple, compare(make, variants(), minutes, repeat, description="step"))]
+PARTS = {
+    "layers": layer_cases,
+    "blocks": block_cases,
+    "experts": expert_cases,
+    "nccl": nccl_cases,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.gpu", __doc__, repeat=10)
-    budget = "for all parts together, beside what compiles when they end; %(default)s"
-    parser.add_argument("--budget-minutes", type=float, default=7.0, metavar="MINUTES", help=budget)
-    parts = "what to time; default: both"
-    parser.add_argument("--part", choices=["layers", "step"], help=parts)
-    parser.add_argument("--gpus", type=positive, help="of the training step; default: all")
-    args = start(parser, argv)
-    if args.device != "cuda" or not torch.cuda.is_available():
-        parser.error(
-            "there is no CUDA device that this torch can use "
-            f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); what can be "
-            "derived without one is printed by python -m scripts.bench.gpu_counts"
-        )
-    share = {"layers": 0.0, "step": 1.0}.get(args.part, STEP_SHARE)
-    for_step = share * args.budget_minutes
-    tables = layer_tables(args, args.budget_minutes - for_step) if share < 1 else {}
-    if args.part == "layers":
-        return finish(args, tables)
-    torch.cuda.empty_cache()
-    gpus = args.gpus or torch.cuda.device_count()
-    task = (measured_step, replace(MODELS["8b"], n_layers=2), TOKENS, for_step, args.repeat)
-    step = [Result(*each) for each in run_on_ranks(gpus, *task, device="cuda")[0]]
-    where = f"{gpus} GPUs" if gpus > 1 else "1 GPU, where it gathers nothing"
-    title = f"Step: two blocks of Llama 8B, embedding, head, FSDP2 on {where}"
-    return finish(args, tables | {title: results_table(step, variants())})
+    parser = make_parser("scripts.bench.gpu", __doc__, "", repeat=7)
+    add = parser.add_argument
+    add("part", choices=PARTS, help="the stage")
+    every = [ROWS, 2048, 8191]
+    add("--rows", type=positive, nargs="+", default=every, help="of a layer; %(default)s")
+    add("--turns", type=positive, default=3, help="of all candidates for a layer; %(default)s")
+    add("--blocks", type=positive, default=8, help="of the model; %(default)s")
+    add("--tokens", type=positive, default=8192, help="of the sequence; %(default)s")
 
+    def cases(args: argparse.Namespace) -> Iterator[Case]:
+        args.stage, args.of = args.stage or args.part, args.of or args.part
+        return PARTS[args.part](args)
 
-def layer_tables(args: argparse.Namespace, minutes: float) -> dict[str, str]:
-    """All layers; each shape may take its part of the time that is left, compiled ones the most."""
-    end = time.monotonic() + 60 * minutes
-    shapes = layer_shapes()
-    tables = {}
-    parts = [COMPILED_SHARE if COMPILED_LAYER in name else 1 for name in shapes]
-    for i, (name, shape) in enumerate(shapes.items()):
-        left = max(0.0, end - time.monotonic()) / 60 * parts[i] / sum(parts[i:])
-        candidates = variants() if COMPILED_LAYER in name else variants([False])
-        results = compare(
-            partial(layer_work, shape), candidates, left, args.repeat, description=name
-        )
-        tables[f"Layer {name}, {shape_text(shape)}"] = results_table(results, candidates)
-    return tables
+    return run_stage(parser, argv, cases)
 
 
 if __name__ == "__main__":

@@ -3,31 +3,47 @@
     python -m scripts.bench.gpu_kernels
     python -m scripts.bench.gpu_kernels --trace FOLDER
 
-A line is printed for each launch when it is measured: the kernel, its choice, microseconds, and
-GB/s of the tensors that it takes, each counted once. ``--trace`` writes a trace of a step of each
-recipe instead, for chrome://tracing, and prints its longest kernels.
+A stage of a day (see gpu_results). Bytes are those of the tensors that a kernel takes, each counted
+once; the cache has none of them before. The rate of a copy is measured first and last. ``--trace``
+instead writes trace.json.gz, a step of the first of the recipes for chrome://tracing, and notes its
+longest kernels.
 """
 
+import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from fp8_dist.kernels.cuda.triton.launch import Tuned
-from scripts.bench.gpu import TOKENS, WARM_UP
-from scripts.bench.gpu_probe import seconds
-from scripts.bench.layers import Shape, layer_of
+from scripts.bench.gpu import (
+    FFN,
+    ROWS,
+    WARM_UP,
+    Case,
+    D,
+    failed_before,
+    make_parser,
+    readings,
+    run_stage,
+)
+from scripts.bench.gpu_probe import copy_rate
+from scripts.bench.gpu_results import Result
+from scripts.bench.layers import Layer, Shape, layer_of, shape_text
 from scripts.common.candidates import OURS
-from scripts.common.llama import MODELS
-from scripts.common.report import make_parser, start
 
-SHAPE: Shape = (TOKENS, MODELS["8b"].dim, MODELS["8b"].ffn_dim)
+SHAPE: Shape = (ROWS, D, FFN)
+CACHE = 2**28  # bytes, more than it holds
+LONGEST = 12  # kernels of a trace that are named
 
 Launch = tuple[Tuned, tuple[Any, ...], dict[str, Any]]  # a kernel and its arguments
 
@@ -46,63 +62,93 @@ def launches_noted() -> Iterator[list[Launch]]:
         yield noted
 
 
-def measured(launch: Launch, repeat: int) -> str:
-    """The choice, the time and the rate of a launch."""
-    tuned, (grid, key, device, *args), constants = launch
-
-    def run() -> None:
-        tuned(grid, key, device, *args, **constants)
-
-    taken = seconds(run, repeat)
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    moved = sum(t.numel() * t.itemsize for t in tensors)
-    chosen = tuned.chosen(key)
-    sizes = " ".join(f"{name}={chosen[name]}" for name in chosen if name.isupper())
-    choice = f"{sizes} warps={chosen['num_warps']}"
-    return f"{choice}: {1e6 * taken:.1f} us, {moved / taken / 1e9:,.0f} GB/s"
-
-
-def time_kernels(name: str, repeat: int) -> None:
-    """Print a line for each kernel of a recipe's step, and each of its sizes."""
-    layer = layer_of(name, SHAPE, "cuda")
+@lru_cache(maxsize=1)
+def launches(recipe: str) -> tuple[dict[str, Launch], Layer]:
+    """The different launches of a recipe's step, and what keeps the memory that they name."""
+    layer = layer_of(recipe, SHAPE, "cuda")
     with launches_noted() as noted:
         layer.change_weight()
         layer.run()
     different = {(id(tuned), args[1], str(constants)): (tuned, args, constants)
                  for tuned, args, constants in noted}  # fmt: skip
+    names, found = Counter[str](), {}
     for launch in different.values():
-        shown = f"{launch[0].kernel.__name__} {launch[1][1]}"
-        print(f"{name}: {shown}: {measured(launch, repeat)}", flush=True)
+        name = f"{launch[0].kernel.__name__} {launch[1][1]}"
+        names[name] += 1  # constants may differ alone
+        found[name if names[name] == 1 else f"{name}, {names[name]}"] = launch
+    return found, layer
 
 
-def trace(name: str, folder: Path) -> None:
-    """Write a trace of a recipe's third step, and print its longest kernels."""
-    layer = layer_of(name, SHAPE, "cuda")
-    step: Callable[[], object] = layer.run
-    for _ in range(WARM_UP):
-        layer.change_weight()
-        step()
+def found_launches(recipe: str) -> Result:
+    """Run a recipe's step for the first time: its kernels are compiled, and choose."""
+    return Result(
+        recipe=recipe, shape=shape_text(SHAPE), note=f"{len(launches(recipe)[0])} kernels"
+    )
+
+
+def rate(recipe: str, launch: Launch, repeat: int) -> Result:
+    """The choice, the time and the bytes of a launch."""
+    tuned, (grid, key, device, *args), constants = launch
+    cache = torch.empty(CACHE, dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        tuned(grid, key, device, *args, **constants)
+
+    readings(run, WARM_UP)
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    chosen = tuned.chosen(key)
+    sizes = " ".join(f"{name}={chosen[name]}" for name in chosen if name.isupper())
+    return Result(
+        recipe=recipe,
+        shape=shape_text(SHAPE),
+        readings=readings(run, repeat, cache.zero_),
+        bytes=sum(t.numel() * t.itemsize for t in tensors),
+        note=f"{sizes} warps={chosen['num_warps']}".strip(),
+    )
+
+
+def trace(recipe: str, folder: Path) -> Result:
+    """Write a trace of a recipe's step, and note its longest kernels."""
+    layer = layer_of(recipe, SHAPE, "cuda")
+    readings(layer.run, WARM_UP, layer.change_weight)
     layer.change_weight()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        step()
+        layer.run()
         torch.cuda.synchronize()
-    found.export_chrome_trace(str(folder / f"trace_{name}.json"))
-    table = found.key_averages().table(sort_by="self_device_time_total", row_limit=12)
-    print(f"{name}\n{table}", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(folder / "trace.json.gz"))
+    every = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA]
+    every.sort(key=lambda e: -e.self_device_time_total)
+    longest = [f"{e.key[:70]} {e.self_device_time_total:.0f} us" for e in every[:LONGEST]]
+    return Result(recipe=recipe, shape=shape_text(SHAPE), note="; ".join(longest))
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """The launches of each recipe, between two copies; or the trace."""
+    if args.trace:
+        yield "trace", partial(trace, args.recipes[0], args.trace)
+        return
+    failed = failed_before(args)
+    yield "copy, first", partial(copy_rate, "copy", args.repeat)
+    for recipe in args.recipes:
+        yield f"{recipe}: launches", partial(found_launches, recipe)
+        if f"{recipe}: launches" in failed:
+            continue
+        try:
+            found, _ = launches(recipe)
+        except Exception:  # its line says why
+            continue
+        for name, launch in found.items():
+            yield f"{recipe}: {name}", partial(rate, recipe, launch, args.repeat)
+    yield "copy, last", partial(copy_rate, "copy", args.repeat)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.gpu_kernels", __doc__, repeat=10)
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write traces there")
+    parser = make_parser("scripts.bench.gpu_kernels", __doc__, "kernel rates", repeat=10)
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace there")
     parser.add_argument("--recipes", nargs="+", default=OURS, choices=OURS, metavar="RECIPE")
-    args = start(parser, argv)
-    for name in args.recipes:
-        if args.trace:
-            trace(name, args.trace)
-        else:
-            time_kernels(name, args.repeat)
-    return 0
+    return run_stage(parser, argv, cases)
 
 
 if __name__ == "__main__":

@@ -2,32 +2,40 @@
 
     python -m scripts.bench.gpu_probe
 
-Needs torch alone. A line is printed when it is measured. Where torch refuses a GEMM, the line has
-the first words of its error.
+A stage of a day (see gpu_results). Where torch refuses a GEMM, the line has its error.
 """
 
+import argparse
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from fp8_dist.kernels.cuda import HAS_TRITON
 from fp8_dist.kernels.cuda.gemm import block_mm
-from scripts.bench.gpu import FEW, TOKENS, Work, event_seconds, measure
+from scripts.bench.gpu import FFN, ROWS, WARM_UP, Case, D, make_parser, readings, run_stage
+from scripts.bench.gpu_results import Result
 from scripts.bench.layers import Shape, shape_text
-from scripts.common.llama import MODELS
-from scripts.common.report import make_parser, start
 
-D, FFN = MODELS["8b"].dim, MODELS["8b"].ffn_dim
-SHAPES: tuple[Shape, ...] = ((TOKENS, D, FFN), (TOKENS, FFN, D), (FEW, D, FFN))
+SHAPES: tuple[Shape, ...] = ((ROWS, D, FFN), (ROWS, FFN, D), (2048, D, FFN))
 COPIED = 2**30  # bytes, more than a cache holds
+COPIES = ("copy", "amax", "elementwise", "transposing copy of bytes")
+GEMMS = (
+    "bf16",
+    "float8, fast accumulation",
+    "float8",
+    "float8 by rows, fast accumulation",
+    "float8 by rows",
+    "float8 in blocks of 128",
+)
 E4M3 = torch.float8_e4m3fn
 
 
-def versions() -> str:
+def versions() -> Result:
     """The GPU, its driver's view of it, and the releases of what is installed."""
     gpu = torch.cuda.get_device_properties(0)
     found = [f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"]
@@ -39,7 +47,7 @@ def versions() -> str:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name}")
-    return ", ".join(found) + ("" if HAS_TRITON else " (casts by torch's operators)")
+    return Result(note=", ".join(found) + ("" if HAS_TRITON else " (casts by torch's operators)"))
 
 
 def copies() -> dict[str, tuple[Callable[[], object], int]]:
@@ -47,14 +55,23 @@ def copies() -> dict[str, tuple[Callable[[], object], int]]:
     source = torch.empty(COPIED // 2, dtype=torch.bfloat16, device="cuda").fill_(1)
     target, rows = torch.empty_like(source), COPIED // 2 // D
     matrix = source.view(torch.uint8)[: rows * D].view(rows, D)
-    return {
-        "copy": (lambda: target.copy_(source), 2 * COPIED),
-        "amax": (lambda: source.view(-1, D).abs().amax(), COPIED),
-        "elementwise": (lambda: torch.mul(source, 2, out=target), 2 * COPIED),
-        "transposing copy of bytes": (lambda: matrix.t().contiguous(), 2 * matrix.numel()),
-    }
+    moved = (
+        (lambda: target.copy_(source), 2 * COPIED),
+        (lambda: source.view(-1, D).abs().amax(), COPIED),
+        (lambda: torch.mul(source, 2, out=target), 2 * COPIED),
+        (lambda: matrix.t().contiguous(), 2 * matrix.numel()),
+    )
+    return dict(zip(COPIES, moved, strict=True))
 
 
+def copy_rate(name: str, repeat: int) -> Result:
+    """The rate of one of the copies."""
+    run, moved = copies()[name]
+    readings(run, WARM_UP)
+    return Result(readings=readings(run, repeat), bytes=moved)
+
+
+@lru_cache(maxsize=1)  # operands of a shape go when the next one comes
 def gemms(shape: Shape) -> dict[str, Callable[[], object]]:
     """Products of ``[M, K]`` and ``[K, N]``, on random data."""
     m, k, n = shape
@@ -75,42 +92,39 @@ def gemms(shape: Shape) -> dict[str, Callable[[], object]]:
 
     sizes = (m, k // 128), (k // 128, n // 128)
     exponents = [torch.full(size, 127, dtype=torch.uint8, device="cuda") for size in sizes]
-    return {
-        "bf16": lambda: a @ b,
-        "float8, fast accumulation": scaled(one, one, True),
-        "float8": scaled(one, one, False),
-        "float8 by rows, fast accumulation": scaled(rows, columns, True),
-        "float8 by rows": scaled(rows, columns, False),
-        "float8 in blocks of 128": in_blocks,
-    }
+    found = (
+        lambda: a @ b,
+        scaled(one, one, True),
+        scaled(one, one, False),
+        scaled(rows, columns, True),
+        scaled(rows, columns, False),
+        in_blocks,
+    )
+    return dict(zip(GEMMS, found, strict=True))
 
 
-def seconds(run: Callable[[], object], repeat: int) -> float:
-    """The median time of a run on the device."""
-    return measure(Work(run, 0.0, 0), repeat, event_seconds)[0]
+def gemm_rate(name: str, shape: Shape, repeat: int) -> Result:
+    """The rate of one of the GEMMs."""
+    run, (m, k, n) = gemms(shape)[name], shape
+    readings(run, WARM_UP)
+    about = {"shape": shape_text(shape), "flops": 2.0 * m * k * n}
+    return Result(readings=readings(run, repeat), **about)
 
 
-def rate(name: str, run: Callable[[], object], amount: float, unit: str, repeat: int) -> None:
-    """Print a rate in 10^12 per second, or why there is none."""
-    try:
-        shown = f"{amount / seconds(run, repeat) / 1e12:,.2f} {unit}"
-    except RuntimeError as error:
-        shown = f"refused: {str(error).splitlines()[0][:80]}"
-    print(f"{name}: {shown}", flush=True)
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """What is here, and its rates."""
+    yield "versions", versions
+    for name in COPIES:
+        yield name, partial(copy_rate, name, args.repeat)
+    for shape in SHAPES:
+        for name in GEMMS:
+            yield f"{shape_text(shape)}, {name}", partial(gemm_rate, name, shape, args.repeat)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    args = start(make_parser("scripts.bench.gpu_probe", __doc__, repeat=10), argv)
-    print(versions(), flush=True)
-    for name, (run, moved) in copies().items():
-        rate(name, run, moved, "TB/s", args.repeat)
-    torch.cuda.empty_cache()
-    for shape in SHAPES:
-        m, k, n = shape
-        for name, run in gemms(shape).items():
-            rate(f"{shape_text(shape)}, {name}", run, 2 * m * k * n, "TFLOP/s", args.repeat)
-    return 0
+    parser = make_parser("scripts.bench.gpu_probe", __doc__, "rates", repeat=10)
+    return run_stage(parser, argv, cases)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""The single layers that are compared."""
+"""The single layers that are compared, and layers of experts."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fp8_dist import (
@@ -11,7 +14,8 @@ from fp8_dist import (
     invalidate_float8_scales,
     sync_float8_amax_and_scale_history,
 )
-from scripts.common.candidates import linear_of
+from fp8_dist.moe import Float8ExpertsConfig, grouped_linear
+from scripts.common.candidates import BF16, linear_of
 
 Shape = tuple[int, int, int]  # rows, in_features, out_features
 
@@ -56,6 +60,39 @@ def layer_of(name: str, shape: Shape, device: str) -> Layer:
         linear = nn.Linear(k, n, bias=False)
     linear.weight = nn.Parameter(w)
     return Layer(linear_of(name, linear), x.requires_grad_(), g)
+
+
+class Experts:
+    """Groups of so many rows, a weight for each, and the gradient of the output."""
+
+    def __init__(
+        self, name: str, groups: Sequence[int], features: tuple[int, int], device: str
+    ) -> None:
+        rows, (k, n) = sum(groups), features
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device=device).bfloat16()
+
+        self.x = random(rows, k).requires_grad_()
+        self.weight = (random(len(groups), n, k) / k**0.5).requires_grad_()
+        self.grad = random(rows, n)
+        self.offs = torch.tensor([*accumulate(groups)], dtype=torch.int32, device=device)
+        self.config = None if name == BF16 else Float8ExpertsConfig.from_recipe_name(name)
+
+    def run(self) -> None:
+        """Forward and backward."""
+        if self.config is None:
+            output = F.grouped_mm(self.x, self.weight.mT, offs=self.offs)
+        else:
+            found = grouped_linear(self.x, self.weight, self.offs, self.config)
+            assert isinstance(found, torch.Tensor)
+            output = found
+        output.backward(self.grad)
+
+    def clear(self) -> None:
+        """Drops the gradients."""
+        self.x.grad = self.weight.grad = None
 
 
 def shape_text(shape: Shape) -> str:

@@ -7,7 +7,8 @@ The model knows nothing about float8 or meshes. Two things make it easy to paral
 - the number of local heads is read off the projections' outputs, so a tensor-parallel shard of
   `wq`, `wk`, `wv` gives a rank its own heads without a changed attribute;
 - `init_weights` draws every parameter from (seed, parameter name) alone, so any mesh, recipe and
-  initialization order (CPU, or meta device and `to_empty`) gives the same model.
+  initialization order (at once, or meta device and `to_empty`) gives the same model. It draws where
+  the parameter is: another kind of device has another generator.
 """
 
 import zlib
@@ -285,17 +286,17 @@ class Llama(nn.Module):
         Norm weights become 1, all others are normal with standard deviation `INIT_STD`, divided
         by sqrt(2 * n_layers) where they write to the residual stream (`wo`, `w2`). A parameter
         that is a DTensor gets its shard of the same full tensor, without communication.
-        Values depend on `seed` alone, not on the global generator.
+        Values depend on `seed` and the kind of the device alone, not on the global generator.
         """
         for name, parameter in self.named_parameters():
-            # The drawn tensor is full size, on the CPU, one parameter at a time.
-            full = torch.ones(parameter.shape, device="cpu")
+            # The drawn tensor is full size, on the parameter's device, one parameter at a time.
+            size, device = parameter.shape, parameter.device
+            full = torch.ones(size, device=device)
             if parameter.ndim > 1:
-                generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
+                generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
                 residual = name.endswith(("wo.weight", "w2.weight", "experts.w2"))
                 scale = (2 * self.config.n_layers) ** -0.5 if residual else 1.0
-                full.normal_(std=INIT_STD * scale, generator=generator)
-            full = full.to(parameter.device)
+                full = torch.randn(size, generator=generator, device=device).mul_(INIT_STD * scale)
             if isinstance(parameter, DTensor):
                 full = distribute_tensor(
                     full, parameter.device_mesh, parameter.placements, src_data_rank=None

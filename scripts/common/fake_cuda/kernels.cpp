@@ -87,6 +87,13 @@ c10::IValue on_meta(const c10::IValue& value) {
     for (const Tensor& t : value.toTensorVector()) list.push_back(t.is_cuda() ? as_meta(t) : t);
     return list;
   }
+  if (value.isOptionalTensorList()) {
+    c10::List<optional<Tensor>> list;
+    for (const auto& t : value.toOptionalTensorVector()) {
+      list.push_back(t && t->is_cuda() ? as_meta(*t) : t);
+    }
+    return list;
+  }
   if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(c10::DeviceType::Meta);
   return value;
 }

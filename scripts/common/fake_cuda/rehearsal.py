@@ -11,12 +11,15 @@ import ctypes
 import os
 import runpy
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._inductor import output_code
 
-from scripts.common.fake_cuda import streams
-from scripts.common.fake_cuda.device import pretend
+from fp8_dist.moe import layers as experts
+from scripts.common.fake_cuda import device, streams
 from scripts.common.fake_cuda.inductor import compiled_code_launches_nothing
 from scripts.common.fake_cuda.process import built
 from scripts.common.fake_cuda.triton_kernels import launch_nothing
@@ -47,18 +50,36 @@ def main(argv: list[str]) -> None:
     os.environ.pop("LD_PRELOAD", None)  # not for what the program starts
     ctypes.CDLL(guard).take_over()
     torch.set_num_threads(1)
-    pretend()
+    device._WITH_KERNELS = ()  # composite implementations run, on kernels of kernels.cpp
+    device.pretend()
     ctypes.CDLL(str(built("kernels.cpp")))
     launch_nothing()
     answers: dict[str, Any] = {
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
         "Event": _Event,
         "_sleep": lambda cycles: None,
         "empty_cache": lambda: None,
+        "graph": lambda graph: nullcontext(),
         "max_memory_allocated": lambda device=None: 10**9,
         "reset_peak_memory_stats": lambda device=None: None,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    # Compiled code is not captured in CUDA graphs.
+    torch._C._cuda_cudaCachingAllocator_is_enabled = lambda: True  # type: ignore[attr-defined]
+    for name in ("cudagraph_post_compile", "cudagraph_partition_post_compile"):
+        setattr(output_code, name, lambda *args, **options: None)
+    guards: Any = torch._C._dynamo.guards
+    guards._empty_strided_cpu_pinned = guards._empty_strided_cpu
+    # The host can read no value.
+    experts.sizes_of_groups = lambda offs, rows: torch.full((len(offs),), rows // len(offs))
+    equal, item = torch.equal, torch.Tensor.item
+    torch.equal = lambda a, b: a.is_cuda or equal(a, b)
+    torch.Tensor.item = lambda x: 1.0 if x.is_cuda else item(x)  # type: ignore[method-assign]
+    reduce = torch.Tensor.scatter_reduce_  # has a string, which kernels.cpp does not take
+    torch.Tensor.scatter_reduce_ = (  # type: ignore[method-assign]
+        lambda x, *args, **options: x if x.is_cuda else reduce(x, *args, **options)
+    )
     randn = torch.randn
     torch.Generator = _Generator  # type: ignore[misc]
     torch.randn = lambda *size, generator=None, **options: randn(*size, **options)

@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton import launch
+from scripts.bench.gpu_operators import Call, operator_calls, tuned_kernels
+from scripts.bench.gpu_smoke import check_same, portable
+from scripts.bench.gpu_smoke import triton as triton_outputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -63,6 +66,52 @@ def test_the_fastest_is_found_once_for_each_key_but_not_while_a_graph_is_capture
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert run(kernel, 0) == 8
     assert len(measured) == 2
+
+
+def calls_of_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Call]:
+    """A call of an operator for each kernel that has several choices."""
+    found: dict[str, Call] = {}
+    now: list[Call] = []
+
+    def note(tuned: launch.Tuned, *args: Any, **constants: Any) -> None:
+        if len(tuned.configs) > 1:
+            found.setdefault(tuned.kernel.__name__, now[0])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launch.Tuned, "__call__", note)
+        for each in operator_calls(DEVICE, odd=True, shape=(34, 40)).values():
+            now[:] = [each]
+            triton_outputs(each)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_measuring_the_choices_of_a_kernel_leaves_its_results_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton measures them on the arguments of a call. Each is called once, then ten times more."""
+    calls = calls_of_kernels(monkeypatch)
+    several = [each for each in tuned_kernels() if len(each.configs) > 1]
+    assert calls.keys() == {each.kernel.__name__ for each in several}
+    launches = 0
+
+    def measure(call: Callable[[], None], quantiles: list[float]) -> list[float]:
+        nonlocal launches
+        launches += 1
+        call()
+        return [1.0] * len(quantiles)
+
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for each in several:
+        monkeypatch.setattr(each, "_fastest", {})
+    for each in calls.values():
+        expected = portable(each)
+        for _ in range(11):
+            check_same(triton_outputs(each), expected)
+    assert launches >= sum(len(each.configs) for each in several)
 
 
 def test_without_memory_to_measure_the_first_choice_is_kept(

@@ -1,0 +1,254 @@
+"""Calls of every operator that has Triton kernels, on data that matter, for gpu_smoke."""
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fp8_dist import kernels
+from fp8_dist.device import short_name
+from fp8_dist.kernels import CustomOp, Groups, encoding, folding, gemm
+from fp8_dist.kernels.cuda import triton as package
+from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.kernels.scale import INTEGERS
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BOTH = [False, True]
+# Several tiles down and across, for every choice of block sizes.
+SHAPES = {False: (320, 2560), True: (331, 2569)}
+
+
+class Call(NamedTuple):
+    """A call of an operator."""
+
+    op: CustomOp[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Calls = dict[str, Call]
+
+
+def call(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """Make a call."""
+    return Call(op, args, kwargs)
+
+
+def tuned_kernels() -> list[Tuned]:
+    """The kernels of the library."""
+    modules = [each for each in vars(package).values() if isinstance(each, ModuleType)]
+    found = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Tuned)}
+    return list(found.values())
+
+
+def copied(x: Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Copy a tensor to memory of its own, with its strides and its offset."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    size = x.storage_offset() + last + 1 if x.numel() else 0
+    memory = torch.empty(size, dtype=x.dtype, device=device or x.device)
+    to, integer = memory.as_strided(x.shape, x.stride(), x.storage_offset()), INTEGERS[x.itemsize]
+    to.view(integer).copy_(x.view(integer))
+    return to
+
+
+def operator_calls(
+    device: torch.device | str, odd: bool, shape: tuple[int, int] | None = None
+) -> Calls:
+    """Calls by name. ``odd``: of sizes that nothing divides. ``shape``: of other sizes."""
+    m, k = shape or SHAPES[odd]
+    calls: Calls = {}
+    torch.manual_seed(0)
+    for family in (amax_calls, cast_calls, fold_calls, block_calls, gemm_calls, message_calls):
+        calls |= family(m, k)
+    return {name: moved(each, device) for name, each in calls.items()}
+
+
+def moved(of: Call, device: torch.device | str | None = None) -> Call:
+    """Copy the tensors of a call, to another device or on their own."""
+    return Call(of.op, *tree_map_only(Tensor, lambda x: copied(x, device), tuple(of[1:])))
+
+
+@cache
+def spread(m: int, k: int) -> Tensor:
+    """Values over the whole range of a float8 format beside its largest, and zeros."""
+    x = torch.randn(m, k) * 4.0 ** (3 * torch.randn(m, k)).clamp(-8, 5)
+    x[:, 3:4], x[4:5] = 0.0, -0.0
+    return x
+
+
+def ordinary(m: int, k: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Finite values."""
+    return spread(m, k).to(dtype, copy=True)
+
+
+def special(m: int, k: int, dtype: torch.dtype = BF16) -> Tensor:
+    """The same with a NaN, infinities, subnormal numbers and the largest ones."""
+    x, info = ordinary(m, k, dtype), torch.finfo(dtype)
+    x[0, 5], x[1, 6], x[2, 7] = math.nan, math.inf, -math.inf
+    x[6] = torch.randn(k) * info.smallest_normal / 4
+    x[7, 0], x[8, 1], x[9, 2] = info.max, info.min, info.smallest_normal
+    return x
+
+
+def views(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrix in other strides, and in memory that is not aligned."""
+    yield "transposed", x.t().contiguous().t()
+    yield "with gaps", x.new_zeros(x.shape[0], x.shape[1] + 3)[:, 2:-1].copy_(x)
+    yield "without its first row", x[1:]
+
+
+def amax_calls(m: int, k: int) -> Calls:
+    """Amaxes of a tensor, of rows, of columns and of many tensors; scales."""
+    x, amax = special(m, k), kernels.amax
+    calls = {f"amax along {dims}": call(amax, x, dims) for dims in (None, [0], [1])}
+    calls["amax of finite values"] = call(amax, ordinary(m, k))
+    for name, view in views(x):
+        calls |= {f"amax along {dims} {name}": call(amax, view, dims) for dims in ([0], [1])}
+    for dtype in (FP16, FP32):
+        calls[f"amax {short_name(dtype)}"] = call(amax, ordinary(m, k, dtype))
+        calls[f"amax along [1] {short_name(dtype)}"] = call(amax, special(m, k, dtype), [1])
+    calls["amaxes"] = call(kernels.amaxes, x, ["row", "column"])
+    others = [ordinary(3, 5), x[: m // 2].clone(), ordinary(m, 7)]
+    for name, of_rows in {"": False, " by rows": True}.items():
+        calls[f"amax_of_each{name}"] = call(kernels.amax_of_each, x, others, of_rows)
+    amaxes = amax.portable(special(m, 8, FP32), [1])
+    amaxes[10], amaxes[11], amaxes[12] = 0.0, 1e-13, 1e-40
+    for dtype, power in ((E4M3, True), (E5M2, False)):
+        name = f"scaling_from_amax {short_name(dtype)}"
+        calls[name] = call(kernels.scaling_from_amax, amaxes, dtype, power)
+    return calls
+
+
+def cast_calls(m: int, k: int) -> Calls:
+    """Casts with dense scales."""
+    x, s, cast, of = ordinary(m, k), special(m, k), kernels.cast_copies, [0, 0]
+    one, calls = kernels.amax.portable(x), {}
+    for dtype in (E4M3, E5M2):
+        name = f"cast_copies {short_name(dtype)} both layouts"
+        calls[name] = call(cast, x, [one], dtype, False, of, BOTH)
+    for name, view in views(x):
+        calls[f"cast_copies {name}"] = call(cast, view, [one], E5M2, False, of, BOTH)
+    calls["cast_copies transposed"] = call(cast, x, [one], E4M3, False, [0], [True])
+    rows, columns = kernels.amaxes.portable(s, ["row", "column"])
+    calls["cast_copies by rows"] = call(cast, s, [rows], E4M3, True, [0], [False])
+    calls["cast_copies by columns"] = call(cast, s, [columns], E4M3, False, of, BOTH)
+    for high, dtype in ((BF16, E4M3), (FP16, E4M3), (FP32, E5M2)):
+        wide, name = special(m, k, high), f"{short_name(high)} to {short_name(dtype)}"
+        each = kernels.amaxes.portable(wide, ["row", "column"])
+        calls[f"cast_copies by both {name}"] = call(cast, wide, each, dtype, True, [0, 1], BOTH)
+        saturated = call(cast, wide, [one / 8], dtype, False, of, BOTH, saturate=True)
+        calls[f"cast_copies saturated {name}"] = saturated
+        calls[f"cast_rows {name}"] = call(kernels.cast_rows, wide, dtype, True, [False])
+        # (Of others than finite values the codes may be any.)
+        args = ordinary(m, k, high), one / 2, dtype, True, BOTH, one * 2
+        calls[f"cast_and_record {name}"] = call(kernels.cast_and_record, *args)
+    calls["cast_and_record first"] = call(kernels.cast_and_record, x, one, E5M2, False, BOTH, None)
+    calls["cast_rows both layouts"] = call(kernels.cast_rows, s, E4M3, False, BOTH)
+    long = ordinary(3, 16400)  # registers do not hold its rows
+    calls["cast_rows long"] = call(kernels.cast_rows, long, E4M3, True, [False])
+    calls["quantize"] = call(kernels.quantize, x, torch.tensor(1e3), E5M2)
+    calls["quantize by columns"] = call(kernels.quantize, s, 448 / columns, E4M3)
+    return calls
+
+
+def scales_of_rows(m: int) -> Tensor:
+    """Scales of rows, powers of two."""
+    x = ordinary(m, 8, FP32) * 8.0 ** torch.randn(m, 1)
+    return kernels.scaling_from_amax.portable(kernels.amax.portable(x, [1]), E4M3, True)[1].view(-1)
+
+
+def fold_calls(m: int, k: int) -> Calls:
+    """Casts with folded scales, of a gradient and of groups."""
+    fold, calls = folding.fold_gradient, {}
+    s, t = scales_of_rows(k), scales_of_rows(m)
+    for high, to in ((BF16, E4M3), (FP16, E4M3), (FP32, E5M2)):
+        name = f"fold_gradient {short_name(high)}"
+        calls[name] = call(fold, special(m, k, high), to, s, t, True)
+    calls["fold_gradient of the weight"] = call(fold, special(m, k), E4M3, s, None, True)
+    calls["fold_gradient of the input"] = call(fold, ordinary(m, k), E4M3, None, t, True)
+    # Groups without rows, of one row, and some that end inside of a tile.
+    counts = torch.tensor([0, 1, 15, 17, m - 33, 0])
+    groups = Groups.of(counts, counts, m)
+    _, scale, data = kernels.cast_rows.portable(special(m, k), E4M3, True, [False])
+    s, source = scales_of_rows(6 * k).view(6, k), groups.padded(16).source
+    of, rest = (kernels.fold_groups, data, scale), (groups.of_row, 6)
+    calls["fold_groups"] = call(*of, s, t, *rest, source)
+    calls["fold_groups of the weight"] = call(*of, s, None, *rest)
+    calls["fold_groups of the input"] = call(*of, None, t, *rest, source)
+    calls["transposed_groups"] = call(kernels.transposed_groups, data, source)
+    return calls
+
+
+def block_calls(m: int, k: int) -> Calls:
+    """Casts with scales of blocks, to other blocks and back."""
+    x, cast, calls = special(m, k), kernels.cast_blocks, {}
+    kinds: tuple[tuple[Any, ...], ...] = (  # blocks, dtype, rule; new blocks, dtype of values
+        ((1, 128, 0, 0), E4M3, None, 128, BF16),
+        ((1, 32, 0, 5), E5M2, "ceil", 32, FP32),
+        ((128, 128, 0, 0), E4M3, "ceil", 128, FP32),
+        ((32, 32, 7, 31), E5M2, "floor", 32, BF16),
+    )
+    for blocks, dtype, rule, rows, wide in kinds:
+        of = f"{blocks[0]}x{blocks[1]} {short_name(dtype)}"
+        exponents, data = cast.portable(x, dtype, blocks, rule, [False])
+        calls[f"cast_blocks {of} both layouts"] = call(cast, x, dtype, blocks, rule, BOTH)
+        calls[f"block_exponents {of}"] = call(kernels.block_exponents, x, dtype, blocks, rule)
+        copies = x, exponents, dtype, blocks, BOTH
+        calls[f"quantize_block_copies {of}"] = call(kernels.quantize_block_copies, *copies)
+        known = data, exponents, blocks
+        calls[f"reblock {of}"] = call(kernels.reblock, *known, rows, rule and "ceil", True)
+        calls[f"dequantize_blocks {of}"] = call(kernels.dequantize_blocks, *known, wide)
+    turned = data.t().contiguous().t(), exponents, blocks, BF16
+    calls["dequantize_blocks transposed"] = call(kernels.dequantize_blocks, *turned)
+    blocks, dtype, *_ = kinds[0]
+    exponents, data = cast.portable(x, dtype, blocks, None, [False])
+    calls["quantize_blocks"] = call(kernels.quantize_blocks, x, exponents, dtype, blocks)
+    calls["reblock row-major"] = call(kernels.reblock, data, exponents, blocks, 128, None)
+    calls["cast_blocks one layout"] = call(cast, x, dtype, blocks, None, [False])
+    for high in (FP16, FP32):
+        name = f"cast_blocks {short_name(high)}"
+        calls[name] = call(cast, special(m, k, high), dtype, blocks, None, BOTH)
+    return calls
+
+
+def gemm_calls(m: int, k: int) -> Calls:
+    """What is done to the operands and results of GEMMs."""
+    a, b = (torch.randint(256, (size, k // 32), dtype=torch.uint8) for size in (m, m // 4))
+    calls = {"gemm_scales": call(gemm.gemm_scales, a, b, 4)}
+    calls["gemm_scales transposed"] = call(gemm.gemm_scales, a.t(), b.t())
+    for repeats in (1, 32):
+        name = f"tiled_exponents {repeats} times"
+        calls[name] = call(gemm.tiled_exponents, a, b, repeats)
+    product, rows, columns = special(m, k, FP32), torch.rand(m, 1), torch.rand(1, k)
+    one, scale = torch.tensor(3.0), gemm.scale_product
+    calls["scale_product by rows and columns"] = call(scale, product, rows, columns)
+    calls["scale_product by columns"] = call(scale, product, one, columns)
+    calls["scale_product by rows"] = call(scale, product, rows, one)
+    data = ordinary(m, k).to(E4M3)
+    calls["transposed_copy"] = call(kernels.transposed_copy, data)
+    calls["transposed_copy to 128"] = call(kernels.transposed_copy, data, 128)
+    stacked = data.view(torch.uint8)[: m // 3 * 3].view(3, -1, k).view(E5M2)
+    calls["transposed_copy of three"] = call(kernels.transposed_copy, stacked)
+    return calls
+
+
+def message_calls(m: int, k: int) -> Calls:
+    """Encoded messages, and their sums."""
+    calls, encode = {}, encoding.encode_float8
+    for high in (BF16, FP16, FP32):
+        for kind, seed in {"nearest": encoding.NEAREST, "stochastic": 1}.items():
+            name = f"encode_float8 {short_name(high)} {kind}"
+            calls[name] = call(encode, special(m, k, high), seed)
+    codes, exponents = encode.portable(special(3 * m, k), 1)
+    calls["decode_float8"] = call(encoding.decode_float8, codes, exponents)
+    codes, exponents = codes.view(3, m, k), exponents.view(3, m, -1)
+    sums, numbers = encoding.sum_of_rows, special(3 * m, k).view(3, m, k)
+    calls["sum_of_rows of codes"] = call(sums, codes, exponents, ordinary(m, k), 1)
+    calls["sum_of_rows of numbers"] = call(sums, numbers, None, ordinary(m, k, FP32), 2)
+    return calls

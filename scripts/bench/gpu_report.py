@@ -1,0 +1,235 @@
+"""Prints the results of a day on a GPU as tables for docs/gpu.md, measured beside derived.
+
+    python -m scripts.bench.gpu_report runs/gpu_day/results.jsonl
+
+It needs no GPU. Of a case that was tried several times the last line counts. A time is the median
+of all readings, with the least and the largest. Derived times are those of docs/gpu.md.
+"""
+
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.bench.gpu_results import ROOT, Result, read
+from scripts.common.candidates import BF16
+from scripts.common.fake_cuda.roofline import Rates
+from scripts.common.markdown import table
+from scripts.common.options import command_parser
+
+PAGE = ROOT / "docs/gpu.md"
+DERIVED_SHAPE = "8192 x 4096 x 14336"  # of the page's table of one layer
+AGAIN = ", again"
+
+
+class Candidate(NamedTuple):
+    """A row of a table of times: what took turns with others on one shape."""
+
+    recipe: str
+    compiled: bool
+    again: bool  # the baseline, measured after all others
+
+    @property
+    def text(self) -> str:
+        """The name in a table."""
+        return self.recipe + ", compiled" * self.compiled + AGAIN * self.again
+
+
+def latest(results: Iterable[Result]) -> list[Result]:
+    """Keep the last result of each case."""
+    return list({(result.stage, result.name): result for result in results}.values())
+
+
+def of_stage(results: Sequence[Result], *stages: str) -> list[Result]:
+    """Return the results of stages, of their parts ("kernels 1"), and of what was tried again."""
+    return [r for r in results if r.stage.removesuffix(AGAIN).rstrip("0123456789 ") in stages]
+
+
+def spread(readings: Sequence[float], unit: float = 1e3) -> list[str]:
+    """Cells: the median, and the least and the largest reading."""
+    if not readings:
+        return ["", ""]
+    middle = statistics.median(readings) * unit
+    return [f"{middle:.3f}", f"{min(readings) * unit:.3f} to {max(readings) * unit:.3f}"]
+
+
+def where(results: Sequence[Result]) -> str:
+    """The cards, the commits and the releases."""
+    cards = sorted({r.card for r in results} - {"CPU"})
+    commits = sorted({r.commit for r in results})
+    notes = {r.note: None for r in results if r.name in ("versions", "look") and r.note}
+    lines = [f"Card: {', '.join(cards) or 'none'}. Commit: {', '.join(commits)}."]
+    return "\n".join([*lines, *(f"- {note}" for note in notes)])
+
+
+def checks(results: Sequence[Result]) -> str:
+    """How many cases of each stage went well, and each error."""
+    by_stage: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        by_stage[result.stage].append(result)
+    lines = []
+    for stage, found in by_stage.items():
+        failed = sum(bool(r.error) for r in found)
+        skipped = sum(r.note == "skipped" for r in found)
+        lines.append([stage, str(len(found) - failed - skipped), str(skipped or ""), str(failed)])
+    text = table(["stage", "went well", "skipped", "errors"], lines, "lr")
+    errors = [f"- {r.stage}: {r.name}: {r.error}" for r in results if r.error]
+    return "\n".join([text, *([""] if errors else []), *errors])
+
+
+def gemm_calls(results: Sequence[Result]) -> str:
+    """Each GEMM call, and what the device said."""
+    lines = [[r.name, r.note, r.error] for r in of_stage(results, "gemms")]
+    return table(["GEMM", "accepted, or not", "error"], lines) if lines else ""
+
+
+def rates(results: Sequence[Result]) -> str:
+    """Rates of copies and of GEMMs, beside the assumed ones."""
+    assumed = Rates()
+    tera = {
+        "copy": assumed.elementwise,
+        "amax": assumed.reduction,
+        "elementwise": assumed.elementwise,
+        "transposing copy of bytes": assumed.transpose,
+        "bf16": assumed.bf16,
+        "float8, fast accumulation": assumed.float8_fast,
+        "float8": assumed.float8,
+    }
+    lines = []
+    for r in of_stage(results, "rates", "probe"):
+        amount = r.bytes or r.flops
+        if not amount:
+            continue
+        kind = r.name.removeprefix(f"{r.shape}, ")
+        unit = "TB/s" if r.bytes else "TFLOP/s"
+        measured = f"{amount / r.median / 1e12:,.2f} {unit}" if r.readings else r.error
+        lines.append([r.name, measured, f"{tera[kind]:g} {unit}" if kind in tera else ""])
+        lines[-1].append(spread(r.readings)[1])
+    return table(["what", "measured", "assumed", "ms, least to largest"], lines, "lr")
+
+
+def kernels(results: Sequence[Result]) -> str:
+    """GB/s of kernels, and as a share of the copies of the same run."""
+    found = [r for r in of_stage(results, "kernel rates") if r.readings and r.bytes]
+    copies = [r.bytes / r.median for r in found if r.name.startswith("copy,")]
+    if not found or not copies:
+        return ""
+    copy = statistics.mean(copies)
+    lines = []
+    for r in found:
+        rate = r.bytes / r.median
+        cells = [r.name, r.note, *spread(r.readings, 1e6), f"{rate / 1e9:,.0f}"]
+        lines.append([*cells, f"{rate / copy:.2f}"])
+    head = ["kernel", "block sizes", "us", "least to largest", "GB/s", "share of the copy"]
+    return table(head, lines, "llr")
+
+
+def candidates(results: Sequence[Result], ending: str = "") -> dict[str, dict[Candidate, Result]]:
+    """Pool the turns of candidates: by shape, one result with all readings of each."""
+    found: dict[str, dict[Candidate, Result]] = defaultdict(dict)
+    for r in results:
+        if not (r.readings and r.recipe and r.name.endswith(ending)):
+            continue
+        who = Candidate(r.recipe, r.compiled, AGAIN in r.name)
+        before = found[r.shape].get(who)
+        pooled = r.readings if before is None else (*before.readings, *r.readings)
+        peak = max(r.peak, before.peak if before else 0)
+        found[r.shape][who] = replace(r, readings=pooled, peak=peak)
+    return found
+
+
+def times(of: dict[Candidate, Result], derived: dict[Candidate, float]) -> str:
+    """One line for each candidate of a shape."""
+    bases = [of.get(Candidate(BF16, compiled, False)) for compiled in (False, True)]
+    lines = []
+    for who, r in of.items():
+        ratios = [f"{base.median / r.median:.2f}" if base else "" for base in bases]
+        cells = [who.text, *spread(r.readings), f"{derived[who]:.2f}" if who in derived else ""]
+        cells += [*ratios, f"{r.tokens / r.median:,.0f}" if r.tokens else ""]
+        cells += [f"{r.flops / r.median / 1e12:,.0f}" if r.flops else ""]
+        lines.append([*cells, f"{r.peak / 1e9:.2f}" if r.peak else ""])
+    head = ["candidate", "ms", "least to largest", "derived", "x bf16", "x bf16 compiled"]
+    return table([*head, "tokens/s", "TFLOP/s", "peak GB"], lines, "lr")
+
+
+def blocks(results: Sequence[Result]) -> dict[str, str]:
+    """By shape: forward and backward, the optimizer, and the tokens of both per second."""
+    found = {}
+    optimizers = candidates(results, "optimizer")
+    for shape, of in candidates(results, "step").items():
+        lines = []
+        for who, step in of.items():
+            update = optimizers.get(shape, {}).get(who)
+            whole = step.median + update.median if update else None
+            rate = f"{step.tokens / whole:,.0f}" if whole else ""
+            cells = [who.text, *spread(step.readings), *spread(update.readings if update else ())]
+            lines.append([*cells, rate, f"{step.peak / 1e9:.2f}" if step.peak else ""])
+        head = ["blocks", "forward and backward, ms", "least to largest", "optimizer, ms"]
+        head += ["least to largest", "tokens/s of both", "peak GB"]
+        found[shape] = table(head, lines, "lr")
+    return found
+
+
+def derived_times(page: str) -> dict[Candidate, float]:
+    """Milliseconds of a layer in the page's table, eager and compiled."""
+    found: dict[Candidate, float] = {}
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
+    heads = [i for i, row in enumerate(rows) if row[0] == "layer" and "all, ms" in row]
+    for row in rows[heads[0] + 2 :] if heads else ():
+        if len(row) != len(rows[heads[0]]):
+            break
+        cells = dict(zip(rows[heads[0]], row, strict=True))
+        name, eager = cells["layer"].strip("`"), float(cells["all, ms"])
+        found[Candidate(name, False, False)] = eager
+        bf16 = found[Candidate(BF16, False, False)]
+        found[Candidate(name, True, False)] = bf16 / float(cells["compiled"])
+    return found
+
+
+def sections(results: Sequence[Result], page: str) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts."""
+    yield "The machine", where(results)
+    yield "Checks", checks(results)
+    yield "GEMMs that were tried", gemm_calls(results)
+    yield "Rates", rates(results)
+    yield "Kernels of a layer's step", kernels(results)
+    derived = derived_times(page)
+    timed = of_stage(results, "layers")
+    walls = [r for r in timed if r.name.endswith(", wall")]
+    on_device = [r for r in timed if not r.name.endswith(", wall")]
+    for title, found in (("Layer", on_device), ("Layer on the host's clock", walls)):
+        for shape, of in candidates(found).items():
+            known = derived if (title, shape) == ("Layer", DERIVED_SHAPE) else {}
+            yield f"{title}, {shape}", times(of, known)
+    for shape, text in blocks(of_stage(results, "blocks")).items():
+        yield f"A step of {shape}", text
+    for stage, title in (("experts", "Experts"), ("training", "Training"), ("nccl", "NCCL")):
+        found = of_stage(results, stage)
+        for shape, of in candidates(found).items():
+            yield f"{title}, {shape}", times(of, {})
+        notes = [f"- {r.name}: {r.note}" for r in found if r.note]
+        yield f"{title}: notes", "\n".join(notes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = command_parser("scripts.bench.gpu_report", __doc__)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results.jsonl")
+    args = parser.parse_args(argv)
+    try:
+        results = latest(result for file in args.files for result in read(file))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not results:
+        parser.error(f"no results in {', '.join(map(str, args.files))}")
+    for title, text in sections(results, PAGE.read_text()):
+        if text:
+            print(f"## {title}\n\n{text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

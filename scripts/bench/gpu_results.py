@@ -1,0 +1,204 @@
+"""Results of a day on a GPU: JSON lines, each appended as soon as something was tried.
+
+A program of the day is a *stage*. It calls :func:`run` with its cases, each a name and a function
+that returns a :class:`Result` or raises. `scripts.bench.gpu_day` starts the stages with the options
+``--results``, ``--stage`` and ``--begun``. Started by hand without them, a program prints what it
+finds, and nothing else.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+# The status of a stage whose device answers no more. It goes on in a new process.
+POISONED = 75
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one case.
+
+    Attributes:
+        stage: the program's part of the day.
+        name: of the case, unique in its stage.
+        recipe: of the candidate: "bf16", a recipe, "torchao RECIPE".
+        compiled: whether it was compiled.
+        shape: such as "8192 x 4096 x 14336".
+        readings: seconds, as they were taken.
+        bytes, flops, tokens: of one reading.
+        peak: bytes of the device's memory.
+        note: what a person wants to know besides: a choice of block sizes, decibels, a loss.
+        error: the first line of what was raised; empty if all went well.
+        card, commit, at: the device, the code, and the seconds since 1970; filled in.
+    """
+
+    stage: str = ""
+    name: str = ""
+    recipe: str = ""
+    compiled: bool = False
+    shape: str = ""
+    readings: tuple[float, ...] = ()
+    bytes: int = 0
+    flops: float = 0.0
+    tokens: int = 0
+    peak: int = 0
+    note: str = ""
+    error: str = ""
+    card: str = ""
+    commit: str = ""
+    at: float = 0.0
+
+    @property
+    def median(self) -> float:
+        """The median reading, in seconds; NaN without readings."""
+        return statistics.median(self.readings) if self.readings else float("nan")
+
+    def line(self) -> str:
+        """JSON on one line, with the median, the least and the largest reading."""
+        found = dataclasses.asdict(self)
+        if self.readings:
+            found |= {"median": self.median, "min": min(self.readings), "max": max(self.readings)}
+        return json.dumps(found)
+
+    def text(self) -> str:
+        """The line that people read while the day goes on."""
+        words = [self.stage, self.name]
+        if self.readings:
+            words.append(f"{1e3 * self.median:.3f} ms")
+        if self.bytes and self.readings:
+            words.append(f"{self.bytes / self.median / 1e9:,.0f} GB/s")
+        if self.flops and self.readings:
+            words.append(f"{self.flops / self.median / 1e12:,.0f} TFLOP/s")
+        if self.peak:
+            words.append(f"{self.peak / 1e9:.2f} GB")
+        words += [self.note, f"FAILED: {self.error}" if self.error else ""]
+        return ": ".join(word for word in words if word)
+
+
+def append(path: Path, result: Result) -> None:
+    """Append a line in one write, so that lines of several processes do not mix."""
+    with path.open("ab", buffering=0) as file:
+        file.write(f"{result.line()}\n".encode())
+
+
+def read(path: Path) -> list[Result]:
+    """Read the lines of a day, and of several days one after the other.
+
+    A last line that was cut off is left out.
+
+    Raises:
+        ValueError: another line is no result; names it.
+    """
+    names = {field.name for field in dataclasses.fields(Result)}
+    results, lines = [], path.read_text().split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+            kept = {name: value for name, value in found.items() if name in names}
+            results.append(Result(**kept | {"readings": tuple(found["readings"])}))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            if number == len(lines):  # no newline: its writer was stopped
+                break
+            raise ValueError(f"{path}, line {number}, is no result: {line[:80]!r}") from None
+    return results
+
+
+def add_options(parser: argparse.ArgumentParser, stage: str) -> None:
+    """Add the options of a stage; by default it is called ``stage``."""
+    add = parser.add_argument
+    add("--stage", default=stage, help="name in the results; default: %(default)s")
+    add("--results", type=Path, metavar="FILE", help="append JSON lines to it")
+    begun = "names of cases that have begun: these are skipped, new ones are appended"
+    add("--begun", type=Path, metavar="FILE", help=begun)
+    only = "the cases alone whose names contain one of these"
+    add("--only", nargs="+", default=[""], metavar="TEXT", help=only)
+    again = "only the cases that failed in these results, of the stage --of"
+    add("--again", type=Path, metavar="FILE", help=again)
+    add("--of", default=stage, metavar="STAGE", help="default: %(default)s")
+
+
+def run(args: argparse.Namespace, cases: Iterable[tuple[str, Callable[[], Result]]]) -> int:
+    """Run the cases that have not begun before; return the exit status.
+
+    The status is 1 if a case failed, and ``POISONED``, at once, if the device does not answer after
+    a failure: the same command then goes on behind that case, in a new process.
+
+    Args:
+        args: of a parser with :func:`add_options`.
+        cases: names and functions, which are called one after the other. A function that is to be
+            measured waits for the device itself.
+    """
+    begun = set(args.begun.read_text().splitlines()) if args.begun and args.begun.exists() else ()
+    failed = None
+    if args.again:
+        failed = {r.name for r in read(args.again) if r.error and r.stage == args.of}
+    identity = {"stage": args.stage, "card": card(), "commit": commit()}
+    status = 0
+    for name, function in cases:
+        is_chosen = any(text in name for text in args.only)
+        if not is_chosen or name in begun or (failed is not None and name not in failed):
+            continue
+        if args.begun:
+            with args.begun.open("a") as file:
+                file.write(f"{name}\n")
+        try:
+            result = function()
+            _synchronize()
+        except Exception as error:  # of one case; torch and Triton raise many types
+            result = Result(error=shown(error))
+        result = dataclasses.replace(result, name=name, at=time.time(), **identity)
+        print(result.text(), flush=True)
+        if args.results:
+            append(args.results, result)
+        if result.error:
+            status = 1
+            try:
+                _synchronize()
+            except Exception as error:
+                print(f"{args.stage}: the device answers no more: {shown(error)}", flush=True)
+                return POISONED
+    return status
+
+
+def shown(error: Exception) -> str:
+    """The type and the first words of an error, and of what caused it."""
+    texts = []
+    cause: BaseException | None = error
+    while cause is not None:
+        first = next(iter(str(cause).strip().splitlines()), "")
+        texts.append(f"{type(cause).__name__}: {first}"[:200])
+        cause = cause.__cause__
+    return ", caused by ".join(texts)
+
+
+def card() -> str:
+    """The name of the device."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def commit() -> str:
+    """The commit of this checkout, from FP8_DIST_COMMIT where a copy has no repository."""
+    given = os.environ.get("FP8_DIST_COMMIT")
+    if given:
+        return given
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,88 @@
+"""Runs tests as a stage of a day on a GPU: a line of JSON for each as soon as it ends.
+
+    python -m scripts.bench.gpu_tests tests/gpu --workers 8
+
+A test that crashes its process, or waits for the device for too long, ends one of pytest-xdist's
+workers (tests/gpu/conftest.py), which another one replaces.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.gpu_results import Result, add_options, append, card, commit, read
+from scripts.common.options import command_parser, positive
+
+
+class Lines:
+    """A plugin of pytest that appends results.
+
+    Args:
+        stage: in the results.
+        results, begun: files to append to, if any.
+    """
+
+    def __init__(self, stage: str, results: Path | None, begun: Path | None) -> None:
+        self.identity = {"stage": stage, "card": card(), "commit": commit()}
+        self.results = results
+        self.begun = begun
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if self.begun:
+            with self.begun.open("a") as file:
+                file.write(f"{nodeid}\n")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return
+        error, note = "", ""
+        if report.skipped:
+            note = "skipped"
+        elif report.failed:
+            text = report.longreprtext
+            said = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+            error = " ".join(said[:2])[:300] or next(reversed(text.splitlines()), "failed")
+        result = Result(
+            name=report.nodeid,
+            readings=(report.duration,),
+            note=note,
+            error=error,
+            at=time.time(),
+            **self.identity,
+        )
+        if self.results:
+            append(self.results, result)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = command_parser("scripts.bench.gpu_tests", __doc__)
+    parser.add_argument("paths", nargs="+", help="of tests")
+    parser.add_argument("--ignore", nargs="+", default=[], metavar="PATH", help="of other tests")
+    parser.add_argument("--workers", type=positive, default=1, help="processes; %(default)s")
+    add_options(parser, "tests")
+    args = parser.parse_args(argv)
+    chosen = [*args.paths, *(f"--ignore={path}" for path in args.ignore)]
+    if args.again:
+        chosen = [r.name for r in read(args.again) if r.error and r.stage == args.of]
+    resumed = bool(args.begun and args.begun.exists())
+    if resumed:  # behind the tests that a process before this one began
+        chosen += [f"--deselect={name}" for name in args.begun.read_text().splitlines()]
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
+    options += ["-n", str(args.workers), "--max-worker-restart=1000", "--dist=load"]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(chosen))
+        file.flush()
+        status = pytest.main(
+            [*options, f"@{file.name}"], plugins=[Lines(args.stage, args.results, args.begun)]
+        )
+    nothing_left = resumed and status == pytest.ExitCode.NO_TESTS_COLLECTED
+    return 0 if nothing_left else int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
