@@ -47,7 +47,7 @@ def batch(step: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.
 
 
 def trained(
-    model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], device: str, lr: float = 0.5
+    model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], device: str, lr: float = 0.05
 ) -> list[torch.Tensor]:
     """Outputs and gradients of each step, then the weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)

@@ -10,8 +10,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton import launch
 from scripts.bench.gpu_operators import Call, operator_calls, tuned_kernels
-from scripts.bench.gpu_smoke import check_same, portable
-from scripts.bench.gpu_smoke import triton as triton_outputs
+from scripts.bench.gpu_smoke import check_same, launched, portable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -81,7 +80,7 @@ def calls_of_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Call]:
         patched.setattr(launch.Tuned, "__call__", note)
         for each in operator_calls(DEVICE, odd=True, shape=(34, 40)).values():
             now[:] = [each]
-            triton_outputs(each)
+            launched(each)
     return found
 
 
@@ -110,7 +109,7 @@ def test_measuring_the_choices_of_a_kernel_leaves_its_results_as_they_are(
     for each in calls.values():
         expected = portable(each)
         for _ in range(11):
-            check_same(triton_outputs(each), expected)
+            check_same(launched(each), expected)
     assert launches >= sum(len(each.configs) for each in several)
 
 
