@@ -3,14 +3,16 @@
 #   bash scripts/gpu_day.sh A FOLDER     is it right? 210 s
 #   bash scripts/gpu_day.sh B FOLDER     how fast is it? 260 s
 #   bash scripts/gpu_day.sh C FOLDER     does it train? 150 s
-# Options of `python -m scripts.bench.gpu_day` may follow. Results are in FOLDER/results.jsonl as soon
-# as they are found, and FOLDER/log.tgz has what was printed.
+# Options of `python -m scripts.bench.gpu_day` may follow; their paths are from the root of the
+# checkout. Results are in FOLDER/results.jsonl as soon as they are found, and FOLDER/log_A.tgz has
+# what was printed. B and C can follow each other on a machine that takes long to start.
 #   PY         an interpreter, used as it is (default: the environment of scripts/test.sh). It needs
 #              torch 2.11 or later for CUDA, pytest and pytest-xdist; for the training tqdm and numpy
 #   GPU_PACK   what scripts/prepare_gpu_day.sh made elsewhere (default: runs/gpu_day.tgz, if there)
 # The exit status is 0 when all cases went well.
 set -u -o pipefail
 unset CDPATH
+since="$(date +%s.%N)"
 case "${1:-}" in A | B | C) ;; *) set -- ;; esac
 if [ $# -lt 2 ]; then
     echo "usage: bash scripts/gpu_day.sh A|B|C FOLDER [OPTION...]" >&2
@@ -33,10 +35,14 @@ else
 fi
 if [ -f "$pack" ]; then
     # Triton finds kernels only in a folder of the name in which they were compiled.
-    mkdir -p "$GPU_PACKED" && tar -xzf "$pack" -C "$GPU_PACKED" || exit 1
+    rm -rf "$GPU_PACKED"
+    mkdir -m 700 "$GPU_PACKED" && tar -xzf "$pack" -C "$GPU_PACKED" || exit 1
     export PYTHONPATH="$GPU_PACKED/site${PYTHONPATH:+:$PYTHONPATH}"
     FP8_DIST_COMMIT="$(cat "$GPU_PACKED/commit")"
+    [ "$(library_sum)" = "$(cat "$GPU_PACKED/library_sum")" ] || FP8_DIST_COMMIT+=", changed since"
     export FP8_DIST_COMMIT TRITON_CACHE_DIR="$GPU_PACKED/triton"
+else
+    echo "there is no $pack: kernels are compiled during the call" >&2
 fi
 if ! "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     "$PY" -c 'import torch; print(f"torch {torch.__version__} finds no CUDA device", end="")' >&2
@@ -45,4 +51,4 @@ if ! "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     exit 1
 fi
 export PYTHONUNBUFFERED=1
-exec "$PY" -m scripts.bench.gpu_day "$call" "$results" "$@"
+exec "$PY" -m scripts.bench.gpu_day "$call" "$results" --since "$since" "$@"

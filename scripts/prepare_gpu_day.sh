@@ -17,9 +17,12 @@ ensure_env "bench"
 rm -rf "$GPU_PACKED"
 mkdir -p "$GPU_PACKED/site" runs
 git describe --always --dirty --abbrev=12 > "$GPU_PACKED/commit"
+library_sum > "$GPU_PACKED/library_sum"
 TRITON_CACHE_DIR="$GPU_PACKED/triton" "$PY" -m scripts.bench.gpu_ahead
 pip_install --no-deps --target "$GPU_PACKED/site" torchao
-# Launches need a kernel's machine code and its description alone.
+# Launches need a kernel's machine code and its description alone; torchao has tests named "test".
 find "$GPU_PACKED/triton" -type f ! -name '*.cubin' ! -name '*.json' ! -name '*.so' -delete
+rm -rf "$GPU_PACKED/site/test"
+find "$GPU_PACKED/site" -name __pycache__ -prune -exec rm -rf {} +
 tar -czf runs/gpu_day.tgz -C "$GPU_PACKED" .
 ls -l runs/gpu_day.tgz

@@ -164,10 +164,12 @@ def label(variant: Variant) -> str:
     return f"{name} compiled" if compiled else name
 
 
-def layer_variants() -> list[Variant]:
-    """The candidates for a layer, the most wanted first."""
+def layer_variants(rows: int) -> list[Variant]:
+    """The candidates for a layer, the most wanted first; all of them with ``ROWS`` rows alone."""
     both = [(name, kind) for name in (BF16, *OURS) for kind in (False, True)]
-    return [*both[:6], *((name, True) for name in TORCHAO[:2]), *both[6:]]
+    every = [*both[:6], *((name, True) for name in TORCHAO[:2]), *both[6:]]
+    few = (BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1])
+    return every if rows == ROWS else [each for each in every if each[0] in few]
 
 
 def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -180,7 +182,7 @@ def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
         ready: dict[Variant, tuple[Layer, Callable[[], object]]] = {}
         for turn in (*(f"turn {1 + turn}" for turn in range(args.turns)), "wall"):
             again = [] if turn == "wall" else [((BF16, False), ", again")]
-            for variant, suffix in [*((variant, "") for variant in layer_variants()), *again]:
+            for variant, suffix in [*((variant, "") for variant in layer_variants(rows)), *again]:
                 candidate = f"{shape_text(shape)}, {label(variant)}{suffix}"
                 if any(name.rpartition(", ")[0] == candidate for name in failed):
                     continue

@@ -127,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args, [("look", look)])
     driver.set_active(HopperDriver())
     before = entries()
-    kernels = compile_calls(calls())
+    chosen = (each for each in calls() if any(text in each[0] for text in args.only))
+    kernels = compile_calls(chosen)
     build_launchers(kernels)
     print(f"{len(kernels)} kernels; {entries() - before} new entries of {entries()}")
     return 0

@@ -8,7 +8,7 @@ A stage is a process. It appends each result to FOLDER/results.jsonl at once
 (`scripts.bench.gpu_results`). No stage stops another: one that crashes, or whose device answers no
 more, goes on behind the case that did it, in a new process. So does one of whose cases takes too
 long. At the end of its group's time a stage is stopped, and what it found is kept. What the stages
-print is in FOLDER/log.tgz at the end. The exit status is 1 if a result is an error.
+print is in FOLDER/log_CALL.tgz at the end. The exit status is 1 if a result is an error.
 """
 
 import os
@@ -23,11 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 
-from scripts.bench.gpu_results import POISONED, Result, append, card, commit, read
+from scripts.bench.gpu_results import FAILED, POISONED, Result, append, card, commit, read
 from scripts.common.options import command_parser, positive
 
 POLL = 0.05  # seconds between looks at a process
+PATIENCE = 5.0  # seconds until a process that is killed has ended
 AGAIN = 30.0  # seconds for what failed before
 SHOWN = 40  # errors that are printed at the end
 
@@ -72,7 +74,7 @@ SMOKE, SPEED, TESTS = "gpu_smoke", "gpu", "gpu_tests"
 SHARED = "tests/gpu/test_gpu_shared.py"
 
 START = Group(
-    10,
+    15,
     (stage("start", "gpu_probe", "--only", "versions"), stage("cache", "gpu_ahead", "--look")),
 )
 # The most valuable first. A group that ends early leaves its time to those behind it. FOLDER stands
@@ -82,64 +84,107 @@ CALLS: dict[str, tuple[Group, ...]] = {
         START,
         Group(52, (*parts("kernels", 6, SMOKE, "kernels"), stage("gemms", SMOKE, "gemms"))),
         Group(
-            108,
+            104,
             (
                 stage("steps", SMOKE, "steps"),
                 stage("inductor", SMOKE, "inductor"),
-                stage("ranks", TESTS, SHARED, patience=100),
+                stage("ranks", TESTS, SHARED, "--workers", "3", patience=100),
                 stage(
                     "tests", TESTS, "tests/gpu", "--ignore", SHARED, "--workers", "8", patience=100
                 ),
             ),
         ),
-        Group(35, (stage("rates", "gpu_probe"),)),
+        Group(32, (stage("rates", "gpu_probe"),)),
     ),
     "B": (
         START,
         Group(35, (stage("kernel rates", "gpu_kernels"),)),
-        Group(115, (stage("layers", SPEED, "layers"),)),
-        Group(95, (stage("blocks", SPEED, "blocks", patience=60),)),
+        Group(110, (stage("layers", SPEED, "layers"),)),
+        Group(92, (stage("blocks", SPEED, "blocks", patience=60),)),
     ),
     "C": (
         START,
-        Group(90, (stage("training", "gpu_train", patience=40),)),
-        Group(20, (stage("experts", SPEED, "experts"),)),
+        Group(88, (stage("training", "gpu_train", patience=50),)),
+        Group(18, (stage("experts", SPEED, "experts"),)),
         Group(12, (stage("trace", "gpu_kernels", "--trace", "FOLDER"),)),
-        Group(13, (stage("nccl", SPEED, "nccl"),)),
+        Group(11, (stage("nccl", SPEED, "nccl"),)),
     ),
 }
 SECONDS = {"A": 210, "B": 260, "C": 150}
 
 
+class Day:
+    """What the stages of a call share.
+
+    Attributes:
+        python: the interpreter of the stages.
+        folder: for results.
+        logs: for what is printed, and for the names of cases that have begun.
+        identity: of this machine and code, in results that no stage can write itself.
+        stopped: set when the day is stopped from outside.
+    """
+
+    def __init__(self, python: str, folder: Path, logs: Path) -> None:
+        self.python = python
+        self.folder = folder
+        self.results = folder / "results.jsonl"
+        self.logs = logs
+        self.stopped = Event()
+        try:
+            self.identity = {"card": card(), "commit": commit()}
+        except Exception as error:  # of a device that is broken: the stages say more
+            self.identity = {"card": type(error).__name__, "commit": commit()}
+
+    def run(self, groups: Sequence[Group], begin: float, seconds: float) -> None:
+        """Run groups one after the other; each ends when those up to it have used their time.
+
+        Args:
+            begin: of the call, on the monotonic clock.
+            seconds: of the call.
+        """
+        used = 0.0
+        for group in groups:
+            used += group.seconds
+            running = [Running(self, each, begin + min(used, seconds)) for each in group.stages]
+            with ThreadPoolExecutor(len(running)) as pool:
+                for each, outcome in zip(running, pool.map(Running.run, running), strict=True):
+                    print(f"{each.stage.name}: {outcome}", flush=True)
+
+
 class Running:
     """A stage on its way, started again behind each case that ended its process."""
 
-    def __init__(self, stage: Stage, python: str, folder: Path, logs: Path, end: float) -> None:
+    def __init__(self, day: Day, stage: Stage, end: float) -> None:
+        self.day = day
         self.stage = stage
         self.end = end
-        self.results = folder / "results.jsonl"
         file = stage.name.replace(" ", "_")
-        self.begun = logs / f"{file}.begun"
-        self.log = logs / f"{file}.log"
-        words = [str(folder) if word == "FOLDER" else word for word in stage.words]
-        self.command = [python, *words, "--stage", stage.name]
-        self.command += ["--results", str(self.results), "--begun", str(self.begun)]
+        self.begun = day.logs / f"{file}.begun"
+        self.log = day.logs / f"{file}.log"
+        words = [str(day.folder) if word == "FOLDER" else word for word in stage.words]
+        self.command = [day.python, *words, "--stage", stage.name]
+        self.command += ["--results", str(day.results), "--begun", str(self.begun)]
 
     def run(self) -> str:
         """Run it to its end, or to that of its time; return how it ended, in a few words."""
         begin = time.monotonic()
+        try:
+            outcome = self._processes()
+        except Exception as error:  # of this stage: the others go on
+            outcome = f"could not be run: {error}"
+        return f"{outcome} after {time.monotonic() - begin:.0f} s, {len(self._names())} cases"
+
+    def _processes(self) -> str:
         while True:
             before = len(self._names())
             reason, status = self._one_process()
-            if not reason and status in (0, 1):
-                outcome = "went well" if status == 0 else "some cases failed"
-                break
-            if status != POISONED:
-                self._blame(reason or _ended_by(status))
+            if not reason and status in (0, FAILED):
+                return "some cases failed" if status else "went well"
             outcome = reason or _ended_by(status)
-            if time.monotonic() >= self.end or len(self._names()) == before:
-                break
-        return f"{outcome} after {time.monotonic() - begin:.0f} s, {len(self._names())} cases"
+            if status != POISONED:
+                self._blame(outcome)
+            if self._is_over() or len(self._names()) == before:
+                return outcome
 
     def _one_process(self) -> tuple[str, int]:
         """Run the command; return why it was stopped, and its status."""
@@ -149,20 +194,29 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
-            begin = time.time()
-            reason = ""
+        begin = time.time()
+        reason = ""
+        try:
             while process.poll() is None and not reason:
                 time.sleep(POLL)
                 quiet = time.time() - max(begin, self._changed())
-                if time.monotonic() >= self.end:
+                if self._is_over():
                     reason = "stopped at the end of its time"
                 elif quiet > self.stage.patience:
                     reason = f"stopped after {quiet:.0f} s without a result"
+            if process.poll() is not None:
+                reason = ""
+        finally:
             with suppress(ProcessLookupError):  # ranks and compilers that it started, too
                 os.killpg(process.pid, signal.SIGKILL)
-            return reason, process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a driver may hold a process for ever
+            process.wait(PATIENCE)
+        return reason, process.returncode if process.returncode is not None else -signal.SIGKILL
+
+    def _is_over(self) -> bool:
+        return self.day.stopped.is_set() or time.monotonic() >= self.end
 
     def _changed(self) -> float:
         return self.begun.stat().st_mtime if self.begun.exists() else 0.0
@@ -171,13 +225,12 @@ class Running:
         return self.begun.read_text().splitlines() if self.begun.exists() else []
 
     def _blame(self, reason: str) -> None:
-        """Write a line for the case that ended the process, or for a start that failed."""
-        name = next(reversed(self._names()), "start")
-        written = read(self.results) if self.results.exists() else []
-        if any((result.stage, result.name) == (self.stage.name, name) for result in written):
-            name = "end"
-        identity = {"card": card(), "commit": commit(), "at": time.time()}
-        append(self.results, Result(self.stage.name, name, error=reason, **identity))
+        """Write a line for each case without one; else for the start, or the end, of the stage."""
+        written = {r.name for r in read(self.day.results) if r.stage == self.stage.name}
+        names = self._names()
+        for name in [n for n in names if n not in written] or ["end" if names else "start"]:
+            identity = self.day.identity | {"at": time.time()}
+            append(self.day.results, Result(self.stage.name, name, error=reason, **identity))
 
 
 def _ended_by(status: int) -> str:
@@ -187,26 +240,13 @@ def _ended_by(status: int) -> str:
     return f"ended with {name}"
 
 
-def run_call(
-    groups: Sequence[Group], seconds: float, folder: Path, logs: Path, python: str
-) -> None:
-    """Run groups one after the other; each ends when those up to it have used their time."""
-    begin, used = time.monotonic(), 0.0
-    for group in groups:
-        used += group.seconds
-        end = begin + min(used, seconds)
-        running = [Running(each, python, folder, logs, end) for each in group.stages]
-        with ThreadPoolExecutor(len(running)) as pool:
-            for each, outcome in zip(running, pool.map(Running.run, running), strict=True):
-                print(f"{each.stage.name}: {outcome}", flush=True)
-
-
 def groups_of(call: str, again: Path | None, factor: float) -> list[Group]:
     """Return the groups of a call with so many times their seconds.
 
-    ``again``: results of another call, of which what failed is tried again first.
+    ``again``: results of another call, of which what failed is tried again behind the start.
     """
-    groups = [*again_of(again), *CALLS[call]] if again else CALLS[call]
+    start, *rest = CALLS[call]
+    groups = [start, *(again_of(again) if again else []), *rest]
     return [
         Group(factor * seconds, tuple(replace(s, patience=factor * s.patience) for s in stages))
         for seconds, stages in ((group.seconds, group.stages) for group in groups)
@@ -214,14 +254,13 @@ def groups_of(call: str, again: Path | None, factor: float) -> list[Group]:
 
 
 def again_of(again: Path) -> list[Group]:
-    """Return a group of the stages that have errors in results."""
+    """Return a group of the stages that check something, and have errors in results."""
     failed = {result.stage for result in read(again) if result.error}
-    every = {stage.name: stage for groups in CALLS.values() for group in groups
-             for stage in group.stages}  # fmt: skip
+    every = [stage for group in CALLS["A"][1:-1] for stage in group.stages]
     repeated = [
-        Stage(f"{name}, again", (*each.words, "--again", str(again), "--of", name), each.patience)
-        for name, each in every.items()
-        if name in failed
+        Stage(f"{s.name}, again", (*s.words, "--again", str(again), "--of", s.name), s.patience)
+        for s in every
+        if s.name in failed
     ]
     return [Group(AGAIN, tuple(repeated))] if repeated else []
 
@@ -233,20 +272,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("call", choices=[*CALLS])
     add("folder", type=Path)
     add("--seconds", type=positive, help="for the whole call; default: 210, 260 and 150")
+    since = "when the call began, in seconds since 1970; default: now"
+    add("--since", type=float, default=time.time(), help=since)
     add("--python", default=sys.executable, help="interpreter of the stages")
     add("--again", type=Path, metavar="FILE", help="first try again what failed in these results")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     folder = args.folder.resolve()
-    results = folder / "results.jsonl"
-    before = len(read(results)) if results.exists() else 0
     seconds = args.seconds or SECONDS[args.call]
     groups = groups_of(args.call, args.again, seconds / SECONDS[args.call])
     with tempfile.TemporaryDirectory() as logs:
-        run_call(groups, seconds, folder, Path(logs), args.python)
-        with tarfile.open(folder / "log.tgz", "w:gz") as archive:
-            archive.add(logs, f"logs_{args.call}")
-    found = read(results)[before:] if results.exists() else []
+        day = Day(args.python, folder, Path(logs))
+        before = len(read(day.results))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: day.stopped.set())
+        begin = time.monotonic() - (time.time() - args.since)
+        try:
+            day.run(groups, begin, seconds + AGAIN * (args.again is not None))
+        finally:
+            with tarfile.open(folder / f"log_{args.call}.tgz", "w:gz") as archive:
+                archive.add(logs, f"logs_{args.call}")
+    found = read(day.results)[before:]
     failed = [result for result in found if result.error]
     print(f"{len(found)} results, {len(failed)} of them errors")
     for result in failed[:SHOWN]:

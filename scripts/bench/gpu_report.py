@@ -39,13 +39,14 @@ class Candidate(NamedTuple):
 
 
 def latest(results: Iterable[Result]) -> list[Result]:
-    """Keep the last result of each case."""
-    return list({(result.stage, result.name): result for result in results}.values())
+    """Keep the last result of each case, whose stage may have been tried again."""
+    named = (replace(result, stage=result.stage.removesuffix(AGAIN)) for result in results)
+    return list({(result.stage, result.name): result for result in named}.values())
 
 
 def of_stage(results: Sequence[Result], *stages: str) -> list[Result]:
-    """Return the results of stages, of their parts ("kernels 1"), and of what was tried again."""
-    return [r for r in results if r.stage.removesuffix(AGAIN).rstrip("0123456789 ") in stages]
+    """Return the results of stages, and of their parts ("kernels 1")."""
+    return [r for r in results if r.stage.rstrip("0123456789 ") in stages]
 
 
 def spread(readings: Sequence[float], unit: float = 1e3) -> list[str]:
@@ -99,11 +100,11 @@ def rates(results: Sequence[Result]) -> str:
         "float8": assumed.float8,
     }
     lines = []
-    for r in of_stage(results, "rates", "probe"):
+    for r in of_stage(results, "rates"):
         amount = r.bytes or r.flops
-        if not amount:
+        if not amount and not r.error:
             continue
-        kind = r.name.removeprefix(f"{r.shape}, ")
+        kind = r.name.split(" x ")[-1].partition(", ")[2] or r.name
         unit = "TB/s" if r.bytes else "TFLOP/s"
         measured = f"{amount / r.median / 1e12:,.2f} {unit}" if r.readings else r.error
         lines.append([r.name, measured, f"{tera[kind]:g} {unit}" if kind in tera else ""])

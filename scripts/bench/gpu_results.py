@@ -13,14 +13,15 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-# The status of a stage whose device answers no more. It goes on in a new process.
-POISONED = 75
+# The status of a stage of which some cases failed, and of one whose device answers no more, which
+# goes on in a new process. Python's own status for an error, 1, is neither.
+FAILED, POISONED = 3, 75
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,32 +87,36 @@ class Result:
         return ": ".join(word for word in words if word)
 
 
+Case = Callable[[], Result]
+
+
 def append(path: Path, result: Result) -> None:
-    """Append a line in one write, so that lines of several processes do not mix."""
+    """Append a line in one write, so that lines of several processes do not mix.
+
+    It begins with an empty one, which ends what a process that was stopped has left.
+    """
     with path.open("ab", buffering=0) as file:
-        file.write(f"{result.line()}\n".encode())
+        file.write(f"\n{result.line()}\n".encode())
 
 
 def read(path: Path) -> list[Result]:
-    """Read the lines of a day, and of several days one after the other.
+    """Read the lines of a day; none, if there is no such file.
 
-    A last line that was cut off is left out.
+    A line that is cut off, because its writer was stopped, is left out.
 
     Raises:
         ValueError: another line is no result; names it.
     """
     names = {field.name for field in dataclasses.fields(Result)}
-    results, lines = [], path.read_text().split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
+    results = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+        if not line.endswith("}"):
             continue
         try:
             found = json.loads(line)
             kept = {name: value for name, value in found.items() if name in names}
             results.append(Result(**kept | {"readings": tuple(found["readings"])}))
         except (ValueError, TypeError, KeyError, AttributeError):
-            if number == len(lines):  # no newline: its writer was stopped
-                break
             raise ValueError(f"{path}, line {number}, is no result: {line[:80]!r}") from None
     return results
 
@@ -130,11 +135,11 @@ def add_options(parser: argparse.ArgumentParser, stage: str) -> None:
     add("--of", default=stage, metavar="STAGE", help="default: %(default)s")
 
 
-def run(args: argparse.Namespace, cases: Iterable[tuple[str, Callable[[], Result]]]) -> int:
+def run(args: argparse.Namespace, cases: Iterable[tuple[str, Case]]) -> int:
     """Run the cases that have not begun before; return the exit status.
 
-    The status is 1 if a case failed, and ``POISONED``, at once, if the device does not answer after
-    a failure: the same command then goes on behind that case, in a new process.
+    The status is ``FAILED`` if a case failed, and ``POISONED``, at once, if the device does not
+    answer after a failure: the same command then goes on behind that case, in a new process.
 
     Args:
         args: of a parser with :func:`add_options`.
@@ -147,30 +152,40 @@ def run(args: argparse.Namespace, cases: Iterable[tuple[str, Callable[[], Result
         failed = {r.name for r in read(args.again) if r.error and r.stage == args.of}
     identity = {"stage": args.stage, "card": card(), "commit": commit()}
     status = 0
-    for name, function in cases:
+    for name, function in _guarded(cases):
         is_chosen = any(text in name for text in args.only)
         if not is_chosen or name in begun or (failed is not None and name not in failed):
             continue
         if args.begun:
             with args.begun.open("a") as file:
                 file.write(f"{name}\n")
+        result = Result()
         try:
             result = function()
             _synchronize()
         except Exception as error:  # of one case; torch and Triton raise many types
-            result = Result(error=shown(error))
+            result = dataclasses.replace(result, error=shown(error))
         result = dataclasses.replace(result, name=name, at=time.time(), **identity)
         print(result.text(), flush=True)
         if args.results:
             append(args.results, result)
         if result.error:
-            status = 1
+            status = FAILED
             try:
                 _synchronize()
             except Exception as error:
                 print(f"{args.stage}: the device answers no more: {shown(error)}", flush=True)
                 return POISONED
     return status
+
+
+def _guarded(cases: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
+    """Yield the cases; an error of what makes them is that of a last one."""
+    try:
+        yield from cases
+    except Exception as error:
+        text = shown(error)
+        yield "the cases behind", lambda: Result(error=text)
 
 
 def shown(error: Exception) -> str:
@@ -190,13 +205,13 @@ def card() -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout, from FP8_DIST_COMMIT where a copy has no repository."""
-    given = os.environ.get("FP8_DIST_COMMIT")
-    if given:
-        return given
+    """The commit of this checkout; FP8_DIST_COMMIT, where a copy has no repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        found = os.environ.get("FP8_DIST_COMMIT", "")
+    return found or "unknown"
 
 
 def _synchronize() -> None:

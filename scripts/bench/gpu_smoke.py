@@ -289,13 +289,12 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def check_layouts(recipe: str, layouts: Sequence[str], device: str) -> Result:
-    """Check that a GEMM does not depend on the layouts of its operands."""
+    """Check that a GEMM takes operands of any layout. (The device may choose another kernel.)"""
     op, args = products(recipe, SIZES[1], device)[0]
     turned = [laid_out(x, layout) for x, layout in zip(args[:2], layouts, strict=True)]
     both = (op, (*turned, *args[2:])), (op, args)
-    found, expected = ({"product": multiplied(of, BF16, False, False)} for of in both)
-    check_same(found, expected)
-    return Result(recipe=recipe, note="accepted")
+    found, expected = ([multiplied(of, BF16, False, False)] for of in both)
+    return Result(recipe=recipe, note=f"accepted, {least_decibels(found, expected, OF_GEMM)}")
 
 
 COUNTS = ((0, 1, 15, 17, 512), (0, 16, 32, 512))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.gpu_results import Result, add_options, append, card, commit, read
+from scripts.bench.gpu_results import FAILED, Result, add_options, append, card, commit, read
 from scripts.common.options import command_parser, positive
 
 
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chosen = [*args.paths, *(f"--ignore={path}" for path in args.ignore)]
     if args.again:
-        chosen = [r.name for r in read(args.again) if r.error and r.stage == args.of]
+        failed = [r.name for r in read(args.again) if r.error and r.stage == args.of]
+        chosen = [name for name in failed if "::" in name]
     resumed = bool(args.begun and args.begun.exists())
     if resumed:  # behind the tests that a process before this one began
         chosen += [f"--deselect={name}" for name in args.begun.read_text().splitlines()]
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = pytest.main(
             [*options, f"@{file.name}"], plugins=[Lines(args.stage, args.results, args.begun)]
         )
+    if status == pytest.ExitCode.TESTS_FAILED:
+        return FAILED
     nothing_left = resumed and status == pytest.ExitCode.NO_TESTS_COLLECTED
     return 0 if nothing_left else int(status)
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +28,9 @@ from scripts.common.options import positive
 RUNS: tuple[Variant, ...] = (
     (BF16, False),
     ("tensorwise", False),
+    ("rowwise_folded", False),
     ("tensorwise", True),
     (BF16, True),
-    ("rowwise_folded", False),
     ("rowwise_folded", True),
 )
 WARM_UP = 5
@@ -73,7 +74,8 @@ def trained(args: argparse.Namespace, variant: Variant, waiting: list[Child]) ->
     words = [f"--recipe={variant[0]}", f"--out={folder.name}", *["--compile"] * variant[1]]
     for name in ("model", "steps", "batch_size", "seq_len", "lr", "warmup"):
         words.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
-    print("\t".join(words), file=process.stdin, flush=True)
+    with suppress(BrokenPipeError):  # it has ended: its log says why
+        print("\t".join(words), file=process.stdin, flush=True)
     waiting.append(started())
     try:
         status = process.wait(args.seconds)

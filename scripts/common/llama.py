@@ -291,8 +291,9 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             # The drawn tensor is full size, on the parameter's device, one parameter at a time.
             size, device = parameter.shape, parameter.device
-            full = torch.ones(size, device=device)
-            if parameter.ndim > 1:
+            if parameter.ndim < 2:
+                full = torch.ones(size, device=device)
+            else:
                 generator = torch.Generator(device).manual_seed(seed ^ zlib.crc32(name.encode()))
                 residual = name.endswith(("wo.weight", "w2.weight", "experts.w2"))
                 scale = (2 * self.config.n_layers) ** -0.5 if residual else 1.0

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from scripts.bench.gpu_day import CALLS, SECONDS, Group, Stage, groups_of, run_call, stage
+from scripts.bench.gpu_day import CALLS, SECONDS, Day, Group, Stage, groups_of, stage
 from scripts.bench.gpu_results import Result, append, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,11 @@ else:
 rehearsal = [sys.executable, "-m", "scripts.common.fake_cuda.rehearsal", "-c", code]
 os.execv(sys.executable, rehearsal)
 """
+
+
+rehearses = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="the stub is for builds of torch without CUDA"
+)
 
 
 @pytest.fixture
@@ -70,6 +76,7 @@ casts._record.kernel.run = run
 """
 
 
+@rehearses
 def test_faults_leave_every_other_line(tmp_path: Path, python: Path) -> None:
     """A kernel raises, one never ends, and one leaves a device that answers no more."""
     chosen = ["amax_of_each, aligned", "scaling_from_amax e5m2, aligned, choice 0, side stream"]
@@ -79,10 +86,10 @@ def test_faults_leave_every_other_line(tmp_path: Path, python: Path) -> None:
     words = ("kernels", "--only", *chosen)
     stages = [stage(n, "gpu_smoke", *words, patience=60) for n in ("well", "raises", "hangs")]
     stages.append(stage("poisons", "gpu_smoke", *words, patience=60))
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    groups = [Group(1000, tuple(stages[:2])), Group(1000, tuple(stages[2:]))]
-    run_call(groups, 2000, tmp_path, logs, str(python))
+    groups, limit = [Group(300, tuple(stages[:2])), Group(300, tuple(stages[2:]))], 600
+    begin = time.monotonic()
+    Day(str(python), tmp_path, tmp_path).run(groups, begin, limit)
+    assert time.monotonic() - begin < limit
     results = read(tmp_path / "results.jsonl")
     names = {each.name: [r.name for r in results if r.stage == each.name] for each in stages}
     assert len(names["well"]) > 10
@@ -128,6 +135,7 @@ def day(python: Path, call: str, folder: Path, *options: str) -> subprocess.Comp
     )
 
 
+@rehearses
 def test_a_call_and_its_kernels_that_are_compiled_once(tmp_path: Path, python: Path) -> None:
     done = day(python, "A", tmp_path, "--seconds", "3000")
     results = read(tmp_path / "results.jsonl")
@@ -137,17 +145,58 @@ def test_a_call_and_its_kernels_that_are_compiled_once(tmp_path: Path, python: P
     seen = {r.stage for r in results}
     assert {stage for stage in stages if not stage.startswith("kernels")} < seen <= {*stages}
     assert all(r.card and r.commit for r in results)
-    with tarfile.open(tmp_path / "log.tgz") as archive:
+    with tarfile.open(tmp_path / "log_A.tgz") as archive:
         assert "logs_A/kernels_1.log" in archive.getnames()
     compiled = {path.name for path in (tmp_path / "triton").iterdir()}
     assert len(compiled) > 5
-    logs = tmp_path / "logs"
-    logs.mkdir()
     with pytest.MonkeyPatch.context() as patched:
         for name, text in environment(python, tmp_path).items():
             patched.setenv(name, text)
-        run_call([Group(1000, CALLS["A"][1].stages)], 1000, tmp_path, logs, str(python))
+        again = Group(1000, CALLS["A"][1].stages)
+        Day(str(python), tmp_path, tmp_path).run([again], time.monotonic(), 1000)
     assert {path.name for path in (tmp_path / "triton").iterdir()} == compiled
+
+
+@rehearses
+def test_what_is_compiled_ahead_is_found(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    only = ("--only", "amax_of_each", "scaling_from_amax")
+    subprocess.run([sys.executable, "-m", "scripts.bench.gpu_ahead", *only], check=True, cwd=ROOT)
+    ahead = {path.name for path in (tmp_path / "triton").iterdir()}
+    assert ahead
+    stages = (stage("kernels", "gpu_smoke", "kernels", *only), stage("look", "gpu_ahead", "--look"))
+    for each in stages:
+        Day(str(python), tmp_path, tmp_path).run([Group(900, (each,))], time.monotonic(), 900)
+        if each.name == "kernels":
+            assert {path.name for path in (tmp_path / "triton").iterdir()} == ahead
+    results = read(tmp_path / "results.jsonl")
+    assert len(results) > 10
+    assert not [r for r in results if r.error]
+    assert re.match(rf"{len(ahead)} entries; of \d+ kernels \d+ were not found", results[-1].note)
+
+
+def test_a_stage_that_can_not_start_is_an_error(tmp_path: Path) -> None:
+    """Python's own status is that of no stage."""
+    stages = tuple(
+        Stage(name, ("-c", program))
+        for name, program in (("import", "import nosuchmodule"), ("status", "raise SystemExit(3)"))
+    )
+    Day(sys.executable, tmp_path, tmp_path).run([Group(60, stages)], time.monotonic(), 60)
+    (result,) = read(tmp_path / "results.jsonl")
+    assert (result.stage, result.name, result.error) == ("import", "start", "ended with status 1")
+
+
+def test_a_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+    """Its writer was stopped; others go on."""
+    path = tmp_path / "results.jsonl"
+    append(path, Result("a", "1"))
+    with path.open("a") as file:
+        file.write('{"stage": "cut o')
+    append(path, Result("b", "2"))
+    assert [r.stage for r in read(path)] == ["a", "b"]
 
 
 def test_a_group_ends_at_its_time_and_what_it_found_is_kept(tmp_path: Path) -> None:
@@ -157,7 +206,8 @@ def test_a_group_ends_at_its_time_and_what_it_found_is_kept(tmp_path: Path) -> N
         Stage(n, ("-c", program, s)) for n, s in (("slow", "99"), ("quick", "0"), ("last", "0"))
     )
     begin = time.monotonic()
-    run_call([Group(4, (slow, quick)), Group(60, (last,))], 64, tmp_path, tmp_path, sys.executable)
+    groups = [Group(4, (slow, quick)), Group(60, (last,))]
+    Day(sys.executable, tmp_path, tmp_path).run(groups, begin, 64)
     assert time.monotonic() - begin < 60
     (result,) = read(tmp_path / "results.jsonl")
     assert (result.stage, result.error) == ("slow", "stopped at the end of its time")
@@ -173,14 +223,14 @@ def test_what_failed_is_tried_again_first(tmp_path: Path) -> None:
         ("rates", "c", ""),
     ):
         append(path, Result(stage_, name, error=error))
-    first, *rest = groups_of("B", path, 2.0)
-    (again,) = first.stages
+    start, second, *rest = groups_of("B", path, 2.0)
+    (again,) = second.stages
     assert again.name == "kernels 2, again"
     assert again.words[-4:] == ("--again", str(path), "--of", "kernels 2")
-    assert [stage.name for group in rest for stage in group.stages] == [
+    assert [stage.name for group in (start, *rest) for stage in group.stages] == [
         stage.name for group in CALLS["B"] for stage in group.stages
     ]
-    assert rest[0].seconds == 2 * CALLS["B"][0].seconds
+    assert start.seconds == 2 * CALLS["B"][0].seconds
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -218,7 +268,7 @@ def test_a_page_of_canned_results(tmp_path: Path) -> None:
         Result("start", "versions", note="NVIDIA H100, torch 2.11.0", **ident),
         Result("kernels 1", "amax, odd, choice 0", **ident),
         Result("kernels 2", "quantize, odd, choice 1", error="AssertionError: 3 differ", **ident),
-        Result("kernels 2", "quantize, odd, choice 1", note="mended", **ident),
+        Result("kernels 2, again", "quantize, odd, choice 1", note="mended", **ident),
         Result("gemms", "tensorwise, output", note="accepted, 52.1 dB", **ident),
         Result("gemms", "mxfp8, output", error="RuntimeError: refused", **ident),
         Result("rates", "copy", readings=(1e-3, 2e-3, 3e-3), bytes=6 * 10**9, **ident),
