@@ -7,8 +7,7 @@ The model knows nothing about float8 or meshes. Two things make it easy to paral
 - the number of local heads is read off the projections' outputs, so a tensor-parallel shard of
   `wq`, `wk`, `wv` gives a rank its own heads without a changed attribute;
 - `init_weights` draws every parameter from (seed, parameter name) alone, so any mesh, recipe and
-  initialization order (at once, or meta device and `to_empty`) gives the same model. It draws where
-  the parameter is: another kind of device has another generator.
+  initialization order (CPU, or meta device and `to_empty`) gives the same model.
 """
 
 import zlib
@@ -280,17 +279,18 @@ class Llama(nn.Module):
         return self.output(self.norm(x)).float()
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0) -> None:
+    def init_weights(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
         """Sets every parameter and the rotary tables, in place.
 
         Norm weights become 1, all others are normal with standard deviation `INIT_STD`, divided
         by sqrt(2 * n_layers) where they write to the residual stream (`wo`, `w2`). A parameter
         that is a DTensor gets its shard of the same full tensor, without communication.
-        Values depend on `seed` and the kind of the device alone, not on the global generator.
+        Values depend on `seed` alone, not on the global generator, and on `device`, where they are
+        drawn: GPUs have another generator.
         """
         for name, parameter in self.named_parameters():
-            # The drawn tensor is full size, on the parameter's device, one parameter at a time.
-            size, device = parameter.shape, parameter.device
+            # The drawn tensor is full size, one parameter at a time.
+            size = parameter.shape
             if parameter.ndim < 2:
                 full = torch.ones(size, device=device)
             else:
@@ -298,6 +298,7 @@ class Llama(nn.Module):
                 residual = name.endswith(("wo.weight", "w2.weight", "experts.w2"))
                 scale = (2 * self.config.n_layers) ** -0.5 if residual else 1.0
                 full = torch.randn(size, generator=generator, device=device).mul_(INIT_STD * scale)
+            full = full.to(parameter.device)
             if isinstance(parameter, DTensor):
                 full = distribute_tensor(
                     full, parameter.device_mesh, parameter.placements, src_data_rank=None

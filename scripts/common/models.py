@@ -76,7 +76,7 @@ def build(
             parameters are bf16. None: if the axes but "tp" have more than one rank, or there are
             experts.
         compiled: torch.compile each block.
-        seed: of the parameters, which are the same for all candidates and meshes.
+        seed: of the parameters, which are the same for all candidates and meshes on such a device.
         param_dtype: of what FSDP2 gathers, which is that of all computation but float8's.
         reduce_dtype: in which FSDP2 reduces gradients.
         reduce_transport: how the sums of tensor parallelism's reduce-scatters travel, in our
@@ -109,7 +109,7 @@ def build(
         model.bfloat16()
     if torch.device(device).type != "meta":
         model.to_empty(device=device)
-        model.init_weights(seed)
+        model.init_weights(seed, device)
     return model
 
 
