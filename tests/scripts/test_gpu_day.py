@@ -122,7 +122,8 @@ CHOSEN = {
 
 def environment(python: Path, folder: Path) -> dict[str, str]:
     chosen = {f"CHOSEN_{stage}": f"--only {text}" for stage, text in CHOSEN.items()}
-    return chosen | {"PY": str(python), "TRITON_CACHE_DIR": str(folder / "triton")}
+    kernels = {"TRITON_CACHE_DIR": str(folder / "triton"), "GPU_PACK": str(folder / "no pack")}
+    return chosen | kernels | {"PY": str(python)}
 
 
 def day(python: Path, call: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
