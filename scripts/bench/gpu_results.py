@@ -22,6 +22,7 @@ import torch
 # The status of a stage of which some cases failed, and of one whose device answers no more, which
 # goes on in a new process. Python's own status for an error, 1, is neither.
 FAILED, POISONED = 3, 75
+BEHIND = "the cases behind"  # which were not made, as something failed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,7 +155,8 @@ def run(args: argparse.Namespace, cases: Iterable[tuple[str, Case]]) -> int:
     status = 0
     for name, function in _guarded(cases):
         is_chosen = any(text in name for text in args.only)
-        if not is_chosen or name in begun or (failed is not None and name not in failed):
+        is_chosen = is_chosen and name not in begun and (failed is None or name in failed)
+        if not is_chosen and name != BEHIND:
             continue
         if args.begun:
             with args.begun.open("a") as file:
@@ -185,7 +187,7 @@ def _guarded(cases: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
         yield from cases
     except Exception as error:
         text = shown(error)
-        yield "the cases behind", lambda: Result(error=text)
+        yield BEHIND, lambda: Result(error=text)
 
 
 def shown(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """The day with a GPU, rehearsed on a device that computes nothing."""
 
+import argparse
 import os
 import re
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tarfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from scripts.bench.gpu_day import CALLS, SECONDS, Day, Group, Stage, groups_of, stage
-from scripts.bench.gpu_results import Result, append, read
+from scripts.bench.gpu_results import BEHIND, FAILED, Result, add_options, append, read, run
 
 ROOT = Path(__file__).resolve().parents[2]
 # An interpreter that runs stages on the stub device, each with the fault that is planted in it.
@@ -189,6 +191,21 @@ def test_a_stage_that_can_not_start_is_an_error(tmp_path: Path) -> None:
     Day(sys.executable, tmp_path, tmp_path).run([Group(60, stages)], time.monotonic(), 60)
     (result,) = read(tmp_path / "results.jsonl")
     assert (result.stage, result.name, result.error) == ("import", "start", "ended with status 1")
+
+
+def test_cases_that_can_not_be_made_are_an_error(tmp_path: Path) -> None:
+    """It is written whatever cases were chosen."""
+
+    def cases() -> Iterator[tuple[str, Callable[[], Result]]]:
+        yield "first", Result
+        raise RuntimeError("no more")
+
+    parser, path = argparse.ArgumentParser(), tmp_path / "results.jsonl"
+    add_options(parser, "stage")
+    args = parser.parse_args(["--results", str(path), "--only", "first"])
+    assert run(args, cases()) == FAILED
+    found = [(r.name, r.error) for r in read(path)]
+    assert found == [("first", ""), (BEHIND, "RuntimeError: no more")]
 
 
 def test_a_line_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
