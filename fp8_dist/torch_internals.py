@@ -13,7 +13,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from hashlib import blake2b
 from itertools import accumulate
 from operator import mul
@@ -97,6 +97,7 @@ try:
     has_functorch_transforms = torch._C._are_functorch_transforms_active
     without_dispatch_modes = _disable_current_modes
     _current_graph_task_id = torch._C._current_graph_task_id
+    _will_execute = torch._C._will_engine_execute_node
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
@@ -267,6 +268,18 @@ def in_backward() -> bool:
 def backward_id() -> int:
     """The number of the backward pass that this thread runs, or -1."""
     return int(_current_graph_task_id())
+
+
+def backward_runs(node: Any) -> bool | None:
+    """Whether the current backward runs a node; None for a leaf of ``torch.autograd.grad``.
+
+    For a leaf, which AccumulateGrad stands for, this says whether its gradient is accumulated. In
+    ``torch.autograd.grad`` the gradients of the given leaves are returned instead.
+    """
+    try:
+        return bool(_will_execute(node))
+    except RuntimeError:  # "A leaf node was passed ... we are currently running autograd.grad()"
+        return None
 
 
 def make_dtensor(
@@ -497,6 +510,7 @@ class FsdpParameter(NamedTuple):
     has_hooks: bool  # for the all-gather, when ``fully_shard`` looked
     has_gathered: bool  # at least once
     param_dtype: torch.dtype | None  # of a gather without hooks; None: the parameter's own
+    has_unreduced: Callable[[], bool]  # returns whether there is a gradient that is not reduced yet
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -516,7 +530,19 @@ def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
                 hasattr(parameter, "_extensions_data"),
                 hasattr(parameter, "_unsharded_param"),
                 parameter.mp_policy.param_dtype,
+                partial(_has_unreduced, group, parameter),
             )
+
+
+def _has_unreduced(group: Any, parameter: Any) -> bool:
+    """Whether FSDP2 has a gradient of a parameter that waits for a reduction."""
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    waiting = (
+        getattr(unsharded, "grad", None),
+        getattr(parameter, "unsharded_accumulated_grad", None),  # torch < 2.15
+        getattr(group, "_partial_reduce_output", None),  # of HSDP
+    )
+    return any(each is not None for each in waiting)
 
 
 def fsdp_gather_without_hooks(users: set[tuple[nn.Module, str]]) -> None:

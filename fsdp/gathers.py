@@ -35,6 +35,8 @@ def _before_first_gather(group: Any) -> None:
             weight = weights_of(module).get(name)
             if weight is not None and parameter.has_hooks:
                 _check_reshards(group, weight.fqn)
+            if weight is not None:
+                weight.waits_in_fsdp = parameter.has_unreduced
             if weight is not None and not weight.is_exchanged:
                 weight.note_sharded(parameter.parameter)
 

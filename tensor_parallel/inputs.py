@@ -167,7 +167,7 @@ def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
 
 
 class _CastInput(torch.autograd.Function):
-    """Cast whose gradient passes unchanged; ``record``: the cast belongs to a training step."""
+    """Cast whose gradient passes unchanged; ``training``: a backward may follow."""
 
     @staticmethod
     def forward(
@@ -175,11 +175,11 @@ class _CastInput(torch.autograd.Function):
         input: torch.Tensor,
         scheme: Scheme,
         history: AmaxHistory | None,
-        record: bool,
+        training: bool,
         owner: Owner,
     ) -> torch.Tensor:
         if history is not None:
-            _, (quantized,) = history.copies_of(input, CastPlan((scheme,)), record)
+            _, (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), training)
         else:
             quantized = quantize(input, scheme)
         if is_observed():

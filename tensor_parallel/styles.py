@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.agreement import check_placed
-from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel.inputs import ModuleInput, cast_input, check_transport
@@ -36,8 +36,6 @@ _ATTRIBUTES = (
     "use_local_output",
     "reduce_transport",
 )
-
-_PREPARED_INPUT = "prepared_input"  # the name of the prepared input's history in a layer
 
 
 class CheckedStyle(ParallelStyle):
@@ -297,7 +295,7 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         if "input" in recipe.delayed:
             # It is one of the layer's histories, so that sync reduces it and a state_dict has it.
             history = AmaxHistory(recipe.delayed["input"], length, device_mesh)
-            first.histories[_PREPARED_INPUT] = history
+            first.histories[PREPARED_INPUT] = history
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -306,7 +304,7 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             layer: Any = module.get_submodule(name)
             if not isinstance(layer, Float8Linear):  # convert_to_linear
                 return args, kwargs
-            history, owner = layer.histories.get(_PREPARED_INPUT), layer.float8_weight
+            history, owner = layer.histories.get(PREPARED_INPUT), layer.float8_weight
             how = (device_mesh, scheme, history, owner)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             cast_args = [cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]

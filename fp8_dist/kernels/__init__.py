@@ -52,7 +52,7 @@ from fp8_dist.kernels.grouped import (
 )
 from fp8_dist.kernels.quantization import (
     ALIGNMENT as ALIGNMENT,
-    cast_and_record as cast_and_record,
+    cast_and_measure as cast_and_measure,
     cast_copies as cast_copies,
     cast_rows as cast_rows,
     empty_copies as empty_copies,

@@ -195,31 +195,27 @@ def cast_rows(
 
 
 @custom_op(
-    "cast_and_record(Tensor x, Tensor known, ScalarType dtype, bool round_scales_to_power_of_2, "
-    "bool[] transposed, Tensor? recorded) -> Tensor[]"
+    "cast_and_measure(Tensor x, Tensor known, ScalarType dtype, bool round_scales_to_power_of_2, "
+    "bool[] transposed) -> Tensor[]"
 )
-def cast_and_record(
+def cast_and_measure(
     x: torch.Tensor,
     known: torch.Tensor,
     dtype: torch.dtype,
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
-    recorded: torch.Tensor | None,
 ) -> Tensors:
     """Cast copies by a known amax, and return the amax of ``x`` for a later scale.
 
     Args:
         known: the amax from which the scale is computed, fp32, 0-dim.
-        recorded: the largest amax so far, fp32, 0-dim; ``None`` if there is none.
 
     Returns:
-        The amax of ``x``; ``known`` and the scale, both NaN if that amax is not finite; the larger
-        of ``recorded`` and that amax; and the copies. With a NaN scale all values dequantize to
-        NaN, whatever their bytes are.
+        The amax of ``x``; ``known`` and the scale, both NaN if that amax is not finite; and the
+        copies. With a NaN scale all values dequantize to NaN, whatever their bytes are.
     """
     value = amax(x)
     known = torch.add(known, value, alpha=0)  # NaN if the value is not finite
     of, power_of_2 = [0] * len(transposed), round_scales_to_power_of_2
     scale, *copies = cast_copies(x, [known], dtype, power_of_2, of, transposed, saturate=True)
-    largest = torch.maximum(value if recorded is None else recorded, value)
-    return [value, known, scale, largest, *copies]
+    return [value, known, scale, *copies]

@@ -6,8 +6,28 @@ once and computes the next scales from the histories.
 
 Until a history holds a value (before the first sync, and as long as an operand is all zeros) each
 tensor is scaled by its own amax. Between two syncs an operand's scale does not change. The recorded
-amax is the maximum over all casts since the last sync, so micro-batches accumulate, and a forward
-that activation checkpointing repeats changes nothing.
+amax is the maximum over all micro-batches of a step.
+
+Note [Passes that count]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A history must contain the amaxes of passes whose gradients an optimizer takes, and of no others.
+Passes of other kinds run with gradients enabled too: torch's pipelines infer shapes by a forward
+and a backward over uninitialized memory, and users warm up, measure memory, or evaluate without
+``no_grad``. Such a pass must leave no trace, or its amax decides the scales of the next ``length``
+steps. Therefore:
+
+* A cast records nothing. Its amax belongs to the pass, as one of the tensors that autograd saves
+  for it. The backward that gives the weight its gradient records the amaxes
+  (``Float8Weight.record_amaxes``). If the weight is frozen, this is a backward that accumulates any
+  gradient. Forwards without a backward leave nothing, and neither do backwards for the gradients of
+  inputs alone.
+* A gradient may be thrown away after the backward (``zero_grad``). So when a backward finds that
+  the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone.
+
+Not noticed are gradients that are set to zero instead of None, and those that are thrown away while
+the weight is frozen: :func:`fp8_dist.invalidate_float8_scales` drops what was recorded since the
+last sync. A compiled graph can't see which gradients a backward was asked for, so there each
+backward counts, until its gradients are gone.
 """
 
 import math
@@ -20,14 +40,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
-from fp8_dist.device import is_captured, keep_for_current_stream
-from fp8_dist.kernels import amax, cast_and_record, empty_copies
+from fp8_dist.device import is_captured
+from fp8_dist.kernels import amax, cast_and_measure, empty_copies
 from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, groups_over, local_tensor
 from fp8_dist.scaling import CastPlan, Dense, Statistics, reduction_groups
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
+# The name of the history of an input that PrepareFloat8ModuleInput casts.
+PREPARED_INPUT = "prepared_input"
 _KEY = "float8_amax_histories"  # in the metadata of a state_dict
 # A rank's status of saved histories is 0 if it was given none, 1 if it was given some, and 2 if
 # these are damaged. Ranks reduce it by MAX.
@@ -44,7 +66,10 @@ class AmaxHistory:
             step whose amax is left out adds a zero at the end.
         statistic: the amax with which the operand is cast, fp32, 0-dim: the largest in the history.
             ``None`` if there is no history.
-        current: fp32, 0-dim, the local amax since the last sync; ``None`` if there was no cast.
+        current: fp32, 0-dim, the largest local amax of the passes since the last sync that count
+            (Note [Passes that count]); ``None`` if there was none.
+        last: fp32, 0-dim, the local amax of the last cast of a weight; or of the inputs that were
+            prepared in float8, until the layer takes them. Otherwise ``None``.
         mesh: the mesh of an operand that is a DTensor even if the layer's weight is not; otherwise
             ``None``.
         restored: True from ``Float8State.load_state_dict`` until the next cast. False from a load
@@ -60,75 +85,86 @@ class AmaxHistory:
         self.current: torch.Tensor | None = None
         self.statistic: torch.Tensor | None = None
         self.mesh = mesh
-        self._last: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
         self._handle = register_handle(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._handle = register_handle(self)  # a copy needs a handle of its own
 
-    def statistics_of(self, tensor: torch.Tensor, record: bool) -> Statistics:
-        """Return the statistics to cast a tensor with, NaN if it holds a non-finite value.
+    def statistics_of(self, tensor: torch.Tensor) -> tuple[Statistics, torch.Tensor]:
+        """Return the statistics to cast a tensor with, and its local amax.
 
-        With ``record`` the amax of the tensor is recorded. Otherwise :meth:`recorded` may record it
-        later.
+        Both are NaN if the tensor holds a non-finite value.
 
         Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
         groups, local = self._groups(tensor), local_tensor(tensor)
         if must_query():
-            return (history_statistic.overload(local, self._handle, record, groups),)
-        return self._statistics_of_local(local, record, groups)
+            statistic, value = history_statistic.overload(local, self._handle, groups)
+            return (statistic,), value
+        return self._statistics_of_local(local, groups)
 
     def copies_of(
-        self, tensor: torch.Tensor, plan: CastPlan, record: bool
-    ) -> tuple[Statistics, Copies]:
-        """Cast a tensor's local part to float8 copies; ``record`` as in :meth:`statistics_of`.
+        self, tensor: torch.Tensor, plan: CastPlan, prepares: bool = False
+    ) -> tuple[Statistics, Copies, torch.Tensor]:
+        """Cast a tensor's local part to float8 copies.
 
-        Returns the statistics, which are missing in a graph, and the copies.
+        Returns the statistics, which are missing in a graph, the copies, and the local amax.
+
+        ``prepares``: keep the amax for the layer that takes the copies (:meth:`take_last`).
         """
         x, groups = local_tensor(tensor), self._groups(tensor)
         if torch.compiler.is_compiling():
-            args = (x, self._handle, self.scheme.dtype, plan.transposed, record, groups)
-            scale, *data = history_copies.overload(*args)
-            return (), as_copies(x, plan, data, [(scale,)])
+            args = (x, self._handle, self.scheme.dtype, plan.transposed, prepares, groups)
+            value, scale, *data = history_copies.overload(*args)
+            return (), as_copies(x, plan, data, [(scale,)]), value
         if is_selectively_checkpointed():
-            statistics = self.statistics_of(tensor, record)
-            return statistics, cast_by(x, plan, [statistics])
-        return self._copies_of_local(x, plan, record, groups)
+            statistics, value = self.statistics_of(tensor)
+            copies = cast_by(x, plan, [statistics])
+        else:
+            statistics, copies, value = self._copies_of_local(x, plan, groups)
+        if prepares:
+            self._keep(value)
+        return statistics, copies, value
+
+    def take_last(self, after: torch.Tensor) -> torch.Tensor | None:
+        """Return :attr:`last` for the layer that takes the cast ``after``, and forget it."""
+        if must_query():
+            return last_amax.overload(after, self._handle)
+        value, self.last = self.last, None
+        return value
+
+    def _keep(self, value: torch.Tensor) -> None:
+        # A module may have several inputs.
+        self.last = value if self.last is None else torch.maximum(self.last, value)
+
+    def record(self, value: torch.Tensor) -> None:
+        """Record the amax of a pass that counts."""
+        if not value.is_meta:
+            current = self.current
+            self.current = value if current is None else torch.maximum(current, value)
 
     def _groups(self, tensor: torch.Tensor) -> list[str]:
         return list(reduction_groups(self.scheme, Layout.of(tensor)))
 
     def _copies_of_local(
-        self, x: torch.Tensor, plan: CastPlan, record: bool, groups: Sequence[str]
-    ) -> tuple[Statistics, Copies]:
+        self, x: torch.Tensor, plan: CastPlan, groups: Sequence[str]
+    ) -> tuple[Statistics, Copies, torch.Tensor]:
+        if self.statistic is None or is_captured(x):
+            statistics, value = self._statistics_of_local(x, groups)
+            return statistics, cast_by(x, plan, [statistics]), value
         if self.restored:
             self.restored = None
-        if self.statistic is None or is_captured(x):
-            statistics = self._statistics_of_local(x, record, groups)
-            return statistics, cast_by(x, plan, [statistics])
         known = self.statistic.to(x.device)
-        recorded = self.current.to(x.device) if record and self.current is not None else None
-        value, known, scale, largest, *data = cast_and_record(
-            x, known, self.scheme.dtype, self.scheme.power_of_2, plan.transposed, recorded
+        value, known, scale, *data = cast_and_measure(
+            x, known, self.scheme.dtype, self.scheme.power_of_2, plan.transposed
         )
-        if record and not x.is_meta:
-            self._last, self.current = None, largest
-        else:
-            self._last = value
-        return (known,), as_copies(x, plan, data, [(scale,)])
-
-    def recorded(self, scale: torch.Tensor) -> torch.Tensor:
-        """Record the amax of the last cast unless it was recorded already; return ``scale``."""
-        if must_query():
-            return record_amax.overload(scale, self._handle)
-        self.record_later()
-        return scale
+        return (known,), as_copies(x, plan, data, [(scale,)]), value
 
     def _statistics_of_local(
-        self, x: torch.Tensor, record: bool, groups: Sequence[str]
-    ) -> Statistics:
+        self, x: torch.Tensor, groups: Sequence[str]
+    ) -> tuple[Statistics, torch.Tensor]:
         if is_captured(x):
             raise NotImplementedError(
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
@@ -139,27 +175,9 @@ class AmaxHistory:
         value = amax(x)
         if self.statistic is None:
             value = all_reduce_max(value, groups)
-        self._last = value
-        if record:
-            self._record_last()
-        if self.statistic is None:
-            return (value,)
+            return (value,), value
         poison = value * 0  # 0, or NaN
-        return (self.statistic.to(value.device) + poison,)
-
-    def _record_last(self) -> None:
-        value, self._last = self._last, None
-        if value is not None and not value.is_meta:
-            # Call maximum for the first amax too: selective activation checkpointing counts
-            # operators.
-            current = value if self.current is None else self.current.to(value.device)
-            self.current = torch.maximum(current, value)
-
-    def record_later(self) -> None:
-        """Record the amax of the last cast, which may have run on another stream."""
-        if self._last is not None:
-            keep_for_current_stream([self._last])
-        self._record_last()
+        return (self.statistic.to(value.device) + poison,), value
 
     def amaxes(self) -> torch.Tensor:
         """The amaxes in the history, fp32, on the CPU."""
@@ -168,14 +186,14 @@ class AmaxHistory:
 
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to ``length``. An empty one starts a new history."""
-        self.current = self.history = self.statistic = self._last = self.restored = None
+        self.current = self.history = self.statistic = self.last = self.restored = None
         history = history.detach()[: self.length]
         if len(history):
             advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
 
 
 @query(
-    "history_copies(Tensor x, Tensor handle, ScalarType dtype, bool[] transposed, bool record, "
+    "history_copies(Tensor x, Tensor handle, ScalarType dtype, bool[] transposed, bool prepares, "
     "str[] groups) -> Tensor[]"
 )
 def history_copies(
@@ -183,39 +201,59 @@ def history_copies(
     handle: torch.Tensor,
     dtype: torch.dtype,
     transposed: Sequence[bool],
-    record: bool,
+    prepares: bool,
     groups: list[str],
 ) -> list[torch.Tensor]:
-    """Operator of :meth:`AmaxHistory.copies_of`, for a local tensor: its scale and the data."""
+    """Operator of :meth:`AmaxHistory.copies_of`: the amax, the scale and the data."""
     history = owner_of(handle)
     plan = CastPlan((history.scheme,), (0,) * len(transposed), tuple(transposed))
-    return flat_copies(plan, history._copies_of_local(x, plan, record, groups)[1])
+    _, copies, value = history._copies_of_local(x, plan, groups)
+    if prepares:
+        history._keep(value)
+    return [value.clone(), *flat_copies(plan, copies)]
 
 
-@query("history_statistic(Tensor x, Tensor handle, bool record, str[] groups) -> Tensor")
+@query("history_statistic(Tensor x, Tensor handle, str[] groups) -> Tensor[]")
 def history_statistic(
-    x: torch.Tensor, handle: torch.Tensor, record: bool, groups: list[str]
-) -> torch.Tensor:
+    x: torch.Tensor, handle: torch.Tensor, groups: list[str]
+) -> list[torch.Tensor]:
     """Operator of :meth:`AmaxHistory.statistics_of`, for a local tensor."""
-    (statistic,) = owner_of(handle)._statistics_of_local(x, record, groups)
-    return statistic.to(x.device, copy=True)
+    (statistic,), value = owner_of(handle)._statistics_of_local(x, groups)
+    return [statistic.to(x.device, copy=True), value.clone()]
 
 
-@query("record_amax(Tensor scale, Tensor handle) -> Tensor")
-def record_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Operator of :meth:`AmaxHistory.recorded`."""
-    owner_of(handle).record_later()
-    return scale.clone()
+@query("last_amax(Tensor after, Tensor handle) -> Tensor")
+def last_amax(after: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """Operator of :meth:`AmaxHistory.take_last`: 0 for a layer that has not made the cast."""
+    value = owner_of(handle).take_last(after)
+    return after.new_zeros((), dtype=torch.float32) if value is None else value.clone()
+
+
+@query("record_amaxes(Tensor after, Tensor handle, str[] names, Tensor[] amaxes) -> Tensor")
+def record_amaxes(
+    after: torch.Tensor, handle: torch.Tensor, names: list[str], amaxes: list[torch.Tensor]
+) -> torch.Tensor:
+    """Operator of ``Float8Weight.record_amaxes``; returns a copy of ``after``."""
+    # A graph may reuse the memory of its tensors.
+    kept = [each.clone() for each in amaxes]
+    owner_of(handle).record_amaxes(dict(zip(names, kept, strict=True)))
+    return after.clone()
+
+
+def _number(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((), dtype=torch.float32)
 
 
 history_copies.register_fake(
     lambda x, handle, dtype, transposed, *_: [
-        x.new_empty((), dtype=torch.float32),
+        _number(x),
+        _number(x),
         *empty_copies(x, dtype, transposed),
     ]
 )
-history_statistic.register_fake(lambda x, *_: x.new_empty((), dtype=torch.float32))
-record_amax.register_fake(lambda scale, handle: torch.empty_like(scale))
+history_statistic.register_fake(lambda x, *_: [_number(x), _number(x)])
+last_amax.register_fake(lambda after, handle: _number(after))
+record_amaxes.register_fake(lambda after, *_: torch.empty_like(after))
 
 
 def saved_rows(saved: Any, histories: Iterable[str], fqn: str) -> dict[str, torch.Tensor]:

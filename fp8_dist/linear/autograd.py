@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.kernels.quantization import as_matrix
+from fp8_dist.linear.amax_history import record_amaxes
 from fp8_dist.linear.observing import (
     are_gemms_observed,
     high_precision,
@@ -28,6 +29,7 @@ from fp8_dist.linear.observing import (
     observe_gemm,
 )
 from fp8_dist.linear.operands import (
+    Amaxes,
     LinearSpec,
     Local,
     Recast,
@@ -47,6 +49,7 @@ from fp8_dist.mesh import (
 )
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, cast, multiply
+from fp8_dist.torch_internals import backward_id, backward_runs
 from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -223,7 +226,7 @@ def differentiable_once(backward: Backward) -> Backward:
             gradients = backward(ctx, grad)
         # The gradient is a function of grad_output and of everything that the output depends on.
         # With these as arguments, differentiating it with respect to any of them raises.
-        origins, fqn = (*_leaves(ctx), grad), ctx.spec.fqn
+        origins, fqn = (*[leaf.variable for leaf in _leaves(ctx)], grad), ctx.spec.fqn
         return tuple(
             g if g is None else _NoSecondDerivative.apply(g, fqn, *origins) for g in gradients
         )
@@ -231,17 +234,37 @@ def differentiable_once(backward: Backward) -> Backward:
     return once
 
 
-def _leaves(node: Any) -> list[torch.Tensor]:
-    """The leaves of the autograd graph that ends in a node."""
+def _leaves(node: Any) -> list[Any]:
+    """The leaves of the autograd graph that ends in a node, each as its AccumulateGrad."""
     leaves, seen, open_nodes = [], {node}, [node]
     while open_nodes:
         node = open_nodes.pop()
-        if isinstance(getattr(node, "variable", None), torch.Tensor):  # an AccumulateGrad
-            leaves.append(node.variable)
+        if isinstance(getattr(node, "variable", None), torch.Tensor):
+            leaves.append(node)
         new = {n for n, _ in node.next_functions if n is not None} - seen
         seen |= new
         open_nodes += new
     return leaves
+
+
+_last_backward: tuple[int, bool] = -1, False  # its id, and whether it accumulates gradients
+
+
+def _counts(node: Any) -> bool:
+    """Whether the backward of a layer belongs to a pass that counts (Note [Passes that count]).
+
+    A graph computes the same gradients in any backward, so there it counts.
+    """
+    global _last_backward
+    if torch.compiler.is_compiling():
+        return True
+    of_weight = node.next_functions[1][0]
+    if of_weight is not None:
+        return backward_runs(of_weight) is not False
+    if _last_backward[0] != backward_id():
+        # The first layer that a backward reaches has the leaves of all others.
+        _last_backward = backward_id(), any(map(backward_runs, _leaves(node)))
+    return _last_backward[1]
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -266,11 +289,11 @@ class _LinearFunction(torch.autograd.Function):
             now = x_layout.placements, w_layout.placements
             layouts = linear_layouts(*now, input.ndim, spec.fqn)
         # Under no_grad ctx.needs_input_grad is still True for tensors that require gradients, so
-        # spec.record decides.
-        needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.record else (False, False)
+        # spec.training decides.
+        needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.training else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         whole = input if x_layout is None else _with_features(input, x_layout, weight.shape[1])
-        x = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
+        x, amaxes = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
         of_output, of_grad_input, of_recast = forms
         w = local_tensor(weight) if of_output is None else of_output.operand(flat)
         # Wait for the gather of the input only here, where the weight's cast has been issued.
@@ -291,7 +314,8 @@ class _LinearFunction(torch.autograd.Function):
         of_input: Local | None = None
         if needs_weight:
             of_input = wait_local(x["grad_weight"], uses["grad_weight"])
-        saved, ctx.forms = flattened(of_input, right, *statistics)
+        saved, ctx.forms = flattened(of_input, right, *statistics, *amaxes.values())
+        ctx.names = tuple(amaxes)
         ctx.recast = of_recast
         ctx.unused = (None,) * (2 + len(flat))
         ctx.save_for_backward(*saved)
@@ -315,17 +339,27 @@ class _LinearFunction(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
-        if not (needs_input or needs_weight):
-            return None, None, grad_bias, *unused
         spec, layouts = ctx.spec, ctx.layouts
-        saved, (of_x, of_w, *of_statistics) = ctx.saved_tensors, ctx.forms
+        records = bool(spec.histories) and _counts(ctx)
+        if not (needs_input or needs_weight or records):
+            return None, None, grad_bias, *unused
+        saved, (of_x, of_w, *others) = ctx.saved_tensors, ctx.forms
+        first = len(others) - len(ctx.names)
+        of_statistics, of_amaxes = others[:first], others[first:]
+        amaxes = {n: form.operand(saved) for n, form in zip(ctx.names, of_amaxes, strict=True)}
+        if not (needs_input or needs_weight):
+            # Only the bias is trained, of a plain layer. (That of a DTensor is added elsewhere.)
+            grad_bias = _recorded(spec.owner, amaxes, grad_bias)
+            return None, None, grad_bias, *unused
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
         x = of_x.operand(saved) if needs_weight else None
         w = of_w.operand(saved) if needs_input else None
         if w is not None and of_statistics:
             statistics = [form.operand(saved) for form in of_statistics]
             w = _recast(w, statistics, ctx.recast, grad, spec)
-        operands = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
+        operands, of_grad = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
+        if records:
+            operands = _recorded_with(operands, spec.owner, amaxes | of_grad)
         grad_input = grad_weight = moving = None
         if needs_input:
             left, right = operands["grad_input"]
@@ -404,6 +438,36 @@ def _recast(
     if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
         (w,) = observe_copies(spec.owner, "weight", local, [w], repeats=False)
     return w
+
+
+def _recorded(owner: Any, amaxes: Amaxes, after: Any) -> Any:
+    """Record the amaxes of a pass that counts (Note [Passes that count]); return ``after``.
+
+    ``after``: a tensor that the backward uses, because a graph would otherwise leave this out.
+    """
+    if torch.compiler.is_compiling():
+        return record_amaxes.overload(after, owner.handle, [*amaxes], [*amaxes.values()])
+    owner.record_amaxes(amaxes)
+    return after
+
+
+def _recorded_with(
+    operands: dict[Gemm, tuple[Local, Local]], owner: Any, amaxes: Amaxes
+) -> dict[Gemm, tuple[Local, Local]]:
+    """:func:`_recorded` for the operands of the gradient GEMMs.
+
+    The right operands are not in flight, and a scale is small.
+    """
+    in_float8 = [gemm for gemm, (_, x) in operands.items() if isinstance(x, Quantized)]
+    gemm = [*in_float8, *operands][0]
+    left, right = operands[gemm]
+    if isinstance(right, Quantized):
+        first, *rest = right.scales
+        first = _recorded(owner, amaxes, first)
+        right = right._replace(scales=(first, *rest))
+    else:
+        right = _recorded(owner, amaxes, right)
+    return {**operands, gemm: (left, right)}
 
 
 class _FinishOutput(torch.autograd.Function):

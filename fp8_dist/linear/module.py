@@ -420,6 +420,9 @@ def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> l
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Forget every precomputed scale and cached float8 weight in ``module``.
 
+    What passes have recorded for DELAYED scales since the last sync is forgotten too, as after a
+    dry run whose gradients were set to zero (instead of None, which is noticed).
+
     Call it, on all ranks, after changes that can't be noticed. These are writes to a numpy array
     that shares memory with a weight. If FSDP2 does not gather the weight in float8, they are also
     writes into its ``.data``, collectives into it (``dist.broadcast``), and for DTensors in-place
@@ -429,6 +432,7 @@ def invalidate_float8_scales(module: nn.Module) -> None:
     """
     for weight in float8_weights(module).values():
         weight.cache.drop(Change.WRITE)
+        weight.forget_recorded()
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:

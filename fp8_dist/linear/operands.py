@@ -21,7 +21,7 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels import transposed_copy
 from fp8_dist.kernels.quantization import as_matrix
-from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.mesh import (
@@ -34,7 +34,7 @@ from fp8_dist.mesh import (
 )
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics
-from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.tensor import Float8Tensor, quantized_as, scales_of
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import base_of, can_skip_dispatch, dtensor_local, version_of
 from fp8_dist.transport import Encoding
@@ -48,7 +48,7 @@ class LinearSpec(NamedTuple):
     fqn: str
     histories: Mapping[str, AmaxHistory]
     owner: Owner  # the layer's float8_weight
-    record: bool  # whether the forward's casts belong to a training step
+    training: bool  # whether a backward may follow the forward
     reduce_transport: Encoding = None  # of the sums of the output and of grad_input
 
 
@@ -81,6 +81,8 @@ class WeightCasts(NamedTuple):
 Local = Quantized | torch.Tensor
 # The operand that each GEMM takes. A tensor may be in flight: see wait_local().
 Operands = dict[Gemm, Local]
+# The local amax of an operand whose scale is DELAYED, by the name of its history; else empty.
+Amaxes = dict[str, torch.Tensor]
 
 
 class OperandPlan(NamedTuple):
@@ -172,7 +174,7 @@ def prepare_operand(
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
     spec: LinearSpec,
-) -> Operands:
+) -> tuple[Operands, Amaxes]:
     """Cast an operand for the given GEMMs and redistribute it to ``placements``, as planned.
 
     Args:
@@ -181,23 +183,25 @@ def prepare_operand(
     """
     high = local_tensor(tensor)
     if isinstance(high, Float8Tensor):
+        amaxes = _amaxes_of_prepared(high, spec)
         if is_observed():
             tensor = with_local(tensor, observe_prepared_use(spec.owner, high))
-        return dict.fromkeys(gemms, _moved(tensor, placements))
+        return dict.fromkeys(gemms, _moved(tensor, placements)), amaxes
     uses, within = spec.config.recipe.uses[operand], None
     if isinstance(tensor, DTensor):
         plan = _plan_of(tensor, operand, tuple([uses[gemm] for gemm in gemms]), placements, spec)
         if plan.first is not None and plan.moves:
-            (quantized,) = _copies(tensor, operand, CastPlan((plan.first,)), spec, plan.within)
-            return dict.fromkeys(gemms, _moved(as_float8_of(tensor, quantized), placements))
+            wanted = CastPlan((plan.first,))
+            (cast,), amaxes = _copies(tensor, operand, wanted, spec, plan.within)
+            return dict.fromkeys(gemms, _moved(as_float8_of(tensor, cast), placements)), amaxes
         within = plan.within
         if plan.moves:
             tensor = tensor.redistribute(placements=placements)
             high = local_tensor(tensor)
     wanted, places = spec.config.recipe.copies(operand, gemms, tensor.device)
-    made = _copies(tensor, operand, wanted, spec, within) if wanted.of else ()
+    made, amaxes = _copies(tensor, operand, wanted, spec, within) if wanted.of else ((), {})
     each = zip(gemms, places, strict=True)
-    return {gemm: high if place is None else made[place] for gemm, place in each}
+    return {gemm: high if place is None else made[place] for gemm, place in each}, amaxes
 
 
 def prepare_gradients(
@@ -206,7 +210,7 @@ def prepare_gradients(
     input: Local | None,
     weight: Local | None,
     spec: LinearSpec,
-) -> dict[Gemm, tuple[Local, Local]]:
+) -> tuple[dict[Gemm, tuple[Local, Local]], Amaxes]:
     """Prepare the left and the right operand of each gradient GEMM.
 
     Args:
@@ -221,8 +225,8 @@ def prepare_gradients(
     if spec.config.recipe.folds:
         folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
     if not folds:
-        left = prepare_operand(grad, "grad_output", gemms, placements, spec)
-        return {gemm: (left[gemm], right[gemm]) for gemm in gemms}
+        left, amaxes = prepare_operand(grad, "grad_output", gemms, placements, spec)
+        return {gemm: (left[gemm], right[gemm]) for gemm in gemms}, amaxes
     scheme = spec.config.recipe.uses["grad_output"][next(iter(folds))]
     assert scheme is not None
     if isinstance(grad, DTensor):
@@ -237,7 +241,7 @@ def prepare_gradients(
     wanted, _ = spec.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
     transposed = any(wanted.transposed)
     folded = folded_gradients(grad, scheme, placements, folds, within, transposed, spec.owner)
-    return operands | folded
+    return operands | folded, {}
 
 
 def _copies(
@@ -246,19 +250,31 @@ def _copies(
     plan: CastPlan,
     spec: LinearSpec,
     within: tuple[int, ...] | None,
-) -> Copies:
+) -> tuple[Copies, Amaxes]:
     """Cast the local part of an operand to float8 copies. A plain tensor is cast as a matrix."""
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
     history, is_input = spec.histories.get(operand), operand == "input"
+    amaxes: Amaxes = {}
     if history is not None:
-        _, made = history.copies_of(matrix, plan, spec.record or not is_input)
+        _, made, amaxes[operand] = history.copies_of(matrix, plan)
     elif is_input and not isinstance(tensor, DTensor):
         made = cast_input(tensor, plan)
     else:
         made = cast_copies(matrix, plan, within)[1]
-    if not is_observed():
-        return made
-    return observe_copies(spec.owner, operand, local_tensor(matrix), made, is_input)
+    if is_observed():
+        made = observe_copies(spec.owner, operand, local_tensor(matrix), made, is_input)
+    return made, amaxes
+
+
+def _amaxes_of_prepared(input: Float8Tensor, spec: LinearSpec) -> Amaxes:
+    """The amax of an input that was cast before the layer's forward, by one of its histories."""
+    amaxes: Amaxes = {}
+    for name in (PREPARED_INPUT, "input") if spec.training else ():
+        history = spec.histories.get(name)
+        value = None if history is None else history.take_last(scales_of(input)[0])
+        if value is not None:
+            amaxes[name] = value
+    return amaxes
 
 
 def cast_input(x: torch.Tensor, plan: CastPlan, keeps: bool = False) -> Copies:

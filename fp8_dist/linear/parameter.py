@@ -6,6 +6,7 @@ layer with a parallel style.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -118,6 +119,8 @@ class LayerParameter:
         name, fqn: the name of the parameter in the module, and the name of the module.
         sharded: the sharded parameter, while FSDP2 has another in its place.
         is_compared: whether the ranks were found to agree about the layer (``agreement``).
+        waits_in_fsdp: returns whether FSDP2 has a gradient of the parameter that it has not reduced
+            yet; None if FSDP2 does not shard it.
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
     """
@@ -129,6 +132,7 @@ class LayerParameter:
         self.name, self.fqn = name, fqn
         self.sharded: torch.Tensor | None = None
         self.is_compared = False
+        self.waits_in_fsdp: Callable[[], bool] | None = None
 
     def compare(self, caller: str) -> None:
         """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
@@ -153,6 +157,13 @@ class LayerParameter:
     def is_registered(self) -> bool:
         """Whether it is a parameter of the module, neither parametrized nor flattened."""
         return self.name in self.module._parameters and self.parameter().ndim >= 2
+
+    def has_gradient(self) -> bool:
+        """Whether a gradient has been accumulated for the parameter."""
+        held = (self.parameter(), self.sharded)
+        if any(each is not None and each.grad is not None for each in held):
+            return True
+        return self.waits_in_fsdp is not None and self.waits_in_fsdp()
 
     def shard(self) -> torch.Tensor:
         """The current shard, without a copy or collectives."""

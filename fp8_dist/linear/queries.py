@@ -156,7 +156,7 @@ def weight_copies(
     Args:
         start: the :func:`common_start` of the schemes.
         of, transposed: as in a :class:`CastPlan`.
-        keep: whether new statistics serve later forwards and an amax is recorded.
+        keep: whether new statistics serve later forwards.
     """
     weight, x = owner_of(handle), x.detach()
     weight.compare("the first forward")
@@ -169,11 +169,9 @@ def weight_copies(
     source = ScaleState.FROM_FORWARD if keeps else None
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
     fresh = is_own and weight.is_fresh(parameter, x)
-    known, float8, _ = weight.cast_shard(parameter, x, plan, source, keep, fresh)
+    known, float8, _ = weight.cast_shard(parameter, x, plan, source, fresh)
     if keeps and not leaves_something:
         weight.end_of_evaluation(parameter)
-    if history is not None and keep:
-        history.record_later()
     # Scales may share memory with statistics, which are kept, and a graph may write into its
     # results.
     return unshared(flat_copies(plan, float8), [each for own in known.values() for each in own])

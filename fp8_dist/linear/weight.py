@@ -59,6 +59,7 @@ from fp8_dist.scaling import (
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
+    backward_id,
     in_backward,
     is_exporting,
     is_selectively_checkpointed,
@@ -101,6 +102,7 @@ class Float8Weight(StoredWeight):
         # If set, no cast of the unsharded parameter may outlive it.
         self.is_exchanged = False
         self.made: torch.cuda.Event | None = None
+        self._recorded_in: int | None = None  # the last backward that recorded amaxes
         self._is_saved_plain = False
 
     def __reduce__(self) -> Any:
@@ -158,7 +160,7 @@ class Float8Weight(StoredWeight):
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.schemes, local, self.fqn)
-            (gathered,) = self._recorded([quantized_as(local, self.schemes[0])])
+            gathered = quantized_as(local, self.schemes[0])
             return WeightCasts(gathered, gathered)
         compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
         # A graph does not call end_of_evaluation, so scales found without gradients are not kept.
@@ -178,7 +180,7 @@ class Float8Weight(StoredWeight):
         elif not plan.of:
             return WeightCasts()
         elif not compiling:
-            float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD, training)
+            float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD)
         else:
             layout = self.layout(parameter)
             # On a GPU, a graph that measures a weight without a query can be replayed as a CUDA
@@ -190,8 +192,6 @@ class Float8Weight(StoredWeight):
                     float8 = cast_copies(tensor, plan, local=shard)[1]
                 else:
                     float8 = queried_copies(self, shard, plan, keeps)
-        if not compiling or self.is_exchanged:  # otherwise the query records the amax
-            float8 = self._recorded(float8)
         if is_observed() and float8 and not is_exporting():
             float8 = observe_copies(self, "weight", shard, float8)
         casts = [None if place is None else float8[place] for place in places]
@@ -285,16 +285,15 @@ class Float8Weight(StoredWeight):
         shard: torch.Tensor,
         plan: CastPlan,
         source: ScaleState,
-        record: bool = False,
     ) -> tuple[Copies, Scales | None]:
         """Take a parameter's float8 copies from the cache, or cast its shard; not in graphs.
 
         The second result is the scales of the whole weight, if a gather needs them and they are
-        known. ``record``: a delayed scale records the amax. (For FSDP2's gather the forward does.)
+        known.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # autograd can't save inference tensors
-                return self._casts(parameter, shard, plan, source, record)
+                return self._casts(parameter, shard, plan, source)
         cache, fresh = self.cache, self.is_fresh(parameter, shard)
         known = cache.float8 if fresh else None
         if known is not None and plan.begins(known[0]) and known[1][0].qdata.device == shard.device:
@@ -304,7 +303,7 @@ class Float8Weight(StoredWeight):
                 self._known(shard, source, self.schemes)
             return known[1][: len(plan.of)], cache.whole_scales
         shard = shard.detach()
-        _, float8, whole = self.cast_shard(parameter, shard, plan, source, record, fresh)
+        _, float8, whole = self.cast_shard(parameter, shard, plan, source, fresh)
         keeps = _is_parameter(parameter) and self.config.cache_float8_shards
         keeps &= not is_captured(shard)
         keeps &= shard.device == parameter.device
@@ -317,7 +316,6 @@ class Float8Weight(StoredWeight):
         shard: torch.Tensor,
         plan: CastPlan,
         source: ScaleState | None,
-        record: bool,
         fresh: bool,
     ) -> tuple[Known, Copies, Scales | None]:
         """Cast a shard by its statistics: cached ones if ``fresh``; new ones are stored.
@@ -333,7 +331,8 @@ class Float8Weight(StoredWeight):
             return known, cast_by(shard, plan, statistics, layout), self.cache.whole_scales
         tensor = shard if layout is None else layout.wrap(shard)
         if self.history is not None:
-            found, float8 = self._history_of(parameter).copies_of(tensor, plan, record)
+            history = self._history_of(parameter)
+            found, float8, history.last = history.copies_of(tensor, plan)
             known = {scheme: found}
         elif source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
             found, whole = self._statistics_of(parameter, shard, scheme, source)
@@ -436,7 +435,9 @@ class Float8Weight(StoredWeight):
         layout = self.layout(parameter)
         if self.history is not None:
             tensor = shard if layout is None else layout.wrap(shard)
-            return self._history_of(parameter).statistics_of(tensor, record=False), None
+            history = self._history_of(parameter)
+            statistics, history.last = history.statistics_of(tensor)
+            return statistics, None
         if source is not ScaleState.FROM_GATHER or not self.needs_whole_scales(layout):
             return statistics_of(shard, scheme, layout), None
         assert layout is not None
@@ -459,15 +460,28 @@ class Float8Weight(StoredWeight):
             history.statistic = None
         return history
 
-    def _recorded(self, copies: Copies) -> Copies:
-        """Record the weight's amax in a training step, if its scale is delayed; return the copies.
+    def record_amaxes(self, amaxes: dict[str, torch.Tensor]) -> None:
+        """Record the amaxes of a pass in its backward, by history; see Note [Passes that count].
 
-        The cast can't do it, because FSDP2 gathers without gradients in training too.
+        That of the weight is the one of its last cast.
         """
-        if self.history is None or not copies or not torch.is_grad_enabled():
-            return copies
-        scales = (self.history.recorded(copies[0].scales[0]),)
-        return [quantized._replace(scales=scales) for quantized in copies]
+        now, parameter = backward_id(), self.parameter()
+        if now != self._recorded_in and parameter.is_leaf and parameter.requires_grad:
+            # A layer that is called several times has no gradient before the last of its backwards.
+            self._recorded_in = now
+            if not self.has_gradient():
+                self.forget_recorded()
+        history = self.history
+        if history is not None and history.last is not None:
+            keep_for_current_stream([history.last])  # the cast may have run on another one
+            amaxes = {**amaxes, "weight": history.last}
+        for name, value in amaxes.items():
+            self._histories[name].record(value)
+
+    def forget_recorded(self) -> None:
+        """Drop the amaxes that were recorded since the last sync."""
+        for history in self._histories.values():
+            history.current = None
 
     def _warn_if_type_is_lost(self, local: torch.Tensor) -> None:
         if self.gather_type.unwrap(local) is local:

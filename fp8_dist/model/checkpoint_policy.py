@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels import amax, amaxes, block_exponents, block_scaled_mm, scaled_mm
-from fp8_dist.linear.amax_history import history_statistic, record_amax
+from fp8_dist.linear.amax_history import history_statistic, last_amax
 from fp8_dist.linear.queries import weight_statistics
 from fp8_dist.moe.dispatch import numbers_of_rows, slots_by_expert
 from fp8_dist.moe.operators import grouped_mm_operator
@@ -37,10 +37,10 @@ _SAVED: set[Any] = {
     block_scaled_mm.overload,
     grouped_mm_operator.overload,
     history_statistic.overload,
+    last_amax.overload,
     measure_operator.overload,
     multiply_operator.overload,
     numbers_of_rows.overload,
-    record_amax.overload,
     scaled_mm.overload,
     slots_by_expert.overload,
     weight_statistics.overload,

@@ -146,9 +146,9 @@ def cast_calls(m: int, k: int) -> Calls:
         calls[f"cast_copies saturated {name}"] = saturated
         calls[f"cast_rows {name}"] = call(kernels.cast_rows, wide, dtype, True, [False])
         # (Of others than finite values the codes may be any.)
-        args = ordinary(m, k, high), one / 2, dtype, True, BOTH, one * 2
-        calls[f"cast_and_record {name}"] = call(kernels.cast_and_record, *args)
-    calls["cast_and_record first"] = call(kernels.cast_and_record, x, one, E5M2, False, BOTH, None)
+        args = ordinary(m, k, high), one / 2, dtype, True, BOTH
+        calls[f"cast_and_measure {name}"] = call(kernels.cast_and_measure, *args)
+    calls["cast_and_measure e5m2"] = call(kernels.cast_and_measure, x, one, E5M2, False, BOTH)
     calls["cast_rows both layouts"] = call(kernels.cast_rows, s, E4M3, False, BOTH)
     long = ordinary(3, 16400)  # registers do not hold its rows
     calls["cast_rows long"] = call(kernels.cast_rows, long, E4M3, True, [False])

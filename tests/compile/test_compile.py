@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpointed import SELECTIVE
+from delayed_steps import DELAYED, Run, disturbed_steps, recorded
 from graphs import Compilations, Graphs, Ops
 from local_nets import local_net
 from nets import Distributed, Net, blocks, full
@@ -461,6 +462,27 @@ def test_amaxes_of_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         mask = torch.arange(8) < rows
         assert same_bits(masked(x, mask), layer(x[mask]))
         assert same_bits(program(x[mask]), layer(x[mask]))
+
+
+def test_passes_that_are_no_steps_leave_no_trace() -> None:
+    """(A graph can't tell which gradients autograd was asked for: that of the input counts.)"""
+
+    def compiled(net: nn.Module) -> Run:
+        return torch.compile(net, backend="aot_eager", fullgraph=True)
+
+    (kept, mine), (expected, theirs) = disturbed_steps(compiled, within=1)
+    assert kept == expected
+    assert all(same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_delayed_layer_that_is_called_twice_records_both_calls() -> None:
+    linear = convert_to_float8_training(nn.Linear(32, 32), config=DELAYED)
+    x, run = torch.randn(6, 32), torch.compile(linear, backend="aot_eager")
+    for factor in (1e-3, 1e3):
+        second = run(x) * factor
+        run(second).sum().backward()
+        assert recorded(linear)[".input"] == max(x.abs().max(), second.abs().max())
+        linear.zero_grad()
 
 
 @pytest.mark.parametrize(

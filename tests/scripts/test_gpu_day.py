@@ -75,7 +75,7 @@ def run(*args, **options):
         raise RuntimeError("an illegal memory access was encountered")
     torch.cuda.synchronize = fail
     fail()
-casts._record.kernel.run = run
+casts._poison.kernel.run = run
 """
 
 
@@ -83,7 +83,7 @@ casts._record.kernel.run = run
 def test_faults_leave_every_other_line(tmp_path: Path, python: Path) -> None:
     """A kernel raises, one never ends, and one leaves a device that answers no more."""
     chosen = ["amax_of_each, aligned", "scaling_from_amax e5m2, aligned, choice 0, side stream"]
-    chosen += ["cast_and_record first, odd, choice 0", "quantize, odd, choice"]
+    chosen += ["cast_and_measure e5m2, odd, choice 0", "quantize, odd, choice"]
     for name, fault in (("raises", RAISES), ("hangs", HANGS), ("poisons", POISONS)):
         (tmp_path / f"fault_{name}.py").write_text(fault)
     words = ("kernels", "--only", *chosen)
@@ -106,7 +106,7 @@ def test_faults_leave_every_other_line(tmp_path: Path, python: Path) -> None:
     assert errors == {
         ("raises", "amax_of_each", "ValueError: planted"): of_name["amax_of_each"],
         ("hangs", "scaling_from_amax e5m2", "stopped"): 1,
-        ("poisons", "cast_and_record first", poisoned): of_name["cast_and_record first"],
+        ("poisons", "cast_and_measure e5m2", poisoned): of_name["cast_and_measure e5m2"],
     }
     left = [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
     assert left == []

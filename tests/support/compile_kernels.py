@@ -198,7 +198,7 @@ def call_all(run: Any) -> None:
     run(kernels.quantize, x, columns, e4m3)
     run(kernels.cast_rows, x, e4m3, True, both)
     run(kernels.cast_rows, x, e4m3, True, [False])
-    run(kernels.cast_and_record, x, one, e4m3, True, both, one)
+    run(kernels.cast_and_measure, x, one, e4m3, True, both)
     run(fold_gradient, x, e4m3, columns.view(-1), rows.view(-1), True)
     numbers, data = run(kernels.cast_blocks, x, e4m3, (1, 128, 0, 0), None, [False])
     run(kernels.cast_blocks, x, e4m3, (1, 128, 0, 0), None, both)

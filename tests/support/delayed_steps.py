@@ -1,12 +1,14 @@
 """What tests of delayed scales share: looking into histories, and at the operands of GEMMs."""
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn as nn
+from nets import Net
 from reference import FORMATS, float8_gemms, same_bits
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +18,8 @@ from fp8_dist import (
     Float8LinearConfig,
     Float8Tensor,
     ScalingType,
+    convert_to_float8_training,
+    invalidate_float8_scales,
     update_float8_scales,
 )
 from fp8_dist import sync_float8_amax_and_scale_history as sync
@@ -140,3 +144,69 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     loaded: dict[str, Any] = torch.load(file, weights_only=True)
     return loaded
+
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+def forward_only(net: nn.Module, run: Run, x: torch.Tensor) -> None:
+    run(x)
+
+
+def gradient_of_the_input(net: nn.Module, run: Run, x: torch.Tensor) -> None:
+    """As torch's pipelines infer shapes."""
+    torch.autograd.grad(run(x).sum(), x)
+
+
+def thrown_away(net: nn.Module, run: Run, x: torch.Tensor) -> None:
+    for _ in range(2):
+        run(x).square().sum().backward()
+    net.zero_grad()
+
+
+def set_to_zero(net: nn.Module, run: Run, x: torch.Tensor) -> None:
+    run(x).square().sum().backward()
+    net.zero_grad(set_to_none=False)
+    invalidate_float8_scales(net)
+    net.zero_grad()
+
+
+DRY_RUNS: tuple[Callable[[nn.Module, Run, torch.Tensor], None], ...] = (
+    forward_only,
+    gradient_of_the_input,
+    thrown_away,
+    set_to_zero,
+)
+
+
+def disturbed_steps(
+    how: Callable[[nn.Module], Run], within: int = 2
+) -> list[tuple[dict[str, Any], list[Any]]]:
+    """Histories and gradients of three steps of two micro-batches, with and without dry runs.
+
+    These come before and between steps; the first ``within`` of them between micro-batches, too.
+    """
+    found = []
+    for disturbed in (True, False):
+        net = convert_to_float8_training(Net(layers=1), config=DELAYED)
+        run, generator = how(net), torch.Generator().manual_seed(1)
+        gradients: list[torch.Tensor] = []
+
+        def disturb(
+            *kinds: Callable, net: Net = net, run: Run = run, now: bool = disturbed
+        ) -> None:
+            for kind, value in zip(kinds, (1e20, math.nan, 1e-3, 1e4), strict=False):
+                if now:
+                    kind(net, run, torch.full((2, 4, 64), value, requires_grad=True))
+
+        for _ in range(3):
+            disturb(*DRY_RUNS)
+            for size in (4.0, 1.0):
+                x = torch.randn(2, 4, 64, generator=generator) * size
+                run(x.requires_grad_()).square().mean().backward()
+                disturb(*DRY_RUNS[:within])
+            gradients += [p.grad for p in net.parameters() if p.grad is not None]
+            net.zero_grad()
+            sync(net)
+        found.append((amaxes(net), gradients))
+    return found

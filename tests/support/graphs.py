@@ -21,7 +21,7 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.debug.audit import CommRow, CommTable
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.kernels import (
-    cast_and_record,
+    cast_and_measure,
     cast_blocks,
     cast_copies,
     cast_rows,
@@ -43,7 +43,7 @@ CASTS = {
     for each in (
         cast_operator,
         quantize,
-        cast_and_record,
+        cast_and_measure,
         cast_blocks,
         cast_copies,
         cast_rows,

@@ -8,7 +8,7 @@ from implementations import check_operator, implementation
 from reference import same_bits
 
 from fp8_dist import kernels
-from fp8_dist.kernels import cast_and_record, cast_copies, cast_rows
+from fp8_dist.kernels import cast_and_measure, cast_copies, cast_rows
 from fp8_dist.kernels.folding import fold_gradient
 
 E4M3 = torch.float8_e4m3fn
@@ -44,8 +44,8 @@ def test_amaxes_casts_and_copies(shape: tuple[int, ...], dtype: torch.dtype) -> 
         check_operator(cast_copies, x * 2, amaxes, E4M3, False, of, transposed, saturate=True)
         layouts = list(dict.fromkeys(transposed))
         check_operator(cast_rows, x, E4M3, True, layouts)
-        check_operator(cast_and_record, x, known, E4M3, False, layouts, None)
-    check_operator(cast_and_record, x, known, E4M3, True, [True], torch.tensor(9.0))
+        check_operator(cast_and_measure, x, known, E4M3, False, layouts)
+    check_operator(cast_and_measure, x, known, E4M3, True, [True])
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
@@ -53,12 +53,11 @@ def test_a_value_that_is_not_finite_poisons_a_scale_that_was_known(value: float)
     x = torch.ones(4, 32, dtype=torch.bfloat16)
     x[1, 2] = value
     one = torch.ones(())
-    for run in (cast_and_record.portable, implementation(cast_and_record)):
-        amax, known, scale, largest, qdata = run(x, one, E4M3, False, [False], one)
+    for run in (cast_and_measure.portable, implementation(cast_and_measure)):
+        amax, known, scale, qdata = run(x, one, E4M3, False, [False])
         assert same_bits(amax, torch.tensor(abs(value)))
         assert known.isnan()
         assert scale.isnan()
-        assert same_bits(largest, amax)
         assert (qdata.float() * scale).isnan().all()
 
 
@@ -91,7 +90,7 @@ def test_another_default_dtype() -> None:
         for covers, of, transposed in COPIES:
             check_operator(cast_copies, x, kernels.amaxes(x, covers), E4M3, True, of, transposed)
         check_operator(kernels.amaxes, x, [ROW, TENSOR])
-        check_operator(cast_and_record, x, one, E4M3, False, [False, True], one)
+        check_operator(cast_and_measure, x, one, E4M3, False, [False, True])
         check_operator(cast_rows, x, E4M3, True, [False])
         check_operator(fold_gradient, x, E4M3, *scales, True)
     finally:

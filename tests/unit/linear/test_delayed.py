@@ -15,8 +15,10 @@ from delayed_steps import (
     DELAYED,
     DTYPES,
     OPERANDS,
+    Run,
     amaxes,
     delayed,
+    disturbed_steps,
     layer,
     operands_of,
     quantized,
@@ -36,6 +38,7 @@ from fp8_dist import (
     ScalingType,
     attach_precompute,
     convert_to_float8_training,
+    invalidate_float8_scales,
     precompute_float8_dynamic_scale,
 )
 from fp8_dist import sync_float8_amax_and_scale_history as sync
@@ -213,6 +216,42 @@ def test_activation_checkpointing_changes_nothing() -> None:
         losses = train(net, 4, batches=2, forward=forward)
         results.append([losses, amaxes(net), *(p.tolist() for p in net.parameters())])
     assert all(found == results[0] for found in results)
+
+
+HOW: dict[str, Callable[[nn.Module], Run]] = {
+    "eager": lambda net: net,
+    "checkpointed": lambda net: partial(checkpoint, net, use_reentrant=False),
+    "selectively": lambda net: partial(checkpoint, net, use_reentrant=False, context_fn=SELECTIVE),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_passes_that_are_no_steps_leave_no_trace(how: str) -> None:
+    (kept, mine), (expected, theirs) = disturbed_steps(HOW[how])
+    assert kept == expected
+    assert all(len(values) == 3 for values in kept.values())
+    assert all(same_bits(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_layer_that_is_called_twice_records_both_calls() -> None:
+    linear = convert_to_float8_training(nn.Linear(32, 32), config=DELAYED)
+    x = torch.randn(6, 32)
+    for factor in (1e-3, 1e3):
+        second = linear(x) * factor
+        linear(second).sum().backward()
+        largest = max(x.abs().max(), second.abs().max())
+        assert recorded(linear)[".input"] == largest
+        linear.zero_grad()
+
+
+def test_a_frozen_weight_records_each_backward() -> None:
+    linear = layer()
+    linear.weight.requires_grad_(False)
+    for factor in (3.0, 1.0):
+        linear((torch.ones(6, 32) * factor).requires_grad_()).sum().backward()
+    assert recorded(linear)[".input"] == 3.0
+    invalidate_float8_scales(linear)
+    assert set(recorded(linear).values()) == {None}
 
 
 @pytest.mark.parametrize("cache", [False, True])

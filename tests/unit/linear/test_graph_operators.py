@@ -83,8 +83,9 @@ def test_an_operand_with_a_history(synced: bool) -> None:
     first, second = (history_copies.overload(*arguments) for _ in range(2))
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
     assert not memory(first) & (memory(second) | memory(kept(layer)))
-    assert history.current == x.abs().max()
-    scale, plain, turned = first
+    assert history.last == x.abs().max()
+    value, scale, plain, turned = first
+    assert value == history.last
     assert same_bits(plain.flatten(0, 1).t(), turned)
     torch.library.opcheck(history_copies.overload, arguments, test_utils="test_faketensor")
     assert scale.shape == ()

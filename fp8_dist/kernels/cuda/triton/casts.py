@@ -44,7 +44,7 @@ from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import (
     ALIGNMENT,
     Tensors,
-    cast_and_record,
+    cast_and_measure,
     cast_copies,
     cast_rows,
     empty_transposed,
@@ -187,22 +187,11 @@ def _cast_rows_and_columns(
 
 @tuned(blocks(1))
 @triton.jit
-def _record(
-    amax: tl.tensor,
-    known: tl.tensor,
-    scale: tl.tensor,
-    recorded: tl.tensor,
-    poisoned: tl.tuple,
-    largest: tl.tensor,
-) -> None:
+def _poison(amax: tl.tensor, known: tl.tensor, scale: tl.tensor, poisoned: tl.tuple) -> None:
     # There is one instance, which moves a few numbers.
     value = tl.load(amax)
     tl.store(poisoned[0], tl.load(known) + value * 0.0)
     tl.store(poisoned[1], tl.load(scale) + value * 0.0)
-    bits = magnitude(value)
-    if recorded is not None:
-        bits = tl.maximum(bits, magnitude(tl.load(recorded)))
-    tl.store(largest, bits)
 
 
 @tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
@@ -417,17 +406,16 @@ def _cast_by_rows(
     return [amax, scale, *copies]
 
 
-@fused(cast_and_record, lambda x, *_, **__: _takes(x))
-def _cast_and_record(
+@fused(cast_and_measure, lambda x, *_, **__: _takes(x))
+def _cast_and_measure(
     x: torch.Tensor,
     known: torch.Tensor,
     dtype: torch.dtype,
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
-    recorded: torch.Tensor | None,
 ) -> Tensors:
-    """Cast and record in three launches; 3 bytes per bf16 element, 4 for both layouts."""
-    scale, *poisoned, largest = [torch.empty_like(known) for _ in range(4)]
+    """Cast and measure in three launches; 3 bytes per bf16 element, 4 for both layouts."""
+    scale, *poisoned = [torch.empty_like(known) for _ in range(3)]
     copies = empty_layouts(x, dtype, transposed)
     bits = torch.zeros((), dtype=torch.int32, device=x.device)
     _cast_to(
@@ -441,9 +429,8 @@ def _cast_and_record(
         amax=bits,
     )
     amax = bits.view(torch.float32)
-    arguments = amax, known, scale, recorded, tuple(poisoned), largest.view(torch.int32)
-    _record(lambda chosen: (1,), (), x.device, *arguments)
-    return [amax, *poisoned, largest, *copies]
+    _poison(lambda chosen: (1,), (), x.device, amax, known, scale, tuple(poisoned))
+    return [amax, *poisoned, *copies]
 
 
 @fused(transposed_copy, lambda x, *_: x.is_contiguous())
