@@ -142,8 +142,8 @@ class AmaxHistory:
     def record(self, value: torch.Tensor) -> None:
         """Record the amax of a pass that counts."""
         if not value.is_meta:
-            current = self.current
-            self.current = value if current is None else torch.maximum(current, value)
+            current = value if self.current is None else self.current.to(value.device)
+            self.current = value if current is value else torch.maximum(current, value)
 
     def _groups(self, tensor: torch.Tensor) -> list[str]:
         return list(reduction_groups(self.scheme, Layout.of(tensor)))
@@ -209,8 +209,8 @@ def history_copies(
     plan = CastPlan((history.scheme,), (0,) * len(transposed), tuple(transposed))
     _, copies, value = history._copies_of_local(x, plan, groups)
     if prepares:
-        history._keep(value)
-    return [value.clone(), *flat_copies(plan, copies)]
+        history._keep(value.clone())
+    return [value, *flat_copies(plan, copies)]
 
 
 @query("history_statistic(Tensor x, Tensor handle, str[] groups) -> Tensor[]")
@@ -219,7 +219,7 @@ def history_statistic(
 ) -> list[torch.Tensor]:
     """Operator of :meth:`AmaxHistory.statistics_of`, for a local tensor."""
     (statistic,), value = owner_of(handle)._statistics_of_local(x, groups)
-    return [statistic.to(x.device, copy=True), value.clone()]
+    return [statistic.to(x.device, copy=True), value]
 
 
 @query("last_amax(Tensor after, Tensor handle) -> Tensor")

@@ -473,7 +473,7 @@ class Float8Weight(StoredWeight):
                 self.forget_recorded()
         history = self.history
         if history is not None and history.last is not None:
-            keep_for_current_stream([history.last])  # the cast may have run on another one
+            # It may be from FSDP2's stream, which waits for this one before it makes another.
             amaxes = {**amaxes, "weight": history.last}
         for name, value in amaxes.items():
             self._histories[name].record(value)
