@@ -355,11 +355,66 @@ def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
-def leave_out_of_ddp(module: nn.Module, names: Iterable[str]) -> None:
-    """Let DistributedDataParallel(module) neither broadcast nor reduce parameters, given by FQN."""
-    known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    ignored: Any = [*dict.fromkeys([*known, *names])]
-    module._ddp_params_and_buffers_to_ignore = ignored
+def carry_attributes(old: torch.Tensor, new: torch.Tensor, but: Iterable[str]) -> None:
+    """Give another parameter the attributes of a parameter, except for some, and its hooks.
+
+    The handles of the hooks remove them from both.
+    """
+    left = {"_is_param", *but}
+    vars(new).update({name: value for name, value in vars(old).items() if name not in left})
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(old, name)) is not None:
+            setattr(new, name, hooks)
+
+
+def own_load_hooks(module: nn.Module) -> None:
+    """Let load_state_dict pre-hooks that were copied from another module be given this one."""
+    hooks: Any = module._load_state_dict_pre_hooks
+    for number, hook in hooks.items():
+        if hook.with_module:
+            hooks[number] = type(hook)(hook.hook, module)
+
+
+def remove_state_hooks(module: nn.Module, hooks: set[Any]) -> None:
+    """Remove hooks of ``state_dict`` and ``load_state_dict`` from a module."""
+    for held in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for number, hook in list(held.items()):
+            if getattr(hook, "hook", hook) in hooks:  # torch wraps some
+                del held[number]
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+class _LeftOutOfDDP:
+    """The names of the parameters that DDP ignores: those of other code, and those found now."""
+
+    def __init__(self, module: nn.Module, find: Callable[[nn.Module], list[str]]) -> None:
+        self.module, self.find = module, find
+        self.others = getattr(module, _IGNORED, ())
+        self.is_new = _IGNORED not in vars(module)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self.others, *self.find(self.module)]))
+
+
+def leave_out_of_ddp(module: nn.Module, find: Callable[[nn.Module], list[str]]) -> None:
+    """Let DistributedDataParallel(module) neither broadcast nor reduce some parameters.
+
+    ``find`` returns their FQNs in a module. It is called whenever a DDP is made.
+    """
+    if not isinstance(vars(module).get(_IGNORED), _LeftOutOfDDP):
+        setattr(module, _IGNORED, _LeftOutOfDDP(module, find))
+
+
+def give_back_to_ddp(module: nn.Module) -> None:
+    """Undo :func:`leave_out_of_ddp` in a module and its parts, where nothing is found any more."""
+    for part in module.modules():
+        found = vars(part).get(_IGNORED)
+        if isinstance(found, _LeftOutOfDDP) and not found.find(part):
+            delattr(part, _IGNORED)
+            if not found.is_new:
+                setattr(part, _IGNORED, found.others)
 
 
 def op_name(op: OpOverload) -> str:

@@ -20,7 +20,12 @@ from fp8_dist.fsdp.precompute import (
 from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.amax_history import advance, warn_if_not_restored
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.optimizer_steps import after_steps, hooked_optimizers, updated_by
+from fp8_dist.linear.optimizer_steps import (
+    after_steps,
+    check_not_replaced,
+    hooked_optimizers,
+    updated_by,
+)
 from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.text import warn_once
@@ -137,7 +142,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
 
     Raises:
         ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
-            weights.
+            weights, or holds parameters that the conversion has replaced.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     weights = weights_of_model(module, "attach_update")
@@ -200,6 +205,8 @@ def _attach(
             "hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )
+    for each in found:
+        check_not_replaced(each)
     parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
     trained = {id(p): fqn for fqn, p in parameters.items() if p.requires_grad}
     fitting = [each for each in found if not trained.keys().isdisjoint(updated_by(each))]

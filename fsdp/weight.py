@@ -16,7 +16,7 @@ owns the weight, which FSDP2 passes to the hook. So ``detach``, ``to``, offload 
 can't lose them.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from copy import deepcopy
 from functools import lru_cache
 from inspect import signature
@@ -32,7 +32,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.linear.module import other_users
-from fp8_dist.linear.weight import CONVERT_FIRST, Float8Weight, float8_weights, weights_of
+from fp8_dist.linear.weight import (
+    CONVERT_FIRST,
+    Float8Weight,
+    float8_weights,
+    unwrap_weights,
+    weights_of,
+    wrap_weights,
+)
 from fp8_dist.linear.weight_cache import WeightCache
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
@@ -45,7 +52,6 @@ from fp8_dist.torch_internals import (
     fsdp_parameters,
     in_backward,
     make_wrapper,
-    set_dtensor_local,
     stable_hash,
     tensor_data,
     tensor_version,
@@ -377,44 +383,20 @@ def rewrap_float8_weights(module: nn.Module) -> list[str]:
             "module_filter_fn), or untie them"
         )
     _check_fsdp(lost)
-    _replace_tensors(lost.values(), Float8AllGatherWeight.wrap)
+    wrap_weights(lost.values())
     names = (fqn.rpartition(".")[0] or weight.fqn for fqn, weight in lost.items())
     return list(dict.fromkeys(names))
 
 
 def unwrap_float8_weights(weights: Collection[Float8Weight]) -> None:
-    """Let FSDP2 gather sharded weights in high precision: the inverse of rewrapping.
+    """Let FSDP2 gather sharded weights in high precision: the inverse of wrapping.
 
-    A weight that is a DTensor stays the same parameter; a plain weight becomes a new one. Weights
+    A weight that is a DTensor stays the same parameter. A plain weight becomes the parameter that
+    it was before, if that is still in use and has the same storage, otherwise a new one. Weights
     that FSDP2 does not gather in float8 stay as they are.
     """
-    wrapped = [
-        weight
-        for weight in weights
-        if isinstance(local_tensor(weight.parameter().detach()), Float8AllGatherWeight)
-    ]
-    _replace_tensors(wrapped, lambda tensor, name: Float8AllGatherWeight.unwrap(tensor))
+    unwrap_weights(weights)
     fsdp_gather_without_hooks({(weight.module, weight.name) for weight in weights})
-
-
-def _replace_tensors(
-    weights: Iterable[Float8Weight], of: Callable[[torch.Tensor, str], torch.Tensor]
-) -> None:
-    """Replace the tensor in each weight by ``of(tensor, name)``, on the same storage."""
-    new: dict[int, nn.Parameter] = {}  # by the id of the parameter that each one replaces
-    for weight in weights:
-        old = weight.parameter()
-        if isinstance(old, DTensor):
-            set_dtensor_local(old, of(local_tensor(old), weight.name))
-            weight.cache.reset()
-            continue
-        if id(old) not in new:
-            tensor = of(old.detach(), weight.name)
-            new[id(old)] = nn.Parameter(tensor, requires_grad=old.requires_grad)
-            new[id(old)].__dict__.update(old.__dict__)
-            new[id(old)].grad = old.grad
-        weight.save_plain()
-        setattr(weight.module, weight.name, new[id(old)])
 
 
 def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:

@@ -147,6 +147,12 @@ def _listed(ranks: Iterable[int]) -> str:
 def note_converted(model: nn.Module) -> None:
     """Remember a converted model, whose parts are compared even if they have no float8 layers."""
     _converted.add(model)
+    _compared.difference_update(model.modules())
+
+
+def forget_converted(model: nn.Module) -> None:
+    """Undo :func:`note_converted`."""
+    _converted.discard(model)
 
 
 def is_part_of_converted(module: nn.Module) -> bool:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from types import MethodType, new_class
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -26,13 +27,25 @@ from fp8_dist.linear.checks import (
 )
 from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.parameter import LocalPlacements
-from fp8_dist.linear.weight import Float8Weight, checked_module, float8_weights
+from fp8_dist.linear.weight import (
+    Float8Weight,
+    checked_module,
+    float8_weights,
+    load_weights,
+    save_weights,
+)
 from fp8_dist.linear.weight_cache import Change, ScaleState
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import dtensor_local, innermost, is_exporting, storage_address
+from fp8_dist.torch_internals import (
+    dtensor_local,
+    innermost,
+    is_exporting,
+    own_load_hooks,
+    storage_address,
+)
 from fp8_dist.transport import Encoding
 
 # Attributes of a Float8Linear that an nn.Linear does not have.
@@ -45,6 +58,7 @@ _OWN_ATTRIBUTES = (
     "histories",
     "float8_weight",
     "prepared_by",
+    "hidden_attributes",
 )
 
 
@@ -78,9 +92,11 @@ class Float8Linear(nn.Linear):
             first layer whose config it follows.
         histories: the amax history of each operand whose scaling is DELAYED, and the history of an
             input that ``PrepareFloat8ModuleInput`` casts by the layer's config.
+        hidden_attributes: attributes of the nn.Linear that had the names of these.
     """
 
     prepared_by: frozenset[str] = frozenset()
+    plain_class: ClassVar[type[nn.Linear]] = nn.Linear  # of the layer before its conversion
 
     def __init__(
         self,
@@ -93,7 +109,8 @@ class Float8Linear(nn.Linear):
         config: Float8LinearConfig | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_up(config, "")
+        self._set_up(_checked(config), "")
+        self._wrap_weight()
 
     @classmethod
     def from_float(
@@ -102,7 +119,8 @@ class Float8Linear(nn.Linear):
         """Create a float8 layer that shares the parameters, hooks and attributes of ``mod``.
 
         With ``config.fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
-        the type that FSDP2 gathers in float8. Create the optimizer afterwards.
+        the type that FSDP2 gathers in float8. Create the optimizer afterwards. Whatever refers to
+        ``mod`` goes on using it; :func:`fp8_dist.convert_to_float8_training` converts in place.
 
         Args:
             mod: the layer to convert; it is not changed.
@@ -112,6 +130,7 @@ class Float8Linear(nn.Linear):
         Raises:
             TypeError: ``mod`` is not an nn.Linear or has a quantized weight, or ``config`` is not a
                 Float8LinearConfig.
+            ValueError: the instance ``mod`` has a ``forward`` of its own.
         """
         if not isinstance(mod, nn.Linear):
             raise TypeError(f"Float8Linear.from_float: expected an nn.Linear, got {type(mod)}")
@@ -121,18 +140,25 @@ class Float8Linear(nn.Linear):
                 f"{type(mod.weight).__name__}, which multiplies in a way of its own; convert a "
                 "layer with a weight in high precision"
             )
-        new = cls.__new__(cls)
+        if "forward" in vars(mod):
+            raise ValueError(
+                f"Float8Linear.from_float: the forward of {fqn or 'the layer'} was replaced "
+                "(accelerate's hooks do so), and calls this layer, not a new one; convert in place "
+                "(convert_to_float8_training), or before forward is replaced"
+            )
+        new, config = cls.__new__(cls), _checked(config)
         for name, value in mod.__dict__.items():
             # Copy containers (parameters, hooks), and share what they hold.
             new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
+        own_load_hooks(new)
         new._set_up(config, fqn)
+        new._wrap_weight()
         return new
 
-    def _set_up(self, config: Float8LinearConfig | None, fqn: str) -> None:
-        if config is not None and not isinstance(config, Float8LinearConfig):
-            raise TypeError(f"Float8Linear: config must be a Float8LinearConfig, got {config!r}")
-        strict_alignment()  # raises for an unknown value of the environment variable
-        self.config = Float8LinearConfig() if config is None else config
+    def _set_up(self, config: Float8LinearConfig, fqn: str) -> None:
+        own = self.__dict__
+        self.hidden_attributes = {name: own.pop(name) for name in _OWN_ATTRIBUTES if name in own}
+        self.config = config
         self.fqn = fqn or type(self).__name__
         self.output_placements: Placements | None = None
         self.reduce_transport: Encoding = None
@@ -142,6 +168,8 @@ class Float8Linear(nn.Linear):
             str(operand): AmaxHistory(scheme, length) for operand, scheme in recipe.delayed.items()
         }
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
+
+    def _wrap_weight(self) -> None:
         if self.config.fsdp_float8_all_gather:
             self.weight = self.float8_weight.wrapped(self.weight)
 
@@ -283,11 +311,12 @@ class Float8Linear(nn.Linear):
             if name == "weight":
                 if not Float8Weight.can_be(value):
                     self._replaced_by(f"{type(value).__module__}.{type(value).__name__}")
-                else:
-                    self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
+                    setattr(self, name, value)  # by another class
+                    return
+                self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
             elif name in ("config", "fqn"):
                 setattr(self.float8_weight, name, value)
-        nn.Linear.__setattr__(self, name, value)
+        super().__setattr__(name, value)
 
     def _replaced_by(self, weight_type: str) -> None:
         """Turn into an nn.Linear, so that a weight of another type can use its own GEMM."""
@@ -304,21 +333,29 @@ class Float8Linear(nn.Linear):
         self.become_linear()
 
     def become_linear(self) -> None:
-        """Turn into an nn.Linear in place, with the parameters, hooks and attributes of this layer.
+        """Turn into an nn.Linear in place: the inverse of :func:`become_float8`.
 
         A weight that FSDP2 gathers in float8 must be replaced before.
         """
+        hidden = self.hidden_attributes
         for name in _OWN_ATTRIBUTES:
             self.__dict__.pop(name, None)
-        self.__class__ = _linear_class(type(self))  # type: ignore[arg-type]
+        change_class(self, _plain_class(type(self)))  # type: ignore[arg-type]
+        self.__dict__.update(hidden)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "float8_weight"}
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "float8_weight"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
         self.float8_weight.bind(self._parameters.get("weight"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is Float8Linear or "plain_class" not in vars(type(self)):
+            return super().__reduce_ex__(protocol)
+        return _new_layer, (self.plain_class,), self.__getstate__()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         # The weight cache does not notice module.to(), .cuda(), to_empty() and the like.
@@ -330,7 +367,7 @@ class Float8Linear(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars and prefix + "weight" in destination:  # not if parametrized
-            destination[prefix + "weight"] = self.float8_weight.plain(self.weight)
+            save_weights(self, destination, prefix, None)
         # Histories are in the metadata, because the keys must be nn.Linear's. load_state_dict
         # passes the metadata back.
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
@@ -347,7 +384,12 @@ class Float8Linear(nn.Linear):
         wraps = self.config.fsdp_float8_all_gather and not self.float8_weight.is_stored
         if assign and wraps and Float8Weight.can_be(given):
             state_dict[key] = self.float8_weight.wrapped(given)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        # The last pre-hook, because others may change what is loaded.
+        last = self.register_load_state_dict_pre_hook(load_weights)
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        finally:
+            last.remove()
         if "float8_weight" not in self.__dict__:
             return  # the layer has turned into an nn.Linear
         self.float8_weight.cache.drop(Change.LOAD)
@@ -358,13 +400,84 @@ class Float8Linear(nn.Linear):
         load_from_metadata(self.histories, local_metadata, meshes, device, self.fqn, is_own)
 
 
-@lru_cache
-def _linear_class(own: type) -> type:
-    """Return nn.Linear in place of Float8Linear, or the class that fully_shard makes of it."""
-    if own is Float8Linear:
-        return nn.Linear
-    bases = tuple(nn.Linear if base is Float8Linear else base for base in own.__bases__)
-    return type(own.__name__.replace("Float8Linear", "Linear"), bases, dict(vars(own)))
+def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str) -> None:
+    """Turn an nn.Linear that can be converted into a Float8Linear in place.
+
+    Whatever refers to the layer, such as hooks, closures and lists, refers to the converted one. An
+    instance of a subclass of nn.Linear remains one. The weight stays as it is, also where FSDP2
+    shall gather it in float8.
+
+    Raises:
+        TypeError: ``config`` is not a Float8LinearConfig.
+    """
+    config = _checked(config)
+    change_class(layer, _float8_class(type(layer)))  # type: ignore[arg-type]
+    assert isinstance(layer, Float8Linear)
+    layer._set_up(config, fqn)
+
+
+def change_class(layer: nn.Module, new: type) -> None:
+    """Change the class of a layer; bound ``forward`` methods in its attributes follow."""
+    bound = [name for name, value in vars(layer).items() if _is_forward_of(layer, value)]
+    layer.__class__ = new
+    for name in bound:
+        vars(layer)[name] = MethodType(type(layer).forward, layer)
+
+
+def _is_forward_of(layer: nn.Module, value: object) -> bool:
+    """Whether a value is the method ``forward`` of the layer's class, bound to the layer."""
+    return isinstance(value, MethodType) and value == MethodType(type(layer).forward, layer)
+
+
+def why_forward_is_kept(layer: nn.Module) -> str:
+    """Return why the ``forward`` of a layer would not follow a change of its class, or ``""``.
+
+    accelerate's hooks call the attribute ``_old_forward``, which follows (:func:`change_class`).
+    """
+    own = vars(layer)
+    forward = own.get("forward")
+    if forward is None or _is_forward_of(layer, forward):
+        return ""
+    function = forward.func if isinstance(forward, partial) else None
+    if getattr(function, "__module__", None) == "accelerate.hooks":
+        forward = own.get("_old_forward")
+        if _is_forward_of(layer, forward):
+            return ""
+    shown = getattr(forward, "__qualname__", type(forward).__name__)
+    return f"its forward was replaced by {shown}, which may call that of its class"
+
+
+def _checked(config: Float8LinearConfig | None) -> Float8LinearConfig:
+    if config is not None and not isinstance(config, Float8LinearConfig):
+        raise TypeError(f"Float8Linear: config must be a Float8LinearConfig, got {config!r}")
+    strict_alignment()  # raises for an unknown value of the environment variable
+    return Float8LinearConfig() if config is None else config
+
+
+@cache
+def _float8_class(own: type[nn.Linear]) -> type[Float8Linear]:
+    """Return the class of a converted layer of the class ``own``."""
+    if own is nn.Linear:
+        return Float8Linear
+    body = {"plain_class": own, "__module__": own.__module__}
+    return new_class(
+        f"Float8{own.__name__}", (Float8Linear, own), exec_body=lambda n: n.update(body)
+    )
+
+
+def _new_layer(own: type[nn.Linear]) -> Float8Linear:
+    """Make a converted layer of the class ``own``, whose state follows (for pickle and copy)."""
+    kind = _float8_class(own)  # type: ignore[arg-type]
+    return kind.__new__(kind)
+
+
+@cache
+def _plain_class(own: Any) -> Any:
+    """Return the class of a layer before its conversion, or what fully_shard makes of that."""
+    if "plain_class" in vars(own):
+        return own.plain_class
+    bases = [_plain_class(b) if issubclass(b, Float8Linear) else b for b in own.__bases__]
+    return type(own.__name__.replace("Float8", "", 1), tuple(bases), dict(vars(own)))
 
 
 @lru_cache
@@ -462,6 +575,8 @@ def why_unconvertible(layer: nn.Module, known: type[nn.Module] = nn.Linear) -> s
         return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
     if type(layer).forward is not known.forward:
         return f"its class {type(layer).__name__} has a forward of its own"
+    if why := why_forward_is_kept(layer):
+        return why
     if not weight.dtype.is_floating_point:
         return f"its weight is {weight.dtype}, not floating point"
     if not Float8Weight.can_be(weight):

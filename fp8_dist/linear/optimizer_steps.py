@@ -1,4 +1,8 @@
-"""Hooks that run after any optimizer's step: weights drop their scales, then precompute runs."""
+"""Hooks of any optimizer's step.
+
+Before the step, an optimizer that holds replaced parameters is refused. After it, weights drop
+their scales, then precompute runs.
+"""
 
 import threading
 import weakref
@@ -8,8 +12,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8_dist.torch_internals import (
     backward_id,
@@ -23,6 +33,8 @@ _watchers_lock = threading.Lock()  # models may be trained in several threads
 # The attribute of an optimizer that holds the calls after its steps. A global table would keep
 # alive an optimizer that is an attribute of the module that a call refers to.
 _CALLS = "_fp8_dist_after_steps"
+# Parameters in whose place modules have others: the (first) module, the name there, the FQN.
+_replaced: Any = WeakTensorKeyDictionary()
 
 
 def watch_steps(watcher: Any) -> None:
@@ -66,6 +78,46 @@ def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> Re
     return handle
 
 
+def note_replaced(
+    old: torch.Tensor, new: torch.Tensor, module: nn.Module, name: str, fqn: str
+) -> None:
+    """Refuse steps of optimizers that hold ``old``, while the module has and trains another.
+
+    Args:
+        new: what becomes the parameter ``name`` of the module.
+        fqn: the name of the module, for messages.
+    """
+    _install_check()
+    _replaced.pop(new, None)
+    if old not in _replaced:
+        _replaced[old] = weakref.ref(module), name, fqn
+
+
+def replaced_parameters() -> list[tuple[nn.Module | None, str, torch.Tensor]]:
+    """The replaced parameters that other code still holds, each with its module and its name."""
+    return [(module(), name, old) for old, (module, name, _) in _replaced.items()]
+
+
+def check_not_replaced(optimizer: Optimizer) -> None:
+    """Raise if an optimizer holds a parameter that was replaced in a module, which is trained.
+
+    Raises:
+        ValueError: it does, so its steps would leave the module's parameter as it is.
+    """
+    if not _replaced:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for old, (module, name, fqn) in _replaced.items():
+        current = None if id(old) not in held else getattr(module(), name, None)
+        if current is not None and current is not old and current.requires_grad:
+            raise ValueError(
+                f"{fqn}.{name}: this {type(optimizer).__name__} holds the parameter that the layer "
+                "had before it was converted or stored in another form, so its steps would leave "
+                "the weight as it is. Make the optimizer after convert_to_float8_training, "
+                "freeze_to_float8, and their inverses"
+            )
+
+
 def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
     """The optimizers in an object whose steps run torch's hooks, in the order of their steps.
 
@@ -98,6 +150,16 @@ def _iterated(optimizer: Any) -> list[Any]:
 @cache
 def _install_hook() -> RemovableHandle:
     return register_optimizer_step_post_hook(_on_optimizer_step)
+
+
+@cache
+def _install_check() -> RemovableHandle:
+    return register_optimizer_step_pre_hook(_before_optimizer_step)
+
+
+@torch.compiler.disable
+def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    check_not_replaced(optimizer)
 
 
 @torch.compiler.disable

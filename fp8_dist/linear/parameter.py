@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8_dist.linear.agreement import check_placed
+from fp8_dist.linear.optimizer_steps import note_replaced
 from fp8_dist.mesh import (
     Layout,
     Placements,
@@ -26,6 +27,7 @@ from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.stored import Stored
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
+    carry_attributes,
     dtensor_local,
     is_plain,
     set_dtensor_local,
@@ -152,6 +154,18 @@ class LayerParameter:
         module = self.module
         parameter = module._parameters.get(self.name)  # faster than getattr
         return getattr(module, self.name) if parameter is None else parameter
+
+    def replace(self, new: torch.Tensor) -> None:
+        """Put another parameter in the place of this one, with its attributes and hooks.
+
+        The steps of optimizers that hold the old one are refused.
+        """
+        old = self.parameter()
+        if new is not old:
+            of_type = ("stored", "write", *old.static) if isinstance(old, Stored) else ()
+            carry_attributes(old, new, of_type)
+            note_replaced(old, new, self.module, self.name, self.fqn)
+        setattr(self.module, self.name, new)
 
     @property
     def is_registered(self) -> bool:

@@ -154,7 +154,7 @@ class StoredWeight(LayerParameter):
     def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
         """Take the parameters of a stored weight, which another layer may have too."""
         self.module.register_parameter(self.scales_name, scales)
-        setattr(self.module, self.name, data)
+        self.replace(data)
         self.bind(self.parameter())
 
     def bind(self, parameter: torch.Tensor | None) -> None:

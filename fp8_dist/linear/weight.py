@@ -23,12 +23,13 @@ there. Compiled graphs and selective activation checkpointing query them by oper
 On a GPU a graph measures a weight that is not distributed itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import Copies, cast_by, cast_copies, statistics_of
 from fp8_dist.config import Float8LinearConfig
@@ -37,6 +38,7 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.observing import is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
+from fp8_dist.linear.optimizer_steps import replaced_parameters
 from fp8_dist.linear.queries import (
     must_query,
     queried_copies,
@@ -60,9 +62,13 @@ from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     backward_id,
+    dtensor_local,
     in_backward,
+    innermost,
     is_exporting,
     is_selectively_checkpointed,
+    set_dtensor_local,
+    storage_address,
 )
 
 _GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # those of a weight
@@ -103,7 +109,6 @@ class Float8Weight(StoredWeight):
         self.is_exchanged = False
         self.made: torch.cuda.Event | None = None
         self._recorded_in: int | None = None  # the last backward that recorded amaxes
-        self._is_saved_plain = False
 
     def __reduce__(self) -> Any:
         return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
@@ -269,15 +274,8 @@ class Float8Weight(StoredWeight):
 
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
-        self.save_plain()
         local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
-
-    def save_plain(self) -> None:
-        """Let a ``state_dict`` of the module contain plain tensors instead of the parameter."""
-        if not self._is_saved_plain:
-            self.module.register_state_dict_post_hook(_save_plain)
-            self._is_saved_plain = True
 
     def _casts(
         self,
@@ -521,8 +519,11 @@ def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
     return weights
 
 
-def _save_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace the float8 parameters in a module's ``state_dict``, unless it keeps variables."""
+def save_weights(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Replace the float8 parameters in a module's ``state_dict``, unless it keeps variables.
+
+    (A hook of modules that keep their class.)
+    """
     for name, weight in weights_of(module).items():
         if state.get(prefix + name, own := weight.parameter()) is own:
             continue
@@ -530,6 +531,58 @@ def _save_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
             state |= {prefix + key: value for key, value in weight.entries().items()}
         else:
             state[prefix + name] = weight.plain(own)
+
+
+def load_weights(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Make the entries of a state dict fit stored weights (a pre-hook of ``load_state_dict``)."""
+    for weight in weights_of(module).values():
+        if weight.is_stored:
+            weight.load(state, prefix)
+
+
+def wrap_weights(weights: Iterable[Float8Weight]) -> None:
+    """Let FSDP2 gather weights in float8.
+
+    A weight that is a DTensor stays the same parameter. A plain weight becomes a parameter on the
+    same storage: an earlier one of its module and this type, if it is still in use, or a new one.
+    """
+    _change_type(weights, Float8Weight.gather_type.wrap)
+
+
+def unwrap_weights(weights: Iterable[Float8Weight]) -> None:
+    """Let FSDP2 gather weights in high precision: the inverse of :func:`wrap_weights`."""
+    _change_type(weights, lambda tensor, name: Float8Weight.gather_type.unwrap(tensor))
+
+
+def _change_type(
+    weights: Iterable[Float8Weight], of: Callable[[torch.Tensor, str], torch.Tensor]
+) -> None:
+    """Replace the local tensor of each weight by ``of(tensor, name)``, on the same storage."""
+    new: dict[int, torch.Tensor] = {}  # by the id of the parameter that each one replaces
+    earlier = {(module, name, _place(old)): old for module, name, old in replaced_parameters()}
+    for weight in weights:
+        old = weight.parameter()
+        local = dtensor_local(old) if isinstance(old, DTensor) else old.detach()
+        tensor = of(local, weight.name)
+        if tensor is local:
+            continue
+        if isinstance(old, DTensor):
+            set_dtensor_local(old, tensor)
+            weight.cache.reset()
+            continue
+        if id(old) not in new:  # modules may share a parameter
+            made = earlier.get((weight.module, weight.name, _place(tensor)), nn.Parameter(tensor))
+            made.requires_grad_(old.requires_grad)
+            made.grad = old.grad
+            new[id(old)] = made
+        weight.replace(new[id(old)])
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What parameters of one type have in common if they are the same values in memory."""
+    plain = innermost(tensor)
+    at = storage_address(plain), plain.storage_offset(), plain.shape, plain.stride()
+    return plain is tensor, plain.dtype, *at
 
 
 def checked_module(module: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
 """transformers' ``Conv1D`` layers (GPT-2), converted as linear layers.
 
-A Conv1D is a linear layer whose weight is ``[in, out]``. The linear layer that takes its place has
-the transposed weight, for the optimizer and for everything else that reads parameters. Its
+A Conv1D is a linear layer whose weight is ``[in, out]``. The linear layer that it becomes has the
+transposed weight, for the optimizer and for everything else that reads parameters. Its
 ``state_dict`` has the weight of the Conv1D, so checkpoints keep their names and shapes.
 """
 
@@ -9,6 +9,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+
+from fp8_dist.linear.module import change_class
+from fp8_dist.linear.optimizer_steps import note_replaced
 
 
 def conv1d_class(module: nn.Module) -> type[nn.Module] | None:
@@ -34,21 +37,14 @@ def linear_shape(module: Any) -> tuple[int, int]:
     return module.nf, module.nx
 
 
-def as_linear(module: Any) -> nn.Linear:
-    """Return an nn.Linear with the hooks and attributes of a Conv1D, and its weight transposed.
-
-    An nn.Linear is returned unchanged.
-    """
-    if isinstance(module, nn.Linear):
-        return module
-    new = nn.Linear.__new__(nn.Linear)
-    for name, value in module.__dict__.items():
-        new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
-    new.out_features, new.in_features = linear_shape(module)
-    weight = module.weight
-    transposed = weight.detach().t().contiguous()
-    new.weight = nn.Parameter(transposed, requires_grad=weight.requires_grad)
-    return new
+def become_linear(module: Any, fqn: str) -> None:
+    """Turn a Conv1D into an nn.Linear in place, with a new parameter, the transposed weight."""
+    module.out_features, module.in_features = linear_shape(module)
+    change_class(module, nn.Linear)
+    old = module.weight
+    new = nn.Parameter(old.detach().t().contiguous(), requires_grad=old.requires_grad)
+    note_replaced(old, new, module, "weight", fqn)
+    module.weight = new
 
 
 def save_as_conv1d(module: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""Conversion of a model: ``nn.Linear`` layers become ``Float8Linear``, and back."""
+"""Conversion of a model: ``nn.Linear`` layers become ``Float8Linear`` in place, and back."""
 
 import warnings
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,17 +13,20 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
-from fp8_dist.linear.agreement import note_converted
+from fp8_dist.linear.agreement import forget_converted, note_converted
 from fp8_dist.linear.checks import takes_any_size
 from fp8_dist.linear.module import (
     Float8Linear,
+    become_float8,
     float8_layers,
     other_users,
+    why_forward_is_kept,
     why_unconvertible,
 )
+from fp8_dist.linear.weight import weights_of, wrap_weights
 from fp8_dist.mesh import Placements
 from fp8_dist.model.conv1d import (
-    as_linear,
+    become_linear,
     is_linear,
     linear_class,
     linear_shape,
@@ -32,7 +35,12 @@ from fp8_dist.model.conv1d import (
 )
 from fp8_dist.model.filters import LEFT_OUT, why_misaligned
 from fp8_dist.model.report import conversion_summary
-from fp8_dist.moe.experts import FilterFn, float8_experts
+from fp8_dist.moe.experts import (
+    FilterFn,
+    convert_back,
+    float8_experts,
+    why_not_convertible_back,
+)
 
 
 def convert_to_float8_training(
@@ -41,16 +49,23 @@ def convert_to_float8_training(
     module_filter_fn: FilterFn | None = None,
     config: Float8LinearConfig | None = None,
 ) -> nn.Module:
-    """Replace the linear layers of a model with float8 ones, in place.
+    """Turn the linear layers of a model into float8 ones, in place.
 
-    Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied. The new
-    layers keep the parameters, hooks and attributes of the old ones.
+    Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied. The layers
+    stay the same objects, with their parameters, hooks and attributes; only their class changes, so
+    that everything that refers to them goes on working. A layer of a subclass of nn.Linear remains
+    an instance of it.
+
+    With ``enable_fsdp_float8_all_gather``, weights become new parameters on the same storage, with
+    the gradients, attributes and hooks of the old ones. The step of an optimizer that holds an old
+    one is a ValueError: make the optimizer afterwards.
 
     A Conv1D of transformers (GPT-2), whose weight is ``[in, out]``, becomes a float8 layer with a
     new parameter, the transposed weight. In a ``state_dict`` the weight stays ``[in, out]``.
 
     One warning lists the layers that stay in high precision although no filter excludes them:
-    subclasses of nn.Linear that override ``forward``, layers whose weight is computed
+    subclasses of nn.Linear that override ``forward``, layers whose own ``forward`` was replaced
+    (except by accelerate's hooks, which go on working), layers whose weight is computed
     (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy layers, layers whose
     weight is not floating point or is a tensor subclass with its own GEMM, and experts whose
     weights are 3-D parameters. The warning also lists converted layers that a GPU would refuse,
@@ -63,7 +78,7 @@ def convert_to_float8_training(
         config: the config of the layers. Default: the ``tensorwise`` recipe.
 
     Returns:
-        ``module``, or the converted layer if ``module`` is an nn.Linear.
+        ``module``.
 
     Collectives: none.
 
@@ -104,42 +119,38 @@ def convert_to_float8_training(
             f"convert_to_float8_training: the weight of a Conv1D is transposed, but "
             f"{'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), or untie them"
         )
-    converted: dict[nn.Module, Float8Linear] = {}
-    weights: dict[int, nn.Parameter] = {}
     for fqn, layer in chosen.items():
-        new = Float8Linear.from_float(as_linear(layer), config, fqn=fqn)
-        # Layers that shared a weight share the new parameter.
-        new.weight = weights.setdefault(id(layer.weight), cast(nn.Parameter, new.weight))
         if fqn in transposed:
-            new.float8_weight.save_plain()  # which comes first
-            save_as_conv1d(new)
-        converted[layer] = new
-    # A linear layer may have children, which its Float8Linear takes over.
-    for parent in (*module.modules(), *converted.values()):
-        for name, child in list(parent._modules.items()):
-            if child in converted:
-                setattr(parent, name, converted[child])  # type: ignore[index]
-                if not isinstance(child, nn.Linear):
-                    note_linear(parent)
-    module = converted.get(module, module)
+            become_linear(layer, fqn)
+            save_as_conv1d(layer)
+        become_float8(layer, config, fqn)
+        LEFT_OUT.pop(layer, None)
+    if config.fsdp_float8_all_gather:
+        wrap_weights([layer.float8_weight for layer in chosen.values()])
+    for parent in module.modules():
+        if not set(transposed.values()).isdisjoint(parent.children()):
+            note_linear(parent)
     note_converted(module)
     return module
 
 
 @torch.no_grad()
 def convert_to_linear(module: nn.Module) -> nn.Module:
-    """Turn the float8 layers of a model into nn.Linear again, in place.
+    """Turn the float8 layers and experts of a model back, in place.
 
     This is the inverse of :func:`convert_to_float8_training`, also for a model that tensor
-    parallelism and FSDP2 have distributed. Weights keep their values, and layers their names, hooks
-    and attributes. Afterwards the model computes what it would if it had never been converted:
-    FSDP2 gathers weights in high precision, and tensor parallelism communicates as torch's styles
-    do, except that prepared inputs keep their ``reduce_transport``. A call on a model without
-    float8 layers changes nothing.
+    parallelism and FSDP2 have distributed, and of
+    :func:`fp8_dist.moe.convert_experts_to_float8_training`, for experts that are not distributed.
+    Weights keep their values, and layers their classes, hooks and attributes of before. Afterwards
+    the model computes what it would if it had never been converted: FSDP2 gathers weights in high
+    precision, and tensor parallelism communicates as torch's styles do, except that prepared inputs
+    keep their ``reduce_transport``. A call on a model without float8 layers changes nothing.
 
     Distributed parameters stay the same objects, so optimizers go on. A plain weight with
-    ``enable_fsdp_float8_all_gather`` becomes a new parameter on the same storage. Updates that were
-    attached to an optimizer (:func:`fp8_dist.attach_update`) end by themselves.
+    ``enable_fsdp_float8_all_gather`` becomes the parameter that it was before the conversion, if
+    that still exists and has the same storage, or a new one on this storage. The step of an
+    optimizer that holds another one is a ValueError. Updates that were attached to an optimizer
+    (:func:`fp8_dist.attach_update`) end by themselves.
 
     Args:
         module: the model; or a part of it that has all layers of the blocks whose inputs are
@@ -152,25 +163,32 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: a weight is stored in float8, is gathered by FSDP2 at the moment, or was
-            declared as a local tensor; or a layer reads an input that is cast by the config of a
-            layer outside of ``module``. Nothing has been changed then.
-        NotImplementedError: ``module`` has converted experts.
+            declared as a local tensor; the ``forward`` of a layer was replaced after the
+            conversion; or a layer reads an input that is cast by the config of a layer outside of
+            ``module``. Nothing has been changed then.
+        NotImplementedError: ``module`` has converted experts that are distributed, or that were
+            built in float8 (torchtitan's). Nothing has been changed then.
         TypeError: ``module`` is not an nn.Module.
     """
-    layers = float8_layers(module)
-    if experts := next(iter(float8_experts(module)), None):
-        raise NotImplementedError(
-            f"convert_to_linear: the experts {experts} are converted, and can't be converted back "
-            "in place; load the state_dict, which is the same, into a model that is not converted"
-        )
+    layers, experts = float8_layers(module), float8_experts(module)
+    for fqn, part in experts.items():
+        if why := why_not_convertible_back(part):
+            raise NotImplementedError(
+                f"convert_to_linear: the experts {fqn or '(the module itself)'} can't be converted "
+                f"back in place: {why}; load the state_dict, which is the same, into a model that "
+                "is not converted"
+            )
     reshard(module, "convert_to_linear")
     names = {layer.fqn for layer in layers.values()}
-    for fqn, layer in layers.items():
-        if why := _why_not_linear(layer, names):
+    why_not = {fqn: _why_not_linear(layer, names) for fqn, layer in layers.items()}
+    why_not |= {fqn: _STORED for fqn, part in experts.items() if _is_stored(part)}
+    for fqn, why in why_not.items():
+        if why:
             raise ValueError(
                 f"convert_to_linear: {fqn or 'the module'} can't become an nn.Linear: it {why}"
             )
-    unwrap_float8_weights([layer.float8_weight for layer in layers.values()])
+    parts = [*layers.values(), *experts.values()]
+    unwrap_float8_weights([weight for part in parts for weight in weights_of(part).values()])
     for layer in layers.values():
         placements = layer.output_placements
         layer.become_linear()
@@ -178,14 +196,24 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
             # Annotated inputs come from the style's hook, which also takes the output after this.
             layer.register_forward_pre_hook(_place_input)
             layer.register_forward_hook(partial(_place_output, placements), prepend=True)
+    for part in experts.values():
+        convert_back(part)
+    forget_converted(module)
     return module
+
+
+_STORED = "is stored in float8; call unfreeze_from_float8 first, before fully_shard"
+
+
+def _is_stored(module: nn.Module) -> bool:
+    return any(weight.is_stored for weight in weights_of(module).values())
 
 
 def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
     """Return the reason why a layer can't become an nn.Linear, with the remedy, or ``""``."""
     weight = layer.float8_weight
     if weight.is_stored:
-        return "is stored in float8; call unfreeze_from_float8 first, before fully_shard"
+        return _STORED
     if weight.sharded is not None:
         return "is gathered by FSDP2; pass the model that fully_shard was called on"
     if layer.local_placements is not None:
@@ -193,6 +221,8 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
             "communicates in its forward, as declare_placements says; load the state_dict, which "
             "is the same, into a model that is not converted"
         )
+    if why_forward_is_kept(layer):
+        return "has a forward that was replaced after the conversion; delete the attribute first"
     if outside := layer.prepared_by - names:
         return f"reads an input in float8 with {min(outside)}; pass the block that has both"
     return ""

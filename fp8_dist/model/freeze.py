@@ -1,14 +1,18 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
-from typing import Any
 
 import torch
 import torch.nn as nn
 
 from fp8_dist.fsdp.weight import weights_of_model
-from fp8_dist.linear.weight import Float8Weight, weights_of
+from fp8_dist.linear.weight import Float8Weight, float8_weights, weights_of
 from fp8_dist.moe.experts import FilterFn
-from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters, leave_out_of_ddp
+from fp8_dist.torch_internals import (
+    fsdp_groups,
+    fsdp_parameters,
+    give_back_to_ddp,
+    leave_out_of_ddp,
+)
 
 
 @torch.no_grad()
@@ -83,17 +87,14 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             weight.store(cast.qdata.clone(), cast.scales[0].clone(), weight.parameter().dtype)
         else:  # layers may share a weight
             weight.share(first.parameter(), first.scales())
-        weight.save_plain()
-        weight.module.register_load_state_dict_pre_hook(_load)
-    stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
+    stored = [fqn for fqn, weight in weights.items() if weight.is_stored]
     if not stored:
         raise ValueError(
             "freeze_to_float8: no float8 weight of the module is frozen, or module_filter_fn "
             "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
         )
-    scales = [f"{fqn.removesuffix(w.name)}{w.scales_name}" for fqn, w in stored.items()]
-    leave_out_of_ddp(module, [*stored, *scales])  # which flattens parameters with others
-    return list(stored)
+    leave_out_of_ddp(module, _stored_parameters)  # which flattens parameters with others
+    return stored
 
 
 @torch.no_grad()
@@ -131,7 +132,8 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
             plain = nn.Parameter(weight.dequantized(), requires_grad=False)
             made[key] = weight.wrapped(plain) if weight.config.fsdp_float8_all_gather else plain
         del weight.module._parameters[weight.scales_name]
-        setattr(weight.module, weight.name, made[key])
+        weight.replace(made[key])
+    give_back_to_ddp(module)
     return list(stored)
 
 
@@ -184,8 +186,8 @@ def _check(fqn: str, weight: Float8Weight, other: str | None) -> None:
         )
 
 
-def _load(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Make the entries of a state dict fit stored weights (a pre-hook of ``load_state_dict``)."""
-    for weight in weights_of(module).values():
-        if weight.is_stored:
-            weight.load(state, prefix)
+def _stored_parameters(module: nn.Module) -> list[str]:
+    """The FQNs of the parameters in ``module`` that are stored weights, or their scales."""
+    stored = {fqn: weight for fqn, weight in float8_weights(module).items() if weight.is_stored}
+    scales = [f"{fqn.removesuffix(w.name)}{w.scales_name}" for fqn, w in stored.items()]
+    return [*stored, *scales]

@@ -17,14 +17,21 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
-from fp8_dist.linear.weight import Float8Weight, checked_module, weights_of
+from fp8_dist.linear.weight import (
+    Float8Weight,
+    checked_module,
+    load_weights,
+    save_weights,
+    weights_of,
+    wrap_weights,
+)
 from fp8_dist.linear.weight_cache import Known, ScaleState
 from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part, turned
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Scheme
-from fp8_dist.torch_internals import StridedShard
+from fp8_dist.torch_internals import StridedShard, remove_state_hooks
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -60,6 +67,9 @@ class Kind:
 
     def use(self, module: nn.Module) -> None:
         """Make a module use float8, once its weights are converted."""
+
+    def undo(self, module: nn.Module) -> None:
+        """Undo :meth:`use`."""
 
     def entries(self, model: nn.Module, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The entries of a checkpoint for a weight ``[E, N, K]``, or the scales of its blocks.
@@ -260,9 +270,27 @@ def add_weights(
     weights = {name: ExpertWeight(part, config.linear, fqn, name=name) for name in names}
     part.float8_weights = weights  # type: ignore[assignment]
     part.float8_experts_config = config  # type: ignore[assignment]
+    part.register_state_dict_post_hook(save_weights)
+    part.register_load_state_dict_pre_hook(load_weights)
     if config.linear.fsdp_float8_all_gather:
-        for name, weight in weights.items():
-            setattr(part, name, weight.wrapped(weight.parameter()))
+        wrap_weights(weights.values())
+
+
+def why_not_convertible_back(part: nn.Module) -> str:
+    """Return the reason why converted experts can't be converted back in place, or ``""``."""
+    if not _kind_of(part).weights(part):
+        return f"a {type(part).__name__} is built in float8"
+    weights = weights_of(part).values()
+    return (
+        "they are distributed" if any(isinstance(w.parameter(), DTensor) for w in weights) else ""
+    )
+
+
+def convert_back(part: nn.Module) -> None:
+    """Undo the conversion of experts, whose weights are plain parameters."""
+    _kind_of(part).undo(part)
+    remove_state_hooks(part, {save_weights, load_weights})
+    del part.float8_weights, part.float8_experts_config
 
 
 def _check(part: nn.Module, kind: Kind, fqn: str, config: Float8ExpertsConfig) -> None:

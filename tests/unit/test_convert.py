@@ -21,7 +21,8 @@ from fp8_dist import (
     skip_head,
     unfreeze_from_float8,
 )
-from fp8_dist.moe import convert_experts_to_float8_training
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
+from fp8_dist.moe.experts import add_weights
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
@@ -68,12 +69,12 @@ def test_swaps_in_place_what_the_filter_admits() -> None:
     assert model.block[0].fqn == "block.0"
 
 
-def test_a_linear_model_is_returned_converted() -> None:
+def test_a_linear_model_is_converted_in_place() -> None:
     layer = nn.Linear(16, 16)
-    converted = convert_to_float8_training(layer)
-    assert isinstance(converted, Float8Linear)
-    assert type(layer) is nn.Linear
-    assert converted.weight is layer.weight
+    weight = layer.weight
+    assert convert_to_float8_training(layer) is layer
+    assert type(layer) is Float8Linear
+    assert layer.weight is weight
 
 
 def test_children_of_a_linear_layer_are_converted() -> None:
@@ -315,7 +316,14 @@ def test_convert_to_linear_refuses() -> None:
     assert isinstance(stored[0], Float8Linear)
     unfreeze_from_float8(stored)
     assert [type(layer) for layer in convert_to_linear(stored)] == [nn.Linear] * 2
-    experts = convert_experts_to_float8_training(nn.ModuleDict({"experts": OwnExperts()}))
-    text = raised(NotImplementedError, lambda: convert_to_linear(experts))
-    assert "the experts experts are converted, and can't be converted back in place; load" in text
+    experts = convert_experts_to_float8_training(OwnExperts())
+    freeze_to_float8(experts.requires_grad_(False))
+    assert "the module can't become an nn.Linear: it is stored in float8; call" in raised(
+        ValueError, lambda: convert_to_linear(experts)
+    )
+    built = OwnExperts()
+    add_weights(built, ("w1",), Float8ExpertsConfig(), "experts")
+    built.float8_weight_names = ()
+    text = raised(NotImplementedError, lambda: convert_to_linear(nn.Sequential(built)))
+    assert "the experts 0 can't be converted back in place: a OwnExperts is built in float8" in text
     assert "expected a model" in raised(TypeError, lambda: convert_to_linear(3))  # type: ignore[arg-type]

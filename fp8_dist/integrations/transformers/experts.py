@@ -120,6 +120,9 @@ class _Kind(Kind):
         config.float8_features = {n: getattr(module, n).shape[1:] for n in self.weights(module)}
         module.config = config
 
+    def undo(self, module: Any) -> None:
+        module.config, _ = module.config.float8_replaces
+
     def entries(self, model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if not isinstance(model, PreTrainedModel):
             return {name: tensor}
