@@ -1,6 +1,8 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
-from collections.abc import Iterable, Mapping
+import gc
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, lru_cache, partial
 from types import MethodType, new_class
@@ -418,10 +420,15 @@ def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str)
 
 def change_class(layer: nn.Module, new: type) -> None:
     """Change the class of a layer; bound ``forward`` methods in its attributes follow."""
-    bound = [name for name, value in vars(layer).items() if _is_forward_of(layer, value)]
+    bound = _bound_forwards(layer)
     layer.__class__ = new
     for name in bound:
         vars(layer)[name] = MethodType(type(layer).forward, layer)
+
+
+def _bound_forwards(layer: nn.Module) -> list[str]:
+    """The names of attributes of a layer that are its class's ``forward``, bound to it."""
+    return [name for name, value in vars(layer).items() if _is_forward_of(layer, value)]
 
 
 def _is_forward_of(layer: nn.Module, value: object) -> bool:
@@ -445,6 +452,28 @@ def why_forward_is_kept(layer: nn.Module) -> str:
             return ""
     shown = getattr(forward, "__qualname__", type(forward).__name__)
     return f"its forward was replaced by {shown}, which may call that of its class"
+
+
+class _Example:
+    def forward(self) -> None:
+        """A method that nothing holds."""
+
+
+_REFERENCES = sys.getrefcount(_Example.forward)
+
+
+def with_forward_held(layers: Collection[nn.Module]) -> set[nn.Module]:
+    """The layers whose bound method ``forward`` other objects hold: a list, a closure, a partial.
+
+    It would go on calling the function of the class that the layer has now. (Layers that hold one
+    themselves are left out: accelerate's hooks refer to it for its signature.)
+    """
+    if all(sys.getrefcount(type(layer).forward) == _REFERENCES for layer in layers):
+        return set()
+    gc.collect()
+    bound = gc.get_referrers(*{type(layer).forward for layer in layers})
+    held = {id(each.__self__) for each in bound if isinstance(each, MethodType)}
+    return {layer for layer in layers if id(layer) in held and not _bound_forwards(layer)}
 
 
 def _checked(config: Float8LinearConfig | None) -> Float8LinearConfig:
@@ -577,6 +606,10 @@ def why_unconvertible(layer: nn.Module, known: type[nn.Module] = nn.Linear) -> s
         return f"its class {type(layer).__name__} has a forward of its own"
     if why := why_forward_is_kept(layer):
         return why
+    own = {*layer._parameters, *layer._buffers, *layer._modules}
+    own |= {n for n in _OWN_ATTRIBUTES if isinstance(getattr(type(layer), n, None), property)}
+    if taken := own.intersection(_OWN_ATTRIBUTES):
+        return f"its {min(taken)} has the name of an attribute of Float8Linear"
     if not weight.dtype.is_floating_point:
         return f"its weight is {weight.dtype}, not floating point"
     if not Float8Weight.can_be(weight):

@@ -22,6 +22,7 @@ from fp8_dist.linear.module import (
     other_users,
     why_forward_is_kept,
     why_unconvertible,
+    with_forward_held,
 )
 from fp8_dist.linear.weight import weights_of, wrap_weights
 from fp8_dist.mesh import Placements
@@ -65,11 +66,11 @@ def convert_to_float8_training(
 
     One warning lists the layers that stay in high precision although no filter excludes them:
     subclasses of nn.Linear that override ``forward``, layers whose own ``forward`` was replaced
-    (except by accelerate's hooks, which go on working), layers whose weight is computed
-    (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy layers, layers whose
-    weight is not floating point or is a tensor subclass with its own GEMM, and experts whose
-    weights are 3-D parameters. The warning also lists converted layers that a GPU would refuse,
-    because in_features or out_features is not a multiple of 16.
+    (except by accelerate's hooks, which go on working) or is held as a bound method, layers whose
+    weight is computed (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy
+    layers, layers whose weight is not floating point or is a tensor subclass with its own GEMM, and
+    experts whose weights are 3-D parameters. The warning also lists converted layers that a GPU
+    would refuse, because in_features or out_features is not a multiple of 16.
 
     Args:
         module: the model.
@@ -202,6 +203,7 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     return module
 
 
+_HELD = "its bound method forward is held by another object, which may call that of its class"
 _STORED = "is stored in float8; call unfreeze_from_float8 first, before fully_shard"
 
 
@@ -275,6 +277,10 @@ def _choose(
             left.append(f"{fqn} ({reason})")
         else:
             chosen[fqn] = layer
+    for layer in with_forward_held(chosen.values()):
+        fqn = next(name for name, each in chosen.items() if each is layer)
+        LEFT_OUT[chosen.pop(fqn)] = reasons[fqn] = _HELD
+        left.append(f"{fqn} ({_HELD})")
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
         raise ValueError(_nothing_converted(module, reasons, experts))
     others = experts if chosen else []

@@ -1,6 +1,5 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
-
 import torch
 import torch.nn as nn
 

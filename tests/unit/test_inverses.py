@@ -302,6 +302,39 @@ def test_a_layer_whose_forward_was_replaced_is_left_out(kind: str) -> None:
     )
 
 
+HOLDERS: dict[str, Callable[[nn.Linear], object]] = {
+    "list": lambda layer: [layer.forward],
+    "closure": closure,
+    "partial": lambda layer: partial(layer.forward),
+    "attribute": lambda layer: setattr(model := nn.Module(), "call", layer.forward) or model,
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_layer_whose_bound_forward_is_held_is_left_out(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Named(32, 32), nn.Linear(32, 32))
+    holders = [HOLDERS[kind](model[1])]
+    with pytest.warns(UserWarning, match=r": 1 \(its bound method forward is held by another obj"):
+        convert(model)
+    assert list(float8_layers(model)) == ["0", "2"]
+    assert "its bound method forward is held" in conversion_summary(model).rows[1].reason
+    holders.clear()
+    assert len(float8_layers(convert(model))) == 3
+
+
+def test_layers_whose_attributes_can_not_be_hidden_are_left_out() -> None:
+    class WithProperty(nn.Linear):
+        @property
+        def config(self) -> str:
+            return "mine"
+
+    model = nn.Sequential(nn.Linear(32, 32), WithProperty(32, 32), nn.Linear(32, 32))
+    model[0].histories = nn.Linear(32, 32)
+    with pytest.warns(UserWarning, match="0 .its histories has the name of an attr.*1 .its config"):
+        convert(model)
+    assert list(float8_layers(model)) == ["0.histories", "2"]
+
+
 def test_from_float_takes_over_hooks() -> None:
     calls: list[nn.Module] = []
     layer = nn.Linear(32, 32)
