@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from nets import Net, full_state, net_plan
 from rank_tests import on_ranks
 from ranks import device_mesh
 from reference import raised, same_bits
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -25,8 +27,11 @@ from fp8_dist import (
     convert_to_float8_training,
     convert_to_linear,
     float8_layers,
+    freeze_to_float8,
+    unfreeze_from_float8,
 )
 from fp8_dist.debug import comm_audit
+from fp8_dist.moe import convert_experts_to_float8_training
 from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
 
 CASES = [(2, 1, "rowwise"), (2, 1, "mxfp8"), (1, 2, "delayed"), (2, 2, "tensorwise")]
@@ -112,6 +117,53 @@ def test_trains_on_as_if_never_converted(dp: int, tp: int, recipe: str) -> list[
     return wrong + ([] if len(calls) == 4 else ["hooks"])
 
 
+class Named(nn.Linear):
+    """A subclass with nn.Linear's forward."""
+
+
+@on_ranks(2, returns=([], []))
+def test_subclasses_and_attributes_under_fsdp2() -> tuple[list[str], list[str]]:
+    mesh, wrong = device_mesh(dp=2), []
+    net = nn.Sequential(Named(32, 32), nn.Linear(32, 32))
+    net[0].fqn, net[1].config = "mine", {"of": "the user"}
+    convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    for layer in (*net, net):
+        fully_shard(layer, mesh=mesh)
+    net(torch.ones(16, 32)).sum().backward()
+    convert_to_linear(net)
+    names = [type(layer).__name__ for layer in net]
+    wrong += [] if names == ["FSDPNamed", "FSDPLinear"] else names
+    wrong += [] if isinstance(net[0], Named | FSDPModule) else ["the class"]
+    wrong += [] if (net[0].fqn, net[1].config) == ("mine", {"of": "the user"}) else ["attributes"]
+    net(torch.ones(16, 32)).sum().backward()
+    left = {"histories", "float8_weight", "hidden_attributes"}
+    return wrong, [n for layer in net for n in left if n in vars(layer)]
+
+
+@on_ranks(2, returns=[])
+def test_ddp_reduces_what_was_unfrozen() -> list[str]:
+    torch.manual_seed(0)
+    net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    freeze_to_float8(net.requires_grad_(False))
+    unfreeze_from_float8(net[1])
+    unfreeze_from_float8(net)
+    model = DistributedDataParallel(net.requires_grad_(True))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trained(model, optimizer, torch.full((16, 32), 1.0 + dist.get_rank()), 2)
+    sums = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    for each in sums.values():
+        dist.all_reduce(each)
+    return [n for n, p in net.named_parameters() if not same_bits(sums[n], 2 * p.detach())]
+
+
+class Experts(nn.Module):
+    float8_weight_names = ("up",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.ones(2, 32, 32))
+
+
 @on_ranks(2, returns=None)
 def test_refusals_on_ranks_change_nothing() -> None:
     mesh = device_mesh(dp=2)
@@ -135,6 +187,12 @@ def test_refusals_on_ranks_change_nothing() -> None:
     convert_to_linear(tp.layers[0])
     assert list(float8_layers(tp)) == ["layers.1.w1", "layers.1.w3", "layers.1.w2"]
     tp(torch.ones(1, 2, 64)).sum().backward()
+    experts = convert_experts_to_float8_training(Experts())
+    fully_shard(experts, mesh=mesh)
+    found = raised(NotImplementedError, lambda: convert_to_linear(experts))
+    assert (
+        "the experts (the module itself) can't be converted back in place: they are dist" in found
+    )
     layer = convert_to_float8_training(nn.Linear(64, 32))
     places = {"weight": Shard(0), "input": Replicate(), "output": Shard(-1)}
     declare_placements(layer, device_mesh(tp=2), **places)

@@ -17,6 +17,7 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import fp8_dist.moe.experts as moe_experts
+from fp8_dist import convert_to_linear
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -132,6 +133,33 @@ def test_converting_twice() -> None:
         text,
         """convert_experts_to_float8_training: model.layers.0.mlp.experts is converted already, with another config: Float8ExpertsConfig(recipe='mxfp8', combine='high_precision', enable_fsdp_float8_all_gather='auto', pad_token_groups_for_grouped_mm=True, emulate=False). Convert it once, or exclude it in module_filter_fn""",
     )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_convert_to_linear_gives_back_the_experts(kind: str, gathers: bool) -> None:
+    model, config = build(kind), Float8ExpertsConfig(enable_fsdp_float8_all_gather=gathers)
+
+    def attributes() -> dict[str, Any]:
+        parts = {
+            f"{name}.{key}": list(value.items()) if isinstance(value, dict) else value
+            for name, part in model.named_modules()
+            for key, value in vars(part).items()
+        }
+        return parts | {name: (id(p), type(p.detach())) for name, p in model.named_parameters()}
+
+    before, expected = attributes(), step(build(kind))
+    for _ in range(2):
+        convert_experts_to_float8_training(model, config=config)
+        step(model)
+        model.zero_grad()
+        assert convert_to_linear(model) is model
+        found = attributes()
+        assert found.keys() == before.keys()
+        # Lists of parameters are equal if they hold the same objects.
+        assert [name for name, value in before.items() if found[name] != value] == []
+        assert different(step(model), expected) == []
+        model.zero_grad()
 
 
 def test_filter_leaves_experts_to_their_own_implementation() -> None:
