@@ -148,8 +148,11 @@ class Float8Linear(nn.Linear):
                 "(accelerate's hooks do so), and calls this layer, not a new one; convert in place "
                 "(convert_to_float8_training), or before forward is replaced"
             )
-        new, config = cls.__new__(cls), _checked(config)
-        for name, value in mod.__dict__.items():
+        new, config, attributes = cls.__new__(cls), _checked(config), vars(mod)
+        if isinstance(mod, Float8Linear):
+            attributes = {n: v for n, v in attributes.items() if n not in _OWN_ATTRIBUTES}
+            attributes |= mod.hidden_attributes
+        for name, value in attributes.items():
             # Copy containers (parameters, hooks), and share what they hold.
             new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
         own_load_hooks(new)

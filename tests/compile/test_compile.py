@@ -1,6 +1,8 @@
 """torch.compile of layers, and of whole blocks as FSDP2 users do it, without graph breaks."""
 
+import copy
 import math
+import pickle
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,6 +32,7 @@ from fp8_dist import (
     ScalingGranularity,
     cast_to_float8,
     convert_to_float8_training,
+    convert_to_linear,
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
@@ -301,6 +304,19 @@ def test_a_layer_alone(backend: str, recipe: str) -> None:
         # The backward casts the output gradient alone.
         assert (forward["quantize"], backward["quantize"]) == (2, int(recipe != "rowwise_folded"))
         assert forward["scaled_mm"] + backward["scaled_mm"] + backward["mm"] == 3
+
+
+def test_layers_that_were_compiled_before_the_conversion() -> None:
+    """The graph of a layer is of the class that it had, and is traced again."""
+    layer, x = nn.Linear(32, 32), torch.randn(16, 32)
+    plain = layer(x)
+    layer.compile(backend="eager")
+    assert same_bits(layer(x), plain)
+    expected = convert_to_float8_training(copy.deepcopy(layer))(x)
+    convert_to_float8_training(layer)
+    assert same_bits(layer(x), expected)
+    assert same_bits(pickle.loads(pickle.dumps(layer))(x), expected)
+    assert same_bits(convert_to_linear(layer)(x), plain)
 
 
 @pytest.mark.parametrize("float8", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -350,7 +350,11 @@ def test_from_float_takes_over_hooks() -> None:
     copied = copy.deepcopy(new)
     copied.load_state_dict(state)
     assert calls[1:] == [new, copied]
-    assert convert_to_linear(new).fqn == "mine"
+    again = Float8Linear.from_float(new, DELAYED)
+    assert (again.config, new.config) == (DELAYED, PLAIN)
+    for each in (again, new):
+        assert convert_to_linear(each).fqn == "mine"
+        assert vars(each).keys() - vars(nn.Linear(32, 32)).keys() == {"fqn", "note"}
 
 
 # Optimizers that were made before
