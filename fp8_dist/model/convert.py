@@ -36,8 +36,10 @@ from fp8_dist.model.conv1d import (
 )
 from fp8_dist.model.filters import LEFT_OUT, why_misaligned
 from fp8_dist.model.report import conversion_summary
+from fp8_dist.model.routers import routers
 from fp8_dist.moe.experts import (
     FilterFn,
+    check_arguments,
     convert_back,
     float8_experts,
     why_not_convertible_back,
@@ -70,7 +72,8 @@ def convert_to_float8_training(
     weight is computed (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy
     layers, layers whose weight is not floating point or is a tensor subclass with its own GEMM, and
     experts whose weights are 3-D parameters. The warning also lists converted layers that a GPU
-    would refuse, because in_features or out_features is not a multiple of 16.
+    would refuse, because in_features or out_features is not a multiple of 16, and converted routers
+    of experts.
 
     Args:
         module: the model.
@@ -87,8 +90,9 @@ def convert_to_float8_training(
         ValueError: no layer was converted (the message has the reason for each layer), a layer is
             already converted with another config, a weight is already distributed, or an
             unconverted module shares a weight that is to be gathered in float8 or transposed.
-        TypeError: ``config`` is not a Float8LinearConfig.
+        TypeError: an argument has the wrong type.
     """
+    check_arguments("convert_to_float8_training", module, module_filter_fn)
     if config is not None and not isinstance(config, Float8LinearConfig):
         raise TypeError(
             f"convert_to_float8_training: config must be a Float8LinearConfig, got {config!r}; "
@@ -292,6 +296,13 @@ def _choose(
             f"multiple of {ALIGNMENT}: {_listed(bad)}. Leave them in high precision "
             "(module_filter_fn=skip_head(model) does), or set "
             "Float8LinearConfig.pad_inner_dim=True",
+            *others,
+        ]
+    deciding = set(routers(module))
+    if found := [(fqn, shape) for fqn, shape in sizes.items() if chosen[fqn] in deciding]:
+        others = [
+            "These converted layers are routers, so float8 changes which experts compute: "
+            f"{_listed(found)}. module_filter_fn=skip_head(model) leaves them in high precision",
             *others,
         ]
     if left or others:

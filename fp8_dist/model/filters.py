@@ -1,7 +1,8 @@
 """Filters of the linear layers to convert, and the reasons why they leave out layers.
 
 Rounding errors cost more in the logits, the output of the head, than elsewhere; and the head's
-weight is often tied to the embedding. In a low-rank adapter the inner dim is too small for a gain.
+weight is often tied to the embedding. In a router (:mod:`fp8_dist.model.routers`) they change which
+experts compute. In a low-rank adapter the inner dim is too small for a gain.
 The float8 GEMM of a GPU refuses sizes that are not multiples of 16. In a small layer, the casts
 cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``; those of
 experts are of the weight of one expert.
@@ -21,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.conv1d import is_linear, linear_shape
+from fp8_dist.model.routers import is_called_router, routers
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, is_part, without_wrappers
 
@@ -43,6 +45,7 @@ _HEADS_OF_A_MODEL = {"classification_head", "classifier", "cls", "embed_out", "q
 _WRAPPED = {"module", "model", "base_model"}
 
 _IS_HEAD = "it is the model's head"
+_IS_ROUTER = "it is a router"
 # The reasons why conversions left out layers.
 LEFT_OUT: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
@@ -55,9 +58,12 @@ class LayerFilter:
 
     def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
         self._never: dict[nn.Module, str] = {}
+        self._known: set[nn.Module] = set()
         if model is not None:
+            self._known.update(model.modules())
             outside = "it stands outside of the base model"
             self._never = dict.fromkeys(_outside_of_base_models(model), outside)
+            self._never |= dict.fromkeys(routers(model), _IS_ROUTER)
             self._never |= dict.fromkeys(_output_embeddings(model), _IS_HEAD)
         self._names = tuple(names)
         self._reasons: dict[str, str] = {}
@@ -80,17 +86,23 @@ class LayerFilter:
         for name in self._names:
             if is_part(name, fqn):
                 return f"modules_to_not_convert: {name}"
-        reason = self._why_head_or_adapter(module, fqn)
+        reason = self._why_never(module, fqn, shapes)
         misaligned = (why_misaligned(*shape) for shape in shapes.values())
         reason = reason or next(filter(None, misaligned), "")
         return reason and f"skip_head: {reason}"
 
-    def _why_head_or_adapter(self, module: nn.Module, fqn: str) -> str:
+    def _why_never(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
+        """Return why a layer of any size is left out, or ``""``."""
         parts = [part for part in without_wrappers(fqn).split(".") if part not in _WRAPPED]
         if _HEAD in parts or parts == ["output"] or _HEADS_OF_A_MODEL & set(parts[:1]):
             return _IS_HEAD
-        in_adapter = any(part.startswith("lora_") for part in parts)
-        return self._never.get(module) or ("it belongs to a LoRA adapter" if in_adapter else "")
+        if module in self._never:
+            return self._never[module]
+        if any(part.startswith("lora_") for part in parts):
+            return "it belongs to a LoRA adapter"
+        if module in self._known or not is_linear(module):
+            return ""
+        return _IS_ROUTER if is_called_router(fqn, *shapes["weight"]) else ""
 
 
 @dataclass(frozen=True)
@@ -166,7 +178,7 @@ class AutoFilter(LayerFilter):
                 f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
                 "before the conversion, or name it in filter_fqns"
             )
-        reason = reason or self._why_head_or_adapter(module, fqn)
+        reason = reason or self._why_never(module, fqn, shapes)
         # Tensor parallelism leaves experts whole.
         divisions = self._possible_divisions(fqn) if is_linear(module) else (None,)
         locals_, small = {}, ""
@@ -210,7 +222,7 @@ class AutoFilter(LayerFilter):
 
 
 def skip_head(model: nn.Module | None = None) -> LayerFilter:
-    """Make a filter that skips heads, low-rank adapters and layers of misaligned sizes.
+    """Make a filter that skips heads, routers, low-rank adapters and layers of misaligned sizes.
 
     ``Float8Callback`` and ``Fp8DistConfig`` leave out the same layers:
 
@@ -222,6 +234,11 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
       all layers within them. A layer ``output`` or ``score`` of a module within the model, such as
       ``attention.output``, is not the head. Names that wrappers add are ignored (``module``,
       ``model``, ``base_model``, ``_orig_mod``, ...).
+    * routers, which decide which experts compute: layers whose name, or that of a module around
+      them, contains ``router``; and beside experts, in an nn.ModuleList or as 3-D parameters,
+      layers with as many outputs as there are experts, layers with the name ``gate`` or ``wg`` and
+      fewer outputs than inputs, and layers within a module with such a name. The gate of a gated
+      MLP is converted.
     * low-rank adapters: layers within a module whose name begins with ``lora_``.
     * layers whose in_features or out_features is not a multiple of 16, because a GPU's float8 GEMM
       refuses them. With ``pad_inner_dim=True`` such a layer would run, but without a gain. The same
@@ -235,8 +252,9 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
     another filter, call both in a function of a module and its FQN.
 
     Args:
-        model: the model that will be converted. Without it, heads are recognized by their names
-            alone.
+        model: the model that will be converted. Without it, heads and routers are recognized by
+            their names alone, and a ``gate`` is a router if it has at most a quarter as many
+            outputs as inputs.
 
     Returns:
         The filter.
@@ -270,9 +288,10 @@ def auto_filter(
         print(admits.report)
 
     A layer is skipped in any of these cases: its name contains an entry of ``filter_fqns`` or is in
-    ``exclude``; it is a head or belongs to a low-rank adapter, as in :func:`fp8_dist.skip_head`; a
-    local dim is not a multiple of 16, as a GPU's float8 GEMM requires; a rank has no part of it; or
-    its smallest local part is within one of the limits of the recipe (``TOO_SMALL``).
+    ``exclude``; it is a head or a router or belongs to a low-rank adapter, as in
+    :func:`fp8_dist.skip_head`; a local dim is not a multiple of 16, as a GPU's float8 GEMM
+    requires; a rank has no part of it; or its smallest local part is within one of the limits of
+    the recipe (``TOO_SMALL``).
     ``docs/support.md`` lists the limits, which do not consider the number of tokens or the savings
     in communication, and says how to measure a device.
 
@@ -292,8 +311,8 @@ def auto_filter(
         exclude: layers with exactly these names are skipped, such as layers that lose too much
             precision in float8: ``compare_recipes(...).layers_below(20, recipe)`` of
             ``fp8_dist.debug``.
-        model: the model that will be converted, as for ``skip_head``. Without it, heads are
-            recognized by their names alone.
+        model: the model that will be converted, as for ``skip_head``. Without it, heads and
+            routers are recognized by their names alone.
 
     Returns:
         The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of its

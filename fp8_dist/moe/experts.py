@@ -197,6 +197,18 @@ def float8_experts(module: nn.Module) -> dict[str, nn.Module]:
     return {fqn: part for fqn, part in parts if experts_config(part) is not None}
 
 
+def check_arguments(caller: str, module: nn.Module, module_filter_fn: FilterFn | None) -> None:
+    """Raise TypeError if the arguments that conversions share have another type."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: pass the model, an nn.Module, got {module!r}")
+    if module_filter_fn is not None and not callable(module_filter_fn):
+        raise TypeError(
+            f"{caller}: module_filter_fn must be a function (module, fqn) -> bool, got "
+            f"{module_filter_fn!r}; skip_head(model) makes one, and so does lambda module, fqn: "
+            "'NAME' not in fqn"
+        )
+
+
 def convert_experts_to_float8_training(
     module: nn.Module,
     *,
@@ -232,8 +244,9 @@ def convert_experts_to_float8_training(
         ValueError: no experts were converted, they are converted already with another config, or a
             weight is already distributed.
         NotImplementedError: experts that the filter admits can't be converted.
-        TypeError: ``config`` is not a Float8ExpertsConfig, or ``module`` is not an nn.Module.
+        TypeError: an argument has the wrong type.
     """
+    check_arguments("convert_experts_to_float8_training", module, module_filter_fn)
     config = config or Float8ExpertsConfig()
     if not isinstance(config, Float8ExpertsConfig):
         raise TypeError(
@@ -241,7 +254,7 @@ def convert_experts_to_float8_training(
             f"{config!r}"
         )
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
-    for fqn, part in checked_module(module).named_modules():
+    for fqn, part in module.named_modules():
         kind = _kind_of(part)
         if not kind.weights(part):
             continue

@@ -54,7 +54,7 @@ def admits(out: int, in_: int, recipe: str = "tensorwise", **arguments: Any) -> 
 def model() -> nn.Module:
     blocks = nn.ModuleList()
     for _ in range(2):
-        layers = {"up": layer(8192, 4096), "down": layer(4096, 8192), "gate": layer(8, 4096)}
+        layers = {"up": layer(8192, 4096), "down": layer(4096, 8192), "tiny": layer(8, 4096)}
         blocks.append(nn.ModuleDict({"norm": nn.LayerNorm(4096, device="meta"), **layers}))
     return nn.ModuleDict({"layers": blocks, "head": layer(32000, 4096)})
 
@@ -141,7 +141,7 @@ def test_a_plan_divides_what_its_styles_say() -> None:
         "layers.*.norm": SequenceParallel(),
         "layers.*.up": Float8ColwiseParallel(),
         "layers.*.down": Float8RowwiseParallel(),
-        "*.1.gate": ColwiseParallel(),
+        "*.1.tiny": ColwiseParallel(),
         "head.*": ColwiseParallel(),
     }
     filter_fn = auto_filter("tensorwise", tp_size=4, plan=plan)
@@ -209,10 +209,10 @@ local: tp_size 4, out or in divided, whichever gains less (no plan)
   layer          out x in      local                 reason
   layers.0.up    8192 x 4096   8192 x 1024   float8  large enough
   layers.0.down  4096 x 8192   1024 x 8192   float8  large enough
-  layers.0.gate  8 x 4096      2 x 4096      skip    out = 2 is not a multiple of 16
+  layers.0.tiny  8 x 4096      2 x 4096      skip    out = 2 is not a multiple of 16
   layers.1.up    8192 x 4096   8192 x 1024   skip    filter_fqns: '1.up'
   layers.1.down  4096 x 8192   1024 x 8192   float8  large enough
-  layers.1.gate  8 x 4096      2 x 4096      skip    out = 2 is not a multiple of 16
+  layers.1.tiny  8 x 4096      2 x 4096      skip    out = 2 is not a multiple of 16
   head           32000 x 4096  32000 x 1024  skip    filter_fqns: 'head'
 filter_fqns: 'lm_head' matched no layer""",
     )

@@ -1,4 +1,4 @@
-"""skip_head: heads, adapters and misaligned layers stay in high precision."""
+"""skip_head: heads, routers, adapters and misaligned layers stay in high precision."""
 
 from collections import OrderedDict
 
@@ -7,7 +7,13 @@ import torch
 from reference import raised
 from torch import nn
 
-from fp8_dist import Float8Linear, convert_to_float8_training, skip_head
+from fp8_dist import (
+    Float8Linear,
+    auto_filter,
+    conversion_summary,
+    convert_to_float8_training,
+    skip_head,
+)
 
 
 def skipped(model: nn.Module, with_model: bool) -> set[str]:
@@ -136,3 +142,133 @@ def test_a_model_that_is_all_head_says_so() -> None:
 def test_what_is_not_a_model_is_refused() -> None:
     text = raised(TypeError, lambda: skip_head(torch.ones(2)))  # type: ignore[arg-type]
     assert "module_filter_fn=skip_head(model)" in text
+
+
+H, E = 64, 16
+
+
+def many(number: int = E) -> nn.ModuleList:
+    """MLPs with a gate, as experts are."""
+    of_one = {"gate": nn.Linear(H, 32), "down": nn.Linear(32, H)}
+    return nn.ModuleList([nn.ModuleDict(of_one) for _ in range(number)])
+
+
+class Bank(nn.Module):
+    """Experts whose weights are parameters."""
+
+    def __init__(self, **others: nn.Module) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(E, H, H))
+        for name, module in others.items():
+            self.add_module(name, module)
+
+
+class TopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(H, E)
+
+
+class RouterMoE(nn.ModuleDict):
+    """Not a router, but a module that has one."""
+
+
+def linear(out: int = E) -> nn.Linear:
+    return nn.Linear(H, out)
+
+
+def mlp(last: int = E) -> nn.Sequential:
+    return nn.Sequential(linear(H), nn.ReLU(), linear(last))
+
+
+# Modules beside each other, and the layers that are routers.
+MIXTURES: dict[str, tuple[dict[str, nn.Module], set[str]]] = {
+    "gate": ({"gate": linear(), "experts": many()}, {"gate"}),
+    "gates of tasks": (
+        {"gates": nn.ModuleList([linear(), linear()]), "experts": many()},
+        {"gates.0", "gates.1"},
+    ),
+    "several numbers per expert": ({"gate": linear(3 * E), "experts": many()}, {"gate"}),
+    "experts of other ranks": ({"gate": linear(2 * E), "experts": many(4)}, {"gate"}),
+    "more experts than features": ({"gate": linear(128), "experts": many(128)}, {"gate"}),
+    "gate with layers": ({"gate": mlp(), "experts": many()}, {"gate.0", "gate.2"}),
+    "gating network": (
+        {"gating_network": mlp(), "experts": many()},
+        {f"gating_network.{i}" for i in (0, 2)},
+    ),
+    "DeepSpeed": (
+        {"gate": nn.ModuleDict({"wg": linear()}), "experts": nn.ModuleDict({"local": many()})},
+        {"gate.wg"},
+    ),
+    "the number of experts": ({"score": linear(), "experts": many()}, {"score"}),
+    "experts without a name": ({"gate": linear(), "branches": many()}, {"gate"}),
+    "3-D parameters": ({"ffn": Bank(wg=linear(), gate_proj=linear(H))}, {"ffn.wg"}),
+    "3-D parameters beside it": ({"gate": linear(), "bank": Bank()}, {"gate"}),
+    "beside the mixture": ({"gate": linear(), "moe": nn.ModuleDict({"experts": many()})}, {"gate"}),
+    "class": ({"select": TopKRouter(), "experts": many()}, {"select.proj"}),
+    "class of all": ({"a": RouterMoE({"gate": linear(), "experts": many()})}, {"a.gate"}),
+    "experts in a router": (
+        {"router": nn.ModuleDict({"gate": linear(), "experts": many()})},
+        {"router.gate"},
+    ),
+    "depths": ({"mod_router": linear(32), "block": mlp(H)}, {"mod_router"}),
+    "one number": ({"router": linear(1), "block": mlp(H)}, {"router"}),
+    "adapted": (
+        {"gate": nn.ModuleDict({"base_layer": linear()}), "experts": many()},
+        {"gate.base_layer"},
+    ),
+    "gates that multiply": (
+        {
+            "gate": linear(H),
+            "shared_expert": nn.ModuleDict({"gate": linear(32), "up": linear(32)}),
+            "gate_proj": linear(32),
+            "per_layer_input_gate": linear(32),
+            "experts": many(),
+        },
+        set(),
+    ),
+    "gated MLP": ({"gate": linear(128), "up": linear(128)}, set()),
+    "DiT": ({"gate": linear(H), "layers": many(12)}, set()),
+    "narrow gate": ({"gate": linear(32), "layers": many(12)}, set()),
+    "as many layers as outputs": ({"proj_out": linear(), "layers": many()}, set()),
+    "convolution": ({"gate": linear(128), "conv": nn.Conv1d(H, 128, 3)}, set()),
+}
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_routers(case: str) -> None:
+    parts, expected = MIXTURES[case]
+    model = nn.ModuleDict({"mlp": nn.ModuleDict(parts), "pad": linear(H)})
+    admits, by_size = skip_head(model), auto_filter("tensorwise", model=model)
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            is_router = fqn.removeprefix("mlp.") in expected
+            for each in (admits, by_size):
+                said = not each(module, fqn) and each.reason(fqn).endswith(": it is a router")
+                assert said == is_router, (fqn, each.reason(fqn))
+
+
+def test_routers_by_their_names_alone() -> None:
+    for fqn, out, expected in [
+        ("layers.0.mlp.router.classifier", 64, True),
+        ("layers.0.router.experts.0.up", 64, False),
+        ("layers.0.mlp.gate", 16, True),
+        ("layers.0.mlp.gate.wg", 16, True),
+        ("layers.0.mlp.gate", 32, False),  # may be that of a gated MLP
+        ("layers.0.mlp.gate_proj", 16, False),
+    ]:
+        assert skip_head()(linear(out), fqn) != expected, fqn
+
+
+def test_a_summary_says_that_it_is_a_router() -> None:
+    model = nn.ModuleDict({"gate": linear(), "experts": many()})
+    convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    (row,) = conversion_summary(model).skipped
+    assert (row.name, row.reason) == ("gate", "skip_head: it is a router")
+
+
+def test_converted_routers_are_named_in_the_warning() -> None:
+    model = nn.ModuleDict({"gate": linear(), "experts": many()})
+    with pytest.warns(UserWarning, match="are routers.*: gate \\(16 x 64\\).*skip_head") as found:
+        convert_to_float8_training(model)
+    assert len(found) == 1 and isinstance(model.gate, Float8Linear)
