@@ -203,7 +203,9 @@ def test_experts_are_named_with_their_shares() -> None:
     (text,) = warned(model)
     assert_expected_inline(
         text,
-        """convert_to_float8_training: Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: moe.experts.w1 (16 x 64 x 32), moe.experts.w2 (16 x 32 x 64). They hold 97.7% of the model's parameters and 91.4% of the FLOPs of products with weights (per token, which uses 4 of 16 experts). fp8_dist.moe.convert_experts_to_float8_training converts those that it knows""",
+        """\
+convert_to_float8_training: These converted layers are routers, so float8 changes which experts compute: moe.router (16 x 32). module_filter_fn=skip_head(model) leaves them in high precision
+Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: moe.experts.w1 (16 x 64 x 32), moe.experts.w2 (16 x 32 x 64). They hold 97.7% of the model's parameters and 91.4% of the FLOPs of products with weights (per token, which uses 4 of 16 experts). fp8_dist.moe.convert_experts_to_float8_training converts those that it knows""",
     )
     # 16 experts of 2 x 64 x 32, 4 of which a token uses; wo, and the router with its bias.
     model = nn.ModuleDict({"wo": nn.Linear(32, 32), "moe": MoE(16, 32, top_k=None)})
