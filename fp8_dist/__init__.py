@@ -46,6 +46,7 @@ from fp8_dist.model.export import (
     iter_float8_weights,
 )
 from fp8_dist.model.filters import auto_filter, skip_head
+from fp8_dist.model.flops import register as _register_flops
 from fp8_dist.model.freeze import dequantized, freeze_to_float8, unfreeze_from_float8
 from fp8_dist.model.load import load_float8_checkpoint
 from fp8_dist.model.report import conversion_summary
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 
 # Layers wrap weights in a type of fp8_dist.fsdp, which fp8_dist.linear must not import.
 Float8Weight.gather_type = Float8AllGatherWeight
+
+_register_flops()
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_float8_dynamic_scale
 

@@ -29,6 +29,7 @@ class CustomOp(Generic[P, R]):
     Attributes:
         portable: the implementation for all devices.
         implementations: the implementation for each device type.
+        packet: the operator with all of its overloads, as torch's registries know it.
         overload: the operator itself, as graphs and dispatch modes see it.
     """
 
@@ -40,7 +41,8 @@ class CustomOp(Generic[P, R]):
         self.implementations: dict[str, Callable[P, R]] = {}
         _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIB.impl(self._name, portable, "CompositeExplicitAutograd")
-        self.overload: OpOverload = getattr(torch.ops.fp8_dist, self._name).default
+        self.packet: Any = getattr(torch.ops.fp8_dist, self._name)
+        self.overload: OpOverload = self.packet.default
         update_wrapper(self, portable)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

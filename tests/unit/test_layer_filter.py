@@ -271,4 +271,5 @@ def test_converted_routers_are_named_in_the_warning() -> None:
     model = nn.ModuleDict({"gate": linear(), "experts": many()})
     with pytest.warns(UserWarning, match="are routers.*: gate \\(16 x 64\\).*skip_head") as found:
         convert_to_float8_training(model)
-    assert len(found) == 1 and isinstance(model.gate, Float8Linear)
+    assert len(found) == 1
+    assert isinstance(model.gate, Float8Linear)
