@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 # The name of a gate that is a layer, and of a module that consists of gates or of a gate's layers.
 _GATE = re.compile("gates?|gating|wg")
 _OF_GATE = re.compile(f"(.*_)?({_GATE.pattern})(_(fn|head|layer|linear|mlp|net|network))?s?")
 _EXPERTS = re.compile("(?!.*shared).*(expert|moe)", re.IGNORECASE)
+# Modules whose weights may have three dims and are no experts.
+_NO_EXPERTS = nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear
 _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList
 
 
@@ -68,7 +69,7 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _experts(name: str, module: nn.Module) -> Iterator[tuple[bool, int]]:
     """Yield what may be experts in a module: whether a name says so, and their number or 0."""
-    if not isinstance(module, _ConvNd | nn.Bilinear):  # whose weights may have three dims, too
+    if not isinstance(module, _NO_EXPERTS):
         for own, parameter in module.named_parameters(recurse=False):
             if not is_lazy(parameter) and parameter.ndim == 3 and len(parameter) > 1:
                 called = f"{name} {type(module).__name__} {own}"
