@@ -66,8 +66,8 @@ def cast_to_float8(
         ValueError: ``dim`` does not fit the granularity or the tensor, or the scale is DELAYED,
             which needs the history of a Float8Linear.
         NotImplementedError: a transform of ``torch.func`` is active, the tensor has a tangent of
-            forward-mode differentiation, or ranks hold several pieces of a DTensor
-            (``_StridedShard``), some of which begin inside a block.
+            forward-mode differentiation, torch.jit.trace runs, or ranks hold several pieces of a
+            DTensor (``_StridedShard``), some of which begin inside a block.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
@@ -93,9 +93,14 @@ def cast_to_float8(
 
 
 def check_transforms(name: str, *tensors: torch.Tensor | None) -> None:
-    """Raise NotImplementedError under torch.func's transforms, or if a tensor has a tangent."""
+    """Raise NotImplementedError under torch.func's transforms, for a tangent, or in a trace."""
     if torch.compiler.is_compiling():
         return
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            f"{name}: torch.jit.trace would record the kernels of one call as constants; use "
+            "torch.export (torch.onnx.export with dynamo=True), or torch.compile"
+        )
     has_tangents = in_forward_ad() and any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors

@@ -39,6 +39,11 @@ class Float8DDPState:
         error_feedback: bool = False,
         stochastic_rounding: bool | int = False,
     ) -> None:
+        if not isinstance(process_group, dist.ProcessGroup | None):
+            raise TypeError(
+                f"Float8DDPState: process_group is {process_group!r}; pass the ProcessGroup that "
+                "DDP was given, or None, and options by name, such as error_feedback=True"
+            )
         check_rounding("Float8DDPState", error_feedback, stochastic_rounding)
         self.process_group = process_group
         self.error_feedback = error_feedback

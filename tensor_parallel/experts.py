@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.weight import float8_modules, weights_of
-from fp8_dist.mesh import sharded_dim
+from fp8_dist.mesh import check_axis, sharded_dim
 from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
 from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 
@@ -50,6 +50,7 @@ class _ExpertsStyle(CheckedStyle):
         yield from ()
 
     def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        check_axis(mesh, "parallelize_module")
         layers = float8_modules(module)
         check_placed(layers, mesh, "parallelize_module", {"the style": described(self)})
         for misfit in self.misfits(module, mesh.size()):

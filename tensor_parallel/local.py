@@ -6,7 +6,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.parameter import LocalPlacements
-from fp8_dist.mesh import layout_over
+from fp8_dist.mesh import check_axis, layout_over
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding
 
@@ -73,17 +73,7 @@ def declare_placements(
             f"declare_placements needs a Float8Linear, got a {type(layer).__name__}; convert it "
             "first (convert_to_float8_training)"
         )
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"{layer.fqn}: declare_placements needs a DeviceMesh, got a {type(mesh).__name__}; "
-            "DeviceMesh.from_group(group, device_type) makes one of a process group"
-        )
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{layer.fqn}: declare_placements needs a 1-D mesh, got one with shape "
-            f"{tuple(mesh.shape)} and axes {mesh.mesh_dim_names}: pass its tensor-parallel axis, "
-            "such as mesh['tp']"
-        )
+    check_axis(mesh, f"{layer.fqn}: declare_placements")
     if weight == Shard(-1):
         weight = Shard(1)
     _check_placements(layer, weight, input, output)

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weight import float8_modules
+from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.styles import (
     CheckedStyle,
     Float8ColwiseParallel,
@@ -62,7 +63,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     scatters the parameters.
 
     Raises:
-        TypeError: an entry's value is not a style.
+        TypeError: an argument has the wrong type, or an entry's value is not a style.
         ValueError: the mesh is not 1-D; ranks differ in the plan, in the layers or in their
             configs; an entry matches no module; two entries match one module; a float8 style is on
             a module without a ``Float8Linear``; a head count is not divisible by the mesh's size; a
@@ -72,10 +73,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             exception is a shared parameter with a custom style, whose placement is checked
             afterwards.
     """
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"apply_tp_plan needs a 1-D mesh, got one with shape {tuple(mesh.shape)} and axes "
-            f"{mesh.mesh_dim_names}: pass its tensor-parallel axis, such as mesh['tp']"
+    check_axis(mesh, "apply_tp_plan")
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            f"apply_tp_plan: plan must be a dict of module names to styles, got {plan!r}"
         )
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):

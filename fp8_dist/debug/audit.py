@@ -344,9 +344,15 @@ def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> Comm
         ``with`` block on the same object adds to them.
 
     Raises:
+        TypeError: ``mesh`` is not a DeviceMesh.
         RuntimeError: the context manager is entered again inside its own block. With ``timings``,
             also if torch.profiler is already active, as in another ``comm_audit`` with timings.
     """
+    if not isinstance(mesh, DeviceMesh | None):
+        raise TypeError(
+            f"comm_audit takes a DeviceMesh, got {mesh!r}; pass the mesh whose axes name the "
+            "groups, or None"
+        )
     return CommAudit(mesh, timings)
 
 

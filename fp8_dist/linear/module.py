@@ -208,7 +208,8 @@ class Float8Linear(nn.Linear):
                 config; ``reduce_transport`` does not apply; or local tensors do not fit their
                 declared placements.
             NotImplementedError: a transform of ``torch.func`` or forward-mode differentiation is
-                active, or a layer with DELAYED scales is exported or captured in a CUDA graph.
+                active, torch.jit.trace runs, or a layer with DELAYED scales is exported or captured
+                in a CUDA graph.
         """
         declared = self.local_placements
         if declared is None:

@@ -67,7 +67,8 @@ class LocalPlacements(NamedTuple):
         Raises:
             TypeError: the weight is a DTensor, or the input is a DTensor that ``share_input`` did
                 not return.
-            ValueError: the input's features don't fit, or the output lacks the declared dim.
+            ValueError: the input's features don't fit, or the input or output lacks the declared
+                dim.
         """
         if isinstance(weight, DTensor):
             raise TypeError(
@@ -76,11 +77,11 @@ class LocalPlacements(NamedTuple):
                 "fully_shard was called on, which gathers it, or leave the layer to the parallel "
                 "styles"
             )
-        for placement in output or ():
+        for name, placement in ("input", self.input), *(("output", each) for each in output or ()):
             if isinstance(placement, Shard) and not -input.ndim <= placement.dim < input.ndim:
                 raise ValueError(
-                    f"{fqn}: the output was declared as {placement!r}, but has {input.ndim} dims, "
-                    "as the input has"
+                    f"{fqn}: the {name} was declared as {placement!r}, but it has {input.ndim} "
+                    "dims; declare one of these in declare_placements"
                 )
         features, last = weight.shape[1], input.ndim - 1
         if self.weight == Shard(1):

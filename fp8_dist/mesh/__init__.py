@@ -17,6 +17,7 @@ from fp8_dist.mesh.layout import (
     Layout as Layout,
     Pieces as Pieces,
     Placements as Placements,
+    check_axis as check_axis,
     global_offset as global_offset,
     has_pieces as has_pieces,
     is_packed as is_packed,

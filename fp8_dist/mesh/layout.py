@@ -41,6 +41,21 @@ class Layout(NamedTuple):
         return make_dtensor(local, self.mesh, self.placements, self.shape)
 
 
+def check_axis(mesh: object, caller: str) -> None:
+    """Raise TypeError for anything but a mesh, and ValueError for a mesh of several axes."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{caller} needs a DeviceMesh, got a {type(mesh).__name__}; init_device_mesh makes "
+            "one, and DeviceMesh.from_group(group, device_type) makes one of a process group"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        raise ValueError(
+            f"{caller} needs a 1-D mesh, got one with shape {tuple(mesh.shape)} and axes {names}: "
+            f"pass the axis that it divides over, such as mesh[{names[-1] if names else 'tp'!r}]"
+        )
+
+
 def layout_over(
     tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fqn: str = ""
 ) -> Layout:

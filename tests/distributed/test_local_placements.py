@@ -324,7 +324,8 @@ def refused_calls() -> list[str]:
     k = part_of(column, tp, 0, input=Shard(0), output=Shard(-1))
     o = part_of(row, tp, 1, input=Shard(-1), output=Shard(1))
     nowhere = part_of(column, tp, 0, input=Shard(1), output=Shard(3))
-    q.fqn, k.fqn, o.fqn, nowhere.fqn = "wq", "wk", "wo", "nowhere"
+    beyond = part_of(column, tp, 0, input=Shard(5), output=Shard(-1))
+    q.fqn, k.fqn, o.fqn, nowhere.fqn, beyond.fqn = "wq", "wk", "wo", "nowhere", "beyond"
     x = torch.randn(2, 4, 32)
     sharded = part_of(column, tp, 0, input=Replicate(), output=Shard(-1))
     elsewhere = part_of(column, tp, 0, input=Replicate(), output=Shard(-1))
@@ -349,6 +350,7 @@ def refused_calls() -> list[str]:
             "it can't be a local part on",
         ),
         (ValueError, lambda: nowhere(x), "nowhere: the output was declared as Shard(dim=3), but"),
+        (ValueError, lambda: beyond(x), "beyond: the input was declared as Shard(dim=5), but it"),
         (ValueError, lambda: share_input(x, []), "share_input: [] must be column-parallel layers"),
         (TypeError, lambda: share_input(x, q), "list of Float8Linear, got Float8Linear alone"),
         (

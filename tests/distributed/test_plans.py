@@ -5,6 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
+    parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -41,6 +43,7 @@ from fp8_dist import (
 from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
+    Float8ExpertParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
     apply_tp_plan,
@@ -154,6 +157,13 @@ def test_mesh_with_more_than_one_axis(fake_world):
     model = Llama(TINY)
     text = raised(ValueError, lambda: apply_tp_plan(model, fake_world, llama_tp_plan(model)))
     assert "apply_tp_plan needs a 1-D mesh, got one with shape (2, 4) and axes ('dp', 'tp')" in text
+    assert "such as mesh['tp']" in text
+    text = raised(TypeError, lambda: apply_tp_plan(model, fake_world["tp"], [("layers.0", None)]))
+    assert "apply_tp_plan: plan must be a dict of module names to styles, got [(" in text
+    experts = nn.Module()
+    for style in (Float8ExpertParallel(), Float8ColwiseParallel()):
+        text = raised(ValueError, partial(parallelize_module, experts, fake_world, style))
+        assert "parallelize_module needs a 1-D mesh, got one with shape (2, 4)" in text
 
 
 def test_all_offenders_are_listed_and_nothing_is_changed(fake_world):

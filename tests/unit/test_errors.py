@@ -1,6 +1,7 @@
 """Every error has a test; those that no other test provokes are here."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from reference import raised
@@ -14,11 +15,16 @@ from fp8_dist import (
     ScalingGranularity,
     ScalingType,
     cast_to_float8,
+    convert_to_float8_training,
     rewrap_float8_weights,
     update_float8_scales,
 )
+from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import Float8DDPState
 from fp8_dist.kernels.gemm import _native
 from fp8_dist.mesh.rules import linear_layouts
+from fp8_dist.moe import convert_experts_to_float8_training
+from fp8_dist.tensor_parallel import apply_tp_plan
 from scripts.measure.errors import errors, expected_by
 
 AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
@@ -36,6 +42,23 @@ def lines(dim: int, shape: tuple[int, ...] = (4, 8)) -> Float8Tensor:
 
 Refused = dict[str, Callable[[], object]]
 TYPES: Refused = {
+    "convert_to_float8_training: pass the model, an nn.Module, got None": lambda: (
+        convert_to_float8_training(None)  # type: ignore[arg-type]
+    ),
+    "convert_experts_to_float8_training: pass the model, an nn.Module, got 'moe'": lambda: (
+        convert_experts_to_float8_training("moe")  # type: ignore[arg-type]
+    ),
+    "must be a function (module, fqn) -> bool, got ['lm_head']; skip_head(model) makes": lambda: (
+        convert_to_float8_training(nn.Linear(16, 16), module_filter_fn=["lm_head"])  # type: ignore[arg-type]
+    ),
+    "comm_audit takes a DeviceMesh, got 'dp'; pass the mesh": lambda: comm_audit("dp"),  # type: ignore[arg-type]
+    "process_group is True; pass the ProcessGroup that DDP was given": lambda: Float8DDPState(True),  # type: ignore[arg-type]
+    **{
+        f"apply_tp_plan needs a DeviceMesh, got a {type(mesh).__name__}; init": partial(
+            apply_tp_plan, nn.Linear(16, 16), mesh, {}
+        )
+        for mesh in ([0, 1], "tp")
+    },
     "cast_to_float8: expected a tensor, got a list": lambda: cast_to_float8([1.0], CastConfig()),  # type: ignore[arg-type]
     "cast_config must be a CastConfig, got 'e4m3'": lambda: cast_to_float8(ONE, "e4m3"),  # type: ignore[arg-type]
     "from_float: expected an nn.Linear, got <": lambda: Float8Linear.from_float(nn.ReLU()),  # type: ignore[arg-type]
@@ -68,6 +91,9 @@ VALUES: Refused = {
     ),
 }
 OPERATIONS: Refused = {
+    "Float8Linear: torch.jit.trace would record": lambda: torch.jit.trace(
+        Float8Linear(16, 16), torch.ones(16, 16)
+    ),
     "its rows would be others; if one row was sharded": lambda: lines(-1).view(8, 4),
     "slice of dims 1: its result has no such scales": lambda: lines(1, (2, 4, 8)).view(8, 8),
     "aten.as_strided.default of a Float8Tensor": lambda: lines(-1).as_strided((8, 4), (4, 1)),
