@@ -111,7 +111,13 @@ class Float8AllGatherWeight(torch.Tensor):
     __slots__ = ("_name", "_tensor", "_writes")
 
     @staticmethod
-    def __new__(cls, tensor: torch.Tensor, name: str = "weight") -> "Float8AllGatherWeight":
+    def __new__(
+        cls, tensor: torch.Tensor, /, name: str = "weight", *, requires_grad: Any = None, **_: Any
+    ) -> "Float8AllGatherWeight":
+        if requires_grad is not None:
+            # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
+            # Of a plain tensor this is a plain parameter (see rewrap_float8_weights).
+            return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
         # Under inference_mode too, a view of a parameter is not an inference tensor.
         with torch.inference_mode(tensor.is_inference()):
             self = make_wrapper(cls, tensor, tensor.dtype, tensor.is_pinned())

@@ -64,8 +64,24 @@ class Stored(torch.Tensor):
     write: Callable[..., None] | None = None
 
     @staticmethod
-    def __new__(cls, stored: torch.Tensor, dtype: torch.dtype, *args: Any) -> Any:
-        return make_wrapper(cls, stored, dtype, stored.is_pinned())
+    def __new__(
+        cls, stored: torch.Tensor, /, *static: Any, requires_grad: Any = None, **_: Any
+    ) -> Any:
+        if requires_grad is not None:
+            # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
+            if not isinstance(stored, cls):
+                raise NotImplementedError(
+                    f"a loader rebuilds a parameter that is stored in float8 ({cls.__name__}) from "
+                    f"data of {stored.dtype} alone, as accelerate's hooks do that offload weights; "
+                    "keep the model on one device, or call fp8_dist.unfreeze_from_float8(model) "
+                    "before it is offloaded"
+                )
+            return nn.Parameter(stored, requires_grad)
+        self = make_wrapper(cls, stored, static[0], stored.is_pinned())
+        self.stored = stored
+        for name, value in zip(cls.static[1:], static[1:], strict=False):
+            setattr(self, name, value)
+        return self
 
     def like(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         """Return a tensor of this kind with another content; ``dtype`` is one that was asked for.
@@ -212,10 +228,8 @@ class StoredFloat8(Stored):
         key: the key of the scaling scheme.
     """
 
+    key: str
     static = ("dtype", "key")
-
-    def __init__(self, stored: torch.Tensor, dtype: torch.dtype, key: str) -> None:
-        self.stored, self.key = stored, key
 
     def like(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
@@ -231,12 +245,8 @@ class StoredScales(Stored):
             are stored in float32 are always saved in it.
     """
 
+    saved_as: torch.dtype = torch.float32
     static = ("dtype", "saved_as")
-
-    def __init__(
-        self, stored: torch.Tensor, dtype: torch.dtype, saved_as: torch.dtype = torch.float32
-    ) -> None:
-        self.stored, self.saved_as = stored, saved_as
 
 
 def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
