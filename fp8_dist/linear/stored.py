@@ -4,7 +4,9 @@ A stored weight is a pair of parameters of its module, ``NAME`` and ``NAME_scale
 (:mod:`fp8_dist.tensor.stored`). A forward multiplies the data as it is: nothing is cast.
 """
 
+import math
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -148,7 +150,7 @@ class StoredWeight(LayerParameter):
         plain, (scheme,) = self.parameter().detach(), self.schemes
         if plain.dtype is scheme.dtype:
             scales = self.scales().detach()
-            held = as_stored(scales, scheme, f"{self.fqn}.{self.scales_name}")
+            held = fitted(scales, plain.shape, scheme, f"{self.fqn}.{self.scales_name}")
             self.store(plain, held, dtype, scales.dtype)
 
     def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
@@ -228,7 +230,7 @@ class StoredWeight(LayerParameter):
 
         Raises:
             ValueError: the data or the scales have another dtype, the scales are missing, or they
-                are not powers of two, and the scheme's are.
+                are not those of the scheme.
         """
         data, held = local_tensor(self.parameter()), self.local_scales()
         assert isinstance(data, StoredFloat8)
@@ -249,12 +251,29 @@ class StoredWeight(LayerParameter):
             )
         else:
             qdata, scales = local, local_tensor(state[scales_key])
-            held.saved_as = scales.dtype
-            scales = as_stored(scales, scheme, f"{self.fqn}: {scales_key}")
-        if [n for n in scales.shape if n != 1] == [n for n in held.shape if n != 1]:
-            scales = scales.view(held.shape)  # else load_state_dict reports it
+            saved_as, name = scales.dtype, f"{self.fqn}: {scales_key}"
+            is_own = scales.shape == held.shape  # those of a DTensor's part
+            convert = as_stored if is_own else partial(fitted, shape=local.shape)
+            scales = convert(scales, scheme=scheme, name=name)
+            held.saved_as = saved_as
         state[key] = with_local(self.parameter(), data.like(qdata))
         state[scales_key] = with_local(self.scales(), held.like(scales))
+
+    def refuse_codes(self, state: dict[str, Any], prefix: str) -> None:
+        """Check that a state dict has no float8 data for a weight in high precision.
+
+        Raises:
+            ValueError: it has, and torch would load the data as values, without the scales.
+        """
+        key = prefix + self.name
+        given = state.get(key)
+        dtype = local_tensor(given).dtype if isinstance(given, torch.Tensor) else torch.float32
+        if is_float8(dtype) and not self.is_stored:
+            raise ValueError(
+                f"{self.fqn}: the state dict has {key} in {dtype}, which load_state_dict would "
+                "convert to the layer's high precision without its scales; call freeze_to_float8 "
+                "before, or load the files with load_float8_checkpoint"
+            )
 
     def place_scales(self, scales: torch.Tensor, mesh: DeviceMesh) -> None:
         """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.
@@ -304,19 +323,65 @@ def _content(parameter: torch.Tensor) -> torch.Tensor:
     return local.stored
 
 
+def counts(scales: Sequence[int], entry: Sequence[int]) -> list[int]:
+    """Return how many scales an entry of a checkpoint has along each dim, by their shape.
+
+    The scale of a whole tensor has one element, with any number of dims, and scales of rows are
+    ``[N]`` or ``[N, 1]``.
+    """
+    if math.prod(scales) == 1:
+        return [1] * len(entry)
+    of_rows = len(entry) == 2 and list(scales) == [entry[0]]
+    return [entry[0], 1] if of_rows else list(scales)
+
+
+def checked_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
+    """Return scales of a checkpoint in fp32, or in e8m0.
+
+    Raises:
+        ValueError: they are of another kind, such as exponents in uint8, or negative.
+    """
+    if scales.dtype is torch.float8_e8m0fnu:
+        return scales
+    if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{name} has the dtype {scales.dtype}; scales are float32, bfloat16, float16 or "
+            "float8_e8m0fnu. Save them as one of these"
+        )
+    if not scales.is_meta and (scales < 0).any():
+        raise ValueError(f"{name} has negative scales; no cast makes them. Save them again")
+    return scales.to(torch.float32)
+
+
+def fitted(scales: torch.Tensor, shape: Sequence[int], scheme: Scheme, name: str) -> torch.Tensor:
+    """Return the scales of a checkpoint's entry of a shape as a weight of a scheme stores them.
+
+    Raises:
+        ValueError: the scheme has scales of other rows or blocks; or as :func:`as_stored`.
+    """
+    (level,) = scheme.levels
+    size = level.shape(shape)
+    if counts(scales.shape, shape) != (size or [1] * len(shape)):
+        raise ValueError(
+            f"{name} is {list(scales.shape)}, and the layer's recipe has one scale per "
+            f"{scheme.covers}, {size or [1]}; convert the model with the recipe of the checkpoint: "
+            '"blockwise" for scales of blocks, as DeepSeek\'s and Qwen\'s, "rowwise_folded" for '
+            'those of rows, "tensorwise" for one'
+        )
+    return as_stored(scales.reshape(size or [1]), scheme, name)
+
+
 def as_stored(scales: torch.Tensor, scheme: Scheme, name: str | None = None) -> torch.Tensor:
     """Convert scales to the dtype in which they are stored: fp32, or uint8 for exponents.
 
     ``name``: of the entry, if they are from a checkpoint.
 
     Raises:
-        ValueError: those of a checkpoint are neither fp32 nor e8m0, or fp32 and not powers of two,
-            although the scheme has exponents.
+        ValueError: those of a checkpoint are refused by :func:`checked_scales`, or are not powers
+            of two, although the scheme has exponents.
     """
-    if name is not None and scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        raise ValueError(
-            f"{name} has the dtype {scales.dtype}; scales are float32 or float8_e8m0fnu"
-        )
+    if name is not None:
+        scales = checked_scales(scales, name)
     if scales.dtype is torch.float8_e8m0fnu:
         scales = scales.view(torch.uint8)
     if not scheme.has_exponents:
@@ -330,7 +395,9 @@ def as_stored(scales: torch.Tensor, scheme: Scheme, name: str | None = None) -> 
     if not torch.equal(fp32_scales(stored).nan_to_num(), scales.nan_to_num(posinf=0.0)):
         raise ValueError(
             f"{name} are not powers of two, and the layer's scheme has exponents; convert the "
-            'model with Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32")'
+            'model with Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32") if '
+            "they are those of blocks, or leave the layer out of freeze_to_float8, and call "
+            "load_float8_checkpoint"
         )
     return stored
 

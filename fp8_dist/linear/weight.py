@@ -534,10 +534,12 @@ def save_weights(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 def load_weights(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Make the entries of a state dict fit stored weights (a pre-hook of ``load_state_dict``)."""
+    """Make the entries of a state dict fit the weights (a pre-hook of ``load_state_dict``)."""
     for weight in weights_of(module).values():
         if weight.is_stored:
             weight.load(state, prefix)
+        else:
+            weight.refuse_codes(state, prefix)
 
 
 def wrap_weights(weights: Iterable[Float8Weight]) -> None:

@@ -1,10 +1,13 @@
 """Loading of FP8 checkpoints into models on any mesh, each rank its own part of the files.
 
 The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen.
+Those of compressed-tensors and ModelOpt are read too. In all of them a weight is its float8 data
+times its scales. What else an entry could mean is refused, by name.
 """
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -14,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
+from fp8_dist.device import is_float8
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.linear.stored import as_stored
+from fp8_dist.linear.stored import checked_scales, counts, fitted
 from fp8_dist.linear.weight import Float8Weight, checked_module
 from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
@@ -24,20 +28,22 @@ from fp8_dist.moe.experts import ExpertWeight
 from fp8_dist.tensor.stored import Stored, StoredScales
 from fp8_dist.text import without_wrappers
 
-_SCALE = "_scale_inv"
-_FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # safetensors' names
+# The names of dtypes in safetensors files.
+_FLOAT8 = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+_FLOAT = ("F64", "F32", "F16", "BF16", *_FLOAT8)
+_SMALL = ("F8", "F6", "F4")  # how those of a byte or less begin
+# Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
+_SCALES = ("_scale_inv", "_scale")
+# Names of the scales of activations and KV caches that were calibrated for inference.
+_CALIBRATED = re.compile(r"(^|[._])(activation|input|output|prob|kv|[qkv])_scale(_ub)?$")
 _BLOCKS = (128, 64, 32, 16)
 _PROBE = 12
 Index = tuple[slice, ...]
-# The entries of safetensors files, which are read when they are indexed.
-_Files = Mapping[str, Any]
-
-
-class LoadedKeys(NamedTuple):
-    """The names that :func:`load_float8_checkpoint` did not find, or did not use."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 class Entry(NamedTuple):
@@ -48,6 +54,66 @@ class Entry(NamedTuple):
     size: tuple[int, ...]  # likewise; the entry itself may lack leading dims of size 1
 
 
+class _Files(dict[str, Any]):
+    """The entries of safetensors files, which are read when they are indexed.
+
+    Attributes:
+        companions: for each entry, those whose names say that they belong to it: scales, offsets.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self.companions: dict[str, list[str]] = {}
+        for key in entries:
+            begins = [key[: each.start()] for each in re.finditer("_", key)]
+            for owner in begins:
+                rest = key[len(owner) :]
+                is_companion = owner in entries and ("scal" in rest or "zero_point" in rest)
+                if is_companion and (rest in _SCALES or not _CALIBRATED.search(key)):
+                    self.companions.setdefault(owner, []).append(key)
+
+    def dtype(self, key: str) -> str:
+        return str(self[key].get_dtype())
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self[key].get_shape())
+
+    def matrices(self, entry: Entry) -> tuple[int, ...]:
+        """The shape of an entry, of two dims if the tensor has them, with those of size 1."""
+        return entry.size[-max(2, len(self.shape(entry.key))) :]
+
+    def float8(self, key: str) -> torch.dtype | None:
+        """The dtype of an entry in float8; ``None`` for others."""
+        return _FLOAT8.get(self.dtype(key))
+
+    def scales(self, key: str) -> str:
+        """The name of the scales of an entry in float8.
+
+        Raises:
+            ValueError: there are none, or several, or its data is not known.
+        """
+        found, known = self.companions.get(key, []), [key + ending for ending in _SCALES]
+        if self.float8(key) is None or len(found) > 1 or not set(found) <= set(known):
+            raise ValueError(
+                f"{key} is in {self.dtype(key)} in the checkpoint, with {_some(found)}, and only "
+                f"data of {', '.join(_FLOAT8)} with one tensor of scales ({' or '.join(known)}) is "
+                "read; dequantize the checkpoint with the library that wrote it"
+            )
+        if not found:
+            raise ValueError(
+                f"{key} is in float8, and the checkpoint has no {' or '.join(known)}; rename its "
+                "scales, or dequantize the checkpoint with the library that wrote it"
+            )
+        return found[0]
+
+
+class LoadedKeys(NamedTuple):
+    """The names that :func:`load_float8_checkpoint` did not find, or did not use."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 @torch.no_grad()
 def load_float8_checkpoint(
     model: nn.Module, files: str | Path | Sequence[str | Path], *, strict: bool = True
@@ -56,8 +122,16 @@ def load_float8_checkpoint(
 
     Each rank reads the parts of the files that it has on its mesh. A weight that is stored in
     float8 (:func:`fp8_dist.freeze_to_float8`) gets the bytes of the files, or the cast of an entry
-    in high precision. Saved again, the bytes are the same. Other parameters get the values, rounded
-    to their dtype; those of float8 entries are dequantized in fp32.
+    in high precision. Saved again, the bytes are the same (scales in 16 bits are saved in fp32).
+    Other parameters get the values, rounded to their dtype; those of float8 entries are
+    dequantized in fp32.
+
+    The scales of ``NAME`` are ``NAME_scale_inv``, or ``NAME_scale`` as compressed-tensors and
+    ModelOpt write them. One scale is ``[]``, ``[1]`` or ``[1, 1]``, those of rows are ``[N]`` or
+    ``[N, 1]``, and those of square blocks of 128, 64, 32 or 16 values
+    ``[ceil(N / 128), ceil(K / 128)]``. Scales of activations and of KV caches (``input_scale``,
+    ``activation_scale``, ``k_scale``), which serve static inference, are not read: training has no
+    use for them. They are not among the unexpected names.
 
     A large model is made on the meta device, converted, frozen and distributed there, and given
     memory by ``model.to_empty(device="cuda")`` before this call (``docs/frozen.md``).
@@ -65,7 +139,7 @@ def load_float8_checkpoint(
     Args:
         model: a model with or without converted layers. For a DDP model, names lack the wrapper.
         files: a directory with ``*.safetensors`` files (and perhaps an index), one file, or several
-            files. Needs the package ``safetensors``.
+            files that have different names. Needs the package ``safetensors``.
         strict: raise for names of the model that the files lack, and for others that they have.
 
     Returns:
@@ -75,18 +149,21 @@ def load_float8_checkpoint(
     high precision, those of :func:`fp8_dist.scaling.whole_statistics`. No others.
 
     Raises:
-        ValueError: there is no such file; with ``strict``, names differ; an entry has another shape
-            than the model's tensor, or other scales than the layer's recipe; an expert's entry is
-            not a part of a weight; or a tensor is on the meta device. Nothing has been changed.
+        ValueError: there is no such file, or it is damaged; with ``strict``, names differ; an entry
+            has another shape or kind than the model's tensor; an entry in float8 has no scales, or
+            others than those above or than the layer's recipe; an expert's entry is not a part of a
+            weight; or a tensor is on the meta device. Nothing has been changed.
+        TypeError: ``files`` are no paths.
         ImportError: ``safetensors`` is not installed.
     """
     module = unwrapped(checked_module(model))
     reshard(module, "load_float8_checkpoint")
     opened = _opened(_listed(files))
     parts, missing = _plan(module, opened)
-    used = {entry.key for part in parts for entry in part.entries}
-    used |= {key + _SCALE for key in used if _float8(opened[key])}
-    unexpected = [key for key in opened if key not in used]
+    own = {entry.key for part in parts for entry in part.entries}
+    coded = [key for key in own if opened.float8(key)]
+    used = own | {key for each in coded for key in opened.companions.get(each, ())}
+    unexpected = [key for key in opened if key not in used and not _CALIBRATED.search(key)]
     if strict and (missing or unexpected):
         raise ValueError(
             "load_float8_checkpoint: the checkpoint and the model have other names: "
@@ -94,7 +171,7 @@ def load_float8_checkpoint(
             "the rest"
         )
     for part in parts:
-        _check(part, opened)
+        _check(part, opened, own)
     for part in parts:
         _load(part, opened)
     return LoadedKeys(missing, unexpected)
@@ -116,29 +193,73 @@ def _opened(paths: list[Path]) -> _Files:
         raise ImportError(
             "load_float8_checkpoint reads safetensors files: pip install safetensors"
         ) from error
-    files = [safe_open(str(path), framework="pt") for path in paths]
-    return {key: file.get_slice(key) for file in files for key in list(file.keys())}
+    entries: dict[str, Any] = {}
+    for path in paths:
+        try:
+            file = safe_open(str(path), framework="pt")
+        except Exception as error:  # safetensors has a class of its own, for damaged files
+            raise _damaged(path, error) from error
+        found = {key: file.get_slice(key) for key in list(file.keys())}
+        if twice := sorted(found.keys() & entries.keys()):
+            raise ValueError(
+                f"load_float8_checkpoint: {path} has {_some(twice)}, which another file has too; "
+                "pass the files of one checkpoint"
+            )
+        entries |= found
+    return _Files(entries)
 
 
-def _float8(entry: Any) -> torch.dtype | None:
-    """The dtype of an entry in float8; ``None`` for others."""
-    return _FLOAT8.get(str(entry.get_dtype()))
+def _damaged(path: Path, error: object) -> ValueError:
+    return ValueError(
+        f"load_float8_checkpoint: {path} can't be read ({error}); it is incomplete or damaged: "
+        "download it, or save it, again"
+    )
 
 
-def float8_entries(files: Sequence[str]) -> list[str]:
-    """Return the names of the weights in float8 of safetensors files."""
+class Float8Entry(NamedTuple):
+    """An entry in float8 of safetensors files, and its scales."""
+
+    dtype: torch.dtype
+    scales: str
+    shape: tuple[int, ...]  # of the scales
+
+
+def float8_entries(files: Sequence[str]) -> dict[str, Float8Entry]:
+    """Return the entries of safetensors files that are no weights without their scales.
+
+    Raises:
+        ValueError: an entry has no scales, or its data is not known.
+    """
     opened = _opened([Path(each) for each in files if each.endswith(".safetensors")])
-    return [key for key in opened if key + _SCALE in opened]
+    of_others = {key for each in opened.companions.values() for key in each}
+    found = {}
+    for key in opened:
+        kind = opened.dtype(key)
+        is_coded = kind.startswith(_SMALL) or (kind not in _FLOAT and key in opened.companions)
+        if is_coded and not (key in of_others and kind == "F8_E8M0"):
+            scales, dtype = opened.scales(key), opened.float8(key)
+            assert dtype is not None
+            found[key] = Float8Entry(dtype, scales, tuple(opened[scales].get_shape()))
+    return found
 
 
 def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
+    each_is_path = isinstance(files, Sequence) and all(isinstance(f, str | Path) for f in files)
+    if not (isinstance(files, Path) or each_is_path):
+        raise TypeError(
+            f"load_float8_checkpoint: expected a directory with *.safetensors, or files, got "
+            f"{files!r}; pass a path, or a list of paths"
+        )
     given = [Path(files)] if isinstance(files, str | Path) else [Path(each) for each in files]
     found: list[Path] = []
     for path in given:
         index = path / "model.safetensors.index.json"
         if index.is_file():
-            names = json.loads(index.read_text())["weight_map"].values()
-            found += [path / name for name in dict.fromkeys(names)]
+            try:
+                names = dict(json.loads(index.read_text())["weight_map"]).values()
+                found += [path / name for name in dict.fromkeys(names)]
+            except (ValueError, KeyError, TypeError) as error:
+                raise _damaged(index, repr(error)) from error
         else:
             found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if lacking := [str(path) for path in found or given if not path.is_file()]:
@@ -200,55 +321,71 @@ def _entries_of(
     return found
 
 
-def _check(part: _Part, files: _Files) -> None:
-    """Check the entries of a tensor, by the headers of the files and by all scales."""
+def _check(part: _Part, files: _Files, own: set[str]) -> None:
+    """Check the entries of a tensor, by the headers of the files and by all scales.
+
+    ``own``: the entries that are tensors of the model.
+    """
     name, tensor, weight, entries = part
     if local_tensor(tensor).is_meta:
         raise ValueError(
             f"load_float8_checkpoint: {name} is on the meta device; call model.to_empty first"
         )
+    holds_codes = is_float8(tensor.dtype)  # a layer of other code, with a tensor for its scales
+    are_coded = any(files.float8(entry.key) for entry in entries) and not holds_codes
     for entry in entries:
-        shape = tuple(files[entry.key].get_shape())
+        key, shape, kind = entry.key, files.shape(entry.key), files.dtype(entry.key)
         if (*(1,) * (len(entry.size) - len(shape)), *shape) != entry.size:
             raise ValueError(
-                f"load_float8_checkpoint: {entry.key} is {list(shape)} in the checkpoint, and "
+                f"load_float8_checkpoint: {key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
             )
-        if _float8(files[entry.key]):
-            if entry.key + _SCALE not in files:
-                raise ValueError(
-                    f"load_float8_checkpoint: {entry.key} is in float8, and the checkpoint has no "
-                    f"{entry.key + _SCALE}"
-                )
+        fits = (kind in _FLOAT) == tensor.is_floating_point()
+        if not (files.float8(key) is tensor.dtype if holds_codes else fits):
+            raise ValueError(
+                f"load_float8_checkpoint: {key} is in {kind} in the checkpoint, and in "
+                f"{tensor.dtype} in the model; codes and integers are not read as values. "
+                "Dequantize the checkpoint with the library that wrote it"
+            )
+        if are_coded and weight is not None and weight.is_stored:
+            _first_block(weight, entry)
+        if are_coded and files.float8(key):
             if weight is not None and weight.is_stored:
                 _stored_scales(weight, entry, files)
             else:
                 _blocks_of(entry, files)
+        elif others := [each for each in files.companions.get(key, ()) if each not in own]:
+            raise ValueError(
+                f"load_float8_checkpoint: {key} is in {kind}, and the checkpoint has "
+                f"{_some(others)} too; whether its values are to be multiplied is not known. "
+                "Remove the scales from the checkpoint"
+            )
 
 
 def _load(part: _Part, files: _Files) -> None:
     _, tensor, weight, entries = part
-    is_stored = weight is not None and weight.is_stored
     local = Float8Weight.gather_type.unwrap(local_tensor(tensor))
-    is_cast = is_stored and not _float8(files[entries[0].key])
-    if is_cast:
-        to = torch.empty(local.shape, dtype=tensor.dtype)
-    else:
-        to = local.stored if isinstance(local, Stored) else local.detach()
-    for entry in entries:
-        dequantizes = _float8(files[entry.key]) and not is_stored
-        read = _dequantized if dequantizes else _read
-        _fill(to, tensor, entry, partial(read, entry, files))
-    if weight is None:
-        return
-    if is_cast:
-        weight.write(with_local(tensor, to.to(local.device)))
-    elif is_stored:
+    if weight is not None and weight.is_stored:
+        coded = [entry for entry in entries if files.float8(entry.key)]
+        if len(coded) < len(entries):
+            # Cast first, because entries in float8 replace their blocks of the cast.
+            values = torch.zeros(local.shape, dtype=tensor.dtype)
+            for entry in entries:
+                if entry not in coded:
+                    _fill(values, tensor, entry, partial(_read, entry, files))
+            weight.write(with_local(tensor, values.to(local.device)))
         held = weight.local_scales()
-        for entry in entries:
-            of_scales, values, held.saved_as = _stored_scales(weight, entry, files)
-            _fill(held.stored, weight.scales(), of_scales, values.__getitem__)
-    else:
+        for entry in coded:
+            assert isinstance(local, Stored)
+            _fill(local.stored, tensor, entry, partial(_read, entry, files))
+            of_scales, scales, held.saved_as = _stored_scales(weight, entry, files)
+            _fill(held.stored, weight.scales(), of_scales, scales.__getitem__)
+        return
+    for entry in entries:
+        dequantizes = files.float8(entry.key) and not is_float8(tensor.dtype)
+        read = _dequantized if dequantizes else _read
+        _fill(local.detach(), tensor, entry, partial(read, entry, files))
+    if weight is not None:
         weight.cache.drop(Change.LOAD)
 
 
@@ -279,9 +416,9 @@ def _read(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
 def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
     """Read a part of an entry in float8, times its scales, fp32."""
     rows, columns = _blocks_of(entry, files)
-    scales = files[entry.key + _SCALE][...].to(torch.float32)
-    counts = [-(-n // block) for n, block in zip(entry.size[-2:], (rows, columns), strict=True)]
-    shape = (*entry.size[:-2], *counts)
+    scales = files[files.scales(entry.key)][...].to(torch.float32)
+    sizes = [-(-n // block) for n, block in zip(entry.size[-2:], (rows, columns), strict=True)]
+    shape = (*entry.size[:-2], *sizes)
     scales = scales.expand(shape) if scales.numel() == 1 else scales.view(shape)
     row, column = (
         torch.arange(each.start, each.stop) // block
@@ -292,19 +429,26 @@ def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
 
 
 def _blocks_of(entry: Entry, files: _Files) -> tuple[int, int]:
-    """Return the size of the blocks of an entry that have one scale, by the number of scales."""
-    shape, size = tuple(files[entry.key + _SCALE].get_shape()), entry.size[-2:]
-    if math.prod(shape) == 1:
-        return size[0], size[1]
-    stacked = tuple(files[entry.key].get_shape())[:-2]
-    if shape == (*stacked, size[0], 1):
-        return 1, size[1]
-    for block in _BLOCKS:
-        if shape == (*stacked, *(-(-n // block) for n in size)):
-            return block, block
+    """Return the size of the blocks of an entry that have one scale, by the shape of the scales.
+
+    Raises:
+        ValueError: the shape has no meaning or several, or :func:`checked_scales` refuses them.
+    """
+    key, shape = files.scales(entry.key), files.matrices(entry)
+    checked_scales(files[key][...], f"load_float8_checkpoint: {key}")
+    found, size = counts(files.shape(key), shape), shape[-2:]
+    if len(size) == 2:
+        if found[-2:] == [1, 1] and math.prod(found) in (1, math.prod(shape[:-2])):
+            return size[0], size[1]
+        if found == [*shape[:-1], 1]:
+            return 1, size[1]
+        for block in _BLOCKS:
+            if found == [*shape[:-2], *(-(-n // block) for n in size)]:
+                return block, block
     raise ValueError(
-        f"load_float8_checkpoint: {entry.key + _SCALE} is {list(shape)}, which is neither one "
-        f"scale for {list(size)}, nor one per row or per square block of {_BLOCKS}"
+        f"load_float8_checkpoint: {key} is {list(files.shape(key))}, which is neither one scale "
+        f"for {list(shape)}, nor one per row or per square block of {_BLOCKS}; dequantize the "
+        "checkpoint with the library that wrote it"
     )
 
 
@@ -312,25 +456,35 @@ def _stored_scales(
     weight: Float8Weight, entry: Entry, files: _Files
 ) -> tuple[Entry, torch.Tensor, torch.dtype]:
     """Return an entry's scales as the weight stores them, if they fit, and the file's dtype."""
-    (scheme,), key = weight.schemes, entry.key + _SCALE
-    (level,), found, dtype = scheme.levels, files[key][...], _float8(files[entry.key])
-    size = level.shape(entry.size) or [1]
-    blocks = [level.block(dim, len(entry.size)) for dim in range(len(entry.size))]
-    begins = [divmod(o, b) if b else (0, 0) for o, b in zip(entry.offset, blocks, strict=True)]
+    (scheme,), key, dtype = weight.schemes, files.scales(entry.key), files.float8(entry.key)
     if dtype is not scheme.dtype:
         raise ValueError(
             f"load_float8_checkpoint: {entry.key} is in {dtype}, and the layer's recipe stores "
             f"{scheme.dtype}; leave the layer out of freeze_to_float8"
         )
-    if found.numel() != math.prod(size) or any(within for _, within in begins):
-        raise ValueError(
-            f"load_float8_checkpoint: {key} is {list(found.shape)}, and the layer's recipe has one "
-            f"scale per {scheme.covers}, {size}; convert the model with the recipe of the "
-            "checkpoint: \"blockwise\" for DeepSeek's and Qwen's"
-        )
-    own = as_stored(found.reshape(size), scheme, f"load_float8_checkpoint: {key}")
-    offset = (0,) if level.is_scalar else tuple(block for block, _ in begins)
-    return Entry(key, offset, tuple(size)), own, found.dtype
+    found, size = files[key][...], tuple(scheme.levels[0].shape(entry.size) or [1])
+    own = fitted(found, files.matrices(entry), scheme, f"load_float8_checkpoint: {key}")
+    return Entry(key, _first_block(weight, entry), size), own.view(size), found.dtype
+
+
+def _first_block(weight: Float8Weight, entry: Entry) -> tuple[int, ...]:
+    """Return where the scales of an entry begin among those of the weight.
+
+    Raises:
+        ValueError: the entry shares a scale with other entries of the weight.
+    """
+    (level,), whole = weight.schemes[0].levels, weight.parameter().shape
+    offset = []
+    for dim, (n, at, size) in enumerate(zip(whole, entry.offset, entry.size, strict=True)):
+        block = level.block(dim, len(whole)) or n
+        if at % block or ((at + size) % block and at + size != n):
+            raise ValueError(
+                f"load_float8_checkpoint: {entry.key} is a part of {weight.fqn}.{weight.name} that "
+                f"shares a scale with other parts (one per {weight.schemes[0].covers}); leave the "
+                'experts out of freeze_to_float8, or convert them with "mxfp8" or "rowwise_folded"'
+            )
+        offset.append(at // block)
+    return (0,) if level.is_scalar else tuple(offset)
 
 
 def _some(names: list[str]) -> str:

@@ -82,9 +82,13 @@ class Kind:
 _OWN = Kind()
 
 
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether a class of a module is one of transformers."""
+    return any(cls.__module__.partition(".")[0] == "transformers" for cls in type(module).__mro__)
+
+
 def _kind_of(module: nn.Module) -> Kind:
-    packages = [cls.__module__.partition(".")[0] for cls in type(module).__mro__]
-    is_own = "transformers" not in packages or _OWN.weights(module)
+    is_own = not is_of_transformers(module) or _OWN.weights(module)
     return _OWN if is_own else _kind_of_transformers()
 
 

@@ -538,9 +538,13 @@ def test_states_that_are_refused() -> None:
     refused_state("blockwise", other, weight=lambda t: t.float().to(torch.float8_e5m2))
     powers = "are not powers of two, and the layer's scheme has exponents; convert the"
     refused_state("blockwise", powers, weight_scale_inv=lambda t: t * 1.5)
-    refused_state("blockwise", powers, weight_scale_inv=lambda t: -t)
-    of_bf16 = "0.weight_scale_inv has the dtype torch.bfloat16; scales are float32 or"
-    refused_state("vllm", of_bf16, weight_scale_inv=lambda t: t.bfloat16())
+    refused_state("blockwise", "has negative scales", weight_scale_inv=lambda t: -t)
+    of_bytes = "0.weight_scale_inv has the dtype torch.uint8; scales are float32, bfloat16,"
+    exponents = {"weight_scale_inv": lambda t: t.to(torch.float8_e8m0fnu).view(torch.uint8)}
+    refused_state("blockwise", of_bytes, **exponents)
+    other_blocks = r"0.weight_scale_inv is [4, 3], and the layer's recipe has one scale per"
+    refused_state("blockwise", other_blocks, weight_scale_inv=lambda t: t.t())
+    refused_state("blockwise", "is [12], and the", weight_scale_inv=lambda t: t.flatten())
     net = frozen()
     text = "is data of torch.float8_e4m3fn without its scales, from a state dict that was"
     x, state = torch.zeros(16, 512).bfloat16(), net.state_dict()
@@ -548,15 +552,22 @@ def test_states_that_are_refused() -> None:
 
 
 def test_the_scales_of_a_checkpoint_may_have_other_shapes() -> None:
-    """One value for a tensor is a 0-dim tensor in many checkpoints; blocks have one shape."""
-    state = state_of(frozen("tensorwise"))
-    net = frozen("tensorwise")
-    net.load_state_dict(state | {"0.weight_scale_inv": state["0.weight_scale_inv"].view(())})
-    assert same(run(net), run(converted("tensorwise")))
-    state = state_of(frozen("blockwise"))
-    state["0.weight_scale_inv"] = state["0.weight_scale_inv"].t()
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight_scale_inv"):
-        frozen().load_state_dict(state)
+    """One value for a tensor is a 0-dim tensor in many checkpoints; rows lack the last dim."""
+    for name, shape in (("tensorwise", ()), ("tensorwise", (1, 1)), ("rowwise_folded", (-1,))):
+        state, net = state_of(frozen(name)), frozen(name)
+        net.load_state_dict(state | {"0.weight_scale_inv": state["0.weight_scale_inv"].view(shape)})
+        assert same(run(net), run(converted(name)))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_codes_are_no_values_of_a_weight_in_high_precision(assign: bool) -> None:
+    state, net = state_of(frozen()), converted()
+    before = {name: value.clone() for name, value in state_of(net).items()}
+    with pytest.raises(
+        ValueError, match=r"0: the state dict has 0\.weight in torch\.float8_e4m3fn"
+    ):
+        net.load_state_dict(state, strict=False, assign=assign)
+    assert all(map(same_bits, state_of(net).values(), before.values()))
 
 
 # Tools
