@@ -5,7 +5,7 @@ The format is that of Hugging Face's FP8 block checkpoints. Despite the name of
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -280,23 +280,32 @@ def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
     Raises: the errors of :func:`float8_state_dict`.
     """
     model = unwrapped(model)
-    _, blocks = checked_weights(model, "float8_quantization_config")
+    found, blocks = checked_weights(model, "float8_quantization_config")
+    return quantization_config(model, [blocks.rows, blocks.columns], found.values())
+
+
+def quantization_config(
+    model: nn.Module, block: list[int] | None, coded: Iterable[Float8Weight]
+) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a model whose weights ``coded`` are in float8."""
+    modules = {weight.module for weight in coded}
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [blocks.rows, blocks.columns],
+        "weight_block_size": block,
         "modules_to_not_convert": [
-            without_wrappers(name) for name, module in model.named_modules() if _is_left_out(module)
+            without_wrappers(name)
+            for name, module in model.named_modules()
+            if _has_matrices(module) and modules.isdisjoint(module.modules())
         ],
     }
 
 
-def _is_left_out(module: nn.Module) -> bool:
-    """Return whether a module has unconverted matrices, and contains no converted layers."""
-    matrices = any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-    converted = any(weights_of(part) for part in module.modules())
-    return matrices and not (converted or isinstance(module, nn.Embedding))
+def _has_matrices(module: nn.Module) -> bool:
+    """Whether a module has matrices of its own, and is not an embedding."""
+    own = module.parameters(recurse=False)
+    return any(each.ndim > 1 for each in own) and not isinstance(module, nn.Embedding)
 
 
 def _entries(stream: _Stream) -> Iterator[WeightEntry]:

@@ -1,11 +1,13 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
+from importlib import import_module
+
 import torch
 import torch.nn as nn
 
 from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.weight import Float8Weight, float8_weights, weights_of
-from fp8_dist.moe.experts import FilterFn
+from fp8_dist.moe.experts import FilterFn, is_of_transformers
 from fp8_dist.torch_internals import (
     fsdp_groups,
     fsdp_parameters,
@@ -93,6 +95,8 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
         )
     leave_out_of_ddp(module, _stored_parameters)  # which flattens parameters with others
+    if any(map(is_of_transformers, module.modules())):
+        import_module("fp8_dist.integrations.saving")  # of which save_pretrained makes use
     return stored
 
 

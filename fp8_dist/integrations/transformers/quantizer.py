@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -27,20 +28,23 @@ from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.linear.weight import float8_weights
 from fp8_dist.model.conv1d import conv1d_class
 from fp8_dist.model.convert import convert_to_float8_training
-from fp8_dist.model.export import float8_quantization_config
 from fp8_dist.model.filters import LayerFilter
 from fp8_dist.model.freeze import freeze_to_float8
-from fp8_dist.model.load import float8_entries
+from fp8_dist.model.load import Float8Entry, float8_entries
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
+from fp8_dist.tensor.stored import StoredScales
 from fp8_dist.text import is_part
 
 METHOD = "fp8_dist"
-_IN_BLOCKS = ("blockwise", "mxfp8")  # the recipes of FP8 block checkpoints
 
 # The names of transformers' styles for linear layers, and the names of the float8 styles for them.
 _FLOAT8_NAMES: dict[str, str] = {}
 # Styles that replicate a layer's weight on all ranks.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
+
+if _RENAMES := bool(find_spec("transformers.conversion_mapping")):  # in transformers 5
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 if find_spec("transformers.distributed.parallel_utils"):  # in later releases of transformers 5
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
@@ -165,6 +169,7 @@ class Fp8DistQuantizer(HfQuantizer):
     """The quantizer that ``from_pretrained`` uses for :class:`Fp8DistConfig`."""
 
     requires_calibration = False
+    renames = False  # whether scales have other names in the checkpoint
     quantization_config: Fp8DistConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -186,9 +191,9 @@ class Fp8DistQuantizer(HfQuantizer):
             self._freeze(model, stored)
         elif stored:
             raise ValueError(
-                f"Fp8DistConfig: {stored[0]} is in float8 in the checkpoint, and would be loaded "
-                "without its scales; pass freeze=True, or, to train the weights, make the model, "
-                "convert it, and call load_float8_checkpoint"
+                f"Fp8DistConfig: {next(iter(stored))} is in float8 in the checkpoint, and would be "
+                "loaded without its scales; pass freeze=True, or, to train the weights, make the "
+                "model, convert it, and call load_float8_checkpoint"
             )
 
     def _convert(self, model: PreTrainedModel) -> None:
@@ -204,7 +209,7 @@ class Fp8DistQuantizer(HfQuantizer):
         layer_filter = LayerFilter(model, names)
         convert_to_float8_training(model, config=config, module_filter_fn=layer_filter)
 
-    def _freeze(self, model: PreTrainedModel, stored: list[str]) -> None:
+    def _freeze(self, model: PreTrainedModel, stored: dict[str, Float8Entry]) -> None:
         """Prepare layers for the entries in float8 that a checkpoint has for them."""
         if getattr(model.config, "distributed_config", None) is not None:
             raise NotImplementedError(
@@ -214,19 +219,42 @@ class Fp8DistQuantizer(HfQuantizer):
         weights = float8_weights(model)
         for weight in weights.values():
             weight.parameter().requires_grad_(False)
-        found = {w.module for fqn, w in weights.items() if any(e.endswith(fqn) for e in stored)}
+        entries = _by_name_in(model, stored)
+        found = {weights[fqn].module for fqn in entries if fqn in weights}
         if experts := [fqn for fqn, part in float8_experts(model).items() if stored]:
             raise NotImplementedError(
                 f"Fp8DistConfig: freeze=True can't load the experts {experts[0]} of an FP8 "
                 "checkpoint; make the model on the meta device, and call load_float8_checkpoint"
             )
-        if lost := [name for name in stored if not any(map(name.endswith, weights))]:
+        if lost := [fqn for fqn in entries if fqn not in weights]:
             raise ValueError(
                 f"Fp8DistConfig: {lost[0]} is in float8 in the checkpoint, and its layer is not "
                 "converted; leave it out of modules_to_not_convert, or call load_float8_checkpoint"
             )
+        for fqn, entry in entries.items():
+            if entry.dtype not in [scheme.dtype for scheme in weights[fqn].schemes]:
+                raise ValueError(
+                    f"Fp8DistConfig: {fqn} is in {entry.dtype} in the checkpoint, and the recipe "
+                    "stores another dtype; call load_float8_checkpoint on a model that is not "
+                    "frozen"
+                )
         if found:
             freeze_to_float8(model, module_filter_fn=lambda module, _: module in found)
+        for fqn, entry in entries.items():
+            # transformers compares shapes; StoredWeight.restore decides what they mean.
+            weight, scales = weights[fqn], torch.empty(entry.shape, device="meta")
+            scales = nn.Parameter(StoredScales(scales, torch.float32), requires_grad=False)
+            weight.module.register_parameter(weight.scales_name, scales)
+            if not entry.scales.endswith("_inv"):
+                self.renames = True
+
+    def update_weight_conversions(self, weight_conversions: Any, model: PreTrainedModel) -> Any:
+        """Load the scales ``weight_scale``, as in compressed-tensors' checkpoints, too."""
+        found = super().update_weight_conversions(weight_conversions, model)
+        if not self.renames:
+            return found
+        self.renaming = WeightRenaming(r"\.weight_scale", ".weight_scale_inv")
+        return [self.renaming, *found]
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Use styles for float8 layers. transformers distributes the converted model afterwards."""
@@ -238,20 +266,25 @@ class Fp8DistQuantizer(HfQuantizer):
         if self.converts_later:
             self._convert(model)
         if self.quantization_config.freeze:
-            for weight in float8_weights(model).values():
+            for fqn, weight in float8_weights(model).items():
+                if weight.parameter().is_meta:
+                    raise NotImplementedError(
+                        f"Fp8DistConfig: freeze=True can't store {fqn}, which device_map has "
+                        "offloaded; load the model on one device, or pass freeze=False"
+                    )
                 weight.parameter().requires_grad_(False)
                 weight.restore(model.dtype)
             freeze_to_float8(model)
         rewrap_float8_weights(model)
+        if self.renames:  # save_pretrained would reverse it
+            conversions = model._weight_conversions
+            model._weight_conversions = [each for each in conversions if each is not self.renaming]
         # Restore the names, because transformers looks for ``"colwise"`` when it makes a KV cache.
         _replace_styles(model.tp_plan, {new: name for name, new in _FLOAT8_NAMES.items()})
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
                 module.config.__dict__.pop("_is_quantized", None)
-        if self.quantization_config.freeze and self.quantization_config.recipe in _IN_BLOCKS:
-            # The format of the files that save_pretrained writes.
-            model.config.quantization_config = float8_quantization_config(model)
         return model
 
     # transformers requires these members of a quantizer, but does not use them after loading.
@@ -262,6 +295,20 @@ class Fp8DistQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+def _by_name_in(model: PreTrainedModel, entries: dict[str, Float8Entry]) -> dict[str, Float8Entry]:
+    """Return entries of a checkpoint by the names that transformers gives them in the model."""
+    if not entries or not _RENAMES:
+        return entries
+    renamings = [
+        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
+    ]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    return {
+        rename_source_key(key, renamings, [], prefix, state)[0]: entry
+        for key, entry in entries.items()
+    }
 
 
 def _check_names(model: nn.Module, names: list[str]) -> None:

@@ -247,7 +247,9 @@ def test_from_pretrained(tmp_path: Path, form: str, is_fp8: bool) -> None:
     expected.load_state_dict(by_reference(form))
     with torch.no_grad():
         assert same_bits(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
-    model.save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match=r"is \[192, 192\], which is not divisible by its blocks"):
+        model.save_pretrained(tmp_path / "again")
+    model.save_pretrained(tmp_path / "again", state_dict=float8_state_dict(model))
     saved = load_file(tmp_path / "again" / "model.safetensors")
     assert different(saved, by_reference(form)) == []
     written_config = json.loads((tmp_path / "again" / "config.json").read_text())
@@ -381,7 +383,9 @@ NAME = "model.layers.0.mlp.up_proj.weight"
         ({f"{NAME}_scale_inv": None}, "is in float8, and the checkpoint has no"),
         ({f"{NAME}_scale_inv": torch.ones(2, 2)}, "the layer's recipe has one scale per"),
         ({f"{NAME}_scale_inv": torch.full((3, 2), 1.1)}, "are not powers of two, and the layer's"),
-        ({f"{NAME}_scale_inv": torch.ones(3, 2).half()}, "scales are float32 or float8_e8m0fnu"),
+        ({f"{NAME}_scale_inv": torch.ones(3, 2).char()}, "scales are float32, bfloat16, float16"),
+        ({f"{NAME}_scale_inv": torch.ones(2, 3)}, "the layer's recipe has one scale per"),
+        ({f"{NAME}_zero_point": torch.ones(3, 2)}, "with one tensor of scales"),
     ],
 )
 def test_bad_entries(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
@@ -425,3 +429,56 @@ def test_linear_layers_stay_converted(tmp_path: Path) -> None:
         freeze_to_float8(other)
         load_float8_checkpoint(other, tmp_path / "layer.safetensors")
         assert same_bits(dequantized(other), dequantized(layer))
+
+
+def of_other_names(ending: str, scales: Any) -> Files:
+    """A checkpoint with one scale per weight, and scales of static inference."""
+    files = {}
+    for name, value in build("qwen3").state_dict().items():
+        files[name] = value.clone()
+        if value.ndim == 2 and "layers" in name:
+            scale = value.abs().amax() / 448
+            files[name] = (value / scale).to(torch.float8_e4m3fn)
+            files[f"{name}{ending}"] = scales(scale)
+            files[name.replace("weight", "activation_scale")] = torch.ones(())
+    return files
+
+
+@pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_scales_of_other_names_and_shapes(tmp_path: Path, ending: str, shape: Any) -> None:
+    """As in Ministral's checkpoints (0-dim), and in compressed-tensors' and ModelOpt's."""
+    files, path = of_other_names(ending, lambda scale: scale.view(shape)), tmp_path / "file"
+    build("qwen3").save_pretrained(path)
+    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="is in float8 in the checkpoint, and would be loaded"):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=Fp8DistConfig())
+    fp8 = Fp8DistConfig("rowwise_folded", freeze=True)
+    with pytest.raises(ValueError, match="recipe has one scale per row"):
+        AutoModelForCausalLM.from_pretrained(path, quantization_config=fp8)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=Fp8DistConfig(freeze=True), output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    for name, layer in float8_layers(model).items():
+        codes, scale = files[f"{name}.weight"], files[f"{name}.weight{ending}"]
+        assert same_bits(dequantized(layer), codes.float() * scale.view(()))
+    model.save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert not [name for name in saved if name.endswith("weight_scale")]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    for name, layer in float8_layers(model).items():
+        assert same_bits(plain.get_submodule(name).weight, dequantized(layer))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("ending", ["_scaling", "_scale_2", ""])
+def test_scales_that_are_not_found(tmp_path: Path, ending: str, freeze: bool) -> None:
+    files = of_other_names(ending or "_scale", lambda scale: scale)
+    files = {name: value for name, value in files.items() if ending or "_scale" not in name}
+    build("qwen3").save_pretrained(tmp_path)
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"down_proj.weight is in (F8_E4M3|float8)"):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=Fp8DistConfig(freeze=freeze)
+        )
