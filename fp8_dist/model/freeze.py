@@ -35,7 +35,8 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
     The layer's ``weight`` keeps its shape and its dtype in high precision, so that adapters are
     made like it. A ``state_dict`` has float8 data ``NAME.weight`` and scales
     ``NAME.weight_scale_inv`` (``weight ~= data * scale``), the names of FP8 checkpoints.
-    ``load_state_dict`` accepts these, and a weight in high precision, which it casts.
+    ``load_state_dict`` accepts these, and a weight in high precision, which it casts. transformers'
+    ``save_pretrained`` writes a ``quantization_config`` for them, or refuses (``docs/frozen.md``).
     ``model.to(dtype)`` changes neither data nor scales. With gloo, a distributed model can't take
     a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
 

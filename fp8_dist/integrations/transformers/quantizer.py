@@ -95,7 +95,7 @@ class Fp8DistConfig(QuantizationConfigMixin):
     The weights stay in the dtype in which they are loaded. The model is converted on the meta
     device, before transformers distributes it (``distributed_config``) and loads its weights.
     ``save_pretrained`` writes the same files as for the unconverted model, and ``config.json``
-    contains nothing of this config.
+    contains nothing of this config. (With ``freeze``, it writes what ``docs/frozen.md`` says.)
 
     Args:
         recipe: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``.
@@ -116,15 +116,16 @@ class Fp8DistConfig(QuantizationConfigMixin):
         TypeError: ``modules_to_not_convert`` is a string.
         ValueError: no recipe has this name, or its weights can't be gathered in float8 as
             requested. ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches
-            no module, if a checkpoint has weights in float8 that ``freeze`` does not store, if
-            ``convert_to_float8_training`` or ``rewrap_float8_weights`` refuses the model, or if
-            ``DistributedConfig(tp_plan={...})`` sets a style for unconverted layers.
+            no module, if a checkpoint has weights in float8 that ``freeze`` does not store, or
+            that have no scales or others than the recipe, if ``convert_to_float8_training`` or
+            ``rewrap_float8_weights`` refuses the model, or if ``DistributedConfig(tp_plan={...})``
+            sets a style for unconverted layers.
         NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
             style that passes local tensors to converted layers or experts (``packed_colwise``,
             ``moe_tp_experts``) or, in older releases, no styles that can be replaced; if ``freeze``
-            meets a distributed model or experts of an FP8 checkpoint
-            (:func:`fp8_dist.load_float8_checkpoint` loads both); or if a model with Conv1D layers
-            is to be distributed.
+            meets weights that ``device_map`` offloads, a distributed model, or experts of an FP8
+            checkpoint (:func:`fp8_dist.load_float8_checkpoint` loads the last two); or if a model
+            with Conv1D layers is to be distributed.
     """
 
     def __init__(
