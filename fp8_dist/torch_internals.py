@@ -492,6 +492,7 @@ def _check_fsdp(module: FSDPModule) -> None:
             missing += _missing(parameter, "sharded_param _extensions_data _unsharded_param")
             missing += _missing(parameter, "_module_info mp_policy all_gather_outputs")
             missing += _missing(parameter, "_unsharded_inner_tensors reset_sharded_param")
+            missing += _missing(parameter, "shard_mesh_from_root")
             if info := getattr(parameter, "_module_info", None):
                 missing += _missing(info, "module param_name shared_modules shared_param_names")
     if missing:
@@ -566,6 +567,7 @@ class FsdpParameter(NamedTuple):
     has_gathered: bool  # at least once
     param_dtype: torch.dtype | None  # of a gather without hooks; None: the parameter's own
     has_unreduced: Callable[[], bool]  # returns whether there is a gradient that is not reduced yet
+    mesh: DeviceMesh  # over which it is sharded, or replicated
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -586,6 +588,7 @@ def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
                 hasattr(parameter, "_unsharded_param"),
                 parameter.mp_policy.param_dtype,
                 partial(_has_unreduced, group, parameter),
+                parameter.shard_mesh_from_root,
             )
 
 

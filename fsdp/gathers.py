@@ -33,11 +33,13 @@ def _before_first_gather(group: Any) -> None:
     for parameter in fsdp_parameters([group]):
         for module, name in parameter.users:
             weight = weights_of(module).get(name)
-            if weight is not None and parameter.has_hooks:
+            if weight is None:
+                continue
+            weight.gathered_over = parameter.mesh
+            if parameter.has_hooks:
                 _check_reshards(group, weight.fqn)
-            if weight is not None:
-                weight.waits_in_fsdp = parameter.has_unreduced
-            if weight is not None and not weight.is_exchanged:
+            weight.waits_in_fsdp = parameter.has_unreduced
+            if not weight.is_exchanged:
                 weight.note_sharded(parameter.parameter)
 
 

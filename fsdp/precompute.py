@@ -49,7 +49,7 @@ class _Shard(NamedTuple):
 
     local: Tensor
     layout: Layout | None
-    is_gathered: bool  # in float8, by FSDP2; the same for all layers that share the parameter
+    gathered: Layout | None  # what FSDP2 gathers in float8; the same for all layers that share it
 
 
 class WeightStatistics(NamedTuple):
@@ -71,7 +71,10 @@ def local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, Weight
     for weight, parameter in weights.items():
         stored, layout = local_tensor(parameter), weight.layout(parameter)
         local = weight.gather_type.unwrap(stored)
-        shard, device = _Shard(local, layout, local is not stored), device_of(local, layout)
+        gathered = layout
+        if layout is not None and local is not stored:
+            gathered = weight.gathered_layout(layout)
+        shard, device = _Shard(local, layout, gathered), device_of(local, layout)
         for scheme in weight.schemes:
             key = id(parameter), scheme.key
             if key not in shards:
@@ -101,8 +104,8 @@ def _placed(shard: _Shard, local: Statistics, scheme: Scheme) -> WeightStatistic
     layout, axes = shard.layout, scheme.axes(shard.layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
-    moving = scheme.moving_levels(layout) if shard.is_gathered else ()
-    everywhere = () if moving and scheme.rides_in_gather(layout) else moving
+    moving = scheme.moving_levels(layout, shard.gathered)
+    everywhere = () if moving and scheme.rides_in_gather(layout, shard.gathered) else moving
     sharded = sharded_axes(layout)
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])
     levels = zip(local, scheme.levels, axes, strict=True)

@@ -23,12 +23,11 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.linear.module import other_users
@@ -252,7 +251,8 @@ class Float8AllGatherWeight(torch.Tensor):
                 "Float8Linear can use it. Share a converted layer's weight with no other module, "
                 "or leave the layer unconverted"
             )
-        _check_other_shards(weight, mesh)
+        weight.gathered_over = mesh
+        _check_other_shards(weight)
         cache = weight.cache
         # FSDP2 gathers under no_grad, so only the module's mode shows an evaluation.
         if not (module.training or in_backward()):
@@ -262,13 +262,13 @@ class Float8AllGatherWeight(torch.Tensor):
         # A view of the float8 dtype, so that an audit can find the payload's dtype.
         data, layout = as_bytes(data.view(cast.qdata.dtype)), weight.layout()
         scheme, scales = cast.scheme, cast.scales
-        unsharded = layout and _unsharded_layout(layout, mesh)
+        unsharded = layout and weight.gathered_layout(layout)
         gathered: tuple[int, ...] = ()
         if whole is not None and unsharded is not None:
             own = scheme.local_part(whole, unsharded)
             scales = tuple([scale.to(cast.qdata.device) for scale in own])
-        elif mesh.size() > 1:
-            gathered = scheme.moving_levels(layout)
+        else:
+            gathered = scheme.moving_levels(layout, unsharded)
         start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
         inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
         # The metadata must not refer to the cast, whose memory it would keep.
@@ -318,21 +318,10 @@ def _as_input(scale: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in (torch.float32, torch.uint8) else flat.view(torch.uint8)
 
 
-@lru_cache(maxsize=1024)
-def _unsharded_layout(layout: Layout, mesh: DeviceMesh) -> Layout:
-    """Return the layout of a weight after FSDP2 has gathered it over ``mesh``."""
-    ranks = dist.get_process_group_ranks
-    placements = tuple(
-        Replicate() if ranks(group) == ranks(mesh.get_group()) else placement
-        for group, placement in zip(layout.mesh.get_all_groups(), layout.placements, strict=True)
-    )
-    return layout._replace(placements=placements)
-
-
-def _check_other_shards(weight: Float8Weight, mesh: DeviceMesh) -> None:
+def _check_other_shards(weight: Float8Weight) -> None:
     """Raise, on all ranks, if tensor parallelism leaves some rank without any of the weight."""
     layout = Layout.of(weight.parameter())
-    if layout and layout.mesh.ndim > 1 and _some_are_empty(_unsharded_layout(layout, mesh)):
+    if layout and layout.mesh.ndim > 1 and _some_are_empty(weight.gathered_layout(layout)):
         raise ValueError(
             f"{weight.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "
             f"of {layout.mesh} without any of it, and FSDP2 can't reduce an empty gradient; leave "

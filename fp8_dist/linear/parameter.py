@@ -21,6 +21,7 @@ from fp8_dist.mesh import (
     Placements,
     layout_over,
     local_tensor,
+    replicated_over,
     sharded_dim,
 )
 from fp8_dist.tensor import Float8Tensor
@@ -124,6 +125,8 @@ class LayerParameter:
         is_compared: whether the ranks were found to agree about the layer (``agreement``).
         waits_in_fsdp: returns whether FSDP2 has a gradient of the parameter that it has not reduced
             yet; None if FSDP2 does not shard it.
+        gathered_over: the mesh over which FSDP2 gathers the parameter; ``None`` until FSDP2 first
+            runs, and without it. ``fp8_dist.fsdp`` sets it.
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
     """
@@ -134,6 +137,7 @@ class LayerParameter:
         self._module = weakref.ref(module)
         self.name, self.fqn = name, fqn
         self.sharded: torch.Tensor | None = None
+        self.gathered_over: DeviceMesh | None = None
         self.is_compared = False
         self.waits_in_fsdp: Callable[[], bool] | None = None
 
@@ -191,6 +195,14 @@ class LayerParameter:
         if declared is None:
             return Layout.of(parameter)
         return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
+
+    def gathered_layout(self, sharded: Layout) -> Layout:
+        """The layout of what FSDP2 gathers, given that of the sharded parameter.
+
+        It is the same one without FSDP2, and where FSDP2 keeps the parameter whole (``replicate``).
+        """
+        mesh = self.gathered_over
+        return sharded if mesh is None else replicated_over(sharded, mesh)
 
     @property
     def device(self) -> torch.device:

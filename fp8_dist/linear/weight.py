@@ -345,9 +345,11 @@ class Float8Weight(StoredWeight):
     def needs_whole_scales(self, layout: Layout | None) -> bool:
         """Whether FSDP2's gather needs scales that it can't gather with the weight's data."""
         (scheme,) = self.schemes
-        if layout is None or not scheme.moving_levels(layout):
+        if layout is None:
             return False
-        return not scheme.rides_in_gather(layout)
+        gathered = self.gathered_layout(layout)
+        moves = bool(scheme.moving_levels(layout, gathered))
+        return moves and not scheme.rides_in_gather(layout, gathered)
 
     def _casts_of_unsharded(
         self, shard: torch.Tensor, plan: CastPlan, source: ScaleState | None

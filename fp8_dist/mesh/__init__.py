@@ -30,6 +30,7 @@ from fp8_dist.mesh.layout import (
     redistributed as redistributed,
     reduced as reduced,
     regions as regions,
+    replicated_over as replicated_over,
     shard_starts as shard_starts,
     sharded_axes as sharded_axes,
     sharded_dim as sharded_dim,

@@ -154,6 +154,17 @@ def sharded_axes(layout: Layout) -> tuple[int, ...]:
     return tuple(i for i, d in enumerate(dims) if d is not None and layout.mesh.size(i) > 1)
 
 
+@lru_cache(maxsize=1024)
+def replicated_over(layout: Layout, mesh: DeviceMesh) -> Layout:
+    """The layout of a tensor after it was gathered over a 1-D mesh, an axis of its own."""
+    ranks = dist.get_process_group_ranks
+    placements = tuple(
+        Replicate() if ranks(group) == ranks(mesh.get_group()) else placement
+        for group, placement in zip(layout.mesh.get_all_groups(), layout.placements, strict=True)
+    )
+    return layout._replace(placements=placements)
+
+
 # A rank's part of a dim: (begin, end) of each piece, ascending.
 Pieces = tuple[tuple[int, int], ...]
 

@@ -26,6 +26,7 @@ from fp8_dist.mesh import (
     global_offset,
     is_packed,
     local_sizes,
+    sharded_axes,
     sharded_dim,
     taken,
 )
@@ -253,19 +254,23 @@ class Scheme:
         """For each level, the mesh axes along which ranks share blocks and reduce statistics."""
         return ((),) * len(self.levels) if layout is None else _axes(self, layout)
 
-    def moving_levels(self, layout: Layout | None) -> tuple[int, ...]:
-        """Indices of the levels whose scales differ between FSDP2's shards of a weight."""
+    def moving_levels(self, layout: Layout | None, gathered: Layout | None) -> tuple[int, ...]:
+        """Indices of the levels whose scales differ between the shards that FSDP2 gathers.
+
+        ``gathered``: the layout of the weight after the gather. No level if nothing is gathered,
+        because the weight is whole on every rank.
+        """
         if layout is None:
             return ()
-        dim, ndim = _fsdp_dim(layout), len(layout.shape)
-        differ = [not lv.is_scalar and lv.block(dim, ndim) is not None for lv in self.levels]
-        return tuple([i for i, differs in enumerate(differ) if differs])
+        dims, ndim = _gathered_dims(layout, gathered), len(layout.shape)
+        divided = [[lv.block(dim, ndim) is not None for dim in dims] for lv in self.levels]
+        return tuple([i for i, by_dim in enumerate(divided) if any(by_dim)])
 
     @cached_but_in_graphs
-    def rides_in_gather(self, layout: Layout) -> bool:
+    def rides_in_gather(self, layout: Layout, gathered: Layout | None) -> bool:
         """Whether FSDP2's gather can carry scales: equal shards of dim 0 that cut no block."""
         even = len(local_sizes(layout, 0)) == 1
-        return _fsdp_dim(layout) == 0 and even and not _cuts_blocks(self, layout)
+        return _gathered_dims(layout, gathered) == {0} and even and not _cuts_blocks(self, layout)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data that is sharded along these dims can be redistributed.
@@ -492,10 +497,11 @@ def _expanded(values: Tensor, level: Level, shape: Sequence[int], start: Start) 
     return expanded(values, sizes, (rows, columns, start[0] % rows, start[1] % columns))
 
 
-def _fsdp_dim(layout: Layout) -> int:
-    """The dim that FSDP2 shards: the first, as its axes come before that of tensor parallelism."""
-    dims = [sharded_dim(p, len(layout.shape)) for p in layout.placements]
-    return next((dim for dim in dims if dim is not None), 0)
+def _gathered_dims(layout: Layout, gathered: Layout | None) -> set[int]:
+    """The dims along which shards are joined by a gather to the layout ``gathered``."""
+    kept, ndim = () if gathered is None else sharded_axes(gathered), len(layout.shape)
+    joined = [layout.placements[axis] for axis in sharded_axes(layout) if axis not in kept]
+    return {dim for placement in joined if (dim := sharded_dim(placement, ndim)) is not None}
 
 
 def _period(schemes: Sequence[Scheme], dim: int) -> int:

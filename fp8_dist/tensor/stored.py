@@ -252,10 +252,13 @@ class StoredScales(Stored):
 def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
     """Pad a shard with zeros to the size that FSDP2 gives every rank; contiguous.
 
-    FSDP2 refuses uneven shards of other dims than the first.
+    FSDP2 refuses uneven shards of other dims than the first. A parameter that every rank has whole
+    (``replicate``) is no shard.
     """
-    missing = -(-outer_size[0] // ranks) - len(shard)
-    if shard.shape[1:] == outer_size[1:] and missing:
+    is_divided = len(shard) < outer_size[0] and shard.shape[1:] == outer_size[1:]
+    missing = -(-outer_size[0] // ranks) - len(shard) if is_divided else 0
+    assert missing >= 0, (shard.shape, outer_size, ranks)
+    if missing:
         shard = pad(shard, (*(0, 0) * (shard.ndim - 1), 0, missing))
     return shard.contiguous()
 

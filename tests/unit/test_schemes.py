@@ -191,7 +191,7 @@ def test_what_fsdp_gathers_beside_the_data() -> None:
     # Levels of which shards have different scales; whether the gather carries them.
     found = {
         scheme.covers: [
-            (scheme.moving_levels(each), scheme.rides_in_gather(each))
+            (scheme.moving_levels(each, None), scheme.rides_in_gather(each, None))
             for each in (even, uneven, columns)
         ]
         for scheme in (TENSOR, ROW, Blocks(E4M3, 1, 4), Blocks(E4M3, 4, 4), Blocks(E4M3, 8, 8))
@@ -203,7 +203,9 @@ def test_what_fsdp_gathers_beside_the_data() -> None:
         "block of 4 x 4": [((0,), True), ((0,), False), ((0,), False)],
         "block of 8 x 8": [((0,), False), ((0,), False), ((0,), False)],
     }
-    assert TENSOR.moving_levels(None) == ()
+    assert TENSOR.moving_levels(None, None) == ()
+    # Nothing is gathered of a weight that is whole on every rank, or that only other axes shard.
+    assert [ROW.moving_levels(each, each) for each in (even, uneven, columns)] == [()] * 3
 
 
 def test_keys() -> None:

@@ -78,6 +78,7 @@ class Param:
     _unsharded_param: Any
     sharded_param = unsharded_accumulated_grad = unsharded_param = mp_policy = None
     all_gather_outputs = _unsharded_inner_tensors = reset_sharded_param = None
+    shard_mesh_from_root = None
 
     def __init__(self, **attributes: Any) -> None:
         self._module_info = SimpleNamespace(
@@ -89,6 +90,7 @@ class Param:
 class RenamedParam:
     _module_info = sharded_param = _unsharded_param = mp_policy = None
     all_gather_outputs = _unsharded_inner_tensors = reset_sharded_param = None
+    shard_mesh_from_root = None
 
 
 def sharded(parameter: Any, **renamed: str) -> Any:
