@@ -36,6 +36,7 @@ def _before_first_gather(group: Any) -> None:
             if weight is None:
                 continue
             weight.gathered_over = parameter.mesh
+            weight.gathered_as = None if parameter.has_hooks else parameter.param_dtype
             if parameter.has_hooks:
                 _check_reshards(group, weight.fqn)
             weight.waits_in_fsdp = parameter.has_unreduced

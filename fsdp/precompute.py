@@ -49,7 +49,8 @@ class _Shard(NamedTuple):
 
     local: Tensor
     layout: Layout | None
-    gathered: Layout | None  # what FSDP2 gathers in float8; the same for all layers that share it
+    gathered: Layout | None  # of what FSDP2 gathers
+    is_float8: bool  # what it gathers; the same for all layers that share the parameter
 
 
 class WeightStatistics(NamedTuple):
@@ -59,9 +60,11 @@ class WeightStatistics(NamedTuple):
     layout: Layout | None
     axes: tuple[tuple[int, ...], ...]  # for each level, those of the mesh to reduce over
     places: tuple[Placed | None, ...]  # for each level, among all ranks'; None if not reduced
-    # The levels of which each rank needs the scales of the whole weight, because FSDP2 gathers the
-    # weight in float8, and its gather can't carry them.
+    # The levels of which each rank gets the scales of the whole weight, because FSDP2 gathers it in
+    # float8 and its gather can't carry them, or gathers it in high precision to parts that share
+    # scales with other ranks'. In that case the layout of these parts.
     everywhere: tuple[int, ...] = ()
+    gathered: Layout | None = None
 
 
 def local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, WeightStatistics]:
@@ -71,10 +74,11 @@ def local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, Weight
     for weight, parameter in weights.items():
         stored, layout = local_tensor(parameter), weight.layout(parameter)
         local = weight.gather_type.unwrap(stored)
-        gathered = layout
-        if layout is not None and local is not stored:
-            gathered = weight.gathered_layout(layout)
-        shard, device = _Shard(local, layout, gathered), device_of(local, layout)
+        is_float8 = local is not stored
+        gathered = None if layout is None else weight.gathered_layout(layout)
+        if gathered is not None and weight.gathered_as is not None:
+            local = local.to(weight.gathered_as)  # the scales are those of what arrives
+        shard, device = _Shard(local, layout, gathered, is_float8), device_of(local, layout)
         for scheme in weight.schemes:
             key = id(parameter), scheme.key
             if key not in shards:
@@ -104,15 +108,19 @@ def _placed(shard: _Shard, local: Statistics, scheme: Scheme) -> WeightStatistic
     layout, axes = shard.layout, scheme.axes(shard.layout)
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
-    moving = scheme.moving_levels(layout, shard.gathered)
-    everywhere = () if moving and scheme.rides_in_gather(layout, shard.gathered) else moving
-    sharded = sharded_axes(layout)
+    gathered, everywhere, sharded = shard.gathered, tuple[int, ...](), sharded_axes(layout)
+    if shard.is_float8:
+        moving = scheme.moving_levels(layout, gathered)
+        everywhere = () if moving and scheme.rides_in_gather(layout, gathered) else moving
+    elif gathered is not None and any(scheme.axes(gathered)):
+        everywhere = tuple(range(len(local)))
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])
     levels = zip(local, scheme.levels, axes, strict=True)
     places = [
         Placed.of(own, level, layout, sharded) if over else None for own, level, over in levels
     ]
-    return WeightStatistics(local, layout, axes, tuple(places), everywhere)
+    kept = None if shard.is_float8 or not everywhere else gathered
+    return WeightStatistics(local, layout, axes, tuple(places), everywhere, kept)
 
 
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
@@ -175,8 +183,10 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
     _check_weights(chosen)
     parameters = {weight: weight.parameter() for weight in chosen.values()}
     weights = {w: p for w, p in parameters.items() if not w.may_change_unnoticed(p)}
-    for weight, known, whole_scales in _known(weights):
-        weight.cache.store(weights[weight], known, ScaleState.PRECOMPUTED, whole_scales)
+    for weight, known, whole_scales, is_of_gathered in _known(weights):
+        weight.cache.store(
+            weights[weight], known, ScaleState.PRECOMPUTED, whole_scales, is_of_gathered
+        )
     note_made(weights)
 
 
@@ -262,10 +272,11 @@ def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
 
 def _known(
     weights: Mapping[Float8Weight, Tensor],
-) -> Iterator[tuple[Float8Weight, Known, Scales | None]]:
+) -> Iterator[tuple[Float8Weight, Known, Scales | None, bool]]:
     """Yield each weight, its statistics by scheme, and all of its scales if no gather carries them.
 
-    ``weights`` maps each weight to its parameter.
+    The last result is whether the statistics are those of what FSDP2 gathers in high precision; of
+    the schemes of which a forward needs other ranks. ``weights`` maps each weight to its parameter.
     """
     local = local_statistics(weights)
     parts = _reduced(local.values())
@@ -274,12 +285,15 @@ def _known(
         each = zip(own.local, own.places, strict=True)
         wholes[key] = [n if place is None else place.whole(next(parts)) for n, place in each]
     for weight, parameter in weights.items():
-        known: Known = {}
+        known, of_gathered = dict[Scheme, Statistics](), dict[Scheme, Statistics]()
         whole_scales: Scales | None = None
         for scheme in weight.schemes:
             key = id(parameter), scheme.key
-            each = zip(wholes[key], local[key].places, strict=True)
+            own, whole = local[key], tuple(wholes[key])
+            each = zip(whole, own.places, strict=True)
             known[scheme] = tuple([n if place is None else place.part(n) for n, place in each])
-            if local[key].everywhere:
-                whole_scales = scheme.scales_from(tuple(wholes[key]))
-        yield weight, known, whole_scales
+            if own.gathered is not None:
+                of_gathered[scheme] = scheme.local_part(whole, own.gathered)
+            elif own.everywhere:
+                whole_scales = scheme.scales_from(whole)
+        yield weight, of_gathered or known, whole_scales, bool(of_gathered)

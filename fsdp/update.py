@@ -1,11 +1,12 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -27,7 +28,7 @@ from fp8_dist.linear.optimizer_steps import (
     updated_by,
 )
 from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made
-from fp8_dist.mesh import all_reduce_max, common_groups
+from fp8_dist.mesh import all_reduce_max, common_groups, replicated_over
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 
@@ -43,9 +44,10 @@ def update_float8_scales(module: nn.Module) -> None:
     :func:`attach_update` call it. It runs
 
     * :func:`fp8_dist.precompute_float8_dynamic_scale` for the weights with DYNAMIC scales that
-      FSDP2 gathers in float8, or that are distributed by tensor parallelism alone. Other weights
-      do not need it: those that FSDP2 gathers in high precision are scaled after each gather, and
-      those that are whole on every rank need no amax of another rank.
+      FSDP2 gathers in float8, or that tensor parallelism distributes. Other weights do not need it:
+      the parts that FSDP2 gathers in high precision are scaled after each gather, if their scales
+      cover no values of other ranks, and weights that are whole on every rank need no amax of
+      another rank.
     * :func:`fp8_dist.sync_float8_amax_and_scale_history` if an operand has DELAYED scales.
 
     Args:
@@ -63,20 +65,29 @@ def update_float8_scales(module: nn.Module) -> None:
     weights = weights_of_model(module, "update_float8_scales")
     fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
     groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
-    users = {user for parameter in fsdp_parameters(groups) for user in parameter.users}
+    meshes = {user: each.mesh for each in fsdp_parameters(groups) for user in each.users}
     precomputed = {
         fqn: weight
         for fqn, weight in weights.items()
         if weight.is_dynamic
-        and (
-            weight.config.fsdp_float8_all_gather
-            or (weight.layout() is not None and (weight.module, weight.name) not in users)
-        )
+        and (weight.config.fsdp_float8_all_gather or _needs_ranks(weight, meshes))
     }
     if precomputed:
         precompute_weights(module, precomputed)
     if any(layer.histories for layer in float8_layers(module).values()):
         sync_float8_amax_and_scale_history(module)
+
+
+def _needs_ranks(weight: Float8Weight, meshes: Mapping[tuple[nn.Module, str], DeviceMesh]) -> bool:
+    """Whether a forward that casts the weight may need other ranks.
+
+    ``meshes``: those over which FSDP2 gathers weights.
+    """
+    layout, mesh = weight.layout(), meshes.get((weight.module, weight.name))
+    if layout is None or mesh is None:
+        return layout is not None
+    gathered = replicated_over(layout, mesh)
+    return any(any(scheme.axes(gathered)) for scheme in weight.schemes)
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]

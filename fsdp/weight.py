@@ -321,7 +321,8 @@ def _as_input(scale: torch.Tensor) -> torch.Tensor:
 def _check_other_shards(weight: Float8Weight) -> None:
     """Raise, on all ranks, if tensor parallelism leaves some rank without any of the weight."""
     layout = Layout.of(weight.parameter())
-    if layout and layout.mesh.ndim > 1 and _some_are_empty(weight.gathered_layout(layout)):
+    gathered = weight.gathered_layout(layout) if layout and layout.mesh.ndim > 1 else None
+    if layout and gathered and _some_are_empty(gathered):
         raise ValueError(
             f"{weight.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "
             f"of {layout.mesh} without any of it, and FSDP2 can't reduce an empty gradient; leave "

@@ -127,6 +127,7 @@ class LayerParameter:
             yet; None if FSDP2 does not shard it.
         gathered_over: the mesh over which FSDP2 gathers the parameter; ``None`` until FSDP2 first
             runs, and without it. ``fp8_dist.fsdp`` sets it.
+        gathered_as: the dtype of an all-gather in high precision; ``None``: the parameter's own.
         gather_type: the type of weights that FSDP2 gathers in float8; ``fp8_dist/__init__.py`` sets
             it.
     """
@@ -138,6 +139,7 @@ class LayerParameter:
         self.name, self.fqn = name, fqn
         self.sharded: torch.Tensor | None = None
         self.gathered_over: DeviceMesh | None = None
+        self.gathered_as: torch.dtype | None = None
         self.is_compared = False
         self.waits_in_fsdp: Callable[[], bool] | None = None
 
@@ -196,13 +198,13 @@ class LayerParameter:
             return Layout.of(parameter)
         return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
 
-    def gathered_layout(self, sharded: Layout) -> Layout:
+    def gathered_layout(self, sharded: Layout) -> Layout | None:
         """The layout of what FSDP2 gathers, given that of the sharded parameter.
 
-        It is the same one without FSDP2, and where FSDP2 keeps the parameter whole (``replicate``).
+        It is the same one if FSDP2 keeps the parameter whole on every rank (``replicate``).
         """
         mesh = self.gathered_over
-        return sharded if mesh is None else replicated_over(sharded, mesh)
+        return None if mesh is None else replicated_over(sharded, mesh)
 
     @property
     def device(self) -> torch.device:

@@ -390,12 +390,14 @@ class Float8Weight(StoredWeight):
             is_own: whether the shard is the parameter's; otherwise nothing is cached.
         """
         parameter, known, whole = self.parameter(), dict[Scheme, Statistics](), None
-        if is_own and self.is_fresh(parameter, shard):
+        fresh = is_own and self.is_fresh(parameter, shard)
+        if fresh:
             known |= self.cache.known or {}
         missing = [scheme for scheme in schemes if scheme not in known]
         for scheme in missing:
             known[scheme], whole = self._statistics_of(parameter, shard, scheme, source)
-        if missing:
+        # Precomputed statistics stay: precompute leaves out those that need no other rank.
+        if missing and not (fresh and self.cache.state is ScaleState.PRECOMPUTED):
             self._note(parameter, shard, known, source if is_own else None, whole)
         return known
 

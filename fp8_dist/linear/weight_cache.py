@@ -98,7 +98,8 @@ class WeightCache:
         state: see the table.
         float8: the float8 copies of the local shard that were used last and their plan, if they
             are kept.
-        known: the statistics of the local shard for each scheme.
+        known: the statistics of the local shard for each scheme; or, of what FSDP2 gathers in high
+            precision, those that precompute found because a forward would need other ranks.
         whole_scales: the scales of the global weight, if FSDP2's gather can't carry scales.
         steps_since_sync: optimizer steps since the amax histories of the layer were updated.
     """
@@ -118,6 +119,7 @@ class WeightCache:
         # The sharded parameter that FSDP2 gathered, and the unsharded one.
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
+        self._is_of_gathered = False  # ``known`` is of what FSDP2 gathers from the parameter
         self._optimized = False  # an optimizer was seen to update the parameter
         self._change = Change.WRITE  # the change that made the scale STALE
         self.steps_since_sync = 0
@@ -128,15 +130,19 @@ class WeightCache:
         known: Known,
         state: ScaleState,
         whole_scales: Scales | None = None,
+        is_of_gathered: bool = False,
     ) -> None:
         """Store the statistics for the current values of ``param``.
 
-        ``state`` is FROM_GATHER, FROM_FORWARD, or PRECOMPUTED.
+        Args:
+            state: FROM_GATHER, FROM_FORWARD, or PRECOMPUTED.
+            is_of_gathered: whether they are those of what FSDP2 gathers from ``param``.
         """
         origin = self._origin
         self.drop()
         self._origin = origin
         self.state, self.known, self.whole_scales = state, known, whole_scales
+        self._is_of_gathered = is_of_gathered
         self._was_frozen, self._values = not param.requires_grad, _values(param)
         if not self._has_same_storage(param):
             # A weak reference to the storage keeps its address from being reused.
@@ -148,13 +154,25 @@ class WeightCache:
 
     def is_fresh(self, param: torch.Tensor) -> bool:
         """Whether scales are known for the current values of ``param``."""
-        if self._param is not param or self.state in _WITHOUT_SCALES:
+        source = self._source_of(param)
+        if self._param is not source or source is None or self.state in _WITHOUT_SCALES:
             return False
-        if not self._has_same_values(param):
+        if not self._has_same_values(source):
             self.drop(Change.WRITE)
-        elif self._is_for_others(param):
+        elif self._is_for_others(source):
             self._forget_found()
         return self.state not in _WITHOUT_SCALES
+
+    def _source_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The parameter whose values decide whether the scales that are known fit ``param``.
+
+        It is ``param`` itself; or the sharded parameter that FSDP2 gathered it from, if nothing was
+        written to ``param`` since.
+        """
+        if not self._is_of_gathered:
+            return param
+        is_gathered = self._origin is not None and _is_same(param, self._gathered)
+        return self._origin[0] if self._origin is not None and is_gathered else None
 
     def state_of(self, param: torch.Tensor) -> ScaleState:
         """Return the state that a use of ``param`` would find now, without changing the cache."""
@@ -184,7 +202,8 @@ class WeightCache:
 
     def precomputed_for_another(self, param: torch.Tensor) -> bool:
         """Whether a scale was precomputed for another parameter than ``param``."""
-        return self.state in _OF_PRECOMPUTE and self._param is not param
+        is_other = self._param is not param and not self._is_of_gathered
+        return self.state in _OF_PRECOMPUTE and is_other
 
     def begin_evaluation(self, forget_precomputed: bool = False) -> None:
         """Drop the scales and casts of other passes before a pass without gradients.
@@ -258,7 +277,7 @@ class WeightCache:
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
         """Warn once if the precomputed scale of ``param`` is STALE."""
-        if self.state is ScaleState.STALE and self._param is param:
+        if self.state is ScaleState.STALE and (self._param is param or self._is_of_gathered):
             self.state = ScaleState.UNKNOWN
             call = "update_float8_scales(model) after such a change"
             if self._change is Change.STEP:

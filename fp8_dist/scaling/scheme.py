@@ -257,8 +257,7 @@ class Scheme:
     def moving_levels(self, layout: Layout | None, gathered: Layout | None) -> tuple[int, ...]:
         """Indices of the levels whose scales differ between the shards that FSDP2 gathers.
 
-        ``gathered``: the layout of the weight after the gather. No level if nothing is gathered,
-        because the weight is whole on every rank.
+        ``gathered``: the layout of the weight after the gather; ``None``: no axis shards it then.
         """
         if layout is None:
             return ()
@@ -498,7 +497,7 @@ def _expanded(values: Tensor, level: Level, shape: Sequence[int], start: Start) 
 
 
 def _gathered_dims(layout: Layout, gathered: Layout | None) -> set[int]:
-    """The dims along which shards are joined by a gather to the layout ``gathered``."""
+    """The dims along which a gather to the layout ``gathered`` joins shards."""
     kept, ndim = () if gathered is None else sharded_axes(gathered), len(layout.shape)
     joined = [layout.placements[axis] for axis in sharded_axes(layout) if axis not in kept]
     return {dim for placement in joined if (dim := sharded_dim(placement, ndim)) is not None}
