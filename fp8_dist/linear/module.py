@@ -211,14 +211,15 @@ class Float8Linear(nn.Linear):
                 active, torch.jit.trace runs, or a layer with DELAYED scales is exported or captured
                 in a CUDA graph.
         """
-        declared = self.local_placements
+        # Each access runs a property that gathers the weight (SimpleFSDP), or a parametrization.
+        declared, weight = self.local_placements, self.weight
         if declared is None:
-            return self._forward(input, self.weight, self.bias, self.reduce_transport)
-        declared.check(input, self.weight, self.output_placements, self.fqn)
+            return self._forward(input, weight, self.bias, self.reduce_transport, weight)
+        declared.check(input, weight, self.output_placements, self.fqn)
         # What share_input returns has its own reduction of the gradient.
         transport = None if isinstance(input, DTensor) else self.reduce_transport
-        operands = declared.distributed(input, self.weight, self.bias)
-        output = self._forward(*operands, transport)
+        operands = declared.distributed(input, weight, self.bias)
+        output = self._forward(*operands, transport, weight)
         assert isinstance(output, DTensor)
         return output.to_local()
 
@@ -228,8 +229,12 @@ class Float8Linear(nn.Linear):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transport: Encoding,
+        own: torch.Tensor,
     ) -> torch.Tensor:
-        """:meth:`forward` for the parameters, or for DTensors that wrap them."""
+        """:meth:`forward` for the parameters, or for DTensors that wrap them.
+
+        ``own`` is the layer's weight itself.
+        """
         dtype, plain = input.dtype, not isinstance(input, DTensor)
         if not dtype.is_floating_point:
             raise TypeError(f"{self.fqn}: the input must be floating point, got {dtype}")
@@ -256,10 +261,10 @@ class Float8Linear(nn.Linear):
         if transport is not None:
             check_summed_in_fp32(input, transport, self.fqn)
         if not compiling:
-            check_alignment(self.config, self.weight, input.device, self.fqn)
+            check_alignment(self.config, own, input.device, self.fqn)
             if self.histories:
                 self.float8_weight.cache.warn_if_not_synced(self.fqn)
-        weight_casts = self.float8_weight.forward_casts(self.weight, input.requires_grad)
+        weight_casts = self.float8_weight.forward_casts(own, input.requires_grad)
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.fqn)

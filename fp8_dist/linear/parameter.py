@@ -174,6 +174,13 @@ class LayerParameter:
             note_replaced(old, new, self.module, self.name, self.fqn)
         setattr(self.module, self.name, new)
 
+    def is_computed(self, parameter: torch.Tensor) -> bool:
+        """Whether the weight of a forward is not the registered parameter, but computed from it.
+
+        A parametrization does that, and FSDP1, which flattens parameters.
+        """
+        return self.module._parameters.get(self.name) is not parameter
+
     @property
     def is_registered(self) -> bool:
         """Whether it is a parameter of the module, neither parametrized nor flattened."""

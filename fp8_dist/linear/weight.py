@@ -189,8 +189,10 @@ class Float8Weight(StoredWeight):
         else:
             layout = self.layout(parameter)
             # On a GPU, a graph that measures a weight without a query can be replayed as a CUDA
-            # graph, and costs the host less. An exported graph outlives this object.
-            measures = fuses_casts(local) and self.history is None and layout is None
+            # graph, and costs the host less. An exported graph outlives this object. A query of a
+            # weight that is not the parameter would take the parameter's layout.
+            measures = fuses_casts(local) or self.is_computed(parameter)
+            measures = measures and self.history is None and layout is None
             with torch.no_grad():
                 if measures or is_exporting():
                     tensor = shard if layout is None else layout.wrap(shard)
@@ -507,13 +509,23 @@ class Float8Weight(StoredWeight):
             )
         elif self.is_exchanged and self.config.fsdp_float8_all_gather:
             return  # _warn_if_type_is_lost has warned when FSDP2 gathered the parameter
+        elif self.config.fsdp_float8_all_gather and self.is_computed(parameter):
+            warn_once(
+                "float8 gather by other code",
+                f"{self.fqn}: enable_fsdp_float8_all_gather="
+                f"{self.config.enable_fsdp_float8_all_gather!r} has no effect on this layer: other "
+                "code computes its weight from the parameter, and gathers it in high precision (a "
+                "parametrization, such as SimpleFSDP's data_parallel, or FSDP1). Call fully_shard "
+                "instead, let the parametrization return cast_to_float8(parameter, ...)"
+                ".redistribute(...), or leave the flag off",
+            )
         elif self.cache.precomputed_for_another(parameter):
             warn_once(
                 "precompute without float8 gather",
                 f"{self.fqn}: the precomputed scale is not used, because the weight of this "
                 "forward is not the parameter that it was computed from: FSDP2 gathered it in "
-                "high precision (set enable_fsdp_float8_all_gather=True), or functional_call "
-                "replaced it",
+                "high precision (set enable_fsdp_float8_all_gather=True), or other code replaced "
+                "it (functional_call, a parametrization)",
             )
 
 

@@ -8,6 +8,7 @@ import torch.nn as nn
 from expecttest import assert_expected_inline
 from graphs import CASTS
 from nets import Distributed, full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits, same_cast
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,6 +20,7 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
+    update_float8_scales,
 )
 from fp8_dist.debug import CommRow, comm_audit
 from fp8_dist.linear import float8_layers
@@ -116,6 +118,67 @@ backward   all_gather     tp    float8_e5m2        2 of 2,048     2 of 2,048
 backward   reduce_scatter tp    float32            1 of 1,024     1 of 1,024
 backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
     )
+
+
+def test_gathers_in_high_precision_and_tensor_parallelism(ranks: RankPools) -> None:
+    # After precompute no amaxes of weights.
+    steps = {
+        "precompute": ranks(4).run_same(audited_steps, 2, 2, True, {"gather": False}),
+        "no precompute": ranks(4).run_same(audited_steps, 2, 2, False, {"gather": False}),
+    }
+    assert_expected_inline(
+        side_by_side(steps),
+        """\
+                                                   precompute  no precompute
+precompute all_reduce     world int32                  1 of 6              -
+forward    all_gather     dp    float32           2 of 18,656    2 of 18,656
+forward    all_reduce     tp    int32                  4 of 4       10 of 10
+forward    all_gather     tp    float8_e4m3fn      2 of 2,048     2 of 2,048
+forward    reduce_scatter tp    float32            2 of 2,048     2 of 2,048
+backward   all_gather     dp    float32           2 of 18,656    2 of 18,656
+backward   all_reduce     tp    float32              2 of 128       2 of 128
+backward   all_reduce     tp    int32                  6 of 6         6 of 6
+backward   all_gather     tp    float8_e5m2        2 of 2,048     2 of 2,048
+backward   reduce_scatter tp    float32            1 of 1,024     1 of 1,024
+backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reshard"), [("tensorwise", False), ("rowwise", True), ("mxfp8", True)]
+)
+@on_ranks(2, 2, returns=[])
+def test_precomputed_scales_of_what_fsdp_gathers_in_high_precision(
+    recipe: str, reshard: bool
+) -> list[str]:
+    """Two micro-batches and an evaluation: the bits and the collectives of each step."""
+    results, reduced = [], []
+    for precompute in (False, True):
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        arguments = {"reshard_after_forward": reshard, "mp_policy": policy}
+        world = Distributed(2, 2, False, config, gather=False, fsdp_arguments=arguments)
+        found = []
+        with comm_audit(world.mesh) as audit:
+            for seed in range(2):
+                if precompute:
+                    update_float8_scales(world.net)
+                generator = torch.Generator().manual_seed(seed)
+                x = world.mine(torch.randn(4, 8, 64, generator=generator)).bfloat16()
+                for _ in range(2):
+                    found.append(world.net(x))
+                    found[-1].square().mean().backward()
+                with torch.no_grad():
+                    found.append(world.net(x))
+                torch.optim.SGD(world.net.parameters(), lr=0.1).step()
+        results.append([*found, *(local_tensor(p) for p in world.net.parameters())])
+        dtypes = (torch.int32, torch.uint8)
+        reduced.append(sum(r.count for r in audit.rows if r.dtype in dtypes))
+    wrong = [] if all(map(same_bits, *results)) else ["bits"]
+    # Of two steps with three forwards, in each of which six weights share scales.
+    if reduced[0] - reduced[1] != 2 * 3 * 6 - 2:
+        wrong.append(f"{reduced}")
+    return wrong
 
 
 def reductions(converted: bool) -> list[CommRow]:

@@ -75,7 +75,7 @@ def test_every_recipe_on_every_mesh(ranks: RankPools) -> None:
         for dp, tp in MESHES:
             found, saved = ranks(dp * tp).run_same(updated_step, dp, tp, recipe.value)
             lines.append(f"{recipe.value:<18} dp {dp} tp {tp}: {found}, {saved} fewer in the step")
-    # In high precision FSDP2 gathers weights that take no precomputed scale.
+    # FSDP2 gathers in high precision: only parts that share scales are updated.
     assert_expected_inline(
         "\n".join(lines),
         """\
@@ -84,10 +84,10 @@ tensorwise         dp 1 tp 2: all_reduce of 6 over tp, 6 fewer in the step
 tensorwise         dp 2 tp 2: all_reduce of 6 over world, 6 fewer in the step
 rowwise            dp 2 tp 1: nothing, 0 fewer in the step
 rowwise            dp 1 tp 2: all_reduce of 384 over tp, 4 fewer in the step
-rowwise            dp 2 tp 2: nothing, 0 fewer in the step
+rowwise            dp 2 tp 2: all_reduce of 576 over world, 6 fewer in the step
 rowwise_with_gw_hp dp 2 tp 1: nothing, 0 fewer in the step
 rowwise_with_gw_hp dp 1 tp 2: all_reduce of 134 over tp, 6 fewer in the step
-rowwise_with_gw_hp dp 2 tp 2: nothing, 0 fewer in the step
+rowwise_with_gw_hp dp 2 tp 2: all_reduce of 134 over world, 8 fewer in the step
 rowwise_folded     dp 2 tp 1: nothing, 0 fewer in the step
 rowwise_folded     dp 1 tp 2: all_reduce of 128 over tp, 2 fewer in the step
 rowwise_folded     dp 2 tp 2: all_reduce of 128 over tp, 2 fewer in the step
@@ -161,7 +161,7 @@ def test_attach_update(ranks: RankPools) -> None:
     for recipe in ("tensorwise", "rowwise", "delayed"):
         attached_step, update, plain_step = ranks(4).run_same(attached, recipe)
         assert attached_step == update
-        assert (update == "nothing") is (recipe == "rowwise")
+        assert update != "nothing"
         assert plain_step == "nothing"
 
 
