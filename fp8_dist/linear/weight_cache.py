@@ -11,6 +11,8 @@ are not noticed, because Python sees no trace of them, and what happens then:
 * FSDP2 exchanges sharded and unsharded parameters: the layer notices each exchange. At the next
   exchange the values of an unsharded parameter are unknown, except in the backward. There they are
   the ones that the forward gathered, unless the version of either parameter shows a write since.
+  Scales that precompute found for what FSDP2 gathers in high precision hold as long as neither
+  version shows a write.
 * In-place ops: version counters show them, from the moment when the amax is computed. A weight that
   FSDP2 gathers in float8 also counts writes that torch does not count. For other frozen weights a
   forward caches nothing, because no optimizer step invalidates them (PEFT merges adapters through
