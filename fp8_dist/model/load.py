@@ -419,7 +419,7 @@ def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
     scales = files[files.scales(entry.key)][...].to(torch.float32)
     sizes = [-(-n // block) for n, block in zip(entry.size[-2:], (rows, columns), strict=True)]
     shape = (*entry.size[:-2], *sizes)
-    scales = scales.expand(shape) if scales.numel() == 1 else scales.view(shape)
+    scales = scales.view(()).expand(shape) if scales.numel() == 1 else scales.view(shape)
     row, column = (
         torch.arange(each.start, each.stop) // block
         for each, block in zip(index[-2:], (rows, columns), strict=True)

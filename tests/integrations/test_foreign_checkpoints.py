@@ -64,6 +64,7 @@ POWERS = torch.exp2(torch.arange(N) % 7 - 9.0)
         ("tensorwise", torch.tensor(0.3), WHOLE),
         ("tensorwise", torch.tensor([0.3], dtype=torch.bfloat16), WHOLE),
         ("tensorwise", torch.tensor([[0.3]], dtype=torch.float16), WHOLE),
+        ("tensorwise", torch.tensor([[[0.3]]]), WHOLE),
         ("rowwise_folded", POWERS.view(N, 1), ROW),
         ("rowwise_folded", POWERS.bfloat16(), ROW),
         ("blockwise", POWERS[:6].view(2, 3).to(torch.float8_e8m0fnu), BLOCK),
