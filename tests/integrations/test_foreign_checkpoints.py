@@ -114,8 +114,14 @@ ONES = {"0.weight_scale": torch.ones(2, 3)}
         ({"0.weight_scale": torch.ones(1, K)}, r"0.weight_scale is \[1, 320\], "),
         ({"0.weight_scale": torch.ones(K)}, r"0.weight_scale is \[320\], "),
         ({"0.weight_scale": torch.ones(N, 3)}, r"0.weight_scale is \[192, 3\], "),
-        (ONES | {"0.weight": torch.ones(N, K).char()}, "0.weight is in I8 in the checkpoint"),
-        (ONES | {"0.weight": torch.ones(N, K)}, "0.weight is in F32, and the checkpoint has 0.wei"),
+        (
+            ONES | {"0.weight": torch.ones(N, K).char()},
+            "codes and integers are not read as values. Dequantize the",
+        ),
+        (
+            ONES | {"0.weight": torch.ones(N, K)},
+            "too; whether its values are to be multiplied is not",
+        ),
         (ONES | {"0.weight": torch.ones(K, N).to(torch.float8_e4m3fn)}, r"is \[320, 192\] in the"),
         (ONES | {"1.weight": torch.ones(N).to(torch.float8_e4m3fn)}, "1.weight is in float8, and"),
         (ONES | {"1.bias": torch.ones(N).to(torch.float8_e8m0fnu)}, "1.bias is in F8_E8M0 in the"),

@@ -563,9 +563,8 @@ def test_the_scales_of_a_checkpoint_may_have_other_shapes() -> None:
 def test_codes_are_no_values_of_a_weight_in_high_precision(assign: bool) -> None:
     state, net = state_of(frozen()), converted()
     before = {name: value.clone() for name, value in state_of(net).items()}
-    with pytest.raises(
-        ValueError, match=r"0: the state dict has 0\.weight in torch\.float8_e4m3fn"
-    ):
+    text = r"in torch\.float8_e4m3fn, which load_state_dict would convert to the layer's high prec"
+    with pytest.raises(ValueError, match=rf"0: the state dict has 0\.weight {text}"):
         net.load_state_dict(state, strict=False, assign=assign)
     assert all(map(same_bits, state_of(net).values(), before.values()))
 
