@@ -109,13 +109,14 @@ try:
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # What the library reads from objects, calls, or overrides in subclasses.
     if _renamed := [
-        *_missing(torch.Tensor, "_base _post_accumulate_grad_hooks"),
+        *_missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
         *_missing(torch.UntypedStorage, "_cdata"),
         *_missing(torch.ops.aten.mm.default, "_schema"),
         *_missing(torch.autograd.Variable._execution_engine, "queue_callback"),
         *_missing(DTensor, "_local_tensor"),
         *_missing(nn.Module, "_parameters _buffers _modules"),
         *_missing(nn.Module, "_apply _save_to_state_dict _load_from_state_dict"),
+        *_missing(nn.Module, "_state_dict_hooks _load_state_dict_pre_hooks"),
         *_missing(Optimizer, "_optimizer_step_post_hooks"),
         *_missing(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn"),
         *_missing(PrepareModuleInput, "_apply _prepare_input_arg"),

@@ -619,6 +619,11 @@ def why_unconvertible(layer: nn.Module, known: type[nn.Module] = nn.Linear) -> s
     own |= {n for n in _OWN_ATTRIBUTES if isinstance(getattr(type(layer), n, None), property)}
     if taken := own.intersection(_OWN_ATTRIBUTES):
         return f"its {min(taken)} has the name of an attribute of Float8Linear"
+    if known is nn.Linear:
+        try:
+            _float8_class(type(layer))  # type: ignore[arg-type]
+        except TypeError as error:
+            return f"its class {type(layer).__name__} can't have subclasses: {error}"
     if not weight.dtype.is_floating_point:
         return f"its weight is {weight.dtype}, not floating point"
     if not Float8Weight.can_be(weight):

@@ -322,17 +322,21 @@ def test_a_layer_whose_bound_forward_is_held_is_left_out(kind: str) -> None:
     assert len(float8_layers(convert(model))) == 3
 
 
-def test_layers_whose_attributes_can_not_be_hidden_are_left_out() -> None:
+def test_layers_whose_class_or_attributes_must_stay_are_left_out() -> None:
     class WithProperty(nn.Linear):
         @property
         def config(self) -> str:
             return "mine"
 
-    model = nn.Sequential(nn.Linear(32, 32), WithProperty(32, 32), nn.Linear(32, 32))
+    class Final(nn.Linear):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("it is final")
+
+    model = nn.Sequential(nn.Linear(32, 32), WithProperty(32, 32), Final(32, 32))
     model[0].histories = nn.Linear(32, 32)
-    with pytest.warns(UserWarning, match="0 .its histories has the name of an attr.*1 .its config"):
+    with pytest.warns(UserWarning, match="0 .its histories has the name of .*1 .its config.*final"):
         convert(model)
-    assert list(float8_layers(model)) == ["0.histories", "2"]
+    assert list(float8_layers(model)) == ["0.histories"]
 
 
 def test_from_float_takes_over_hooks() -> None:
