@@ -216,8 +216,6 @@ def _attach(
             "hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )
-    for each in found:
-        check_not_replaced(each)
     parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
     trained = {id(p): fqn for fqn, p in parameters.items() if p.requires_grad}
     fitting = [each for each in found if not trained.keys().isdisjoint(updated_by(each))]
@@ -230,6 +228,8 @@ def _attach(
             "convert_to_float8_training, apply_tp_plan and fully_shard, which make new parameters, "
             "and pass the one that updates them"
         )
+    for each in found:
+        check_not_replaced(each)
 
     def update_converted() -> None:
         if float8_weights(module):  # not after convert_to_linear

@@ -373,16 +373,19 @@ def step(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 
 def test_an_optimizer_of_before_works_or_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(32, 32))
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     adam = [torch.optim.AdamW(model.parameters())]
     convert(model)
     assert step(adam[0], model)
     convert_to_linear(model)
     convert(model, GATHERED)
     bias = model[0].bias.detach().clone()
-    for call in (lambda: step(adam[0], model), lambda: attach_update(adam[0], model)):
-        text = raised(ValueError, call)
-        assert text == (
+    text = "the AdamW updates none of the module's 2 float8 weights (such as 0.weight)"
+    assert text in raised(ValueError, lambda: attach_update(adam[0], model))
+    mixed = torch.optim.AdamW([*adam[0].param_groups[0]["params"], model[1].weight])
+    calls = (lambda: step(adam[0], model), lambda: attach_update(mixed, model))
+    for call in calls:
+        assert raised(ValueError, call) == (
             "0.weight: this AdamW holds the parameter that the layer had before it was converted "
             "or stored in another form, so its steps would leave the weight as it is. Make the "
             "optimizer after convert_to_float8_training, freeze_to_float8, and their inverses"
