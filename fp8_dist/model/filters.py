@@ -253,8 +253,8 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
 
     Args:
         model: the model that will be converted. Without it, heads and routers are recognized by
-            their names alone, and a ``gate`` is a router if it has at most a quarter as many
-            outputs as inputs.
+            their names alone. A ``gate`` is a router then, and beside an nn.ModuleList or 3-D
+            parameters without such a name, if it has at most a quarter as many outputs as inputs.
 
     Returns:
         The filter.

@@ -44,7 +44,7 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that are called routers, and those beside experts that decide.
 
     A layer decides if it has as many outputs as there are experts, or if it is called a gate and
-    has fewer outputs than inputs.
+    has fewer outputs than inputs; if nothing is called experts, at most a quarter as many.
     """
     for fqn, parent in model.named_modules():
         if _is_in_router(fqn):
@@ -58,7 +58,8 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
             if isinstance(out, int) and isinstance(in_, int):
                 is_gate = bool(_GATE.fullmatch(name))
                 decides = any(number == out and (named or is_gate) for named, number in beside)
-                decides |= known and is_gate and out < in_
+                few = out < in_ if known else beside and 4 * out <= in_
+                decides |= is_gate and bool(few)
             else:
                 decides = known and bool(_OF_GATE.fullmatch(name))
                 decides |= "router" in type(child).__name__.lower()

@@ -202,6 +202,10 @@ MIXTURES: dict[str, tuple[dict[str, nn.Module], set[str]]] = {
     ),
     "the number of experts": ({"score": linear(), "experts": many()}, {"score"}),
     "experts without a name": ({"gate": linear(), "branches": many()}, {"gate"}),
+    "experts of other ranks without a name": (
+        {"gate": nn.Linear(4 * E, E), "branches": many(4)},
+        {"gate"},
+    ),
     "3-D parameters": ({"ffn": Bank(wg=linear(), gate_proj=linear(H))}, {"ffn.wg"}),
     "3-D parameters beside it": ({"gate": linear(), "bank": Bank()}, {"gate"}),
     "beside the mixture": ({"gate": linear(), "moe": nn.ModuleDict({"experts": many()})}, {"gate"}),
