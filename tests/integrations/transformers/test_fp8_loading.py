@@ -482,3 +482,15 @@ def test_scales_that_are_not_found(tmp_path: Path, ending: str, freeze: bool) ->
         AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=Fp8DistConfig(freeze=freeze)
         )
+
+
+def test_codes_of_another_dtype(tmp_path: Path) -> None:
+    files = of_other_names("_scale", lambda scale: scale)
+    codes = {n: v.float().to(torch.float8_e5m2) for n, v in files.items() if v.itemsize == 1}
+    build("qwen3").save_pretrained(tmp_path)
+    save_file(files | codes, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = "in the checkpoint, and the recipe stores another dtype; call load_float8_checkpoint on"
+    with pytest.raises(ValueError, match=text):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=Fp8DistConfig(freeze=True)
+        )
