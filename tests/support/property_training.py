@@ -6,19 +6,24 @@ ranks. A pass is right if
 - the operands of each float8 GEMM are bitwise this rank's parts of the twin's;
 - the output is the twin's: bitwise without tensor parallelism, else but for the order of a sum;
 - the gradients are the means of the twin's, but for the order of the sum.
+
+A pass of compiled code shows no GEMMs: its output and its weights' gradients are bitwise those of
+eager code.
 """
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from nets import MLP, Net, full, net_plan
 from property_cases import MESHES, TrainCase, ranks_of
 from property_casts import part_of
@@ -36,9 +41,13 @@ from fp8_dist import (
     Float8State,
     Float8Tensor,
     convert_to_float8_training,
+    convert_to_linear,
+    float8_layers,
+    freeze_to_float8,
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
+    unfreeze_from_float8,
     update_float8_scales,
 )
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
@@ -106,19 +115,55 @@ class World:
         config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
         if case.differs and self.rank == ranks_of(case) - 1:
             config = replace(config, emulate=not config.emulate)
-        self.twin = self.model(config)
         gather = case.gather if self.replicas > 1 else False
-        self.net = self.model(replace(config, enable_fsdp_float8_all_gather=gather))
-        if ranks_of(case) > 1:
-            self.mesh = device_mesh(replicate=replicate, shard=shard, tp=tp)
-            self.distribute()
+        # Of the model and the twin.
+        self.configs = (replace(config, enable_fsdp_float8_all_gather=gather), config)
         make = torch.optim.SGD if case.optimizer == "SGD" else torch.optim.AdamW
         foreach = case.optimizer.endswith("foreach")
         self.make_optimizer = lambda net: make(net.parameters(), lr=0.05, foreach=foreach)
+        if ranks_of(case) > 1:
+            self.mesh = device_mesh(replicate=replicate, shard=shard, tp=tp)
+        self.build()
+
+    def build(
+        self,
+        before: Callable[[nn.Module], object] | None = None,
+        after: Callable[[nn.Module], object] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """A new model and a new twin.
+
+        Args:
+            before: a change before they are converted.
+            after: a change before the model is distributed.
+            weights: those to begin with.
+        """
+        self.net, self.twin = (self.model(config, before) for config in self.configs)
+        for model in (self.net, self.twin) if weights is not None else ():
+            model.load_state_dict(weights)
+        if after is not None:
+            self.both(after)
+        self.distribute()
         self.optimizer = self.make_optimizer(self.net)
 
-    def model(self, config: Float8LinearConfig) -> GatedNet:
+    def rebuild(
+        self,
+        before: Callable[[nn.Module], object] | None = None,
+        after: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        """Goes on with another model and another twin, in which all weights are trained."""
+        self.same_weights()
+        histories = [Float8State(model).state_dict() for model in (self.net, self.twin)]
+        self.build(before, after, self.twin.state_dict())
+        for model, saved in zip((self.net, self.twin), histories, strict=True):
+            Float8State(model).load_state_dict(saved)
+
+    def model(
+        self, config: Float8LinearConfig, before: Callable[[nn.Module], object] | None
+    ) -> GatedNet:
         net = GatedNet(self.case, layers=1 if self.tp > 1 else 2).to(DTYPES[self.case.dtype])
+        if before is not None:
+            before(net)
         convert_to_float8_training(net, config=config)
         return net
 
@@ -150,6 +195,16 @@ class World:
             raise WrongResult(f"only one of model and twin refuses: {texts[0]}")
         self.refused += texts[:1]
 
+    def refuses(self, change: Callable[[nn.Module], object]) -> None:
+        """The change of the model, which must be a documented error on all of its meshes."""
+        try:
+            change(self.net)
+        except Exception as error:
+            if not documented(error):
+                raise
+        else:
+            raise WrongResult(f"{change} of a distributed model is not refused")
+
     def batch(self, replica: int) -> torch.Tensor:
         return self.drawn(
             self.case.values if replica == self.passes % self.replicas else "normal", replica
@@ -165,44 +220,56 @@ class World:
         return values(kind, shape, DTYPES[case.dtype], 1000 * case.seed + 10 * self.passes + number)
 
     def same_weights(self) -> None:
+        """The twin's weights become the model's; frozen ones in float8 stay as they are."""
+        stored = {f"{name}.weight" for name in stored_layers(self.net)}
+        mine = dict(self.net.named_parameters())
         with torch.no_grad():
-            pairs = zip(self.twin.parameters(), self.net.parameters(), strict=True)
-            for theirs, mine in pairs:
-                theirs.copy_(full(mine))
-        invalidate_float8_scales(self.twin)
+            for name, theirs in self.twin.named_parameters():
+                if name.removesuffix("_scale_inv") not in stored:
+                    theirs.copy_(full(mine[name]))
 
-    def run(self, training: bool) -> None:
-        """A pass of the model beside the twin's."""
+    def run(self, training: bool, accumulates: bool = False, compiled: bool = False) -> None:
+        """A pass of the model beside the twin's.
+
+        Args:
+            training: whether there is a backward.
+            accumulates: add to the gradients of the pass before.
+            compiled: the model runs compiled code.
+        """
         self.same_weights()
         self.passes += 1
-        self.net.zero_grad()
-        self.twin.zero_grad()
+        if not accumulates:
+            self.net.zero_grad()
+            self.of_twin: list[list[torch.Tensor | None]] = []
+            self.tokens: list[torch.Tensor] = []
         own = self.rank // self.tp
         with torch.set_grad_enabled(training):
-            with record_gemms() as found:
+            # Recorded code is not one graph.
+            with nullcontext() if compiled else record_gemms() as found:
                 mine = self.forward(self.net, self.given(self.batch(own)))
                 if training:
                     mine.backward(self.part(self.grad(own)))
-            of_twin: list[list[torch.Tensor | None]] = []
             for replica in range(self.replicas) if training else [own]:
-                self.twin.zero_grad()
-                with record_gemms() as records:
+                # With None, what the twin records for other replicas would be of gradients thrown away.
+                self.twin.zero_grad(set_to_none=not self.of_twin)
+                with record_gemms() as records, inputs_of(self.twin.layers[-1].w2) as inputs:
                     theirs = self.twin(self.batch(replica))
                     if training:
                         theirs.backward(self.grad(replica))
-                of_twin.append([p.grad for p in self.twin.parameters()])
+                self.of_twin.append(gradients(self.twin))
+                self.tokens.append(self.grad(replica).abs().sum())
                 if replica == own:
-                    expected, output = records, theirs
-        of_net = [
-            (name, full(p.grad) if p.grad is not None else None)
-            for name, p in self.net.named_parameters()
-        ]
+                    expected, output, summed = records, theirs, inputs
+        of_net = [(name, p.grad) for name, p in self.net.named_parameters()]
+        # (A bias has as its gradient a sum, whose order compiled code may change.)
+        self.found = [mine.detach(), *(p.grad for p in self.net.parameters() if p.ndim == 2)]
+        whole = [(name, full(grad) if grad is not None else None) for name, grad in of_net]
         self.together(
-            lambda: self.check_operands(found, expected),
+            lambda: self.check_operands(found, expected) if found is not None else None,
             lambda: self.check_output(
-                local_tensor(mine).detach(), self.part(output.detach()), expected
+                local_tensor(mine).detach(), self.part(output.detach()), expected, summed
             ),
-            lambda: self.check_gradients(of_net, of_twin) if training else None,
+            lambda: self.check_gradients(whole) if training else None,
         )
 
     def together(self, *checks: Callable[[], None]) -> None:
@@ -263,39 +330,73 @@ class World:
                     raise WrongResult(
                         f"{name}: {side} bytes {mine}, twin {Float8Tensor(qdata, scale, theirs.dtype)}"
                     )
-        missing = by_name.keys() - {(r.fqn, r.gemm) for r in found}
+        wanted = by_name.keys() | {(name, "output") for name in float8_layers(self.net)}
+        missing = wanted - {(r.fqn, r.gemm) for r in found}
         if missing:
             raise WrongResult(f"no float8 GEMM for {sorted(missing)}")
 
+    def check_weights(self) -> None:
+        mine = dict(self.net.named_parameters())
+        pairs = [(name, full(mine[name]), p) for name, p in self.twin.named_parameters()]
+        self.together(lambda: check_same([m for _, m, _ in pairs], [t for _, _, t in pairs]))
+
     def check_output(
-        self, mine: torch.Tensor, theirs: torch.Tensor, expected: list[GemmRecord]
+        self,
+        mine: torch.Tensor,
+        theirs: torch.Tensor,
+        expected: list[GemmRecord],
+        inputs: list[torch.Tensor],
     ) -> None:
+        """inputs: of the twin's last layer, which may be no float8 layer."""
         if self.tp == 1 and not same_values(mine, theirs):
             raise WrongResult(f"output {mine}, twin {theirs}")
-        last = [record for record in expected if record.gemm == "output"][-1]
-        a, b = last.a.dequantize().double().abs(), last.b.dequantize().double().abs()
-        check_near("output", mine, theirs, [a @ b, theirs])
+        a, b = inputs[-1], self.twin.layers[-1].w2.weight.detach().T
+        for last in [record for record in expected if record.gemm == "output"][-1:]:
+            a, b = last.a.dequantize(), last.b.dequantize()
+        check_near("output", mine, theirs, [a.double().abs() @ b.double().abs(), theirs])
 
-    def check_gradients(
-        self,
-        of_net: list[tuple[str, torch.Tensor | None]],
-        of_twin: list[list[torch.Tensor | None]],
-    ) -> None:
-        tokens = [self.grad(replica).abs().sum() for replica in range(self.replicas)]
-        for (name, mine), theirs in zip(of_net, zip(*of_twin, strict=True), strict=True):
+    def check_gradients(self, of_net: list[tuple[str, torch.Tensor | None]]) -> None:
+        for (name, mine), theirs in zip(of_net, zip(*self.of_twin, strict=True), strict=True):
             summed = [grad for grad in theirs if grad is not None]
             if (mine is None) is bool(summed):
                 raise WrongResult(f"gradient of {name}: {mine}, twin {summed}")
             if mine is not None:
                 # (A sum may overflow in the dtype before it is divided.)
                 mean = torch.stack(summed).double().sum(0).div(self.replicas).to(summed[0].dtype)
-                terms = [*summed, *(tokens if name.endswith("w2.bias") else ())]
+                terms = [*summed, *(self.tokens if name.endswith("w2.bias") else ())]
                 check_near(f"gradient of {name}", mine, mean, terms)
+
+
+def gradients(net: nn.Module) -> list[torch.Tensor | None]:
+    """Copies of the gradients."""
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+@contextmanager
+def inputs_of(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """A list of the inputs that the layer is given inside the block."""
+    inputs: list[torch.Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    yield inputs
+    handle.remove()
+
+
+def stored_layers(net: nn.Module) -> dict[str, nn.Linear]:
+    """The layers whose weight is stored in float8."""
+    return {n: each for n, each in float8_layers(net).items() if each.float8_weight.is_stored}
 
 
 def with_one_zero(x: torch.Tensor) -> torch.Tensor:
     """float8 data without the signs of zeros, which a GEMM of another shape may change."""
     return x.view(torch.uint8).masked_fill(x.float() == 0, 0).view(x.dtype)
+
+
+def check_same(mine: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        if (a is None or b is None) and a is not b:
+            raise WrongResult(f"{a} beside {b}")
+        if a is not None and b is not None and not same_values(local_tensor(a), local_tensor(b)):
+            raise WrongResult(f"{a} differs from {b}")
 
 
 def check_near(
@@ -406,8 +507,142 @@ def step(world: World, update: bool = True) -> None:
 
 
 def micro_batches(world: World) -> None:
+    for first in (True, False):
+        world.run(training=True, accumulates=not first)
+    world.optimizer.step()
+    world.update()
+
+
+def dry_run(world: World) -> None:
+    """A pass whose gradients are thrown away, of huge values. The twin has none."""
+    net, way = world.net, (world.case.seed + world.passes) % 4
+    frozen = not all(parameter.requires_grad for parameter in net.parameters())
+    if world.case.recipe == "delayed" and frozen:
+        way = 3  # what layers with frozen weights record is only dropped by invalidate
+    size = 10.0 ** (4 + (7 * world.case.seed + world.passes) % 17)
+    replica = world.rank // world.tp
+    x = (world.drawn("normal", replica) * size).requires_grad_()
+    net.zero_grad()
+    output = world.forward(net, world.given(x))
+    grad = world.part(world.drawn("normal", replica + 5) * size)
+    if way == 1:  # as torch infers the shapes of a pipeline's stages
+        torch.autograd.grad(output, x, grad)
+    elif way > 1:
+        output.backward(grad)
+    del output
+    net.zero_grad(set_to_none=way < 3)
+    if way == 3:
+        world.both(invalidate_float8_scales)
+        world.of_twin, world.tokens = [], []
+    world.run(training=True, accumulates=way == 3)
+    world.optimizer.step()
+    world.update()
+    world.run(training=True)  # with scales of the step before
+
+
+def hooks(world: World) -> None:
+    """Goes on with layers that had hooks before they were converted."""
+    number = world.case.seed + world.passes
+    added: list[Hooks] = []
+
+    def add(net: nn.Module) -> None:
+        linear = {n: each for n, each in net.named_modules() if isinstance(each, nn.Linear)}
+        added.append(Hooks(linear, number % 2 > 0))
+
+    world.rebuild(before=add)
+    world.run(training=True)
+    for model, its in zip((world.net, world.twin), added, strict=True):
+        its.check(model)
+        if number % 4 > 1:
+            its.remove()
+    world.run(training=True)
+
+
+class Hooks:
+    """Hooks of layers that change nothing.
+
+    of_accelerate: whether accelerate's replace the ``forward`` of each layer, too.
+    """
+
+    def __init__(self, layers: dict[str, nn.Linear], of_accelerate: bool) -> None:
+        self.layers, self.of_accelerate = layers, of_accelerate
+        self.called: set[str] = set()
+        self.handles: list[Any] = []
+        for layer in layers.values():
+            self.handles += [
+                layer.register_forward_pre_hook(lambda *_: self.called.add("forward pre-hook")),
+                layer.register_forward_hook(lambda *_: self.called.add("forward hook")),
+                layer.register_load_state_dict_pre_hook(
+                    lambda *_: self.called.add("load_state_dict pre-hook")
+                ),
+            ]
+            if of_accelerate:
+                add_hook_to_module(layer, ModelHook())
+
+    def check(self, net: nn.Module) -> None:
+        """Whether the converted layers are the same objects, and all hooks were called."""
+        others = [n for n, each in self.layers.items() if net.get_submodule(n) is not each]
+        if others or len(self.called) < 3:
+            raise WrongResult(f"hooks: called were {self.called}; another layer: {others}")
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for layer in self.layers.values() if self.of_accelerate else ():
+            remove_hook_from_module(layer)
+
+
+def store_frozen(world: World) -> None:
+    """Weights that are frozen in float8 before the model is distributed, and trained again."""
+
+    def store(net: nn.Module) -> None:
+        freeze(True, net)
+        freeze_to_float8(net)
+
+    world.rebuild(after=store)
     for _ in range(2):
+        step(world)
+    world.run(training=False)
+    if stored_layers(world.net):
+        world.same_weights()
+        unfreeze_from_float8(world.twin)
+        if world.replicas > 1:
+            world.refuses(unfreeze_from_float8)
+            world.rebuild()
+        else:
+            unfreeze_from_float8(world.net)
+            world.check_weights()
+    world.both(partial(freeze, False))
+    world.optimizer = world.make_optimizer(world.net)
+    world.run(training=True)
+
+
+def linear_and_back(world: World) -> None:
+    """Layers that become nn.Linear in the midst of training, and are converted again."""
+    world.both(convert_to_linear)
+    # (torch's own styles take no other sizes.)
+    if not (world.case.hidden % world.tp or world.case.sequence % world.tp):
         world.run(training=True)
+    if ranks_of(world.case) > 1:
+        world.refuses(convert_to_float8_training)
+        world.rebuild()
+    else:
+        world.both(partial(convert_to_float8_training, config=world.configs[0]))
+    world.run(training=True)
+
+
+def compiled_step(world: World) -> None:
+    """A pass of compiled code, beside one of eager code over the same values."""
+    world.run(training=True)
+    eager = world.found
+    world.passes -= 1
+    # (One layer takes half the time. What prepares its inputs belongs to a graph of the model.)
+    part = world.net if world.tp > 1 and world.replicas == 1 else world.net.layers[-1]
+    part.compile(backend="aot_eager")
+    world.run(training=True, compiled=True)
+    part._compiled_call_impl = None  # what compile() sets
+    torch._dynamo.reset()
+    world.together(lambda: check_same(world.found, eager))
     world.optimizer.step()
     world.update()
 
@@ -450,6 +685,11 @@ ACTIONS: dict[str, Callable[[World], None]] = {
     "precompute, write": write_after_precompute,
     "merge": merge,
     "dcp.load": load_checkpoint,
+    "dry run": dry_run,
+    "hooks": hooks,
+    "freeze to float8, unfreeze": store_frozen,
+    "convert_to_linear and back": linear_and_back,
+    "compiled step": compiled_step,
     "sync": changed(sync_float8_amax_and_scale_history),
     "invalidate": changed(invalidate_float8_scales),
 }
