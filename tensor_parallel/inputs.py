@@ -68,6 +68,9 @@ def share_input(
         placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
     if scheme is not None:
         at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
+        for layer in layers:
+            if layer.prepared_input is not history:
+                layer.prepared_input = history
         placed = cast_input(placed, at, mesh, scheme, history, first.float8_weight)
     transport = reduce_transport if declared is None else first.reduce_transport
     return gathered(placed, transport, "share_input")
@@ -116,6 +119,7 @@ def cast_input(
     scheme: Scheme,
     history: AmaxHistory | None,
     owner: Owner,
+    number: int = 1,
 ) -> Any:
     """Cast a floating-point input to a float8 DTensor; return anything else unchanged.
 
@@ -123,6 +127,7 @@ def cast_input(
         layout: the placement of ``x``, if it is a plain tensor; ``None``: do not cast it.
         history: the amax history of a DELAYED scale.
         owner: the ``float8_weight`` of the first layer that takes the input.
+        number: that of the input among those that share the history, from 1 on.
     """
     castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
@@ -140,7 +145,8 @@ def cast_input(
             f"{reason_to_move_high(scheme, placements, x.ndim)}",
         )
         return x
-    return _CastInput.apply(reduced(x), scheme, history, torch.is_grad_enabled(), owner)
+    shared = number if torch.is_grad_enabled() else 0  # for layers whose backward may follow
+    return _CastInput.apply(reduced(x), scheme, history, shared, owner)
 
 
 def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
@@ -167,7 +173,7 @@ def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
 
 
 class _CastInput(torch.autograd.Function):
-    """Cast whose gradient passes unchanged; ``training``: a backward may follow."""
+    """Cast whose gradient passes unchanged; ``shared`` as in ``AmaxHistory.copies_of``."""
 
     @staticmethod
     def forward(
@@ -175,11 +181,11 @@ class _CastInput(torch.autograd.Function):
         input: torch.Tensor,
         scheme: Scheme,
         history: AmaxHistory | None,
-        training: bool,
+        shared: int,
         owner: Owner,
     ) -> torch.Tensor:
         if history is not None:
-            _, (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), training)
+            _, (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), shared)
         else:
             quantized = quantize(input, scheme)
         if is_observed():

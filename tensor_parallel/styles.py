@@ -298,6 +298,8 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             # It is one of the layer's histories, so that sync reduces it and a state_dict has it.
             history = AmaxHistory(recipe.delayed["input"], length, device_mesh)
             first.histories[PREPARED_INPUT] = history
+            for each in layers.values():
+                each.prepared_input = history
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -309,8 +311,10 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             history, owner = layer.histories.get(PREPARED_INPUT), layer.float8_weight
             how = (device_mesh, scheme, history, owner)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
-            cast_args = [cast_input(x, at, *how) for x, at in zip(args, layouts, strict=False)]
-            cast_kwargs = {k: cast_input(x, by_name.get(k), *how) for k, x in kwargs.items()}
+            each = enumerate(zip(args, layouts, strict=False), 1)
+            cast_args = [cast_input(x, at, *how, n) for n, (x, at) in each]
+            named = enumerate(kwargs.items(), len(cast_args) + 1)
+            cast_kwargs = {k: cast_input(x, by_name.get(k), *how, n) for n, (k, x) in named}
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)

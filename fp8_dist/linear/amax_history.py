@@ -19,14 +19,15 @@ steps. Therefore:
 * A cast records nothing. Its amax belongs to the pass, as one of the tensors that autograd saves
   for it. The backward that gives the weight its gradient records the amaxes
   (``Float8Weight.record_amaxes``). If the weight is frozen, this is a backward that accumulates any
-  gradient. Forwards without a backward leave nothing, and neither do backwards for the gradients of
-  inputs alone.
+  gradient; if the layer has no backward at all, because its input needs no gradient either, it is
+  the forward. Forwards whose backward does not run leave nothing, and neither do backwards for the
+  gradients of inputs alone.
 * A gradient may be thrown away after the backward (``zero_grad``). So when a backward finds that
   the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone.
 
-Not noticed are gradients that are set to zero instead of None, and those that are thrown away while
-the weight is frozen: :func:`fp8_dist.invalidate_float8_scales` drops what was recorded since the
-last sync. A compiled graph can't see which gradients a backward was asked for, so there each
+Not noticed are gradients that are set to zero instead of None, and passes of layers with a frozen
+weight that are thrown away: :func:`fp8_dist.invalidate_float8_scales` drops what was recorded since
+the last sync. A compiled graph can't see which gradients a backward was asked for, so there each
 backward counts, until its gradients are gone.
 """
 
@@ -68,8 +69,8 @@ class AmaxHistory:
             ``None`` if there is no history.
         current: fp32, 0-dim, the largest local amax of the passes since the last sync that count
             (Note [Passes that count]); ``None`` if there was none.
-        last: fp32, 0-dim, the local amax of the last cast of a weight; or of the inputs that were
-            prepared in float8, until the layer takes them. Otherwise ``None``.
+        last: fp32, 0-dim, the local amax of the last cast of a weight, or of inputs that layers
+            share (their ``prepared_input``). ``None`` for other operands.
         mesh: the mesh of an operand that is a DTensor even if the layer's weight is not; otherwise
             ``None``.
         restored: True from ``Float8State.load_state_dict`` until the next cast. False from a load
@@ -86,11 +87,13 @@ class AmaxHistory:
         self.statistic: torch.Tensor | None = None
         self.mesh = mesh
         self.last: torch.Tensor | None = None
+        self._recorded_in: int | None = None  # the last backward with a weight that is trained
         self._handle = register_handle(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._handle = register_handle(self)  # a copy needs a handle of its own
+        self._recorded_in = None
 
     def statistics_of(self, tensor: torch.Tensor) -> tuple[Statistics, torch.Tensor]:
         """Return the statistics to cast a tensor with, and its local amax.
@@ -106,17 +109,18 @@ class AmaxHistory:
         return self._statistics_of_local(local, groups)
 
     def copies_of(
-        self, tensor: torch.Tensor, plan: CastPlan, prepares: bool = False
+        self, tensor: torch.Tensor, plan: CastPlan, shared: int = 0
     ) -> tuple[Statistics, Copies, torch.Tensor]:
         """Cast a tensor's local part to float8 copies.
 
         Returns the statistics, which are missing in a graph, the copies, and the local amax.
 
-        ``prepares``: keep the amax for the layer that takes the copies (:meth:`take_last`).
+        ``shared``: the number of the input among those that a module's layers share, from 1 on,
+        whose amax is kept for the layers (:meth:`last_of`). 0: keep none.
         """
         x, groups = local_tensor(tensor), self._groups(tensor)
         if torch.compiler.is_compiling():
-            args = (x, self._handle, self.scheme.dtype, plan.transposed, prepares, groups)
+            args = (x, self._handle, self.scheme.dtype, plan.transposed, shared, groups)
             value, scale, *data = history_copies.overload(*args)
             return (), as_copies(x, plan, data, [(scale,)]), value
         if is_selectively_checkpointed():
@@ -124,25 +128,32 @@ class AmaxHistory:
             copies = cast_by(x, plan, [statistics])
         else:
             statistics, copies, value = self._copies_of_local(x, plan, groups)
-        if prepares:
-            self._keep(value)
+        self._keep(value, shared)
         return statistics, copies, value
 
-    def take_last(self, after: torch.Tensor) -> torch.Tensor | None:
-        """Return :attr:`last` for the layer that takes the cast ``after``, and forget it."""
-        if must_query():
-            return last_amax.overload(after, self._handle)
-        value, self.last = self.last, None
-        return value
+    def last_of(self, scale: torch.Tensor) -> torch.Tensor | None:
+        """:attr:`last`, for a layer that takes an input that was cast with ``scale``."""
+        return last_amax.overload(scale, self._handle) if must_query() else self.last
 
-    def _keep(self, value: torch.Tensor) -> None:
-        # A module may have several inputs.
-        self.last = value if self.last is None else torch.maximum(self.last, value)
+    def _keep(self, value: torch.Tensor, shared: int) -> None:
+        if shared:
+            before = None if shared == 1 else self.last
+            self.last = value if before is None else torch.maximum(before, value)
 
-    def record(self, value: torch.Tensor) -> None:
-        """Record the amax of a pass that counts."""
+    def record(self, value: torch.Tensor, backward: int | None, begins: bool) -> None:
+        """Record the amax of a pass that counts.
+
+        Args:
+            backward: the number of the backward; ``None`` if the layer's weight is frozen.
+            begins: whether the weight has no gradient yet.
+        """
+        if backward not in (None, self._recorded_in):
+            # A layer that is called several times has no gradient before the last of its backwards.
+            self._recorded_in = backward
+            self.current = None if begins else self.current
         if not value.is_meta:
             current = value if self.current is None else self.current.to(value.device)
+            # Layers that share an input record one amax.
             self.current = value if current is value else torch.maximum(current, value)
 
     def _groups(self, tensor: torch.Tensor) -> list[str]:
@@ -193,7 +204,7 @@ class AmaxHistory:
 
 
 @query(
-    "history_copies(Tensor x, Tensor handle, ScalarType dtype, bool[] transposed, bool prepares, "
+    "history_copies(Tensor x, Tensor handle, ScalarType dtype, bool[] transposed, int shared, "
     "str[] groups) -> Tensor[]"
 )
 def history_copies(
@@ -201,15 +212,14 @@ def history_copies(
     handle: torch.Tensor,
     dtype: torch.dtype,
     transposed: Sequence[bool],
-    prepares: bool,
+    shared: int,
     groups: list[str],
 ) -> list[torch.Tensor]:
     """Operator of :meth:`AmaxHistory.copies_of`: the amax, the scale and the data."""
     history = owner_of(handle)
     plan = CastPlan((history.scheme,), (0,) * len(transposed), tuple(transposed))
     _, copies, value = history._copies_of_local(x, plan, groups)
-    if prepares:
-        history._keep(value.clone())
+    history._keep(value.clone() if shared else value, shared)
     return [value, *flat_copies(plan, copies)]
 
 
@@ -222,11 +232,11 @@ def history_statistic(
     return [statistic.to(x.device, copy=True), value]
 
 
-@query("last_amax(Tensor after, Tensor handle) -> Tensor")
-def last_amax(after: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Operator of :meth:`AmaxHistory.take_last`: 0 for a layer that has not made the cast."""
-    value = owner_of(handle).take_last(after)
-    return after.new_zeros((), dtype=torch.float32) if value is None else value.clone()
+@query("last_amax(Tensor scale, Tensor handle) -> Tensor")
+def last_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+    """Operator of :meth:`AmaxHistory.last_of`; 0 if nothing was cast."""
+    value = owner_of(handle).last
+    return scale.new_zeros((), dtype=torch.float32) if value is None else value.clone()
 
 
 @query("record_amaxes(Tensor after, Tensor handle, str[] names, Tensor[] amaxes) -> Tensor")
@@ -252,7 +262,7 @@ history_copies.register_fake(
     ]
 )
 history_statistic.register_fake(lambda x, *_: [_number(x), _number(x)])
-last_amax.register_fake(lambda after, handle: _number(after))
+last_amax.register_fake(lambda scale, handle: _number(scale))
 record_amaxes.register_fake(lambda after, *_: torch.empty_like(after))
 
 

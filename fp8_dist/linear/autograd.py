@@ -296,6 +296,8 @@ class _LinearFunction(torch.autograd.Function):
         x, amaxes = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
         of_output, of_grad_input, of_recast = forms
         w = local_tensor(weight) if of_output is None else of_output.operand(flat)
+        if spec.training and spec.histories and not any(ctx.needs_input_grad[:3]):
+            w = _recorded(w, spec.owner, amaxes)  # there is no backward
         # Wait for the gather of the input only here, where the weight's cast has been issued.
         uses = spec.config.recipe.uses["input"]
         left = wait_local(x["output"], uses["output"])
@@ -349,7 +351,7 @@ class _LinearFunction(torch.autograd.Function):
         amaxes = {n: form.operand(saved) for n, form in zip(ctx.names, of_amaxes, strict=True)}
         if not (needs_input or needs_weight):
             # Only the bias is trained, of a plain layer. (That of a DTensor is added elsewhere.)
-            grad_bias = _recorded(spec.owner, amaxes, grad_bias)
+            grad_bias = _recorded(grad_bias, spec.owner, amaxes)
             return None, None, grad_bias, *unused
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
         x = of_x.operand(saved) if needs_weight else None
@@ -359,7 +361,10 @@ class _LinearFunction(torch.autograd.Function):
             w = _recast(w, statistics, ctx.recast, grad, spec)
         operands, of_grad = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         if records:
-            operands = _recorded_with(operands, spec.owner, amaxes | of_grad)
+            in_float8 = [gemm for gemm, (_, x) in operands.items() if isinstance(x, Quantized)]
+            gemm = [*in_float8, *operands][0]
+            left, right = operands[gemm]
+            operands[gemm] = left, _recorded(right, spec.owner, amaxes | of_grad)
         grad_input = grad_weight = moving = None
         if needs_input:
             left, right = operands["grad_input"]
@@ -440,34 +445,19 @@ def _recast(
     return w
 
 
-def _recorded(owner: Any, amaxes: Amaxes, after: Any) -> Any:
-    """Record the amaxes of a pass that counts (Note [Passes that count]); return ``after``.
+def _recorded(operand: Any, owner: Any, amaxes: Amaxes) -> Any:
+    """Record the amaxes of a pass that counts (Note [Passes that count]); return the operand.
 
-    ``after``: a tensor that the backward uses, because a graph would otherwise leave this out.
+    ``operand``: an operand of the pass that is not in flight. A graph would leave the recording out
+    if nothing depended on it.
     """
-    if torch.compiler.is_compiling():
-        return record_amaxes.overload(after, owner.handle, [*amaxes], [*amaxes.values()])
-    owner.record_amaxes(amaxes)
-    return after
-
-
-def _recorded_with(
-    operands: dict[Gemm, tuple[Local, Local]], owner: Any, amaxes: Amaxes
-) -> dict[Gemm, tuple[Local, Local]]:
-    """:func:`_recorded` for the operands of the gradient GEMMs.
-
-    The right operands are not in flight, and a scale is small.
-    """
-    in_float8 = [gemm for gemm, (_, x) in operands.items() if isinstance(x, Quantized)]
-    gemm = [*in_float8, *operands][0]
-    left, right = operands[gemm]
-    if isinstance(right, Quantized):
-        first, *rest = right.scales
-        first = _recorded(owner, amaxes, first)
-        right = right._replace(scales=(first, *rest))
-    else:
-        right = _recorded(owner, amaxes, right)
-    return {**operands, gemm: (left, right)}
+    if not torch.compiler.is_compiling():
+        owner.record_amaxes(amaxes)
+        return operand
+    if isinstance(operand, Quantized):
+        first, *rest = operand.scales  # a scale is small
+        return operand._replace(scales=(_recorded(first, owner, amaxes), *rest))
+    return record_amaxes.overload(operand, owner.handle, [*amaxes], [*amaxes.values()])
 
 
 class _FinishOutput(torch.autograd.Function):

@@ -60,6 +60,7 @@ _OWN_ATTRIBUTES = (
     "histories",
     "float8_weight",
     "prepared_by",
+    "prepared_input",
     "hidden_attributes",
 )
 
@@ -92,12 +93,15 @@ class Float8Linear(nn.Linear):
         float8_weight: the object that casts the weight and caches its scales.
         prepared_by: for each ``PrepareFloat8ModuleInput`` around the layer, the ``fqn`` of the
             first layer whose config it follows.
+        prepared_input: the amax history of a float8 input that the layer shares with others.
+            ``PrepareFloat8ModuleInput`` and ``share_input`` set it.
         histories: the amax history of each operand whose scaling is DELAYED, and the history of an
             input that ``PrepareFloat8ModuleInput`` casts by the layer's config.
         hidden_attributes: attributes of the nn.Linear that had the names of these.
     """
 
     prepared_by: frozenset[str] = frozenset()
+    prepared_input: AmaxHistory | None = None
     plain_class: ClassVar[type[nn.Linear]] = nn.Linear  # of the layer before its conversion
 
     def __init__(
@@ -276,7 +280,8 @@ class Float8Linear(nn.Linear):
             self.float8_weight.end_of_evaluation(weight)
         owner = self.float8_weight
         placements, histories = self.output_placements, self.histories
-        spec = LinearSpec(self.config, placements, fqn, histories, owner, training, transport)
+        how = self.prepared_input, transport
+        spec = LinearSpec(self.config, placements, fqn, histories, owner, training, *how)
         return float8_linear(input, weight, bias, weight_casts, spec)
 
     def extra_repr(self) -> str:

@@ -374,7 +374,8 @@ def note_gemm(
     """Add a GEMM to the active recordings; arguments as in :func:`fp8_dist.scaling.multiply`."""
     if not _recordings:
         return
-    copies = [Float8Tensor.of(each, out_dtype).clone() for each in matrices(left, right, turn)]
+    operands = matrices(left, right, turn)
+    copies: list[Any] = [Float8Tensor.of(each, out_dtype).clone() for each in operands]
     # FSDP2 frees the scales that it gathers with stored weights, and copies share 0-dim scales.
     a, b = (each.rewrap(scale=tuple([s.clone() for s in each.scales])) for each in copies)
     for records in _recordings.values():

@@ -49,6 +49,7 @@ class LinearSpec(NamedTuple):
     histories: Mapping[str, AmaxHistory]
     owner: Owner  # the layer's float8_weight
     training: bool  # whether a backward may follow the forward
+    prepared_input: AmaxHistory | None  # the amax history of an input that layers share
     reduce_transport: Encoding = None  # of the sums of the output and of grad_input
 
 
@@ -183,7 +184,10 @@ def prepare_operand(
     """
     high = local_tensor(tensor)
     if isinstance(high, Float8Tensor):
-        amaxes = _amaxes_of_prepared(high, spec)
+        amaxes: Amaxes = {}
+        if spec.prepared_input is not None and spec.training:
+            value = spec.prepared_input.last_of(scales_of(high)[0])
+            amaxes = {} if value is None else {PREPARED_INPUT: value}
         if is_observed():
             tensor = with_local(tensor, observe_prepared_use(spec.owner, high))
         return dict.fromkeys(gemms, _moved(tensor, placements)), amaxes
@@ -264,17 +268,6 @@ def _copies(
     if is_observed():
         made = observe_copies(spec.owner, operand, local_tensor(matrix), made, is_input)
     return made, amaxes
-
-
-def _amaxes_of_prepared(input: Float8Tensor, spec: LinearSpec) -> Amaxes:
-    """The amax of an input that was cast before the layer's forward, by one of its histories."""
-    amaxes: Amaxes = {}
-    for name in (PREPARED_INPUT, "input") if spec.training else ():
-        history = spec.histories.get(name)
-        value = None if history is None else history.take_last(scales_of(input)[0])
-        if value is not None:
-            amaxes[name] = value
-    return amaxes
 
 
 def cast_input(x: torch.Tensor, plan: CastPlan, keeps: bool = False) -> Copies:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.cast import Copies, cast_by, cast_copies, statistics_of
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import fuses_casts, is_captured, keep_for_current_stream
-from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.observing import is_observed, observe_copies
 from fp8_dist.linear.operands import Recast, WeightCasts
@@ -108,7 +108,6 @@ class Float8Weight(StoredWeight):
         # If set, no cast of the unsharded parameter may outlive it.
         self.is_exchanged = False
         self.made: torch.cuda.Event | None = None
-        self._recorded_in: int | None = None  # the last backward that recorded amaxes
 
     def __reduce__(self) -> Any:
         return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
@@ -469,18 +468,16 @@ class Float8Weight(StoredWeight):
 
         That of the weight is the one of its last cast.
         """
-        now, parameter = backward_id(), self.parameter()
-        if now != self._recorded_in and parameter.is_leaf and parameter.requires_grad:
-            # A layer that is called several times has no gradient before the last of its backwards.
-            self._recorded_in = now
-            if not self.has_gradient():
-                self.forget_recorded()
-        history = self.history
+        parameter, history = self.parameter(), self.history
+        is_trained = parameter.is_leaf and parameter.requires_grad
+        backward = backward_id() if is_trained else None
+        begins = is_trained and not self.has_gradient()
         if history is not None and history.last is not None:
             # It may be from FSDP2's stream, which waits for this one before it makes another.
             amaxes = {**amaxes, "weight": history.last}
         for name, value in amaxes.items():
-            self._histories[name].record(value)
+            shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
+            (shared or self._histories[name]).record(value, backward, begins)
 
     def forget_recorded(self) -> None:
         """Drop the amaxes that were recorded since the last sync."""

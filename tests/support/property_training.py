@@ -228,6 +228,10 @@ class World:
                 if name.removesuffix("_scale_inv") not in stored:
                     theirs.copy_(full(mine[name]))
 
+    def is_frozen(self) -> bool:
+        """Whether some weights are frozen."""
+        return not all(parameter.requires_grad for parameter in self.net.parameters())
+
     def run(self, training: bool, accumulates: bool = False, compiled: bool = False) -> None:
         """A pass of the model beside the twin's.
 
@@ -240,6 +244,9 @@ class World:
         self.passes += 1
         if not accumulates:
             self.net.zero_grad()
+            if self.case.recipe == "delayed" and self.is_frozen():
+                # That these gradients are gone is not noticed where weights are frozen.
+                self.both(invalidate_float8_scales)
             self.of_twin: list[list[torch.Tensor | None]] = []
             self.tokens: list[torch.Tensor] = []
         own = self.rank // self.tp
@@ -516,8 +523,7 @@ def micro_batches(world: World) -> None:
 def dry_run(world: World) -> None:
     """A pass whose gradients are thrown away, of huge values. The twin has none."""
     net, way = world.net, (world.case.seed + world.passes) % 4
-    frozen = not all(parameter.requires_grad for parameter in net.parameters())
-    if world.case.recipe == "delayed" and frozen:
+    if world.case.recipe == "delayed" and world.is_frozen():
         way = 3  # what layers with frozen weights record is only dropped by invalidate
     size = 10.0 ** (4 + (7 * world.case.seed + world.passes) % 17)
     replica = world.rank // world.tp
