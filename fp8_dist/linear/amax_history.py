@@ -25,10 +25,11 @@ steps. Therefore:
 * A gradient may be thrown away after the backward (``zero_grad``). So when a backward finds that
   the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone.
 
-Not noticed are gradients that are set to zero instead of None, and passes of layers with a frozen
-weight that are thrown away: :func:`fp8_dist.invalidate_float8_scales` drops what was recorded since
-the last sync. A compiled graph can't see which gradients a backward was asked for, so there each
-backward counts, until its gradients are gone.
+Not noticed are gradients that are set to zero instead of None or taken by hooks of the weight, and
+passes of layers with a frozen weight that are thrown away:
+:func:`fp8_dist.invalidate_float8_scales` drops what was recorded since the last sync. A compiled
+graph can't see which gradients a backward was asked for, so there each backward counts, until its
+gradients are gone.
 """
 
 import math

@@ -30,6 +30,7 @@ from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     carry_attributes,
     dtensor_local,
+    has_hooks_after_accumulation,
     is_plain,
     set_dtensor_local,
 )
@@ -186,11 +187,14 @@ class LayerParameter:
         """Whether it is a parameter of the module, neither parametrized nor flattened."""
         return self.name in self.module._parameters and self.parameter().ndim >= 2
 
-    def has_gradient(self) -> bool:
-        """Whether a gradient has been accumulated for the parameter."""
-        held = (self.parameter(), self.sharded)
-        if any(each is not None and each.grad is not None for each in held):
-            return True
+    def may_have_gradient(self) -> bool:
+        """Whether a gradient was accumulated for the parameter, or a hook may have taken it.
+
+        Hooks accumulate gradients elsewhere, in fp32 for instance.
+        """
+        for each in (self.parameter(), self.sharded):
+            if each is not None and (each.grad is not None or has_hooks_after_accumulation(each)):
+                return True
         return self.waits_in_fsdp is not None and self.waits_in_fsdp()
 
     def shard(self) -> torch.Tensor:

@@ -471,7 +471,7 @@ class Float8Weight(StoredWeight):
         parameter, history = self.parameter(), self.history
         is_trained = parameter.is_leaf and parameter.requires_grad
         backward = backward_id() if is_trained else None
-        begins = is_trained and not self.has_gradient()
+        begins = is_trained and not self.may_have_gradient()
         if history is not None and history.last is not None:
             # It may be from FSDP2's stream, which waits for this one before it makes another.
             amaxes = {**amaxes, "weight": history.last}

@@ -244,6 +244,20 @@ def test_a_layer_that_is_called_twice_records_both_calls() -> None:
         linear.zero_grad()
 
 
+def test_gradients_that_a_hook_accumulates_elsewhere() -> None:
+    linear, sums = layer(), []
+
+    def take(weight: torch.Tensor) -> None:
+        sums.append(weight.grad)
+        weight.grad = None
+
+    linear.weight.register_post_accumulate_grad_hook(take)
+    for factor in (3.0, 1.0):
+        linear(torch.ones(6, 32) * factor).sum().backward()
+    assert len(sums) == 2
+    assert recorded(linear)[".input"] == 3.0
+
+
 def test_a_frozen_weight_records_each_backward() -> None:
     linear = layer()
     linear.weight.requires_grad_(False)
