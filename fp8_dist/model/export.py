@@ -348,7 +348,12 @@ def float8_stream(
     Without ``gather``, tensors of distributed parameters are DTensors. ``keeps``: whether this rank
     gets tensors. For all else see :func:`iter_float8_weights`, whose errors this call raises.
     """
-    model, names = unwrapped(model), names or {}
+    model, names = unwrapped(model), {} if names is None else names
+    if not (isinstance(names, Mapping) or callable(names)):
+        raise TypeError(
+            f"{caller}: names is {names!r}; pass a dict from names of the model to those of the "
+            "server, or a function of a name"
+        )
     weights, blocks = checked_weights(model, caller)
     gathered_as = {
         user: parameter.param_dtype

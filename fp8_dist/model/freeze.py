@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.weight import Float8Weight, float8_weights, weights_of
-from fp8_dist.moe.experts import FilterFn, is_of_transformers
+from fp8_dist.moe.experts import FilterFn, check_arguments, is_of_transformers
 from fp8_dist.torch_internals import (
     fsdp_groups,
     fsdp_parameters,
@@ -66,6 +66,7 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             or its recipe casts it twice, or not at all.
         TypeError: ``module`` is not an nn.Module.
     """
+    check_arguments("freeze_to_float8", module, module_filter_fn)
     weights = weights_of_model(module, "freeze_to_float8")
     chosen = {
         fqn: weight
