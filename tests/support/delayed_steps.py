@@ -174,8 +174,8 @@ def set_to_zero(net: nn.Module, run: Run, x: torch.Tensor) -> None:
 DRY_RUNS: tuple[Callable[[nn.Module, Run, torch.Tensor], None], ...] = (
     forward_only,
     gradient_of_the_input,
-    thrown_away,
     set_to_zero,
+    thrown_away,
 )
 
 
@@ -195,7 +195,7 @@ def disturbed_steps(
         def disturb(
             *kinds: Callable, net: Net = net, run: Run = run, now: bool = disturbed
         ) -> None:
-            for kind, value in zip(kinds, (1e20, math.nan, 1e-3, 1e4), strict=False):
+            for kind, value in zip(kinds, (1e20, math.nan, 1e4, 1e5), strict=False):
                 if now:
                     kind(net, run, torch.full((2, 4, 64), value, requires_grad=True))
 
