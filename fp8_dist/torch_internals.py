@@ -9,6 +9,7 @@ A release of torch may rename any of them. An error or warning then names it, an
   not depend on it: a warning that says what is off or slower.
 """
 
+import gc
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.nn as nn
 from torch.autograd import forward_ad
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, is_available, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
@@ -384,6 +385,16 @@ def remove_state_hooks(module: nn.Module, hooks: set[Any]) -> None:
                 del held[number]
 
 
+def parameters_of_ddp() -> set[int]:
+    """The ids of the parameters of all modules that DistributedDataParallel wraps."""
+    if not (is_available() and is_initialized()):
+        return set()
+    kinds = (DistributedDataParallel,)
+    models = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    inner = [model._modules.get("module") for model in models]
+    return {id(p) for module in inner if module is not None for p in module.parameters()}
+
+
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -602,6 +613,24 @@ def _has_unreduced(group: Any, parameter: Any) -> bool:
         getattr(group, "_partial_reduce_output", None),  # of HSDP
     )
     return any(each is not None for each in waiting)
+
+
+def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether any of these parameters may have a gradient, also one that FSDP or a hook holds."""
+    held = {
+        id(parameter._unsharded_param): parameter.sharded_param.grad is not None
+        or _has_unreduced(group, parameter)
+        for group in fsdp_groups()
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    }
+    return any(
+        leaf.grad is not None
+        or has_hooks_after_accumulation(leaf)
+        or getattr(leaf, "_saved_grad_shard", None) is not None  # of FSDP1
+        or held.get(id(leaf), False)
+        for leaf in leaves
+    )
 
 
 def fsdp_gather_without_hooks(users: set[tuple[nn.Module, str]]) -> None:

@@ -23,13 +23,14 @@ steps. Therefore:
   the forward. Forwards whose backward does not run leave nothing, and neither do backwards for the
   gradients of inputs alone.
 * A gradient may be thrown away after the backward (``zero_grad``). So when a backward finds that
-  the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone.
+  the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone. If
+  the weight is frozen or computed, the parameters that get gradients tell.
 
-Not noticed are gradients that are set to zero instead of None or taken by hooks of the weight, and
-passes of layers with a frozen weight that are thrown away:
-:func:`fp8_dist.invalidate_float8_scales` drops what was recorded since the last sync. A compiled
-graph can't see which gradients a backward was asked for, so there each backward counts, until its
-gradients are gone.
+Not noticed are gradients that are set to zero instead of None or taken by hooks, and passes of
+layers without a backward: :func:`fp8_dist.invalidate_float8_scales` drops what was recorded since
+the last sync. Code that takes gradients from ``.grad`` itself, or asks ``torch.autograd.grad`` for
+them, begins anew with each pass. A compiled graph sees neither which gradients a backward was asked
+for nor those of other parameters than its weights.
 """
 
 import math
@@ -145,8 +146,8 @@ class AmaxHistory:
         """Record the amax of a pass that counts.
 
         Args:
-            backward: the number of the backward; ``None`` if the layer's weight is frozen.
-            begins: whether the weight has no gradient yet.
+            backward: the number of the backward; ``None`` if ``begins`` is not known.
+            begins: whether the pass begins to accumulate gradients.
         """
         if backward not in (None, self._recorded_in):
             # A layer that is called several times has no gradient before the last of its backwards.

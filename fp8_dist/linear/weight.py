@@ -23,6 +23,7 @@ there. Compiled graphs and selective activation checkpointing query them by oper
 On a GPU a graph measures a weight that is not distributed itself.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ from fp8_dist.torch_internals import (
     innermost,
     is_exporting,
     is_selectively_checkpointed,
+    parameters_of_ddp,
     set_dtensor_local,
     storage_address,
 )
@@ -463,21 +465,24 @@ class Float8Weight(StoredWeight):
             history.statistic = None
         return history
 
-    def record_amaxes(self, amaxes: dict[str, torch.Tensor]) -> None:
+    def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:
         """Record the amaxes of a pass in its backward, by history; see Note [Passes that count].
 
         That of the weight is the one of its last cast.
+
+        ``begins``: whether the pass begins to accumulate gradients. ``None``: if the weight is
+        trained, its own gradient tells; otherwise nothing is known.
         """
         parameter, history = self.parameter(), self.history
-        is_trained = parameter.is_leaf and parameter.requires_grad
-        backward = backward_id() if is_trained else None
-        begins = is_trained and not self.may_have_gradient()
+        if begins is None and parameter.is_leaf and parameter.requires_grad:
+            begins = not self.may_have_gradient()
+        backward = None if begins is None else backward_id()
         if history is not None and history.last is not None:
             # It may be from FSDP2's stream, which waits for this one before it makes another.
             amaxes = {**amaxes, "weight": history.last}
         for name, value in amaxes.items():
             shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
-            (shared or self._histories[name]).record(value, backward, begins)
+            (shared or self._histories[name]).record(value, backward, bool(begins))
 
     def forget_recorded(self) -> None:
         """Drop the amaxes that were recorded since the last sync."""
@@ -569,11 +574,24 @@ def unwrap_weights(weights: Iterable[Float8Weight]) -> None:
     _change_type(weights, lambda tensor, name: Float8Weight.gather_type.unwrap(tensor))
 
 
+def warn_of_ddp(weights: Iterable[Float8Weight]) -> None:
+    """Warn if DDP knows parameters that are about to be replaced: it would not reduce new ones."""
+    known = parameters_of_ddp()
+    if held := [weight for weight in weights if id(weight.parameter()) in known]:
+        warnings.warn(
+            f"{held[0].fqn}.{held[0].name} becomes another parameter, whose gradient the "
+            "DistributedDataParallel that was made before does not reduce: wrap the model in a new "
+            "one, or convert it before it is wrapped",
+            stacklevel=4,
+        )
+
+
 def _change_type(
     weights: Iterable[Float8Weight], of: Callable[[torch.Tensor, str], torch.Tensor]
 ) -> None:
     """Replace the local tensor of each weight by ``of(tensor, name)``, on the same storage."""
     new: dict[int, torch.Tensor] = {}  # by the id of the parameter that each one replaces
+    plain: list[tuple[Float8Weight, torch.Tensor]] = []
     earlier = {(module, name, _place(old)): old for module, name, old in replaced_parameters()}
     for weight in weights:
         old = weight.parameter()
@@ -585,6 +603,10 @@ def _change_type(
             set_dtensor_local(old, tensor)
             weight.cache.reset()
             continue
+        plain.append((weight, tensor))
+    warn_of_ddp([weight for weight, _ in plain])
+    for weight, tensor in plain:
+        old = weight.parameter()
         if id(old) not in new:  # modules may share a parameter
             made = earlier.get((weight.module, weight.name, _place(tensor)), nn.Parameter(tensor))
             made.requires_grad_(old.requires_grad)

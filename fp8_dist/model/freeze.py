@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from fp8_dist.fsdp.weight import weights_of_model
-from fp8_dist.linear.weight import Float8Weight, float8_weights, weights_of
+from fp8_dist.linear.weight import Float8Weight, float8_weights, warn_of_ddp, weights_of
 from fp8_dist.moe.experts import FilterFn, check_arguments, is_of_transformers
 from fp8_dist.torch_internals import (
     fsdp_groups,
@@ -130,6 +130,7 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
                 f"unfreeze_from_float8: {fqn} is sharded by FSDP2, which goes on gathering its "
                 "bytes; unfreeze before fully_shard, or load its state dict into another model"
             )
+    warn_of_ddp(stored.values())
     made: dict[int, nn.Parameter] = {}
     for weight in stored.values():
         key = id(weight.parameter())

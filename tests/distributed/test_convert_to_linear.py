@@ -1,6 +1,10 @@
 """convert_to_linear on meshes: what was converted trains on as if it had never been."""
 
+import gc
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -154,6 +158,34 @@ def test_ddp_reduces_what_was_unfrozen() -> list[str]:
     for each in sums.values():
         dist.all_reduce(each)
     return [n for n, p in net.named_parameters() if not same_bits(sums[n], 2 * p.detach())]
+
+
+def warned_of_ddp(change: Callable[[nn.Module], object], net: nn.Module) -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        change(net)
+    return any("that was made before does not reduce" in str(each.message) for each in caught)
+
+
+@on_ranks(2, returns=None)
+def test_ddp_of_before_does_not_reduce_what_was_replaced() -> None:
+    gathered = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+    for config in (Float8LinearConfig(), gathered):
+        net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        convert = partial(convert_to_float8_training, config=config)
+        model = DistributedDataParallel(net)
+        assert warned_of_ddp(convert, model.module) is (config is gathered)
+        convert_to_linear(net)
+        convert(net)
+        model = DistributedDataParallel(net)
+        assert warned_of_ddp(convert_to_linear, net) is (config is gathered)
+        model = DistributedDataParallel(convert(net))
+        freeze_to_float8(model.requires_grad_(False))
+        assert warned_of_ddp(unfreeze_from_float8, net)
+        del model
+        gc.collect()
+        freeze_to_float8(net)
+        assert not warned_of_ddp(unfreeze_from_float8, net)
 
 
 class Experts(nn.Module):

@@ -28,6 +28,7 @@ from delayed_steps import (
 )
 from nets import Net
 from reference import float8_gemms, raised, same_bits
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fp8_dist.text
@@ -258,14 +259,37 @@ def test_gradients_that_a_hook_accumulates_elsewhere() -> None:
     assert recorded(linear)[".input"] == 3.0
 
 
-def test_a_frozen_weight_records_each_backward() -> None:
-    linear = layer()
-    linear.weight.requires_grad_(False)
-    for factor in (3.0, 1.0):
-        linear((torch.ones(6, 32) * factor).requires_grad_()).sum().backward()
-    assert recorded(linear)[".input"] == 3.0
+@pytest.mark.parametrize("how", ["frozen", "of an adapter", "computed"])
+def test_weights_whose_own_gradient_tells_nothing(how: str) -> None:
+    linear, adapter = layer(), nn.Linear(32, 48)
+    if how == "computed":
+        weight_norm(linear)
+    else:
+        linear.weight.requires_grad_(False)
+    run = linear if how != "of an adapter" else lambda x: linear(x) + adapter(x)
+    before = nn.Linear(32, 32)  # something to train below it
+    net = nn.ModuleList([linear, adapter, before])
+    passes: list[float] = []
+    for factors in ((1e9, 1e3), (3.0, 2.0, 1.0)):
+        net.zero_grad()  # of the passes before
+        passes = [before(torch.ones(6, 32) * f).abs().max().item() for f in factors]
+        for factor in factors:
+            run(before(torch.ones(6, 32) * factor)).sum().backward()
+            run(before(torch.ones(6, 32) * 1e9))
+            torch.autograd.grad(run(x := torch.full((6, 32), 1e9, requires_grad=True)).sum(), x)
+    assert recorded(linear)[".input"] == max(passes)
     invalidate_float8_scales(linear)
     assert set(recorded(linear).values()) == {None}
+
+
+def test_a_layer_without_a_backward_records_in_its_forward() -> None:
+    linear = layer().requires_grad_(False)
+    for factor in (3.0, 1.0):
+        linear(torch.ones(6, 32) * factor)
+    assert recorded(linear)[".input"] == 3.0
+    with torch.no_grad():
+        linear(torch.full((6, 32), 1e9))
+    assert recorded(linear)[".input"] == 3.0
 
 
 @pytest.mark.parametrize("cache", [False, True])
