@@ -8,11 +8,12 @@ times its scales. What else an entry could mean is refused, by name.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import torch
 import torch.nn as nn
@@ -35,7 +36,13 @@ _FLOAT8 = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-_FLOAT = ("F64", "F32", "F16", "BF16", *_FLOAT8)
+_FLOAT = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    **_FLOAT8,
+}
 _SMALL = ("F8", "F6", "F4")  # how those of a byte or less begin
 # Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
 _SCALES = ("_scale_inv", "_scale")
@@ -65,7 +72,7 @@ class _Files(dict[str, Any]):
         super().__init__(entries)
         self.companions: dict[str, list[str]] = {}
         for key in entries:
-            begins = [key[: each.start()] for each in re.finditer("_", key)]
+            begins = [key[: each.start()] for each in re.finditer("[._]", key)]
             for owner in begins:
                 rest = key[len(owner) :]
                 is_companion = owner in entries and ("scal" in rest or "zero_point" in rest)
@@ -217,30 +224,61 @@ def _damaged(path: Path, error: object) -> ValueError:
 
 
 class Float8Entry(NamedTuple):
-    """An entry in float8 of safetensors files, and its scales."""
+    """An entry in float8 of a checkpoint, and its scales."""
 
     dtype: torch.dtype
     scales: str
     shape: tuple[int, ...]  # of the scales
 
 
-def float8_entries(files: Sequence[str]) -> dict[str, Float8Entry]:
-    """Return the entries of safetensors files that are no weights without their scales.
+def float8_entries(
+    files: Sequence[str], tensor_of: Callable[[str], torch.Tensor | None]
+) -> dict[str, Float8Entry]:
+    """Return the entries of a checkpoint that are no weights without their scales.
+
+    Args:
+        files: safetensors files, or those of ``torch.save``.
+        tensor_of: returns the tensor of a model that other code fills with an entry as it is.
 
     Raises:
-        ValueError: an entry has no scales, or its data is not known.
+        ValueError: an entry in float8 has no scales, or its data is not known; or another is not
+            known to have the values of its tensor.
     """
-    opened = _opened([Path(each) for each in files if each.endswith(".safetensors")])
+    saved = [each for each in files if not each.endswith(".safetensors")]
+    entries = {**_opened([Path(each) for each in files if each not in saved])}
+    for path in saved:
+        mapped = is_zipfile(path)  # the headers of older files are read with the data
+        values = torch.load(path, map_location="meta", mmap=mapped, weights_only=True)
+        entries |= {k: _Header(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
+    opened = _Files(entries)
     of_others = {key for each in opened.companions.values() for key in each}
+    tensors = {key: into for key in opened if (into := tensor_of(key)) is not None}
     found = {}
     for key in opened:
-        kind = opened.dtype(key)
-        is_coded = kind.startswith(_SMALL) or (kind not in _FLOAT and key in opened.companions)
+        kind, tensor = opened.dtype(key), tensors.get(key)
+        is_coded = kind.startswith(_SMALL) or (
+            tensor is None and kind not in _FLOAT and key in opened.companions
+        )
         if is_coded and not (key in of_others and kind == "F8_E8M0"):
             scales, dtype = opened.scales(key), opened.float8(key)
             assert dtype is not None
-            found[key] = Float8Entry(dtype, scales, tuple(opened[scales].get_shape()))
+            found[key] = Float8Entry(dtype, scales, opened.shape(scales))
+        elif tensor is not None:
+            _check_values(key, tensor.dtype, opened, tensors)
     return found
+
+
+class _Header(NamedTuple):
+    """An entry of a file of ``torch.save``, as safetensors shows those that are not read."""
+
+    tensor: torch.Tensor
+
+    def get_dtype(self) -> str:
+        names = {dtype: name for name, dtype in _FLOAT.items()}
+        return names.get(self.tensor.dtype, str(self.tensor.dtype))
+
+    def get_shape(self) -> torch.Size:
+        return self.tensor.shape
 
 
 def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -331,22 +369,15 @@ def _check(part: _Part, files: _Files, own: set[str]) -> None:
         raise ValueError(
             f"load_float8_checkpoint: {name} is on the meta device; call model.to_empty first"
         )
-    holds_codes = is_float8(tensor.dtype)  # a layer of other code, with a tensor for its scales
-    are_coded = any(files.float8(entry.key) for entry in entries) and not holds_codes
+    are_coded = any(files.float8(entry.key) for entry in entries) and not is_float8(tensor.dtype)
     for entry in entries:
-        key, shape, kind = entry.key, files.shape(entry.key), files.dtype(entry.key)
+        key, shape = entry.key, files.shape(entry.key)
         if (*(1,) * (len(entry.size) - len(shape)), *shape) != entry.size:
             raise ValueError(
                 f"load_float8_checkpoint: {key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
             )
-        fits = (kind in _FLOAT) == tensor.is_floating_point()
-        if not (files.float8(key) is tensor.dtype if holds_codes else fits):
-            raise ValueError(
-                f"load_float8_checkpoint: {key} is in {kind} in the checkpoint, and in "
-                f"{tensor.dtype} in the model; codes and integers are not read as values. "
-                "Dequantize the checkpoint with the library that wrote it"
-            )
+        _check_values(key, tensor.dtype, files, own)
         if are_coded and weight is not None and weight.is_stored:
             _first_block(weight, entry)
         if are_coded and files.float8(key):
@@ -354,12 +385,27 @@ def _check(part: _Part, files: _Files, own: set[str]) -> None:
                 _stored_scales(weight, entry, files)
             else:
                 _blocks_of(entry, files)
-        elif others := [each for each in files.companions.get(key, ()) if each not in own]:
-            raise ValueError(
-                f"load_float8_checkpoint: {key} is in {kind}, and the checkpoint has "
-                f"{_some(others)} too; whether its values are to be multiplied is not known. "
-                "Remove the scales from the checkpoint"
-            )
+
+
+def _check_values(key: str, dtype: torch.dtype, files: _Files, own: Container[str]) -> None:
+    """Check that an entry has the values of a tensor of this dtype, or is in float8.
+
+    ``own``: the entries that are tensors of the model.
+    """
+    kind, holds_codes = files.dtype(key), is_float8(dtype)  # codes: for a layer of other code
+    fits = (kind in _FLOAT) == dtype.is_floating_point
+    if not (files.float8(key) is dtype if holds_codes else fits):
+        raise ValueError(
+            f"{key} is in {kind} in the checkpoint, and in {dtype} in the model; codes and "
+            "integers are not read as values. Dequantize the checkpoint with the library that "
+            "wrote it"
+        )
+    others = [each for each in files.companions.get(key, ()) if each not in own]
+    if others and (holds_codes or not files.float8(key)):
+        raise ValueError(
+            f"{key} is in {kind}, and the checkpoint has {_some(others)} too; whether its values "
+            "are to be multiplied is not known. Remove the scales from the checkpoint"
+        )
 
 
 def _load(part: _Part, files: _Files) -> None:

@@ -8,6 +8,7 @@ DTensors to layers, which tell float8 layers what their scales cover. Without gr
 local tensors to every ``nn.Linear``; the styles here pass DTensors to float8 layers then, too.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -117,7 +118,8 @@ class Fp8DistConfig(QuantizationConfigMixin):
         ValueError: no recipe has this name, or its weights can't be gathered in float8 as
             requested. ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches
             no module, if a checkpoint has weights in float8 that ``freeze`` does not store, or
-            that have no scales or others than the recipe, if ``convert_to_float8_training`` or
+            that have no scales or others than the recipe, if it has integers for a weight, or
+            scales for one in high precision, if ``convert_to_float8_training`` or
             ``rewrap_float8_weights`` refuses the model, or if ``DistributedConfig(tp_plan={...})``
             sets a style for unconverted layers.
         NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
@@ -187,7 +189,9 @@ class Fp8DistQuantizer(HfQuantizer):
             )
         if not self.converts_later:
             self._convert(model)
-        stored = float8_entries(kwargs.get("checkpoint_files") or [])
+        state, name_of = model.state_dict(), _renaming(model)
+        files = kwargs.get("checkpoint_files") or []
+        stored = float8_entries(files, lambda key: state.get(name_of(key)))
         if self.quantization_config.freeze:
             self._freeze(model, stored)
         elif stored:
@@ -220,7 +224,8 @@ class Fp8DistQuantizer(HfQuantizer):
         weights = float8_weights(model)
         for weight in weights.values():
             weight.parameter().requires_grad_(False)
-        entries = _by_name_in(model, stored)
+        name_of = _renaming(model, converts=False)
+        entries = {name_of(key): entry for key, entry in stored.items()}
         found = {weights[fqn].module for fqn in entries if fqn in weights}
         if experts := [fqn for fqn, part in float8_experts(model).items() if stored]:
             raise NotImplementedError(
@@ -298,18 +303,23 @@ class Fp8DistQuantizer(HfQuantizer):
         return True
 
 
-def _by_name_in(model: PreTrainedModel, entries: dict[str, Float8Entry]) -> dict[str, Float8Entry]:
-    """Return entries of a checkpoint by the names that transformers gives them in the model."""
-    if not entries or not _RENAMES:
-        return entries
-    renamings = [
-        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)
-    ]
+def _renaming(model: PreTrainedModel, converts: bool = True) -> Callable[[str], str]:
+    """Return a function from names in a checkpoint to those that transformers gives them.
+
+    With ``converts``, entries have the names of the tensors that they are parts of.
+    """
+    if not _RENAMES:
+        return str
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if each not in renamings] if converts else []
     prefix, state = model.base_model_prefix, model.state_dict()
-    return {
-        rename_source_key(key, renamings, [], prefix, state)[0]: entry
-        for key, entry in entries.items()
-    }
+
+    def name_of(key: str) -> str:
+        name, _ = rename_source_key(key, renamings, converters, prefix, state)
+        return name if name in state else rename_source_key(key, [], [], prefix, state)[0]
+
+    return name_of
 
 
 def _check_names(model: nn.Module, names: list[str]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fp8_dist import (
     Float8Linear,
@@ -494,3 +494,91 @@ def test_codes_of_another_dtype(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=Fp8DistConfig(freeze=True)
         )
+
+
+def one_coded(kind: str, dtype: torch.dtype, scales: str, folder: Path, file: str) -> Files:
+    """Write a checkpoint that has codes of one weight of a layer or of an expert."""
+    source: Any = build(kind)
+    source.save_pretrained(folder)
+    entries = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    name = next(name for name, value in entries.items() if "down_proj" in name and value.ndim == 2)
+    scale = entries[name].abs().amax() / 100
+    entries[name] = (entries[name] / scale).to(dtype)
+    entries |= {name.replace("weight", scales): scale, "position_ids": torch.arange(4)}
+    if file.endswith(".bin"):
+        torch.save(entries, folder / file)
+    else:
+        save_file(entries, folder / file, metadata={"format": "pt"})
+    return entries
+
+
+INTEGERS = "in the model; codes and integers are not read as values"
+FACTORS = "whether its values are to be multiplied is not known"
+SAFE, BIN = "model.safetensors", "pytorch_model.bin"
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "file", "dtype", "scales", "text"),
+    [
+        ("llama", SAFE, torch.int8, "SCB", INTEGERS),
+        ("llama", SAFE, torch.int16, "weight_scale", INTEGERS),
+        ("llama_base", SAFE, torch.int8, "scales", INTEGERS),
+        ("qwen3_moe", SAFE, torch.int8, "scales", INTEGERS),
+        ("llama", BIN, torch.int8, "SCB", INTEGERS),
+        ("llama", SAFE, torch.bfloat16, "weight_scale", FACTORS),
+        ("llama_base", SAFE, torch.bfloat16, "weight_scale_inv", FACTORS),
+        ("qwen3_moe", SAFE, torch.bfloat16, "weight_scale", FACTORS),
+        ("llama", SAFE, torch.float16, "weight.scale", FACTORS),
+        ("llama", BIN, torch.bfloat16, "weight_scale", FACTORS),
+        ("llama", BIN, torch.float8_e4m3fn, "SCB", "is in float8, and the checkpoint has no"),
+    ],
+)
+def test_codes_are_not_loaded_as_values(
+    tmp_path: Path,
+    kind: str,
+    file: str,
+    dtype: torch.dtype,
+    scales: str,
+    text: str,
+    freeze: bool,
+) -> None:
+    """Names are those of the model, of the model without its head, or of single experts."""
+    one_coded(kind, dtype, scales, tmp_path, file)
+    fp8 = Fp8DistConfig(freeze=freeze)
+    with pytest.raises(ValueError, match=text):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=fp8)
+
+
+def test_float8_of_other_files(tmp_path: Path) -> None:
+    entries = one_coded("llama", torch.float8_e4m3fn, "weight_scale", tmp_path, BIN)
+    with pytest.raises(ValueError, match="is in float8 in the checkpoint, and would be loaded"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=Fp8DistConfig())
+    fp8 = Fp8DistConfig(freeze=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=fp8)
+    name, scale = next((name, scale) for name, scale in entries.items() if "_scale" in name)
+    codes = entries[name.removesuffix("_scale")]
+    layer = model.get_submodule(name.removesuffix(".weight_scale"))
+    assert same_bits(dequantized(layer), codes.float() * scale)
+
+
+class Counting(LlamaForCausalLM):
+    """A model with integers, some of which have a scale in the model."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("table", torch.arange(4, dtype=torch.int8))
+        self.register_buffer("table_scale", torch.ones(4))
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_integers_of_a_model_are_loaded(tmp_path: Path, safe: bool) -> None:
+    source = Counting(build("llama").config)
+    source.table += 3
+    source.save_pretrained(tmp_path)
+    if not safe:
+        torch.save(load_file(tmp_path / SAFE), tmp_path / BIN)
+        (tmp_path / SAFE).unlink()
+    model = Counting.from_pretrained(tmp_path, quantization_config=Fp8DistConfig())
+    assert torch.equal(model.table, source.table)
