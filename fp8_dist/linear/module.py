@@ -2,11 +2,13 @@
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, lru_cache, partial
-from types import MethodType, new_class
+from types import CellType, FrameType, MethodType, TracebackType, new_class
 from typing import Any, ClassVar
+from weakref import WeakMethod, getweakrefs
 
 import torch
 import torch.nn as nn
@@ -433,16 +435,26 @@ def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str)
 
 
 def change_class(layer: nn.Module, new: type) -> None:
-    """Change the class of a layer; bound ``forward`` methods in its attributes follow."""
+    """Change the class of a layer; bound ``forward`` methods that it keeps itself follow."""
     bound = _bound_forwards(layer)
     layer.__class__ = new
-    for name in bound:
-        vars(layer)[name] = MethodType(type(layer).forward, layer)
+    forward = MethodType(new.forward, layer)  # type: ignore[attr-defined]
+    for namespace, name in bound:
+        namespace[name] = forward
 
 
-def _bound_forwards(layer: nn.Module) -> list[str]:
-    """The names of attributes of a layer that are its class's ``forward``, bound to it."""
-    return [name for name, value in vars(layer).items() if _is_forward_of(layer, value)]
+def _bound_forwards(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where a layer keeps the ``forward`` of its class, bound to it: namespaces, and names there.
+
+    They are its attributes and, for its signature, those of accelerate's wrapper.
+    """
+    own = vars(layer)
+    return [
+        (namespace, name)
+        for namespace in (own, getattr(own.get("forward"), "__dict__", {}))
+        for name, value in namespace.items()
+        if _is_forward_of(layer, value)
+    ]
 
 
 def _is_forward_of(layer: nn.Module, value: object) -> bool:
@@ -479,15 +491,42 @@ _REFERENCES = sys.getrefcount(_Example.forward)
 def with_forward_held(layers: Collection[nn.Module]) -> set[nn.Module]:
     """The layers whose bound method ``forward`` other objects hold: a list, a closure, a partial.
 
-    It would go on calling the function of the class that the layer has now. (Layers that hold one
-    themselves are left out: accelerate's hooks refer to it for its signature.)
+    It would go on calling the function of the class that the layer has now. A method is held if it
+    has more references than those that follow (:func:`change_class`), and those of frames that an
+    exception has left, which call nothing any more. A WeakMethod makes a method of a function.
     """
+    held = {
+        layer
+        for layer in layers
+        for ref in getweakrefs(layer)
+        if isinstance(ref, WeakMethod) and _is_forward_of(layer, ref())
+    }
     if all(sys.getrefcount(type(layer).forward) == _REFERENCES for layer in layers):
-        return set()
+        return held
     gc.collect()
-    bound = gc.get_referrers(*{type(layer).forward for layer in layers})
-    held = {id(each.__self__) for each in bound if isinstance(each, MethodType)}
-    return {layer for layer in layers if id(layer) in held and not _bound_forwards(layer)}
+    known = _references_of_left_frames()
+    known.update(id(space[name]) for layer in layers for space, name in _bound_forwards(layer))
+    users = gc.get_referrers(*{type(layer).forward for layer in layers})
+    methods: list[Any] = [_Example().forward, *(each for each in users if type(each) is MethodType)]
+    del users
+    unheld, *counts = [sys.getrefcount(method) for method in methods]
+    found = zip(methods[1:], counts, strict=True)
+    owners = {id(each.__self__) for each, count in found if count > unheld + known[id(each)]}
+    return held | {layer for layer in layers if id(layer) in owners}
+
+
+def _references_of_left_frames() -> "Counter[int]":
+    """The number of references to each object, by id, of frames that were left by an exception."""
+    frames = {each.tb_frame for each in gc.get_objects() if type(each) is TracebackType}
+    running: FrameType | None = sys._getframe()
+    while running is not None:
+        frames.discard(running)
+        running = running.f_back
+    # Before Python 3.13, f_locals of a function is a dict that the frame keeps.
+    names = [frame.f_locals for frame in frames if frame.f_locals is not frame.f_globals]
+    variables = gc.get_referents(*frames)
+    cells = {id(each): each for each in variables if type(each) is CellType}
+    return Counter(map(id, variables + gc.get_referents(*cells.values(), *names)))
 
 
 def _checked(config: Float8LinearConfig | None) -> Float8LinearConfig:
@@ -620,14 +659,14 @@ def why_unconvertible(layer: nn.Module, known: type[nn.Module] = nn.Linear) -> s
         return f"its class {type(layer).__name__} has a forward of its own"
     if why := why_forward_is_kept(layer):
         return why
-    own = {*layer._parameters, *layer._buffers, *layer._modules}
-    own |= {n for n in _OWN_ATTRIBUTES if isinstance(getattr(type(layer), n, None), property)}
-    if taken := own.intersection(_OWN_ATTRIBUTES):
+    own = {*dir(type(layer)), *layer._parameters, *layer._buffers, *layer._modules}
+    own |= vars(layer).keys() - _OWN_ATTRIBUTES  # those can be hidden
+    if taken := own.intersection([*_OWN_ATTRIBUTES, *vars(Float8Linear)]).difference(dir(known)):
         return f"its {min(taken)} has the name of an attribute of Float8Linear"
     if known is nn.Linear:
         try:
             _float8_class(type(layer))  # type: ignore[arg-type]
-        except TypeError as error:
+        except Exception as error:
             return f"its class {type(layer).__name__} can't have subclasses: {error}"
     if not weight.dtype.is_floating_point:
         return f"its weight is {weight.dtype}, not floating point"

@@ -4,10 +4,12 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
+from weakref import WeakMethod
 
 import pytest
 import torch
@@ -108,7 +110,9 @@ def frozen_form(value: object) -> object:
         return Same(value), {key: Same(each) for key, each in value.items()}
     if isinstance(value, list):
         return Same(value), [*map(Same, value)]
-    return value if isinstance(value, MethodType) else Same(value)
+    if isinstance(value, MethodType):  # held itself, it would be called
+        return value.__func__, Same(value.__self__)
+    return Same(value)
 
 
 def snapshot(model: nn.Module, parameters: str = "same") -> dict[str, object]:
@@ -307,6 +311,9 @@ HOLDERS: dict[str, Callable[[nn.Linear], object]] = {
     "closure": closure,
     "partial": lambda layer: partial(layer.forward),
     "attribute": lambda layer: setattr(model := nn.Module(), "call", layer.forward) or model,
+    "weak": lambda layer: WeakMethod(layer.forward),
+    # As accelerate leaves it when it removes a hook.
+    "its own": lambda layer: setattr(layer, "forward", layer.forward) or [layer.forward],
 }
 
 
@@ -322,19 +329,85 @@ def test_a_layer_whose_bound_forward_is_held_is_left_out(kind: str) -> None:
     assert len(float8_layers(convert(model))) == 3
 
 
-def test_layers_whose_class_or_attributes_must_stay_are_left_out() -> None:
-    class WithProperty(nn.Linear):
-        @property
-        def config(self) -> str:
-            return "mine"
+def test_a_bound_forward_in_a_variable_is_held() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    forward = model[0].forward
+    with pytest.warns(UserWarning, match=r": 0 \(its bound method forward is held by another obj"):
+        convert(model)
+    del forward
+    assert len(float8_layers(convert(model))) == 2
 
-    class Final(nn.Linear):
-        def __init_subclass__(cls) -> None:
-            raise TypeError("it is final")
 
-    model = nn.Sequential(nn.Linear(32, 32), WithProperty(32, 32), Final(32, 32))
-    model[0].histories = nn.Linear(32, 32)
-    with pytest.warns(UserWarning, match="0 .its histories has the name of .*1 .its config.*final"):
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_forward_that_raised_holds_nothing(hooked: bool) -> None:
+    model, raised_before = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), []
+    if hooked:
+        model[0].register_forward_hook(ignore)
+
+    def call(forward: Callable[..., Any]) -> None:
+        forward(torch.ones(1, 2))
+
+    for call_wrongly in (model, lambda x: model[0](x[0]), lambda x: call(model[0].forward)):
+        with pytest.raises(RuntimeError) as caught:
+            call_wrongly(torch.ones(1, 2))
+        raised_before.append(caught.value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(float8_layers(convert(model))) == 2
+
+
+class WithProperty(nn.Linear):
+    @property
+    def config(self) -> str:
+        return "mine"
+
+
+class WithAttribute(nn.Linear):
+    config = "mine"
+
+
+class WithMethod(nn.Linear):
+    def histories(self) -> int:
+        return 3
+
+
+class WithHelper(nn.Linear):
+    def to_linear(self) -> None:
+        """A method with the name of one of Float8Linear."""
+
+
+class Final(nn.Linear):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("it is final")
+
+
+class Refusing(nn.Linear):
+    def __init_subclass__(cls) -> None:
+        raise RuntimeError("it is refused")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (WithProperty, "its config has the name of an attribute"),
+        (WithAttribute, "its config has the name of an attribute"),
+        (WithMethod, "its histories has the name of an attribute"),
+        (WithHelper, "its to_linear has the name of an attribute"),
+        (Final, "its class Final can't have subclasses: it is final"),
+        (Refusing, "its class Refusing can't have subclasses: it is refused"),
+    ],
+)
+def test_a_layer_whose_class_must_stay_is_left_out(kind: type[nn.Linear], reason: str) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), kind(32, 32))
+    with pytest.warns(UserWarning, match=rf": 1 \({reason}"):
+        convert(model)
+    assert list(float8_layers(model)) == ["0"]
+
+
+def test_layers_whose_attributes_must_stay_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].histories, model[1]._forward = nn.Linear(32, 32), 1
+    with pytest.warns(UserWarning, match="0 .its histories has the name of .*1 .its _forward has"):
         convert(model)
     assert list(float8_layers(model)) == ["0.histories"]
 
