@@ -237,8 +237,8 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
     * routers, which decide which experts compute: layers whose name, or that of a module around
       them, contains ``router``; and beside experts, in an nn.ModuleList or as 3-D parameters,
       layers with as many outputs as there are experts, layers with the name ``gate`` or ``wg`` and
-      fewer outputs than inputs, and layers within a module with such a name. The gate of a gated
-      MLP is converted.
+      few outputs, and small modules whose last layer is one of them. The section "Routers" of
+      ``docs/experts.md`` has the rule. The gate of a gated MLP is converted.
     * low-rank adapters: layers within a module whose name begins with ``lora_``.
     * layers whose in_features or out_features is not a multiple of 16, because a GPU's float8 GEMM
       refuses them. With ``pad_inner_dim=True`` such a layer would run, but without a gain. The same

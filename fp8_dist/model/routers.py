@@ -8,14 +8,19 @@ neighbors are not experts.
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 # The name of a gate that is a layer, and of a module that consists of gates or of a gate's layers.
-_GATE = re.compile("gates?|gating|wg")
-_OF_GATE = re.compile(f"(.*_)?({_GATE.pattern})(_(fn|head|layer|linear|mlp|net|network))?s?")
+_GATE = re.compile("gates?|gating|wg", re.IGNORECASE)
+_OF_GATE = re.compile(
+    f"(.*_)?({_GATE.pattern})(_?(fn|head|layer|linear|mlp|net|network))?s?", re.IGNORECASE
+)
 _EXPERTS = re.compile("(?!.*shared).*(expert|moe)", re.IGNORECASE)
+_NUMBERED_EXPERT = re.compile(rf"{_EXPERTS.pattern}_?\d+", re.IGNORECASE)
+_MOST_LAYERS = 3  # of a router whose name says nothing; an attention has four
 # Modules whose weights may have three dims and are no experts.
 _NO_EXPERTS = nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear
 _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList
@@ -43,8 +48,11 @@ def _is_in_router(fqn: str) -> bool:
 def routers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that are called routers, and those beside experts that decide.
 
-    A layer decides if it has as many outputs as there are experts, or if it is called a gate and
-    has fewer outputs than inputs; if nothing is called experts, at most a quarter as many.
+    A layer, or up to three in a module, decide if two of these hold: the last has as many outputs
+    as there are experts; it has few outputs; it is called a gate. Few are fewer than inputs if
+    something is called experts, else at most a quarter: any list may be one of experts, but if it
+    is none, only a layer with few outputs is lost. Experts that are called so need no second sign
+    for a layer.
     """
     for fqn, parent in model.named_modules():
         if _is_in_router(fqn):
@@ -52,29 +60,45 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
         places = (fqn.rpartition(".")[2], parent), *parent.named_children()
         beside = {each for name, module in places for each in _experts(name, module)}
         known = any(named for named, _ in beside)
+        numbers = {number for _, number in beside}
         for name, child in parent.named_children():
-            # A wrapper of a layer, such as an adapter's, has these attributes, too.
-            out, in_ = (getattr(child, each, None) for each in ("out_features", "in_features"))
-            if isinstance(out, int) and isinstance(in_, int):
+            layers = [*_layers(child)]
+            is_layer = layers == [child]
+            decides = not is_layer and known and bool(_OF_GATE.fullmatch(name))
+            decides |= "router" in type(child).__name__.lower()
+            if beside and 0 < len(layers) <= _MOST_LAYERS and not isinstance(child, nn.ModuleList):
+                out, in_ = layers[-1].out_features, layers[0].in_features
+                few = out < in_ if known else 4 * out <= in_
                 is_gate = bool(_GATE.fullmatch(name))
-                decides = any(number == out and (named or is_gate) for named, number in beside)
-                few = out < in_ if known else beside and 4 * out <= in_
-                decides |= is_gate and bool(few)
-            else:
-                decides = known and bool(_OF_GATE.fullmatch(name))
-                decides |= "router" in type(child).__name__.lower()
-                decides &= not any(map(_EXPERTS.match, dict(child.named_modules())))
-            if decides:
+                decides |= (out in numbers) + few + is_gate > 1
+                decides |= is_layer and (True, out) in beside
+            if decides and (is_layer or not any(map(_EXPERTS.match, dict(child.named_modules())))):
                 yield from child.modules()
 
 
+def _layers(module: nn.Module) -> Iterator[Any]:
+    """Yield the linear layers in a module, or their wrappers (an adapter's has their sizes too)."""
+    if all(isinstance(getattr(module, n, None), int) for n in ("in_features", "out_features")):
+        yield module
+    else:
+        for child in module.children():
+            yield from _layers(child)
+
+
 def _experts(name: str, module: nn.Module) -> Iterator[tuple[bool, int]]:
-    """Yield what may be experts in a module: whether a name says so, and their number or 0."""
-    if not isinstance(module, _NO_EXPERTS):
+    """Yield what may be experts in a module: whether a name says so, and their number or 0.
+
+    The first dim of matrices that are called experts may be another than that of experts.
+    """
+    if not isinstance(module, _NO_EXPERTS) and not hasattr(module, "out_features"):
         for own, parameter in module.named_parameters(recurse=False):
-            if not is_lazy(parameter) and parameter.ndim == 3 and len(parameter) > 1:
-                called = f"{name} {type(module).__name__} {own}"
-                yield bool(_EXPERTS.match(called)), len(parameter)
+            if not is_lazy(parameter) and parameter.ndim in (2, 3) and len(parameter) > 1:
+                called = bool(_EXPERTS.match(f"{name} {type(module).__name__} {own}"))
+                if called or parameter.ndim == 3:
+                    yield called and parameter.ndim == 3, len(parameter)
+    numbered = sum(bool(_NUMBERED_EXPERT.fullmatch(own)) for own, _ in module.named_children())
+    if numbered > 1:
+        yield True, numbered
     for own, child in module.named_children():
         if isinstance(child, _LISTS):
             yield bool(_EXPERTS.match(own)), len(child)

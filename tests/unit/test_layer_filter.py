@@ -163,6 +163,23 @@ class Bank(nn.Module):
             self.add_module(name, module)
 
 
+class Flat(nn.Module):
+    """Experts whose weights are matrices, one row an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(E, H * H))
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, which has the sizes of the layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.base_layer, self.lora_A = base, nn.Linear(base.in_features, 16)
+
+
 class TopKRouter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +251,43 @@ MIXTURES: dict[str, tuple[dict[str, nn.Module], set[str]]] = {
     "gated MLP": ({"gate": linear(128), "up": linear(128)}, set()),
     "DiT": ({"gate": linear(H), "layers": many(12)}, set()),
     "narrow gate": ({"gate": linear(32), "layers": many(12)}, set()),
-    "as many layers as outputs": ({"proj_out": linear(), "layers": many()}, set()),
+    "wider than a quarter": ({"proj_out": linear(32), "layers": many(32)}, set()),
+    "as many outputs as layers": ({"proj_out": linear(), "layers": many()}, {"proj_out"}),
+    "a decoder beside as many layers": (
+        {"head": nn.Sequential(mlp(H), linear(H), linear()), "experts": many()},
+        set(),
+    ),
+    "towers": (
+        {"towers": nn.ModuleList([linear(), linear()]), "experts": many()},
+        set(),
+    ),
+    "attention": (
+        {
+            "attn": nn.ModuleDict({"qkv": nn.Linear(E, 96), "proj": nn.Linear(32, E)}),
+            "experts": many(),
+        },
+        set(),
+    ),
+    "layers without a name": ({"select": mlp(), "experts": many()}, {"select.0", "select.2"}),
+    "module without a name": (
+        {"topk": nn.ModuleDict({"proj": linear(), "noise": linear()}), "experts": many()},
+        {"topk.proj", "topk.noise"},
+    ),
+    "adapted layers": (
+        {"select": nn.ModuleDict({"proj": Adapted(linear())}), "experts": many()},
+        {"select.proj.base_layer", "select.proj.lora_A"},
+    ),
+    "upper case": ({"gateNet": mlp(2 * E), "Experts": many()}, {"gateNet.0", "gateNet.2"}),
+    "experts above": ({"experts": many(), "top": nn.ModuleDict({"a": linear()})}, {"top.a"}),
+    "numbered experts": (
+        {"scorer": linear(), **{f"expert_{i}": mlp(H) for i in range(E)}},
+        {"scorer"},
+    ),
+    "2-D parameters": ({"scorer": linear(), "experts": Flat()}, {"scorer"}),
+    "no name": ({"route": linear(), "ffns": many()}, {"route"}),
+    "no name, layers": ({"route": mlp(), "ffns": many()}, {"route.0", "route.2"}),
+    "3-D parameters without a name": ({"ffn": Bank(scorer=linear(), up=linear(H))}, {"ffn.scorer"}),
+    "3-D parameters beside it without a name": ({"score": linear(), "mlp": Bank()}, {"score"}),
     "convolution": ({"gate": linear(128), "conv": nn.Conv1d(H, 128, 3)}, set()),
 }
 
