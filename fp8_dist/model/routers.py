@@ -50,9 +50,9 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
 
     A layer, or up to three in a module, decide if two of these hold: the last has as many outputs
     as there are experts; it has few outputs; it is called a gate. Few are fewer than inputs if
-    something is called experts, else at most a quarter: any list may be one of experts, but if it
-    is none, only a layer with few outputs is lost. Experts that are called so need no second sign
-    for a layer.
+    something is called experts, else at most a quarter. Any list may be one of experts; if it is
+    none, no more is lost than a head of few outputs. A layer needs no second sign if its outputs
+    are as many as what is called experts.
     """
     for fqn, parent in model.named_modules():
         if _is_in_router(fqn):
