@@ -36,7 +36,7 @@ from fp8_dist.linear.weight import (
 )
 from fp8_dist.linear.weight_cache import Known, ScaleState
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
-from fp8_dist.scaling import Placed, Scales, Scheme, Statistics, message_dtype, scheme_named
+from fp8_dist.scaling import Dense, Placed, Scales, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import fsdp_init_shards
 
@@ -51,6 +51,7 @@ class _Shard(NamedTuple):
     layout: Layout | None
     gathered: Layout | None  # of what FSDP2 gathers
     is_float8: bool  # what it gathers; the same for all layers that share the parameter
+    rounded: torch.dtype | None  # the dtype of what it gathers, to which amaxes are rounded
 
 
 class WeightStatistics(NamedTuple):
@@ -76,13 +77,16 @@ def local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, Weight
         local = weight.gather_type.unwrap(stored)
         is_float8 = local is not stored
         gathered = None if layout is None else weight.gathered_layout(layout)
-        if gathered is not None and weight.gathered_as is not None:
-            local = local.to(weight.gathered_as)  # the scales are those of what arrives
-        shard, device = _Shard(local, layout, gathered, is_float8), device_of(local, layout)
+        device = device_of(local, layout)
+        # The scales are those of what arrives. An amax is rounded like the values. (A batched
+        # measurement copies the addresses of tensors to the device, which must not change.)
+        rounded = None if gathered is None else weight.gathered_as
         for scheme in weight.schemes:
             key = id(parameter), scheme.key
+            if rounded is not None and not isinstance(scheme, Dense):
+                local, rounded = local.to(rounded), None
             if key not in shards:
-                shards[key] = shard
+                shards[key] = _Shard(local, layout, gathered, is_float8, rounded)
                 alike.setdefault((scheme.key, local.dtype, local.device, device), []).append(key)
     found = {}
     for (name, _, _, device), same in alike.items():
@@ -106,6 +110,8 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 def _placed(shard: _Shard, local: Statistics, scheme: Scheme) -> WeightStatistics:
     layout, axes = shard.layout, scheme.axes(shard.layout)
+    if shard.rounded is not None:
+        local = tuple([amax.to(shard.rounded).to(amax.dtype) for amax in local])
     if layout is None:
         return WeightStatistics(local, None, axes, (None,) * len(local))
     gathered, everywhere, sharded = shard.gathered, tuple[int, ...](), sharded_axes(layout)
