@@ -290,7 +290,9 @@ def _layers_of(model: nn.Module, module_filter_fn: LayerFilter | None) -> dict[s
     linear: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         known = Float8Linear if isinstance(module, Float8Linear) else nn.Linear
-        if isinstance(module, nn.Linear) and not why_unconvertible(module, known):
+        if not isinstance(module, nn.Linear):
+            continue
+        if "forward" in vars(module) or not why_unconvertible(module, known):
             linear[name] = module
     if module_filter_fn is not None:
         chosen = {n: m for n, m in linear.items() if module_filter_fn(m, without_wrappers(n))}

@@ -194,7 +194,7 @@ class AmaxHistory:
 
     def amaxes(self) -> torch.Tensor:
         """The amaxes in the history, fp32, on the CPU."""
-        row = torch.zeros(0) if self.history is None else self.history.cpu()
+        row = torch.zeros(0, device="cpu") if self.history is None else self.history.cpu()
         return row[row > 0]
 
     def load(self, history: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, lru_cache, partial
+from inspect import currentframe
 from types import CellType, FrameType, MethodType, TracebackType, new_class
 from typing import Any, ClassVar
 from weakref import WeakMethod, getweakrefs
@@ -518,7 +519,7 @@ def with_forward_held(layers: Collection[nn.Module]) -> set[nn.Module]:
 def _references_of_left_frames() -> "Counter[int]":
     """The number of references to each object, by id, of frames that were left by an exception."""
     frames = {each.tb_frame for each in gc.get_objects() if type(each) is TracebackType}
-    running: FrameType | None = sys._getframe()
+    running: FrameType | None = currentframe()
     while running is not None:
         frames.discard(running)
         running = running.f_back

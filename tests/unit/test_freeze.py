@@ -452,7 +452,7 @@ def test_what_can_not_be_frozen() -> None:
     assert "no converted layer" in raised(ValueError, lambda: unfreeze_from_float8(nn.ReLU()))
     text = "dequantized: a Float8Linear has no float8 weight 'bias'; pass a"
     assert text in raised(ValueError, lambda: dequantized(frozen()[0], "bias"))
-    assert "expected a model" in raised(TypeError, lambda: freeze_to_float8("model"))  # type: ignore[arg-type]
+    assert "pass the model, an nn.Module" in raised(TypeError, lambda: freeze_to_float8("model"))  # type: ignore[arg-type]
 
 
 def test_a_weight_that_an_embedding_shares() -> None:
