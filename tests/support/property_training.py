@@ -626,8 +626,9 @@ def store_frozen(world: World) -> None:
 def linear_and_back(world: World) -> None:
     """Layers that become nn.Linear in the midst of training, and are converted again."""
     world.both(convert_to_linear)
-    # (torch's own styles take no other sizes.)
-    if not (world.case.hidden % world.tp or world.case.sequence % world.tp):
+    # (torch's own styles take no other sizes. Of an empty batch DTensor never finds the views.)
+    case, tp = world.case, world.tp
+    if tp == 1 or (case.batch and not (case.hidden % tp or case.sequence % tp)):
         world.run(training=True)
     if ranks_of(world.case) > 1:
         world.refuses(convert_to_float8_training)
