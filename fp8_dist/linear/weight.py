@@ -616,7 +616,7 @@ def _change_type(
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What parameters of one type have in common if they are the same values in memory."""
+    """The key of the values of a parameter in memory, among parameters of one type."""
     plain = innermost(tensor)
     at = storage_address(plain), plain.storage_offset(), plain.shape, plain.stride()
     return plain is tensor, plain.dtype, *at
