@@ -63,19 +63,26 @@ def update_float8_scales(module: nn.Module) -> None:
     """
     check_agreement(module, "update_float8_scales")
     weights = weights_of_model(module, "update_float8_scales")
+    precomputed = weights_to_precompute(module, weights)
+    if precomputed:
+        precompute_weights(module, precomputed)
+    if any(layer.histories for layer in float8_layers(module).values()):
+        sync_float8_amax_and_scale_history(module)
+
+
+def weights_to_precompute(
+    module: nn.Module, weights: Mapping[str, Float8Weight]
+) -> dict[str, Float8Weight]:
+    """Choose those of a model's weights whose scales an update precomputes."""
     fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
     groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
     meshes = {user: each.mesh for each in fsdp_parameters(groups) for user in each.users}
-    precomputed = {
+    return {
         fqn: weight
         for fqn, weight in weights.items()
         if weight.is_dynamic
         and (weight.config.fsdp_float8_all_gather or _needs_ranks(weight, meshes))
     }
-    if precomputed:
-        precompute_weights(module, precomputed)
-    if any(layer.histories for layer in float8_layers(module).values()):
-        sync_float8_amax_and_scale_history(module)
 
 
 def _needs_ranks(weight: Float8Weight, meshes: Mapping[tuple[nn.Module, str], DeviceMesh]) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fp8_dist.cast import cast_by, cast_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.fsdp.precompute import local_statistics, precompute_float8_dynamic_scale
+from fp8_dist.fsdp.update import weights_to_precompute
 from fp8_dist.kernels.quantization import rounded_up
 from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.parameter import LocalPlacements
@@ -93,9 +94,11 @@ def tune(
                 text = f"fp8_dist.tune: {n} of {len(kinds)}, layers like {name} ({size})"
                 print(text, file=sys.stderr, flush=True)
             _run(kind, tokens, dtype, device, name)
-    weights = [layer.float8_weight for layer in layers.values()]
+    weights = {name: layer.float8_weight for name, layer in layers.items()}
+    dynamic = {name: weight for name, weight in weights.items() if weight.is_dynamic}
     with torch.no_grad():
-        local_statistics({each: each.parameter() for each in weights if each.is_dynamic})
+        for chosen in (dynamic, weights_to_precompute(model, weights)):
+            local_statistics({each: each.parameter() for each in chosen.values()})
 
 
 def _check(layers: dict[str, Float8Linear], tokens: int) -> None:
