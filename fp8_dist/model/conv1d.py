@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from fp8_dist.linear.module import change_class
+from fp8_dist.linear.class_change import change_class
 from fp8_dist.linear.optimizer_steps import note_replaced
 
 

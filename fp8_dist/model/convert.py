@@ -15,14 +15,13 @@ from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.agreement import forget_converted, note_converted
 from fp8_dist.linear.checks import takes_any_size
+from fp8_dist.linear.class_change import why_forward_is_kept, with_forward_held
 from fp8_dist.linear.module import (
     Float8Linear,
     become_float8,
     float8_layers,
     other_users,
-    why_forward_is_kept,
     why_unconvertible,
-    with_forward_held,
 )
 from fp8_dist.linear.weight import weights_of, wrap_weights
 from fp8_dist.mesh import Placements
