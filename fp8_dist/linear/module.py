@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache, lru_cache
 from types import new_class
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.nn as nn
@@ -357,6 +357,12 @@ class Float8Linear(nn.Linear):
             self.__dict__.pop(name, None)
         change_class(self, _plain_class(type(self)))  # type: ignore[arg-type]
         self.__dict__.update(hidden)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise NotImplementedError(
+            f"{self.fqn}: torch.jit.script can't compile a float8 layer; use torch.export or "
+            "torch.compile, or script the model after convert_to_linear(model)"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
