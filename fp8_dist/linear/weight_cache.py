@@ -169,12 +169,15 @@ class WeightCache:
         """The parameter whose values decide whether the scales that are known fit ``param``.
 
         It is ``param`` itself; or the sharded parameter that FSDP2 gathered it from, if nothing was
-        written to ``param`` since.
+        written to ``param`` since, and the sharded one was not frozen: then it may have changed
+        unnoticed. (FSDP2's unsharded parameter does not follow when the sharded one is frozen.)
         """
         if not self._is_of_gathered:
             return param
-        is_gathered = self._origin is not None and _is_same(param, self._gathered)
-        return self._origin[0] if self._origin is not None and is_gathered else None
+        source = self._origin[0] if self._origin is not None else None
+        if source is None or not source.requires_grad or not _is_same(param, self._gathered):
+            return None
+        return source
 
     def state_of(self, param: torch.Tensor) -> ScaleState:
         """Return the state that a use of ``param`` would find now, without changing the cache."""

@@ -1,6 +1,7 @@
 """Frozen weights beside trained ones: the casts are those of their present values."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -93,6 +94,24 @@ def test_changed_weights_are_cast_anew(
     with comm_audit() as audit:
         wrong += world.wrong_casts(lambda: evaluate(world))
     return wrong, audit.count("all_reduce")
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@on_ranks(4, returns=[])
+def test_writes_to_weights_that_are_frozen_after_an_update(gather: bool) -> list[str]:
+    """As PEFT merges adapters."""
+    world = Distributed(2, 2, gather=gather)
+    train(world, torch.optim.SGD(world.net.parameters(), lr=0.1))
+    update_float8_scales(world.net)
+    world.net.requires_grad_(False)
+    wrong: list[str] = []
+    for factor in (10.0, 0.1):
+        for parameter in world.net.parameters():
+            parameter.data *= factor
+        x = world.mine(torch.randn(6, 8, 64)).requires_grad_()
+        wrong += world.wrong_casts(partial(world.net, x))
+        wrong += world.wrong_casts(lambda: evaluate(world))
+    return wrong
 
 
 @on_ranks(2)
