@@ -97,6 +97,7 @@ def tune(
     weights = {name: layer.float8_weight for name, layer in layers.items()}
     dynamic = {name: weight for name, weight in weights.items() if weight.is_dynamic}
     with torch.no_grad():
+        # Block sizes follow the number of tensors: precompute has all, an update may have fewer.
         for chosen in (dynamic, weights_to_precompute(model, weights)):
             local_statistics({each: each.parameter() for each in chosen.values()})
 
