@@ -1,0 +1,76 @@
+"""Times a benchmark of this checkout and of another commit in turn, each with its own scripts.
+
+    python -m scripts.bench.against --assert 1.03 HEAD~20 scripts.bench.linear --shapes 16x16x16
+
+The processes of both alternate, so that what else the machine does meets both. A ratio above 1 says
+that this checkout takes longer.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from scripts.common.markdown import table
+from scripts.common.options import command_parser, positive
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def readings(output: str) -> Iterator[tuple[str, float]]:
+    """The milliseconds of each "title: candidate" in what a benchmark prints."""
+    title = ""
+    for line in output.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            title = line or title
+        elif cells[1].replace(",", "").replace(".", "").isdigit():
+            yield f"{title}: {cells[0]}", float(cells[1].replace(",", ""))
+
+
+def measure(commit: str, command: Sequence[str], rounds: int) -> dict[str, list[list[float]]]:
+    """Milliseconds by line, of the other commit and of this checkout, a figure per round."""
+    found: dict[str, list[list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        git = ["git", "-C", str(ROOT)]
+        subprocess.run([*git, "worktree", "add", "--detach", "-q", folder, commit], check=True)
+        try:
+            for _ in tqdm(range(rounds), unit="round"):
+                for which, checkout in enumerate((folder, ROOT)):
+                    run = [sys.executable, "-m", *command]
+                    done = subprocess.run(run, cwd=checkout, stdout=subprocess.PIPE, text=True)
+                    if done.returncode:
+                        raise SystemExit(f"{' '.join(command)} failed in {checkout}")
+                    for line, value in readings(done.stdout):
+                        found.setdefault(line, [[], []])[which].append(value)
+        finally:
+            subprocess.run([*git, "worktree", "remove", "--force", folder], check=True)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = command_parser("scripts.bench.against", __doc__)
+    parser.add_argument("commit", help="what git calls it")
+    parser.add_argument("--rounds", type=positive, default=5, help="default: %(default)s")
+    limit = "fail if a median of the ratios is above this"
+    parser.add_argument("--assert", dest="asserted", type=float, metavar="RATIO", help=limit)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the benchmark and its options")
+    args = parser.parse_args(argv)
+    lines, worst = [], 0.0
+    for name, (before, now) in measure(args.commit, args.command, args.rounds).items():
+        ratio = statistics.median(b / a for a, b in zip(before, now, strict=True))
+        worst = max(worst, ratio)
+        medians = (f"{statistics.median(each):,.3g}" for each in (before, now))
+        lines.append([name, *medians, f"{ratio:.3f}"])
+    print(table(["benchmark", f"{args.commit}, ms", "this checkout, ms", "ratio"], lines, "lrrr"))
+    return int(args.asserted is not None and worst > args.asserted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
