@@ -25,14 +25,6 @@ from fp8_dist.linear.module import (
 )
 from fp8_dist.linear.weight import weights_of, wrap_weights
 from fp8_dist.mesh import Placements
-from fp8_dist.model.conv1d import (
-    become_linear,
-    is_linear,
-    linear_class,
-    linear_shape,
-    note_linear,
-    save_as_conv1d,
-)
 from fp8_dist.model.filters import LEFT_OUT, why_misaligned
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.routers import routers
@@ -62,22 +54,19 @@ def convert_to_float8_training(
     the gradients, attributes and hooks of the old ones. The step of an optimizer that holds an old
     one is a ValueError: make the optimizer afterwards.
 
-    A Conv1D of transformers (GPT-2), whose weight is ``[in, out]``, becomes a float8 layer with a
-    new parameter, the transposed weight. In a ``state_dict`` the weight stays ``[in, out]``.
-
     One warning lists the layers that stay in high precision although no filter excludes them:
     subclasses of nn.Linear that override ``forward``, layers whose own ``forward`` was replaced
     (except by accelerate's hooks, which go on working) or is held as a bound method, layers whose
     weight is computed (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy
-    layers, layers whose weight is not floating point or is a tensor subclass with its own GEMM, and
-    experts whose weights are 3-D parameters. The warning also lists converted layers that a GPU
-    would refuse, because in_features or out_features is not a multiple of 16, and converted routers
-    of experts.
+    layers, layers whose weight is not floating point or is a tensor subclass with its own GEMM,
+    transformers' Conv1D layers (GPT-2), and experts whose weights are 3-D parameters. The warning
+    also lists converted layers that a GPU would refuse, because in_features or out_features is not
+    a multiple of 16, and converted routers of experts.
 
     Args:
         module: the model.
-        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each nn.Linear and
-            Conv1D. If it returns False, the layer stays unconverted. ``None``: convert all of them.
+        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each nn.Linear.
+            If it returns False, the layer stays unconverted. ``None``: convert all of them.
         config: the config of the layers. Default: the ``tensorwise`` recipe.
 
     Returns:
@@ -88,7 +77,7 @@ def convert_to_float8_training(
     Raises:
         ValueError: no layer was converted (the message has the reason for each layer), a layer is
             already converted with another config, a weight is already distributed, or an
-            unconverted module shares a weight that is to be gathered in float8 or transposed.
+            unconverted module shares a weight that is to be gathered in float8.
         TypeError: an argument has the wrong type.
     """
     check_arguments("convert_to_float8_training", module, module_filter_fn)
@@ -116,24 +105,11 @@ def convert_to_float8_training(
             f"users, but {'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), "
             "or untie them"
         )
-    transposed = {fqn: layer for fqn, layer in chosen.items() if not isinstance(layer, nn.Linear)}
-    theirs = {f"{name}.weight": layer.weight for name, layer in transposed.items()}
-    if shared := other_users(module, theirs, transposed.values()):
-        raise ValueError(
-            f"convert_to_float8_training: the weight of a Conv1D is transposed, but "
-            f"{'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), or untie them"
-        )
     for fqn, layer in chosen.items():
-        if fqn in transposed:
-            become_linear(layer, fqn)
-            save_as_conv1d(layer)
         become_float8(layer, config, fqn)
         LEFT_OUT.pop(layer, None)
     if config.fsdp_float8_all_gather:
-        wrap_weights([layer.float8_weight for layer in chosen.values()])
-    for parent in module.modules():
-        if not set(transposed.values()).isdisjoint(parent.children()):
-            note_linear(parent)
+        wrap_weights([w for layer in chosen.values() for w in weights_of(layer).values()])
     note_converted(module)
     return module
 
@@ -253,14 +229,14 @@ def _placed(tensor: DTensor, placements: Placements) -> DTensor:
 
 def _choose(
     module: nn.Module, module_filter_fn: FilterFn | None, config: Float8LinearConfig | None
-) -> dict[str, Any]:
+) -> dict[str, nn.Linear]:
     """Return the layers to convert, by name, and warn about layers that can't be converted."""
-    chosen: dict[str, Any] = {}  # nn.Linear or Conv1D
+    chosen: dict[str, nn.Linear] = {}
     reasons: dict[str, str] = {}
     left: list[str] = []
-    experts = _experts(module)
+    not_linear = _not_linear(module)
     for fqn, layer in module.named_modules():
-        if not is_linear(layer):
+        if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
             reason_of = getattr(module_filter_fn, "reason", None)
@@ -275,7 +251,7 @@ def _choose(
                     "module_filter_fn"
                 )
             reasons[fqn] = "it is a Float8Linear already"
-        elif reason := why_unconvertible(layer, linear_class(layer)):
+        elif reason := why_unconvertible(layer):
             LEFT_OUT[layer] = reasons[fqn] = reason
             left.append(f"{fqn} ({reason})")
         else:
@@ -285,9 +261,9 @@ def _choose(
         LEFT_OUT[chosen.pop(fqn)] = reasons[fqn] = _HELD
         left.append(f"{fqn} ({_HELD})")
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
-        raise ValueError(_nothing_converted(module, reasons, experts))
-    others = experts if chosen else []
-    sizes = {fqn: linear_shape(layer) for fqn, layer in chosen.items()}
+        raise ValueError(_nothing_converted(module, reasons, not_linear))
+    others = not_linear if chosen else []
+    sizes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
     bad = [(fqn, shape) for fqn, shape in sizes.items() if why_misaligned(*shape)]
     if bad and not takes_any_size(config or Float8LinearConfig()):
         others = [
@@ -315,13 +291,19 @@ def _choose(
     return chosen
 
 
-def _experts(module: nn.Module) -> list[str]:
-    """Return a message about experts that stay unconverted, if there are any."""
-    summary = conversion_summary(module)
+def _not_linear(module: nn.Module) -> list[str]:
+    """Return messages about weights that stay unconverted because no nn.Linear has them."""
+    summary, said = conversion_summary(module), []
+    if conv1d := [(row.name, row.shape) for row in summary.rows if row.kind == "Conv1D"]:
+        said.append(
+            "transformers' Conv1D layers are not nn.Linear and stay in high precision: "
+            f"{_listed(conv1d)}. Replace them by nn.Linear layers with the transposed weight "
+            "before the conversion (docs/transformers.md shows how)"
+        )
     experts = [row for row in summary.rows if row.kind == "experts"]
     rows = [row for row in experts if not row.converted]
     if not rows:
-        return []
+        return said
     parameters, flops = summary.shares(rows)
     shares = f"{parameters:.1%} of the model's parameters"
     if all(row.visited for row in experts):
@@ -335,9 +317,10 @@ def _experts(module: nn.Module) -> list[str]:
             "experts a token uses)"
         )
     return [
+        *said,
         "Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: "
         f"{_listed((row.name, row.shape) for row in rows)}. They hold {shares}. "
-        "fp8_dist.moe.convert_experts_to_float8_training converts those that it knows"
+        "fp8_dist.moe.convert_experts_to_float8_training converts those that it knows",
     ]
 
 
@@ -348,10 +331,10 @@ def _listed(layers: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     return ", ".join(shown)
 
 
-def _nothing_converted(module: nn.Module, skipped: dict[str, str], experts: list[str]) -> str:
+def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: list[str]) -> str:
     kind = type(module).__name__
     lines = [f"convert_to_float8_training: {kind} contains no nn.Linear, so nothing was converted"]
     if skipped:
         lines = [f"convert_to_float8_training: no layer of {kind} was converted:"]
     lines += [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in skipped.items()]
-    return "\n".join([*lines, *experts])
+    return "\n".join([*lines, *not_linear])

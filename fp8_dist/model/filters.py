@@ -21,7 +21,6 @@ from torch.nn.parameter import is_lazy
 
 from fp8_dist.config import Float8LinearRecipeName
 from fp8_dist.kernels import ALIGNMENT
-from fp8_dist.model.conv1d import is_linear, linear_shape
 from fp8_dist.model.routers import is_called_router, routers
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, is_part, without_wrappers
@@ -71,8 +70,8 @@ class LayerFilter:
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         """Return whether to convert a layer or experts; False for any other module."""
         shapes = {n: (shape[-2], shape[-1]) for n, shape in expert_shapes(module).items()}
-        if is_linear(module):
-            shapes = {"weight": linear_shape(module)}
+        if isinstance(module, nn.Linear):
+            shapes = {"weight": (module.out_features, module.in_features)}
         if not shapes:
             return False
         self._reasons[fqn] = self._why_not(module, fqn, shapes)
@@ -100,7 +99,7 @@ class LayerFilter:
             return self._never[module]
         if any(part.startswith("lora_") for part in parts):
             return "it belongs to a LoRA adapter"
-        if module in self._known or not is_linear(module):
+        if module in self._known or not isinstance(module, nn.Linear):
             return ""
         return _IS_ROUTER if is_called_router(fqn, *shapes["weight"]) else ""
 
@@ -180,7 +179,8 @@ class AutoFilter(LayerFilter):
             )
         reason = reason or self._why_never(module, fqn, shapes)
         # Tensor parallelism leaves experts whole.
-        divisions = self._possible_divisions(fqn) if is_linear(module) else (None,)
+        is_linear = isinstance(module, nn.Linear)
+        divisions = self._possible_divisions(fqn) if is_linear else (None,)
         locals_, small = {}, ""
         for name, shape in shapes.items():
             judged = [why_too_small(self._recipe, shape, dim, self._tp_size) for dim in divisions]

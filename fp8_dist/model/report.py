@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear, why_unconvertible
 from fp8_dist.linear.weight import weights_of
-from fp8_dist.model.conv1d import is_linear, linear_class, linear_shape
 from fp8_dist.model.filters import LEFT_OUT
 from fp8_dist.text import aligned
 
@@ -27,7 +26,7 @@ _PRODUCTS = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
 # Modules whose 2-D or 3-D parameters are looked up, or multiply each token more than once.
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
 
-Kind = Literal["linear", "experts", "other"]
+Kind = Literal["linear", "Conv1D", "experts", "other"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,8 @@ class WeightSummary:
     """A weight that the model multiplies by, or may multiply by.
 
     Attributes:
-        name: the FQN of the linear layer (or transformers' Conv1D), or of another module's
-            parameter.
-        shape: the global shape; ``[out, in]`` for a linear layer.
+        name: the FQN of the linear layer, or of another module's parameter.
+        shape: the global shape; ``[out, in]`` for a linear layer, ``[in, out]`` for a Conv1D.
         converted: whether the layer computes in float8.
         reason: the reason why the layer does not compute in float8; empty if it does.
         parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
@@ -155,7 +153,7 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
     whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside one of these
     inside = {part for m in modules.values() if isinstance(m, whole) for part in m.modules()}
     for name, module in modules.items():
-        if is_linear(module):
+        if isinstance(module, nn.Linear):
             # A parametrized weight consists of several parameters. A layer may have children.
             children = {name for name, _ in module.named_children()} - {"parametrizations"}
             weights = [
@@ -163,10 +161,10 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
                 for own, p in module.named_parameters()
                 if not is_lazy(p) and p.ndim > 1 and own.partition(".")[0] not in children
             ]
-            shape, reason = linear_shape(module), ""
+            shape, reason = (module.out_features, module.in_features), ""
             if not isinstance(module, Float8Linear):
                 never = "convert_to_float8_training has not seen it"
-                unconvertible = why_unconvertible(module, linear_class(module))
+                unconvertible = why_unconvertible(module)
                 reason = LEFT_OUT.get(module) or unconvertible or never
             name, flops = name or "(the module itself)", 2 * math.prod(shape)
             yield WeightSummary(name, shape, not reason, reason, _count(weights, counted), flops)
@@ -183,7 +181,7 @@ def _of_parameter(
     module, shape = modules[owner], tuple(parameter.shape)
     name, converted = f"{owner}.{own}".strip("."), own in weights_of(module)
     reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
-    kind: Kind = "other"
+    kind: Kind = "Conv1D" if _is_conv1d(module) and own == "weight" else "other"
     flops, visited, is_product = 2 * parameter.numel(), None, isinstance(module, _PRODUCTS)
     if parameter.ndim == 3 and not is_product:
         called = re.search("expert|moe", f"{name} {type(module).__name__}", re.IGNORECASE)
@@ -196,6 +194,12 @@ def _of_parameter(
         flops, reason = 0, f"{reason} (may be a table or a matrix; not counted in FLOPs)"
     reason = "" if converted else reason
     return WeightSummary(name, shape, converted, reason, size, flops, kind, visited)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D (GPT-2), without an import of it."""
+    known = ("transformers.pytorch_utils", "Conv1D")
+    return any((cls.__module__, cls.__name__) == known for cls in type(module).__mro__)
 
 
 def _experts_per_token(

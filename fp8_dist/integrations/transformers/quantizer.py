@@ -27,7 +27,6 @@ from fp8_dist.fsdp import rewrap_float8_weights
 from fp8_dist.integrations.transformers.tp_plan import without_numbers
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.linear.weight import float8_weights
-from fp8_dist.model.conv1d import conv1d_class
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import LayerFilter
 from fp8_dist.model.freeze import freeze_to_float8
@@ -126,8 +125,7 @@ class Fp8DistConfig(QuantizationConfigMixin):
             style that passes local tensors to converted layers or experts (``packed_colwise``,
             ``moe_tp_experts``) or, in older releases, no styles that can be replaced; if ``freeze``
             meets weights that ``device_map`` offloads, a distributed model, or experts of an FP8
-            checkpoint (:func:`fp8_dist.load_float8_checkpoint` loads the last two); or if a model
-            with Conv1D layers is to be distributed.
+            checkpoint (:func:`fp8_dist.load_float8_checkpoint` loads the last two).
     """
 
     def __init__(
@@ -178,17 +176,7 @@ class Fp8DistQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         """Convert the layers on the meta device."""
         _check_names(model, self.quantization_config.modules_to_not_convert or [])
-        distributed = getattr(model.config, "distributed_config", None)
-        # transformers loads into parameters, which have the shapes of the checkpoint until then.
-        self.converts_later = any(conv1d_class(module) for module in model.modules())
-        if self.converts_later and distributed is not None:
-            raise NotImplementedError(
-                f"Fp8DistConfig: the Conv1D layers of this {type(model).__name__} can't be "
-                "distributed while they are loaded; load the model without distributed_config, "
-                "then distribute it"
-            )
-        if not self.converts_later:
-            self._convert(model)
+        self._convert(model)
         state, name_of = model.state_dict(), _renaming(model)
         files = kwargs.get("checkpoint_files") or []
         stored = float8_entries(files, lambda key: state.get(name_of(key)))
@@ -269,8 +257,6 @@ class Fp8DistQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         """Wrap the weights, which loading has replaced, and remove all marks of quantization."""
-        if self.converts_later:
-            self._convert(model)
         if self.quantization_config.freeze:
             for fqn, weight in float8_weights(model).items():
                 if weight.parameter().is_meta:

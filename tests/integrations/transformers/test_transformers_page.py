@@ -13,14 +13,19 @@ from nets import full
 from ranks import RankPools, device_mesh
 from torch.utils.data import DataLoader
 from trainer_runs import dataset, launched, llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from fp8_dist import float8_layers
+from fp8_dist import (
+    conversion_summary,
+    convert_to_float8_training,
+    float8_layers,
+    skip_head,
+)
 from fp8_dist.debug import comm_audit
 from scripts.examples import transformers_trainer
 
 PAGE = Path(__file__).parents[3] / "docs/transformers.md"
-TRAINER, ACCELERATE, LOOP, PARALLEL, LOADING, DISTRIBUTED = re.findall(
+TRAINER, ACCELERATE, LOOP, PARALLEL, LOADING, DISTRIBUTED, CONV1D = re.findall(
     r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL
 )
 SHARDING = "for layer in model.model.layers:\n    fully_shard(layer)\nfully_shard(model)\n"
@@ -94,6 +99,22 @@ def test_loading(tmp_path: Path) -> None:
     names = float8_layers(scope["model"])
     assert len(names) == 7
     assert all(name.startswith("model.layers.1.") for name in names)
+
+
+def test_gpt2_whose_conv1d_layers_are_replaced() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=64)).eval()
+    tokens = torch.arange(16)[None]
+    expected = model(tokens).logits
+    with pytest.raises(
+        ValueError, match=r"(?s)Conv1D layers .*h\.0\.attn\.c_attn\.weight \(64 x 192\)"
+    ):
+        convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    skipped = {row.name for row in conversion_summary(model).skipped}
+    assert "transformer.h.0.mlp.c_fc.weight" in skipped
+    exec(CONV1D, {"model": model})
+    torch.testing.assert_close(model(tokens).logits, expected)
+    convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    assert len(float8_layers(model)) == 4
 
 
 def example(folder: str, *argv: str) -> None:
