@@ -9,7 +9,7 @@ tensors, and runs one real step of it, as it is from the second one on. All coun
 those of this run. bf16 and, where it is installed, torchao (tensorwise, its own styles and
 precompute; without experts) run in the same way beside it.
 
-    python -m scripts.plan --gradient-transport float8 --nodes 256 --reduce-transport float8
+    python -m scripts.plan --gradient-transport float8 --reduce-transport float8
 
 plans each recipe also with sums over ranks that travel so.
 """
@@ -28,7 +28,7 @@ from scripts.common.llama import MODELS
 from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.report import finish, make_parser, start
 from scripts.plan.run import run_all
-from scripts.plan.step import PEER, Gradients, Plan, Step
+from scripts.plan.step import PEER, Plan, Step
 from scripts.plan.tables import axes_table, collectives_table, memory_table, summary_table
 
 MOST_RANKS = 16_384
@@ -47,10 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seq-len", type=positive, help="tokens of each; default: the longest of the model")
     ways, too = get_args(Transport), "plan each recipe also with"
     add("--gradient-transport", choices=ways, help=f"{too} FSDP2's gradients in this")
-    needs = "with --gradient-transport:"
-    add("--nodes", type=positive, default=1, help=f"{needs} in two stages, over so many nodes")
-    add("--error-feedback", action="store_true", help=f"{needs} with error feedback")
-    add("--reduce-transport", choices=ways, help=f"{needs} with tensor parallelism's sums in this")
+    add("--reduce-transport", choices=ways, help=f"{too} tensor parallelism's sums in this")
     args = start(parser, argv)
     model, tp = MODELS[args.model], args.mesh["tp"]
     dp, ep = args.mesh["dp"], args.mesh["ep"]
@@ -65,14 +62,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error("--gradient-transport is not for experts, which have axes of their own")
     if ep == 1:
         del args.mesh["ep"]
-    args.gradients = None
-    if args.gradient_transport:
-        wire = (args.gradient_transport, args.nodes, args.error_feedback, args.reduce_transport)
-        args.gradients = Gradients(*wire)
-        if dp == 1 or dp % args.nodes:
-            parser.error(f"--gradient-transport needs a dp that --nodes divides, and dp={dp}")
-    elif args.nodes > 1 or args.error_feedback or args.reduce_transport:
-        parser.error("--nodes, --error-feedback, --reduce-transport need --gradient-transport")
+    if args.gradient_transport and dp == 1:
+        parser.error("--gradient-transport needs a dp of 2 or more")
     args.sizes = dataclasses.replace(model, n_layers=args.layers or model.n_layers)
     args.seq_len = args.seq_len or model.max_seq_len
     if math.prod(args.mesh.values()) > MOST_RANKS:
@@ -86,12 +77,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def plans_of(args: argparse.Namespace) -> list[Plan]:
-    """The recipes, with --gradient-transport in its way too, bf16 and torchao."""
+    """The recipes, bf16 and torchao; and the recipes with sums over ranks in fewer bytes."""
     sizes = (args.sizes, args.mesh, args.batch_size, args.seq_len)
     others = [BF16, *([PEER] if PEER in TORCHAO and args.sizes.mixture is None else [])]
     plans = [Plan(*sizes, variant) for variant in dict.fromkeys((*args.recipe, *others))]
-    if args.gradients is not None:
-        plans += [Plan(*sizes, variant, args.gradients) for variant in args.recipe]
+    wire = (args.gradient_transport, args.reduce_transport)
+    if any(wire):
+        plans += [Plan(*sizes, variant, *wire) for variant in args.recipe]
     return plans
 
 

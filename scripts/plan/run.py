@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 from tqdm import tqdm
 
-from scripts.plan.step import PEER, Plan, Step, make_hierarchy, make_mesh, run_step
+from scripts.plan.step import PEER, Plan, Step, make_mesh, run_step
 from scripts.plan.world import fake_world
 
 
@@ -30,8 +30,7 @@ def run_fake(plan: Plan) -> Step | str:
     torch.set_num_threads(1)
     try:
         with fake_world(plan.ranks):
-            hierarchy = make_hierarchy(plan)
-            return run_step(plan, make_mesh(plan), fake_tensors=True, hierarchy=hierarchy)
+            return run_step(plan, make_mesh(plan), fake_tensors=True)
     except Exception as error:
         if plan.variant != PEER:
             raise

@@ -24,7 +24,7 @@ from fp8_dist import float8_layers
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.debug.audit import CommTable
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
-from fp8_dist.fsdp.gradient_transport import Transport, gradient_errors
+from fp8_dist.fsdp.gradient_transport import Transport
 from scripts.common.llama import Llama, LlamaConfig
 from scripts.common.mixture import Router
 from scripts.common.models import after_step, build, experts_of, is_float8
@@ -33,25 +33,6 @@ from scripts.plan.world import fake
 
 PEER = "torchao tensorwise"
 PHASES = ("precompute", "forward", "backward", "optimizer")
-ERRORS = "errors of gradients"
-NODE, LOCAL = "node", "local"  # axes of a hierarchy: nodes, and data-parallel ranks of each
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Transport of FSDP2's gradients (`set_gradient_transport`), and of TP's sums."""
-
-    transport: Transport
-    nodes: int = 1  # over which the exchange is hierarchical; 1: it is not
-    error_feedback: bool = False
-    reduce_transport: Transport | None = None  # of tensor parallelism's reduce-scatters
-
-    def __str__(self) -> str:
-        """For people."""
-        words = [f"{self.transport} gradients"]
-        words += [f"{self.nodes:,} nodes"] * (self.nodes > 1)
-        words += ["error feedback"] * self.error_feedback
-        return ", ".join(words + [f"{self.reduce_transport} in TP"] * bool(self.reduce_transport))
 
 
 @dataclass(frozen=True)
@@ -63,12 +44,16 @@ class Plan:
     batch_size: int  # sequences per data-parallel rank
     seq_len: int
     variant: str  # "bf16", the name of a recipe, or `PEER`
-    gradients: Gradients | None = None  # None: in fp32, by FSDP2's own reduce-scatter
+    # How FSDP2's gradients and tensor parallelism's sums travel; None: by torch's reduce-scatters.
+    gradient_transport: Transport | None = None
+    reduce_transport: Transport | None = None
 
     @property
     def name(self) -> str:
         """For people: the variant, and how gradients travel."""
-        return self.variant if self.gradients is None else f"{self.variant}, {self.gradients}"
+        words = [self.variant]
+        words += [f"{self.gradient_transport} gradients"] * bool(self.gradient_transport)
+        return ", ".join(words + [f"{self.reduce_transport} in TP"] * bool(self.reduce_transport))
 
     @property
     def ranks(self) -> int:
@@ -107,29 +92,16 @@ def make_mesh(plan: Plan) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def make_hierarchy(plan: Plan) -> DeviceMesh | None:
-    """The data-parallel ranks of this one as nodes of ranks, if the plan has nodes."""
-    if plan.gradients is None or plan.gradients.nodes == 1:
-        return None
-    nodes = plan.gradients.nodes
-    sizes = {NODE: nodes, LOCAL: plan.axes["dp"] // nodes, "tp": plan.axes["tp"]}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return mesh[NODE, LOCAL]
-
-
-def run_step(
-    plan: Plan, mesh: DeviceMesh, fake_tensors: bool, hierarchy: DeviceMesh | None = None
-) -> Step:
+def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
     """Builds the model and runs one step, as it is from the second one on, on the plan's mesh.
 
     Args:
         plan: the step.
         mesh: of `make_mesh`.
         fake_tensors: the default group is a fake one.
-        hierarchy: of `make_hierarchy`.
     """
-    reduce = None if plan.gradients is None else plan.gradients.reduce_transport
-    model = build(plan.variant, plan.model, mesh, "meta", shard=True, reduce_transport=reduce)
+    wire = plan.reduce_transport
+    model = build(plan.variant, plan.model, mesh, "meta", shard=True, reduce_transport=wire)
     for layer in float8_layers(model).values():
         for history in layer.histories.values():  # delayed scales have one from the second step on
             history.load(torch.ones(1))
@@ -137,13 +109,8 @@ def run_step(
         model.to_empty(device="cpu")
         if not fake_tensors:
             model.init_weights()
-        if plan.gradients is not None:
-            set_gradient_transport(
-                model,
-                plan.gradients.transport,
-                error_feedback=plan.gradients.error_feedback,
-                hierarchy=hierarchy,
-            )
+        if plan.gradient_transport is not None:
+            set_gradient_transport(model, plan.gradient_transport)
         for module in model.modules():
             if isinstance(module, Router):
                 module.choose = MethodType(in_turn, module)  # type: ignore[method-assign]
@@ -198,8 +165,6 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         "float8 shards kept": shards,
         "saved for backward": saved.total(),
     }
-    if plan.gradients is not None:
-        step.memory[ERRORS] = bytes_of(gradient_errors(model).values())
     return step
 
 

@@ -13,16 +13,7 @@ from scripts.common.llama import MODELS, Latent, LlamaConfig
 from scripts.common.mixture import Mixture
 from scripts.plan import __main__ as plan
 from scripts.plan import run
-from scripts.plan.step import (
-    ERRORS,
-    PEER,
-    Gradients,
-    Plan,
-    Step,
-    make_hierarchy,
-    make_mesh,
-    run_step,
-)
+from scripts.plan.step import PEER, Plan, Step, make_mesh, run_step
 from scripts.plan.world import fake_world
 
 WORLD = 4
@@ -47,11 +38,9 @@ PLANS = [
     *(Plan(MIXTURE, EP, 2, 32, variant) for variant in ("bf16", "tensorwise", "blockwise")),
     Plan(FEW, EP, 2, 32, "rowwise_folded"),
     *(Plan(LATENT, EP_TP, 2, 32, variant) for variant in ("bf16", "rowwise_folded", "mxfp8")),
-    Plan(SMALL, DP_TP, 2, 32, "tensorwise", Gradients("bf16", reduce_transport="float8")),
-    Plan(UNEVEN, DP, 2, 32, "bf16", Gradients("bf16")),
-    Plan(UNEVEN, DP, 2, 32, "tensorwise", Gradients("float8", error_feedback=True)),
-    Plan(SMALL, DP, 2, 32, "tensorwise", Gradients("float8", nodes=2)),
-    Plan(SMALL, DP_TP, 2, 32, "tensorwise", Gradients("float8")),
+    Plan(SMALL, DP_TP, 2, 32, "tensorwise", "bf16", "float8"),
+    Plan(UNEVEN, DP, 2, 32, "bf16", "bf16"),
+    Plan(SMALL, DP, 2, 32, "tensorwise", "float8"),
 ]
 
 
@@ -61,10 +50,7 @@ def plan_name(plan: Plan) -> str:
 
 
 def on_real_ranks(plan: Plan) -> Step:
-    hierarchy = None
-    if plan.gradients is not None and plan.gradients.nodes > 1:
-        hierarchy = device_mesh(node=2, local=2, tp=1)["node", "local"]
-    return run_step(plan, device_mesh(**plan.axes), fake_tensors=False, hierarchy=hierarchy)
+    return run_step(plan, device_mesh(**plan.axes), fake_tensors=False)
 
 
 def on_fake_ranks() -> list[Step]:
@@ -72,10 +58,7 @@ def on_fake_ranks() -> list[Step]:
     dist.destroy_process_group()
     with fake_world(WORLD):
         meshes = {tuple(plan.axes.items()): make_mesh(plan) for plan in PLANS}
-        return [
-            run_step(plan, meshes[tuple(plan.axes.items())], True, make_hierarchy(plan))
-            for plan in PLANS
-        ]
+        return [run_step(plan, meshes[tuple(plan.axes.items())], True) for plan in PLANS]
 
 
 @pytest.fixture(scope="module")
@@ -113,33 +96,6 @@ def test_a_plan_counts_what_real_ranks_count(
     assert len(sent) == (plan.model.mixture is not None)
 
 
-def test_gradients_that_travel_in_fewer_bytes(planned: list[Step]) -> None:
-    def of(plan: Plan) -> Step:
-        return planned[PLANS.index(plan)]
-
-    def sent(plan: Plan) -> dict[tuple[str, str], int]:
-        found: dict[tuple[str, str], int] = {}
-        for r in of(plan).collectives:
-            is_sum = r.op in ("reduce_scatter", "all_to_all")
-            if is_sum and r.phase == "backward" and r.axis != "tp":
-                found[r.op, r.axis] = found.get((r.op, r.axis), 0) + r.bytes
-        return found
-
-    flat, tp, nodes = PLANS[4 + 1], PLANS[-1], PLANS[-2]
-    whole = sent(flat)["reduce_scatter", "dp"]
-    assert nodes == replace(flat, gradients=Gradients("float8", nodes=2))
-    first = sent(nodes)["all_to_all", "local"]
-    # Rows of this small model have exponents of blocks that are not full, and norms in fp32.
-    assert 0.25 * whole < first < 0.28 * whole
-    # A rank has the sums of its node for both nodes.
-    assert sent(nodes) == {("all_to_all", "local"): first, ("all_to_all", "node"): first // 2}
-    assert sent(tp).keys() == {("all_to_all", "dp")}
-    assert of(nodes).memory[ERRORS] == of(tp).memory[ERRORS] == 0
-    kept = of(PLANS[-3])
-    rounded = kept.memory["parameters"] // 4 * WORLD
-    assert rounded < kept.memory[ERRORS] < 1.05 * rounded
-
-
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The message that the script ends with."""
     with pytest.raises(SystemExit, match=r"^2$"):
@@ -170,11 +126,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
             "--model moe --mesh dp=2 --gradient-transport bf16",
             "--gradient-transport is not for experts, which have axes of their own",
         ),
-        ("--nodes 2", "--nodes, --error-feedback, --reduce-transport need --gradient-transport"),
-        (
-            "--gradient-transport bf16 --nodes 3",
-            "--gradient-transport needs a dp that --nodes divides, and dp=2048",
-        ),
+        ("--gradient-transport bf16 --mesh tp=8", "--gradient-transport needs a dp of 2 or more"),
     ],
 )
 def test_options_that_are_refused(
@@ -196,11 +148,11 @@ def tables_of(printed: str) -> dict[str, list[list[str]]]:
 def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(MODELS, "debug", SMALL)
     argv = ["--model", "debug", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--layers=2"]
-    assert plan.main([*argv, "--gradient-transport", "float8", "--error-feedback"]) == 0
+    assert plan.main([*argv, "--gradient-transport", "float8"]) == 0
     found = tables_of(capsys.readouterr().out)
     assert found.keys() == {"summary", "axes", "collectives", "memory"}
     summary = {line[0]: line for line in found["summary"]}
-    encoded = "tensorwise, float8 gradients, error feedback"
+    encoded = "tensorwise, float8 gradients"
     assert [*summary] == ["tensorwise", "bf16", *PEERS, encoded]
     # One all-reduce of a number per weight.
     assert (summary["tensorwise"][5], summary["tensorwise"][8]) == ("1", str(4 * 14))
