@@ -14,19 +14,10 @@ from fp8_dist.debug import AnomalyLimits, float8_stats
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.models import build
 from scripts.common.saved_bytes import OTHER, saved_bytes
-from scripts.measure import communication, errors, false_alarms, hf_plans, memory, soak
+from scripts.measure import communication, false_alarms, hf_plans, memory, soak
 from scripts.measure import sqnr as sqnr_script
 from scripts.measure.communication import FOLDED, FSDP, MESHES, OURS_PRECOMPUTED, TP, Row
 from scripts.measure.memory import SHARD, WEIGHT, Held
-
-
-def test_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the measurement that takes least."""
-    assert errors.main([]) == 0
-    printed = capsys.readouterr().out
-    assert "`python -m scripts.measure.errors` on " in printed
-    assert "| `ValueError` " in printed
-
 
 # Communication
 
