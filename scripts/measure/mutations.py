@@ -4,9 +4,9 @@ python -m scripts.measure.mutations               all of them: about half a minu
 python -m scripts.measure.mutations --only fsdp   those whose file or number holds this text
 python -m scripts.measure.mutations --list        where they are, and the tests that find them
 
-scripts/measure/faults.txt has the faults, each with the test that must fail. All of these tests
-belong to what `bash scripts/test.sh` runs. The faults are planted in a copy of the checkout.
-Exit status 1 if one survives, or if a test fails without a fault.
+scripts/measure/faults.txt has the faults, each with the test that must fail. They are planted in a
+copy of the checkout. Exit status 1 if a fault survives or can't be planted any more, or if a test
+is missing or fails without a fault.
 """
 
 import os
@@ -83,6 +83,15 @@ def planted(source: str, fault: Fault) -> str:
     return changed
 
 
+def problem(fault: Fault) -> str:
+    """Why a fault can't be planted in this checkout; "" if it can."""
+    try:
+        planted((ROOT / fault.file).read_text(), fault)
+    except (OSError, ValueError) as error:
+        return f"{fault.what}: {error}"
+    return ""
+
+
 @contextmanager
 def checkout() -> Iterator[Path]:
     """A copy of all files of the checkout that git does not ignore."""
@@ -135,6 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no fault has {args.only!r} in its name")
     if args.list:
         print(table(("fault", "what", "test"), [(n, f.what, f.test) for n, f in chosen]))
+    if stale := list(filter(None, (problem(fault) for _, fault in chosen))):
+        print("\n".join(stale))
+        return 1
+    if args.list:
         return 0
     progress = tqdm(total=1 + len(chosen), unit="run")
     with ExitStack() as stack:
@@ -145,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status, output = run_tests(folders.queue[0], tests)
         progress.update()
         if status != PASSED:
-            print(f"{output}\n\nthese tests fail without a fault")
+            print(f"{output}\n\nthese tests fail without a fault, or are not there")
             return 1
 
         def run(named: tuple[str, Fault]) -> tuple[str, ...]:
