@@ -51,16 +51,6 @@ def _devices(interfaces: str, process: int) -> list[Any]:
     return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
-def set_default_timeout(seconds: float) -> None:
-    """Set how long collectives wait for other ranks, in groups that are made without a timeout.
-
-    Meshes and libraries make theirs so: they would not have that of the default group.
-    """
-    timeout = timedelta(seconds=seconds)
-    distributed_c10d.default_pg_timeout = timeout
-    distributed_c10d.default_pg_nccl_timeout = timeout
-
-
 def use_one_thread_per_group() -> None:
     """Give the gloo groups that this process makes from now on one thread each."""
     distributed_c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]

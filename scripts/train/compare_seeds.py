@@ -69,7 +69,6 @@ class Comparison(NamedTuple):
 IN_BF16: dict[str, Any] = {"recipe": BF16}
 IN_FP32 = IN_BF16 | {"compute": "fp32"}
 OVER_TP: dict[str, Any] = {"recipe": "tensorwise", "tp": 2}
-FLOAT8 = {"gradient_transport": "float8"}
 COMPARISONS = {
     "recipes": Comparison(
         {name: {"recipe": name} for name in (BF16, *OURS)},
@@ -86,8 +85,7 @@ COMPARISONS = {
         {
             FP32: IN_BF16,
             "bf16": IN_BF16 | {"gradient_transport": "bf16"},
-            "float8": IN_BF16 | FLOAT8,
-            "float8, error feedback": IN_BF16 | FLOAT8 | {"error_feedback": True},
+            "float8": IN_BF16 | {"gradient_transport": "float8"},
         },
         [Limit("bf16", FP32, 0.3)],
         ranks=4,

@@ -12,7 +12,7 @@ from scripts.common.candidates import BF16, RECIPES
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS
 from scripts.common.options import command_parser, positive
-from scripts.train.manifest import checkpoints_in
+from scripts.train.checkpoints import checkpoints_in
 
 CHECKPOINTS = "checkpoints"  # the folder in --out
 
@@ -35,7 +35,6 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--compile", action="store_true", help="torch.compile each transformer block")
     wire = "how FSDP2's gradients travel; default: in fp32, by its own reduce-scatter"
     add("--gradient-transport", choices=get_args(Transport), help=wire)
-    add("--error-feedback", action="store_true", help="of --gradient-transport")
     seeded = "of --gradient-transport, with a seed; 0 if none is given"
     add("--stochastic-rounding", type=int, nargs="?", const=0, metavar="SEED", help=seeded)
     sums = (
@@ -49,16 +48,13 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--warmup", type=int, default=40, help="steps in which --lr is reached linearly")
     add("--seed", type=int, default=0, help="of weights and data")
     add("--out", type=Path, help="folder of metrics and tables; default: runs/RECIPE")
-    many = "write a checkpoint into --out every so many steps, after the last one, and on SIGTERM"
     stats = "record what float8 casts do to the numbers of every so many steps, in --out"
     add("--stats-every", type=positive, metavar="STEPS", help=stats)
     add("--stats-gemms", action="store_true", help="with --stats-every: the SQNR of GEMMs, too")
-    add("--checkpoint-every", type=positive, metavar="STEPS", help=f"{many} or SIGUSR1")
-    add("--keep", type=positive, default=2, help="newest checkpoints that stay; %(default)s")
-    which = "auto: the newest complete checkpoint of --out, if there is one; else a checkpoint"
-    add("--resume", metavar="auto|PATH", help=f"continue from {which}")
-    slow = "a rank that starts or answers later than that ends the run; %(default)s"
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help=slow)
+    many = "write a checkpoint into --out every so many steps, and after the last one"
+    add("--checkpoint-every", type=positive, metavar="STEPS", help=many)
+    newest = "continue from the newest checkpoint of --out, if there is one"
+    add("--resume", choices=["auto"], help=newest)
     add("--data", type=Path, help="file or folder; default: Python's standard library source")
     return parser
 
@@ -103,8 +99,6 @@ def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"--warmup must not be negative, got {args.warmup}")
     if not (args.lr > 0 and math.isfinite(args.lr)):
         parser.error(f"--lr must be positive and finite, got {args.lr}")
-    if not (args.timeout > 0 and math.isfinite(args.timeout)):
-        parser.error(f"--timeout must be positive and finite, got {args.timeout}")
     if not 0 <= args.seed < 2**31:
         parser.error(f"--seed must lie in [0, 2**31), got {args.seed}")
 
@@ -137,9 +131,10 @@ def _check_transport(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     if rounding is not None and rounding < 0:
         parser.error(f"--stochastic-rounding must not be negative, got {rounding}")
     if args.gradient_transport is None:
-        if args.error_feedback or rounding is not None:
-            name = "--error-feedback" if args.error_feedback else "--stochastic-rounding"
-            parser.error(f"{name} needs --gradient-transport: fp32 gradients are not rounded")
+        if rounding is not None:
+            parser.error(
+                "--stochastic-rounding needs --gradient-transport: fp32 gradients are not rounded"
+            )
     elif args.dp == 1:
         parser.error(
             "--gradient-transport needs --dp 2 or more: a single data-parallel rank sends no "

@@ -20,8 +20,7 @@ from scripts.common.candidates import BF16
 from scripts.common.ranks import run_on_ranks
 from scripts.train import compare
 from scripts.train.options import make_parser, parse_options
-from scripts.train.processes import choose_device
-from scripts.train.train import train
+from scripts.train.train import choose_device, train
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {
@@ -37,7 +36,6 @@ DEFAULTS = {
 
 NO_TRANSPORTS = {
     "gradient_transport": None,
-    "error_feedback": False,
     "stochastic_rounding": None,
     "reduce_transport": None,
 }

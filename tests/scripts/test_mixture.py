@@ -34,7 +34,7 @@ def trained(axes: dict[str, int], options: list[str]) -> None:
         sizes = [word for name, size in axes.items() for word in (f"--{name}", str(size))]
         args = train.parse_args([*QUICK, *sizes, *options])
         with mock.patch.object(train, "init_device_mesh", return_value=device_mesh(**axes)):
-            assert train.train(args, torch.device("cpu"))
+            train.train(args, torch.device("cpu"))
 
 
 MESHES: tuple[dict[str, int], ...] = (

@@ -21,8 +21,8 @@ from fp8_dist.report.data import read_run
 from fp8_dist.report.page import render
 from scripts.common.corpus import Corpus
 from scripts.train import train
-from scripts.train.processes import choose_device, process_group
 from scripts.train.run_writer import MEMORY, run_writer
+from scripts.train.train import choose_device, process_group
 
 ROOT = Path(train.__file__).parents[2]
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
@@ -56,11 +56,10 @@ def test_ranks_share_the_rows_of_one_global_batch():
         ("--dp 3 --tp 2", "there are 4 ranks: start that many (torchrun --nproc-per-node 6)"),
         ("--batch-size 6", "--batch-size 6 is not a multiple of --dp 4"),
         ("--lr nan", "--lr must be positive and finite"),
-        ("--timeout 0", "--timeout must be positive and finite"),
         ("--step 3", "unrecognized arguments: --step 3"),
         ("--data nowhere", "--data: nowhere: no such file or folder"),
         ("--data text.txt --seq-len 1008", "give a longer text or use shorter rows"),
-        ("--error-feedback", "--error-feedback needs --gradient-transport"),
+        ("--stochastic-rounding", "--stochastic-rounding needs --gradient-transport"),
         ("--gradient-transport bf16 --tp 4", "--gradient-transport needs --dp 2 or more"),
         (
             "--reduce-transport float8 --tp 2",
@@ -165,7 +164,7 @@ def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     options = [*QUICK, "--data", str(small_text), "--recipe", "tensorwise", "--out", str(out)]
     options += ["--stats-every", "1", "--stats-gemms", "--checkpoint-every", "2"]
-    assert train.main(options) == 0
+    train.main(options)
     lines = (out / "float8_stats.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     layers = json.loads((out / "config.json").read_text())["float8_layers"]
@@ -175,10 +174,10 @@ def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
         assert [row["kind"] for row in of_step].count("cast") == 3 * len(layers)
         assert [row["kind"] for row in of_step].count("gemm") == 3 * len(layers)
     shutil.rmtree(out / "checkpoints" / "step-00000003")
-    assert train.main([*options, "--resume", "auto"]) == 0
+    train.main([*options, "--resume", "auto"])
     assert (out / "float8_stats.jsonl").read_text().splitlines() == lines
     shutil.rmtree(out / "checkpoints")
-    assert train.main([*options[:-5], "--steps", "1"]) == 0  # a fresh run: they go
+    train.main([*options[:-5], "--steps", "1"])  # a fresh run: they go
     assert not (out / "float8_stats.jsonl").exists()
 
 
@@ -187,7 +186,7 @@ def test_a_planted_fault_is_named_by_every_output(tmp_path: Path, capsys: Any) -
     args = train.parse_args(
         [*QUICK, "--recipe", "delayed", "--stats-every", "1", "--out", str(tmp_path)]
     )
-    with process_group(60.0):
+    with process_group():
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         trainer = train.Trainer(args, mesh, torch.device("cpu"))
         stats = train.stats_of(trainer)

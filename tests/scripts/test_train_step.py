@@ -80,7 +80,7 @@ def test_gradients_travel_as_the_options_say(ranks: RankPools) -> None:
     found = [numbers]
     float8 = ["--gradient-transport", "float8"]
     rounded = [*float8, "--stochastic-rounding"]
-    for options in (float8, [*float8, "--error-feedback"], rounded, [*rounded, "7"]):
+    for options in (float8, rounded, [*rounded, "7"]):
         numbers, sent = run(*options)
         assert "reduce_scatter" not in sent
         assert 1 < sent["all_to_all"] / elements < 1.03
@@ -89,7 +89,7 @@ def test_gradients_travel_as_the_options_say(ranks: RankPools) -> None:
         assert numbers[2] == pytest.approx(found[0][2], rel=1e-3)
         assert numbers not in found
         found.append(numbers)
-    assert run(*rounded)[0] == found[3], "a seed repeats"
+    assert run(*rounded)[0] == found[2], "a seed repeats"
 
 
 def test_sums_of_tensor_parallelism_travel_as_the_option_says(ranks: RankPools) -> None:
