@@ -128,7 +128,6 @@ except (ImportError, AttributeError) as error:
 
 foreach_zero_ = _optional("torch:_foreach_zero_")
 native_scaled_grouped_mm = _optional("torch:_scaled_grouped_mm")
-profiler_is_active: Callable[[], bool] = _optional("torch.autograd:_profiler_enabled")
 _MESH = "torch.distributed.device_mesh:DeviceMesh"
 root_mesh: Callable[[DeviceMesh], DeviceMesh] = _optional(f"{_MESH}._get_root_mesh")
 concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = _optional(f"{_MESH}._concatenate")

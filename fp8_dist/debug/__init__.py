@@ -1,17 +1,10 @@
 """Debugging tools: ``comm_audit`` records collectives, ``float8_stats`` measures casts.
 
-``capture`` saves the tensors of casts to files. ``compare_recipes`` measures the error of each
-recipe in each layer.
+``capture`` saves the tensors of casts to files.
 """
 
 from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit
 from fp8_dist.debug.capturing import Capture, CapturedCast, capture, load_capture
-from fp8_dist.debug.compare import (
-    LayerSqnr,
-    ParameterSqnr,
-    RecipeComparison,
-    compare_recipes,
-)
 from fp8_dist.debug.rows import (
     Anomaly,
     AnomalyLimits,
@@ -32,14 +25,10 @@ __all__ = [
     "CommRow",
     "Float8Stats",
     "GemmStats",
-    "LayerSqnr",
-    "ParameterSqnr",
-    "RecipeComparison",
     "anomaly_dict",
     "append_jsonl",
     "capture",
     "comm_audit",
-    "compare_recipes",
     "float8_stats",
     "load_capture",
 ]

@@ -8,9 +8,9 @@ A message may contain float8 rows and their scales (``pack_rows``), or the parts
 summands. Each of these parts is counted under its own dtype.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8_dist.debug.collectives import Collective, CollectiveTimer, read_collective
+from fp8_dist.debug.collectives import Collective, read_collective
 from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.device import is_float8
 from fp8_dist.kernels.encoding import encode_float8, pack_rows
@@ -59,8 +59,6 @@ class CommRow:
         bytes: the size of these elements in bytes. The buffer is the output of an all-gather, the
             input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
             of an op that this library doesn't know.
-        seconds: the sum of the durations (see :func:`comm_audit`). None without ``timings``, if
-            ``in_mixed_gather``, or if torch's profiler has no duration for one of the collectives.
     """
 
     op: str
@@ -71,7 +69,6 @@ class CommRow:
     count: int
     elements: int
     bytes: int
-    seconds: float | None = None
 
     @property
     def key(self) -> RowKey:
@@ -90,14 +87,9 @@ class CommRow:
 
 
 class CommTable:
-    """The rows of collectives, and their totals.
+    """The rows of collectives, and their totals."""
 
-    Attributes:
-        timings: whether :meth:`table` has a column of milliseconds.
-    """
-
-    def __init__(self, rows: Iterable[CommRow] = (), timings: bool = False) -> None:
-        self.timings = timings
+    def __init__(self, rows: Iterable[CommRow] = ()) -> None:
         self._rows: dict[RowKey, CommRow] = {}
         for row in rows:
             self.add(row)
@@ -121,7 +113,6 @@ class CommTable:
                 count=known.count + row.count,
                 elements=known.elements + row.elements,
                 bytes=known.bytes + row.bytes,
-                seconds=total_seconds([known.seconds, row.seconds]),
             )
         self._rows[key] = row
 
@@ -146,59 +137,39 @@ class CommTable:
 
     def without_modules(self) -> "CommTable":
         """Return a table of the same collectives, summed over modules."""
-        return CommTable((replace(row, module="") for row in self.rows), self.timings)
+        return CommTable(replace(row, module="") for row in self.rows)
 
     def table(self, by_module: bool = False) -> str:
         """Return the rows as text, with totals; ``by_module`` gives one line per module.
 
         A ``+`` in place of a count marks data that was sent in the collectives of another line of
-        the same op and axis, because FSDP2 gathers tensors of several dtypes in one message. With
-        timings, there is a column of milliseconds, with ``-`` if they are not known. Their total is
-        not a share of the step's time: collectives overlap with each other and with computation.
+        the same op and axis, because FSDP2 gathers tensors of several dtypes in one message.
         """
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:
             return "no collectives"
-        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "ms", "module"]]
+        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "module"]]
         for row in rows:
             count = "+" if row.in_mixed_gather else f"{row.count:,}"
             dtype = str(row.dtype).removeprefix("torch.")
             sizes = [count, f"{row.elements:,}", f"{row.bytes:,}"]
-            ms = "+" if row.in_mixed_gather else _milliseconds(row.seconds)
-            lines.append([row.op, row.axis, dtype, *sizes, ms, row.module])
+            lines.append([row.op, row.axis, dtype, *sizes, row.module])
         float8 = sum(row.float8_bytes for row in rows)
-        ms = _milliseconds(total_seconds([s for row in rows if (s := row.seconds) is not None]))
-        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ms, ""])
-        lines.append(["  float8", "", "", "", "", f"{float8:,}", "", ""])
-        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", "", ""])
-        if not self.timings:
-            lines = [[*line[:6], line[7]] for line in lines]
-        right = range(3, 6 + self.timings)
-        return aligned(lines if by_module else [line[:-1] for line in lines], right)
-
-
-def total_seconds(seconds: Sequence[float | None]) -> float | None:
-    """Return the sum of durations; None if one of them is not known or there are none."""
-    known = [each for each in seconds if each is not None]
-    return sum(known) if known and len(known) == len(seconds) else None
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:,.3f}"
+        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ""])
+        lines.append(["  float8", "", "", "", "", f"{float8:,}", ""])
+        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", ""])
+        return aligned(lines if by_module else [line[:-1] for line in lines], right=range(3, 6))
 
 
 class CommAudit(CommTable):
     """The context manager that :func:`comm_audit` returns, with the rows that it recorded."""
 
-    def __init__(self, mesh: DeviceMesh | None, timings: bool = False) -> None:
-        super().__init__(timings=timings)
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
         self._axes = {} if mesh is None else _axes_by_group_name(mesh)
         self._path = ModulePath()
         self._recorder = _Recorder(self)
         self._entered: ExitStack | None = None
-        self._timer: CollectiveTimer | None = None
-        # The durations of the collectives that a row counts.
-        self._times: defaultdict[RowKey, list[float | None]] = defaultdict(list)
         # The payload dtypes of the storages that were viewed as uint8, by the storage's address.
         # The weak references prevent an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
@@ -212,8 +183,6 @@ class CommAudit(CommTable):
                 "this comm_audit is already recording; use a new one for a nested block"
             )
         with ExitStack() as stack:
-            if self.timings:
-                self._timer = stack.enter_context(CollectiveTimer())
             stack.enter_context(self._path)
             stack.enter_context(self._recorder)
             stack.callback(self._payload_dtypes.clear)
@@ -225,8 +194,6 @@ class CommAudit(CommTable):
         assert self._entered is not None
         entered, self._entered = self._entered, None
         entered.__exit__(*error)
-        for key, times in self._times.items():
-            self._rows[key] = replace(self._rows[key], seconds=total_seconds(times))
 
     def __repr__(self) -> str:
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
@@ -247,16 +214,15 @@ class CommAudit(CommTable):
             reference = StorageWeakRef(message.untyped_storage())
             self._joined[storage_address(message)] = (reference, sizes)
 
-    def _note_collective(self, collective: Collective) -> RowKey:
-        """Add a collective, and return the key of the row that counts it."""
+    def _note_collective(self, collective: Collective) -> None:
         sizes = self._bytes_by_dtype(collective.tensors)
         # The row of the first dtype counts the collective, so float8 comes first.
         by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
         axis, module = self._axis(collective.group), self._path.current
-        rows = [
-            CommRow(
+        for position, (dtype, nbytes) in enumerate(by_dtype):
+            row = CommRow(
                 collective.op,
                 axis,
                 dtype,
@@ -266,11 +232,7 @@ class CommAudit(CommTable):
                 elements=nbytes * collective.factor // dtype.itemsize,
                 bytes=nbytes * collective.factor,
             )
-            for position, (dtype, nbytes) in enumerate(by_dtype)
-        ]
-        for row in rows:
             self.add(row)
-        return rows[0].key
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""
@@ -303,7 +265,7 @@ class CommAudit(CommTable):
         return group.group_desc.removeprefix("mesh_")
 
 
-def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> CommAudit:
+def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     """Record every collective that runs inside the block, FSDP2's included.
 
     ::
@@ -325,18 +287,11 @@ def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> Comm
     The bytes are the sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends
     on the algorithm and on the size of the group.
 
-    With ``timings``, the block runs under torch.profiler, which slows it down and keeps the events
-    of all operators until the block ends. ``seconds`` include the time spent waiting for slower
-    ranks, but not the time in a queue behind other collectives. On GPUs, they are the times of
-    NCCL's kernels; for CPU tensors, of the backend's threads (gloo), where collectives of the same
-    kind and shape that run on several groups at once may be mistaken for each other. They are not
-    known for collectives that still run when the block ends, for backends that the profiler doesn't
-    support, and for operations that NCCL starts together later (``batch_isend_irecv``).
+    ``torch.profiler`` has the durations of collectives.
 
     Args:
         mesh: a mesh that names the axes of process groups that have no name of their own. For
             example, the only axis of a one-dimensional mesh over all ranks is the default group.
-        timings: measure the durations of the collectives.
 
     Returns:
         A context manager with ``.rows`` (a list of :class:`CommRow`), ``.count(...)`` and
@@ -345,15 +300,14 @@ def comm_audit(mesh: DeviceMesh | None = None, *, timings: bool = False) -> Comm
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
-        RuntimeError: the context manager is entered again inside its own block. With ``timings``,
-            also if torch.profiler is already active, as in another ``comm_audit`` with timings.
+        RuntimeError: the context manager is entered again inside its own block.
     """
     if not isinstance(mesh, DeviceMesh | None):
         raise TypeError(
             f"comm_audit takes a DeviceMesh, got {mesh!r}; pass the mesh whose axes name the "
             "groups, or None"
         )
-    return CommAudit(mesh, timings)
+    return CommAudit(mesh)
 
 
 def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
@@ -390,10 +344,8 @@ class _Recorder(TorchDispatchMode):
         if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
             return NotImplemented
         if call is not None:
-            key, timer = self._audit._note_collective(call), self._audit._timer
-            with timer.around(call, self._audit._times[key]) if timer else nullcontext():
-                return func(*args, **kwargs)
-        if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
+            self._audit._note_collective(call)
+        elif func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_payload(args[0], args[0].dtype)
         elif isinstance(func, OpOverload) and op_name(func) == "fsdp::all_gather_copy_in":
             # FSDP2 copies all its inputs into the buffer of the next all-gather.

@@ -1,4 +1,4 @@
-"""Communication ops of torch: the tensors that they move, their groups, and their durations.
+"""Communication ops of torch: the tensors that they move, and their groups.
 
 Terms: a *collective* is one call of a communication op, which may also be a point-to-point op. Its
 *buffer* is the largest tensor that it moves: the output of an all-gather, the input of a
@@ -9,23 +9,15 @@ other op in torch's communication namespaces is recorded under its qualified nam
 torch may be recorded with a wrong size, but it is never missed.
 """
 
-import re
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from fp8_dist.torch_internals import (
     OpOverload,
     op_arguments,
     op_name,
-    profiler_is_active,
     resolve_process_group,
     tree_leaves,
 )
@@ -143,116 +135,3 @@ def _group(group: Any) -> dist.ProcessGroup | None:
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
     return resolve_process_group(group)
-
-
-# In the trace, the range around each call has this name and the position of the call.
-_MARK = "comm_audit: collective "
-# The name of a collective on a thread of its backend, such as "gloo:all_reduce".
-_BACKEND_EVENT = re.compile(r"\w+:(\w+)")
-_GRACE_S = 0.01
-# gloo may run a reduce-scatter as an all-reduce of the whole buffer; each rank keeps its share.
-_RUNS_AS = {"reduce_scatter": {"reduce_scatter", "all_reduce"}}
-
-
-class _Call(NamedTuple):
-    """The properties of a collective that are known when it is issued."""
-
-    op: str
-    on_cpu: bool
-    shapes: set[tuple[int, ...]]
-    times: list[float | None]  # gets the duration
-
-
-class CollectiveTimer:
-    """A context manager that profiles a block to find the durations of its collectives."""
-
-    def __init__(self) -> None:
-        self._calls: list[_Call] = []
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=activities, record_shapes=True)
-
-    def __enter__(self) -> Self:
-        if profiler_is_active():
-            raise RuntimeError(
-                "comm_audit(timings=True) uses torch.profiler, which is already active, and there "
-                "can be only one: audit a block outside of it, or leave timings out"
-            )
-        self._profiler.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if any(call.on_cpu for call in self._calls):
-            # gloo ends an event shortly after it wakes the threads that wait for the collective.
-            time.sleep(_GRACE_S)
-        with record_function(f"{_MARK}end"):
-            pass
-        self._profiler.stop()
-        events = sorted(self._profiler.events() or [], key=lambda event: event.time_range.start)
-        # The timeline of a GPU has ranges with the same names.
-        on_host = (event for event in events if event.device_type == DeviceType.CPU)
-        marks = {event.name: event for event in on_host if event.name.startswith(_MARK)}
-        # For a collective that is still running, the profiler reports an end after all marks.
-        end = max((mark.time_range.end for mark in marks.values()), default=0)
-        of_backends = [event for event in events if event.is_async]
-        for i, call in enumerate(self._calls):
-            seconds, mark = None, marks.get(f"{_MARK}{i}")
-            if mark is not None and not call.on_cpu:
-                seconds = _seconds_of_kernels(mark)
-            elif mark is not None and (event := _backend_event(call, mark, of_backends)):
-                of_backends.remove(event)
-                if event.time_range.end <= end:
-                    seconds = event.time_range.elapsed_us() / 1e6
-            call.times.append(seconds)
-
-    def around(
-        self, collective: Collective, times: list[float | None]
-    ) -> AbstractContextManager[Any]:
-        """Return a context manager for the call that issues a collective.
-
-        When the block ends, its duration is added to ``times``; None if it is not known.
-        """
-        tensors = collective.tensors
-        shapes = {tuple(tensor.shape) for tensor in tensors}
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-        self._calls.append(_Call(collective.op, on_cpu, shapes, times))
-        return record_function(f"{_MARK}{len(self._calls) - 1}")
-
-
-def _inside(event: FunctionEvent) -> Iterator[FunctionEvent]:
-    for child in event.cpu_children:
-        yield child
-        yield from _inside(child)
-
-
-def _seconds_of_kernels(mark: FunctionEvent) -> float | None:
-    """Return the total time of the NCCL kernels that a call launched; None if there are none."""
-    kernels = [kernel for event in (mark, *_inside(mark)) for kernel in event.kernels]
-    # "nccl:all_reduce" is a range around kernels, not a kernel.
-    own = [k for k in kernels if k.name.startswith("nccl") and not k.name.startswith("nccl:")]
-    return sum(kernel.duration for kernel in own) / 1e6 if own else None
-
-
-def _backend_event(
-    call: _Call, mark: FunctionEvent, events: list[FunctionEvent]
-) -> FunctionEvent | None:
-    """Return the first event of a collective on a backend's thread that a call may have caused."""
-    # The backend may send a packed copy of the tensors, of another shape.
-    sent = {shape for event in _inside(mark) for shape in _shapes(event)} - {()}
-    for event in events:
-        name = _BACKEND_EVENT.fullmatch(event.name)
-        if (
-            name is not None
-            and name[1] in _RUNS_AS.get(call.op, {call.op})
-            and _shapes(event) & (call.shapes | sent)
-            and mark.time_range.start <= event.time_range.start
-        ):
-            return event
-    return None
-
-
-def _shapes(event: FunctionEvent) -> set[tuple[int, ...]]:
-    """Return the shapes of an operator's arguments; () also stands for lists and other objects."""
-    shapes: Any = event.input_shapes or []
-    return {tuple(s) if all(isinstance(n, int) for n in s) else () for s in shapes}

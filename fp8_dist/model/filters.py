@@ -309,8 +309,7 @@ def auto_filter(
             layers with neither are not divided. The styles may be torch's, as in the
             ``llama_tp_plan`` of a model that is not converted yet.
         exclude: layers with exactly these names are skipped, such as layers that lose too much
-            precision in float8: ``compare_recipes(...).layers_below(20, recipe)`` of
-            ``fp8_dist.debug``.
+            precision in float8, which ``fp8_dist.debug.float8_stats(model, gemms=True)`` shows.
         model: the model that will be converted, as for ``skip_head``. Without it, heads and
             routers are recognized by their names alone.
 

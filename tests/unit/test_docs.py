@@ -129,18 +129,25 @@ def test_communication_prints_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "no collectives\n"
 
 
-def test_debugging_records_statistics_and_captures(
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.ModuleDict({"feed_forward": nn.ModuleDict({"w2": nn.Linear(32, 32)})})
+        self.layers = nn.ModuleDict({"3": block})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers["3"]["feed_forward"]["w2"](x)  # type: ignore[index]
+
+
+def test_debugging_records_captures_and_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs/debugging.md").read_text()
-    statistics, captures, *_ = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.M)
+    statistics, captures, comparison, left_out = re.findall(
+        r"^```python\n(.*?)^```", text, re.DOTALL | re.M
+    )
     monkeypatch.chdir(tmp_path)
-    feed_forward = nn.ModuleDict({"w2": nn.Linear(32, 32)})
-    block = nn.ModuleDict({"feed_forward": feed_forward})
-    model = nn.Module()
-    model.layers = nn.ModuleDict({"3": block})
-    model.forward = lambda x: feed_forward["w2"](x)
-    fp8_dist.convert_to_float8_training(model)
+    model = fp8_dist.convert_to_float8_training(OneLayer())
     scope = {
         "model": model,
         "batches": [torch.ones(4, 32)] * 2,
@@ -152,6 +159,15 @@ def test_debugging_records_statistics_and_captures(
     code = captures.replace("...  # forward and backward", "model(torch.ones(4, 32))")
     exec(code, {"model": model, "capture": debug.capture, "torch": torch})
     assert len(list((tmp_path / "captured").iterdir())) == 1
+    capsys.readouterr()
+    scope |= {"tokens": torch.randn(4, 32), "loss": torch.sum}
+    exec(comparison, scope)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {(line[0], line[-2]) for line in lines} == {
+        (recipe, "layers.3.feed_forward.w2") for recipe in ("tensorwise", "rowwise_folded")
+    }
+    exec(left_out.replace("24.7", "0"), scope)
+    assert scope["low"] == set()
 
 
 def test_the_table_of_recipes() -> None:
