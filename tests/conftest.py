@@ -1,5 +1,6 @@
 """What every test gets: a fixed seed, one thread, the pools of ranks, the markers of GPUs."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,8 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def quick_process() -> None:
+    """One thread; and the garbage collector need not look at what modules have made."""
     torch.set_num_threads(1)
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

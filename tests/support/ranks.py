@@ -60,6 +60,8 @@ PRELOADED = [
     "fp8_dist.fsdp",
     "fp8_dist.tensor_parallel",
 ]
+# Imported there, too, if this process has imported them: many test modules do.
+PRELOADED_IF_USED = ["pytest", "nets", "hf_experts", "hf_models", "peft"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -139,7 +141,8 @@ class RankPool:
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         context = multiprocessing.get_context(START_METHOD)
-        context.set_forkserver_preload(PRELOADED)
+        used = [name for name in PRELOADED_IF_USED if name in sys.modules]
+        context.set_forkserver_preload([*PRELOADED, *used])
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
