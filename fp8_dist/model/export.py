@@ -4,8 +4,7 @@ The format is that of Hugging Face's FP8 block checkpoints. Despite the name of
 ``NAME.weight_scale_inv``, the scale is not inverted: ``weight ~= data * scale``.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -41,9 +40,6 @@ from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 # The default size of a bucket: large enough for the full bandwidth of a network.
 BUCKET_BYTES = 2**28
 
-# A server's name for each name of a checkpoint; None leaves the tensor out.
-Names = Mapping[str, str | None] | Callable[[str], str | None]
-
 
 class WeightEntry(NamedTuple):
     """A whole tensor of :func:`iter_float8_weights`.
@@ -52,8 +48,7 @@ class WeightEntry(NamedTuple):
         name: its name.
         tensor: float8_e4m3fn data, or a tensor that is not converted, in its own dtype.
         scale_inv: the scale of each block of float8 data, fp32 (for a weight that is stored in
-            float8, in the dtype in which it was loaded, unless it is concatenated with a weight
-            whose scales are fp32); ``None`` for other tensors.
+            float8, in the dtype in which it was loaded); ``None`` for other tensors.
     """
 
     name: str
@@ -85,10 +80,7 @@ class _Source(NamedTuple):
     value: torch.Tensor
     weight: Float8Weight | None  # the float8 weight that it is, if it is one
     dtype: torch.dtype | None  # in which FSDP2 gathers the weight, if in high precision
-    # The server's name of each entry, by the name in the state dict and that of the entry, which
-    # differ if the weight is divided into single experts. There are several of the former if layers
-    # share a weight. Entries that are left out are missing.
-    names: dict[str, dict[str, str]]
+    keys: list[str]  # its names in the state dict; several if layers share a weight
 
     def shard(self) -> torch.Tensor:
         """The values that are cast, on the device of the mesh."""
@@ -99,22 +91,6 @@ class _Source(NamedTuple):
             shard = shard.to(parameter.device_mesh.device_type)
         return shard.detach().to(self.dtype) if rounds else shard.detach()
 
-    def parts(
-        self, model: nn.Module, tensor: torch.Tensor, scales: torch.Tensor | None
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-        """The entries that are sent, by the server's name, and their scales."""
-        for key, names in self.names.items():
-            tensors, each = {key: tensor}, {key: scales}
-            if self.weight is not None and scales is not None and names.keys() != {key}:
-                tensors = entries_of(model, self.weight, key, tensor)
-                each = dict(entries_of(model, self.weight, key, scales))
-            for name, new in names.items():
-                yield new, tensors.pop(name), each[name]
-
-
-# The tensors that have a name, whole or distributed, and the scales of all of their blocks.
-_Stream = Iterator[tuple[str, list[torch.Tensor], torch.Tensor | None]]
-
 
 @overload
 def iter_float8_weights(
@@ -123,8 +99,6 @@ def iter_float8_weights(
     bucket_bytes: int = ...,
     shards: Literal[False] = ...,
     ranks: Collection[int] | None = ...,
-    names: Names | None = ...,
-    divide_experts: bool = ...,
 ) -> Iterator[WeightEntry]: ...
 
 
@@ -135,8 +109,6 @@ def iter_float8_weights(
     bucket_bytes: int = ...,
     shards: Literal[True],
     ranks: Collection[int] | None = ...,
-    names: Names | None = ...,
-    divide_experts: bool = ...,
 ) -> Iterator[WeightShard]: ...
 
 
@@ -146,14 +118,13 @@ def iter_float8_weights(
     bucket_bytes: int = BUCKET_BYTES,
     shards: bool = False,
     ranks: Collection[int] | None = None,
-    names: Names | None = None,
-    divide_experts: bool = True,
 ) -> Iterator[WeightEntry] | Iterator[WeightShard]:
     """Iterate over a model's tensors, with converted weights in float8 as GEMMs multiply them.
 
-    Each item unpacks to a name, a tensor and the scales of its blocks. The tensors are those of
-    :func:`fp8_dist.float8_state_dict`, byte for byte. Tensors that are not converted come in their
-    own dtype, without scales.
+    Each item unpacks to a name, a tensor and the scales of its blocks. Names and tensors are those
+    of :func:`fp8_dist.float8_state_dict`, byte for byte. Tensors that are not converted come in
+    their own dtype, without scales. Experts come one by one, under the names of the model's
+    checkpoints, where these divide them and the weight is whole.
 
     Weights are cast and gathered a bucket at a time, so a rank holds little more than one bucket
     besides the model, and what the consumer keeps.
@@ -174,14 +145,6 @@ def iter_float8_weights(
             several pieces of a tensor yields each, and one with no element yields none.
         ranks: the global ranks that get tensors. The others take part in the collectives, and
             their iterators yield nothing. ``None`` means all ranks.
-        names: the names of the server, by mapping (missing names stay) or function. ``None`` in
-            place of a name leaves the tensor out. Tensors that get the same name are concatenated
-            along dim 0, in the order of the state dict, as engines do that fuse q, k and v, or gate
-            and up. Their scales are, too. The default names are those of the state dict, and for
-            transformers' experts those of checkpoints.
-        divide_experts: yield experts under the names of single experts, such as
-            ``experts.3.up_proj.weight``, where the model's checkpoints divide them and the weight
-            is whole. Otherwise the whole weight ``[E, N, K]`` comes under its own name.
 
     Returns:
         An iterator. Float8 data is on the device of the weight's mesh, and parts on the device of
@@ -197,8 +160,7 @@ def iter_float8_weights(
         ValueError: no layer is converted; a layer's weight has no square blocks of float8_e4m3fn,
             or has other blocks than another layer; a module that is not converted shares a weight;
             a checkpoint divides the weight of an expert within a block; a weight is on the meta
-            device; tensors of one name don't fit together, or cut a block; or ``bucket_bytes`` is
-            not positive.
+            device; or ``bucket_bytes`` is not positive.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``), or ranks
             have several pieces of a weight, which cut blocks.
     """
@@ -211,10 +173,8 @@ def iter_float8_weights(
         gather=not shards,
         keeps=ranks is None or rank in ranks,
         bucket_bytes=bucket_bytes,
-        names=names,
-        divide_experts=divide_experts,
     )
-    return _shards(stream) if shards else _entries(stream)
+    return _shards(stream) if shards else stream
 
 
 def float8_state_dict(
@@ -253,7 +213,7 @@ def float8_state_dict(
     keeps = is_first or not (full_state_dict and cpu_offload)
     stream = float8_stream(model, "float8_state_dict", gather=full_state_dict, keeps=keeps)
     state: dict[str, Any] = {}
-    for name, (tensor,), scales in stream:
+    for name, tensor, scales in stream:
         state[name] = tensor.cpu() if cpu_offload else tensor
         if scales is not None:
             scales = scales.cpu() if cpu_offload else scales
@@ -308,29 +268,11 @@ def _has_matrices(module: nn.Module) -> bool:
     return any(each.ndim > 1 for each in own) and not isinstance(module, nn.Embedding)
 
 
-def _entries(stream: _Stream) -> Iterator[WeightEntry]:
-    for name, tensors, scales in stream:
-        whole = _joined(tensors)
-        tensors.clear()
-        yield WeightEntry(name, whole, scales)
-        del whole
-
-
-def _shards(stream: _Stream) -> Iterator[WeightShard]:
-    for name, tensors, scales in stream:
-        first, shape = 0, tensors[0].shape
-        if len(tensors) > 1:
-            shape = torch.Size((sum(each.shape[0] for each in tensors), *shape[1:]))
-        for tensor in tensors:
-            local = local_tensor(tensor).detach()
-            for offset, own, size in regions(own_pieces(tensor)):
-                moved = (offset[0] + first, *offset[1:]) if first else offset
-                yield WeightShard(name, narrowed(local, own, size), scales, moved, shape)
-            first += tensor.shape[0] if tensor.ndim else 0
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def _shards(stream: Iterator[WeightEntry]) -> Iterator[WeightShard]:
+    for name, tensor, scales in stream:
+        local = local_tensor(tensor).detach()
+        for offset, own, size in regions(own_pieces(tensor)):
+            yield WeightShard(name, narrowed(local, own, size), scales, offset, tensor.shape)
 
 
 def float8_stream(
@@ -340,21 +282,14 @@ def float8_stream(
     gather: bool,
     keeps: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
-    names: Names | None = None,
-    divide_experts: bool = True,
-) -> _Stream:
-    """Check a model, and iterate over its tensors in float8, with the parts that share a name.
+) -> Iterator[WeightEntry]:
+    """Check a model, and iterate over its tensors in float8.
 
     Without ``gather``, tensors of distributed parameters are DTensors. ``keeps``: whether this rank
     gets tensors. For all else see :func:`iter_float8_weights`, whose errors this call raises.
     """
-    model, names = unwrapped(model), {} if names is None else names
-    if not (isinstance(names, Mapping) or callable(names)):
-        raise TypeError(
-            f"{caller}: names is {names!r}; pass a dict from names of the model to those of the "
-            "server, or a function of a name"
-        )
-    weights, blocks = checked_weights(model, caller)
+    model = unwrapped(model)
+    weights, _ = checked_weights(model, caller)
     gathered_as = {
         user: parameter.param_dtype
         for parameter in fsdp_parameters(fsdp_groups())
@@ -362,7 +297,6 @@ def float8_stream(
     }
     scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
     found: dict[object, _Source] = {}
-    sent: dict[str, list[_Sent]] = {}  # by their names at the server
     # get_model_state_dict reshards the parameters that FSDP2 has gathered. It moves the entries of
     # modules that torch.compile wraps to the end; here all are in the order of the model.
     state = get_model_state_dict(model)
@@ -370,87 +304,37 @@ def float8_stream(
     for key, value in (ordered | state).items():
         if not isinstance(value, torch.Tensor) or key in scales:  # which are sent with weights
             continue
-        weight, dtype = weights.get(key), None
-        wholes = {key: torch.empty(value.shape, dtype=value.dtype, device="meta")}
-        if weight is not None:
-            layout = Layout.of(weight.parameter())
-            weight.schemes[0].start(layout)  # raises if it can't be cast
-            dtype = gathered_as.get((weight.module, weight.name))
-            if divide_experts and (gather or layout is None):
-                wholes = entries_of(model, weight, key, wholes[key])
-        chosen = {}
-        for name, whole in wholes.items():
-            new = names.get(name, name) if isinstance(names, Mapping) else names(name)
-            if new is not None:
-                chosen[name] = new
-                rows = None if weight is None else blocks.rows
-                sent.setdefault(new, []).append(_Sent(name, whole.shape, whole.dtype, rows))
-        if chosen:  # layers may share a weight, which is cast once
-            same = id(weight.parameter()) if weight else key
-            found.setdefault(same, _Source(value, weight, dtype, {})).names[key] = chosen
-    for name, parts in sent.items():
-        _check_joined(caller, name, parts)
+        source = _Source(value, weights.get(key), None, [])
+        if (weight := source.weight) is not None:
+            weight.schemes[0].start(Layout.of(weight.parameter()))  # raises if it can't be cast
+            source = source._replace(dtype=gathered_as.get((weight.module, weight.name)))
+        # Layers may share a weight, which is cast once.
+        found.setdefault(id(weight.parameter()) if weight else key, source).keys.append(key)
     return _stream(model, list(found.values()), gather, keeps, bucket_bytes)
-
-
-class _Sent(NamedTuple):
-    """A tensor that is sent: its name in a checkpoint, and the rows of its blocks if it has any."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    rows: int | None
-
-
-def _check_joined(caller: str, name: str, parts: Sequence[_Sent]) -> None:
-    first, *others = parts
-    for other in others:
-        kinds = [(p.shape[1:], p.dtype if p.rows is None else p.rows) for p in (first, other)]
-        if kinds[0] != kinds[1] or not first.shape:
-            raise ValueError(
-                f"{caller}: names gives {first.name} and {other.name} the name {name}, but they "
-                f"can't be concatenated: {_described(first)} and {_described(other)}; give one of "
-                "them another name, or None to leave it out"
-            )
-    for part in parts[:-1]:
-        if part.rows is not None and len(part.shape) == 2 and part.shape[0] % part.rows:
-            raise ValueError(
-                f"{caller}: names concatenates {', '.join(each.name for each in parts)} as {name}, "
-                f"but {part.name} has {part.shape[0]} rows, so a block of {part.rows} rows would "
-                "have two scales; leave them under their own names"
-            )
-
-
-def _described(part: _Sent) -> str:
-    kind = str(part.dtype).removeprefix("torch.") if part.rows is None else "float8"
-    return f"{list(part.shape)} in {kind}"
 
 
 def _stream(
     model: nn.Module, sources: list[_Source], gather: bool, keeps: bool, bucket_bytes: int
-) -> _Stream:
-    missing = Counter(
-        name for source in sources for names in source.names.values() for name in names.values()
-    )
-    waiting: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+) -> Iterator[WeightEntry]:
     for bucket in _buckets(sources, bucket_bytes):
         tensors, scales = _cast(bucket, gather)
         # All messages of a bucket are exchanged before its first tensor is yielded.
         made = full_tensors(tensors) if gather else iter(tensors)
-        if not keeps:
-            continue
-        for source, scale in zip(bucket, scales, strict=True):
-            for name, tensor, own in source.parts(model, next(made), scale):
-                parts, of_parts = waiting.setdefault(name, ([], []))
-                parts.append(tensor)
-                of_parts += [] if own is None else [own]
-                del tensor
-                missing[name] -= 1
-                if not missing[name]:
-                    del waiting[name]
-                    if len({each.dtype for each in of_parts}) > 1:  # some were loaded in e8m0
-                        of_parts = [each.to(torch.float32) for each in of_parts]
-                    yield name, parts, _joined(of_parts) if of_parts else None
+        if keeps:
+            for source, of_blocks in zip(bucket, scales, strict=True):
+                yield from _entries(model, source, next(made), of_blocks)
+
+
+def _entries(
+    model: nn.Module, source: _Source, tensor: torch.Tensor, scales: torch.Tensor | None
+) -> Iterator[WeightEntry]:
+    for key in source.keys:
+        if source.weight is None or scales is None or isinstance(tensor, DTensor):
+            yield WeightEntry(key, tensor, scales)
+        else:
+            of_blocks = entries_of(model, source.weight, key, scales)
+            for name, part in entries_of(model, source.weight, key, tensor).items():
+                yield WeightEntry(name, part, of_blocks[name])
 
 
 def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:

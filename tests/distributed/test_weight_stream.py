@@ -56,10 +56,10 @@ def sharded(net: Net, axes: dict[str, int], **options: Any) -> Net:
     return net
 
 
-def whole_of_shards(net: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
+def whole_of_shards(net: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict that the shards of all ranks are, each element in as many of them."""
     own = []
-    for name, tensor, scales, offset, shape in iter_float8_weights(net, shards=True, **options):
+    for name, tensor, scales, offset, shape in iter_float8_weights(net, shards=True):
         kind = tensor.dtype
         own.append((name, tensor.view(torch.uint8) if scales is not None else tensor, kind))
         own[-1] += (scales, offset, shape)  # type: ignore[assignment]
@@ -134,10 +134,6 @@ def test_the_stream_is_the_state_dict_of_one_device(
     assert ranks(size).run_same(streamed, axes, recipe, options, sizes) == []
 
 
-def without_biases(name: str) -> str | None:
-    return None if name.endswith("bias") else name
-
-
 def messages(axes: dict[str, int], sizes: dict[str, int]) -> tuple[str, float]:
     """What a stream of two buckets sends, and the bytes of its weights relative to bf16's."""
     net = sharded(converted(**sizes), axes)
@@ -149,9 +145,8 @@ def messages(axes: dict[str, int], sizes: dict[str, int]) -> tuple[str, float]:
         first = audit.count()
         assert len(list(stream)) == 4
     lines = [f"{row.op:10} {row.axis:5} {row.count} {row.bytes}" for row in audit.rows]
-    with comm_audit() as audit:
-        assert len(list(iter_float8_weights(net, names=without_biases))) == 3
-    sent = sum(row.bytes for row in audit.rows)
+    biases = sum(bias.numel() * bias.itemsize for bias in net.parameters() if bias.ndim == 1)
+    sent = sum(row.bytes for row in audit.rows) - biases
     return "\n".join([f"first bucket: {first}", *lines]), sent / (2 * elements)
 
 
@@ -248,33 +243,8 @@ def test_ranks_stop_after_the_same_item() -> None:
     assert differences(collected(iter_float8_weights(net)), expected) == []
 
 
-def fused(name: str) -> str | None:
-    """w1 and w3 are one matrix of the server, which has no biases."""
-    return None if name.endswith("bias") else re.sub("w[13]", "w13", name)
-
-
-@on_ranks(2)
-def test_tensors_of_one_name_are_concatenated() -> None:
-    sizes = {"dim": 256, "hidden": 384, "layers": 1}
-    twin = float8_state_dict(converted(**sizes))
-    w1, w3, w2 = (f"layers.0.{name}.weight" for name in ("w1", "w3", "w2"))
-    expected = {w2: twin[w2], f"{w2}_scale_inv": twin[f"{w2}_scale_inv"]}
-    for end in ("", "_scale_inv"):
-        both = [twin[f"{name}{end}"].view(torch.uint8) for name in (w1, w3)]
-        kind = twin[f"{w1}{end}"].dtype
-        expected[f"layers.0.w13.weight{end}"] = torch.cat(both).view(kind)
-    net = sharded(converted(**sizes), {"dp": 2})
-    for bucket in (1, 2**28):
-        stream = iter_float8_weights(net, bucket_bytes=bucket, names=fused)
-        assert differences(collected(stream), expected) == []
-    assert differences(whole_of_shards(net, names=fused), expected) == []
-    left = {f"layers.0.{name}.bias": None for name in ("w2", "w3")} | {w1: "w13", w3: "w13"}
-    found = collected(iter_float8_weights(net, names=left))
-    assert [*found] == ["w13", "w13_scale_inv", w2, f"{w2}_scale_inv"]
-
-
 PAGE = Path(__file__).parents[2] / "docs/serving.md"
-LOOP, NAMES, SHARDS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+LOOP, _, SHARDS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 @on_ranks(2)
@@ -305,51 +275,16 @@ def test_the_loop_of_the_page() -> None:
     } or not dist.get_rank()
 
 
-@pytest.mark.parametrize("heads", [128, 64])
-def test_the_names_of_the_page(heads: int) -> None:
-    """Those of vLLM's fused layers."""
-    sizes = {"q": 256, "k": heads, "v": heads, "gate": 384, "up": 384, "o": 128}
-    layers = {f"{name}_proj": nn.Linear(128, rows) for name, rows in sizes.items()}
-    model = nn.ModuleDict({"mlp": nn.ModuleDict(layers), "lm_head": nn.Linear(128, 8, bias=False)})
-    config = Float8LinearConfig.from_recipe_name("blockwise")
-    convert_to_float8_training(model["mlp"], config=config)
-    scope = {"model": model, "iter_float8_weights": iter_float8_weights}
-    if heads == 64:
-        message = raised(ValueError, lambda: exec(NAMES, scope))
-        assert "mlp.k_proj.weight has 64 rows, so a block of 128 rows would have two" in message
-        return
-    exec(NAMES, scope)
-    stream: Any = scope["stream"]
-    found = {name: (list(w.shape), None if s is None else list(s.shape)) for name, w, s in stream}
-    assert found == {
-        "mlp.qkv_proj.weight": ([512, 128], [4, 1]),
-        "mlp.qkv_proj.bias": ([512], None),
-        "mlp.gate_up_proj.weight": ([768, 128], [6, 1]),
-        "mlp.gate_up_proj.bias": ([768], None),
-        "mlp.o_proj.weight": ([128, 128], [1, 1]),
-        "mlp.o_proj.bias": ([128], None),
-    }
-
-
 @on_ranks(2)
 def test_errors_come_before_the_first_message() -> None:
     net = sharded(converted(dim=64, hidden=192, layers=1), {"dp": 2})
-    wrong: list[dict[str, Any]] = [
-        {"bucket_bytes": 0},
-        {"names": lambda name: name.replace("w1", "w3")},
-        {"names": lambda name: name.replace("bias", "weight")},
-        {"names": {"layers.0.w1.weight": "w", "layers.0.w2.weight": "w"}},
-    ]
     with comm_audit() as audit:
-        texts = [raised(ValueError, lambda: iter_float8_weights(net, **each)) for each in wrong]  # noqa: B023
+        texts = [raised(ValueError, lambda: iter_float8_weights(net, bucket_bytes=0))]
         texts.append(raised(ValueError, lambda: iter_float8_weights(Net())))
     assert audit.count() == 0
     assert_expected_inline(
         "\n".join(texts),
         """\
 iter_float8_weights: bucket_bytes is 0; pass 1 or more
-iter_float8_weights: names concatenates layers.0.w1.weight, layers.0.w3.weight as layers.0.w3.weight, but layers.0.w1.weight has 192 rows, so a block of 128 rows would have two scales; leave them under their own names
-iter_float8_weights: names gives layers.0.w3.weight and layers.0.w3.bias the name layers.0.w3.weight, but they can't be concatenated: [192, 64] in float8 and [192] in float32; give one of them another name, or None to leave it out
-iter_float8_weights: names gives layers.0.w1.weight and layers.0.w2.weight the name w, but they can't be concatenated: [192, 64] in float8 and [64, 192] in float8; give one of them another name, or None to leave it out
 iter_float8_weights: Net has no converted layers; call convert_to_float8_training first (for experts, fp8_dist.moe.convert_experts_to_float8_training), with the recipe "blockwise\"""",
     )

@@ -11,14 +11,12 @@ from torch.distributed.tensor import Partial, Replicate
 from fp8_dist import (
     CastConfig,
     Float8Linear,
-    Float8LinearConfig,
     Float8Tensor,
     ScalingGranularity,
     ScalingType,
     cast_to_float8,
     convert_to_float8_training,
     freeze_to_float8,
-    iter_float8_weights,
     rewrap_float8_weights,
     update_float8_scales,
 )
@@ -29,7 +27,6 @@ from fp8_dist.mesh.rules import linear_layouts
 from fp8_dist.moe import convert_experts_to_float8_training
 from fp8_dist.tensor_parallel import apply_tp_plan
 
-BLOCKS = Float8LinearConfig.from_recipe_name("blockwise")
 AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 BYTES = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
 E5M2 = torch.zeros(16, 16, dtype=torch.float8_e5m2)
@@ -57,9 +54,6 @@ TYPES: Refused = {
     "freeze_to_float8: module_filter_fn must be a function": lambda: freeze_to_float8(
         Float8Linear(16, 16), module_filter_fn="0"
     ),  # type: ignore[arg-type]
-    "iter_float8_weights: names is ['a']; pass a dict from names of the model to those of": (
-        lambda: iter_float8_weights(Float8Linear(16, 16, config=BLOCKS), names=["a"])  # type: ignore[call-overload]
-    ),
     "comm_audit takes a DeviceMesh, got 'dp'; pass the mesh": lambda: comm_audit("dp"),  # type: ignore[arg-type]
     "process_group is True; pass the ProcessGroup that DDP was given": lambda: Float8DDPState(True),  # type: ignore[arg-type]
     **{

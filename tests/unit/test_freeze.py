@@ -32,7 +32,6 @@ from fp8_dist import (
     dequantized,
     freeze_to_float8,
     invalidate_float8_scales,
-    iter_float8_weights,
     precompute_float8_dynamic_scale,
     rewrap_float8_weights,
     selective_checkpoint_policy,
@@ -391,21 +390,6 @@ def test_some_layers_of_a_model() -> None:
     layer = converted()[0]
     assert freeze_to_float8(layer) == ["weight"]
     assert freeze_to_float8(layer) == ["weight"]
-
-
-def test_a_stream_joins_scales_of_two_dtypes() -> None:
-    """e8m0 of a weight that was loaded so, and fp32 of one that is trained."""
-    layers = {"q": nn.Linear(128, 256, bias=False), "k": nn.Linear(128, 128, bias=False)}
-    net = convert_to_float8_training(nn.ModuleDict(layers), config=CONFIGS["blockwise"])
-    net["q"].requires_grad_(False)  # type: ignore[index]
-    freeze_to_float8(net)
-    expected = list(iter_float8_weights(net))
-    net.load_state_dict(in_e8m0(net))
-    ((_, data, scales),) = iter_float8_weights(net, names=lambda _: "qk")
-    assert same_bits(scales, torch.cat([each.scale_inv for each in expected]))
-    assert same_bits(
-        data.view(torch.uint8), torch.cat([e.tensor.view(torch.uint8) for e in expected])
-    )
 
 
 def test_a_sum_is_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
