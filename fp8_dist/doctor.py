@@ -29,7 +29,7 @@ from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
-from fp8_dist.model.filters import skip_head, why_too_small
+from fp8_dist.model.filters import skip_head, smallest_parts
 from fp8_dist.model.report import WeightSummary, alike, conversion_summary
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.recipe import Operand
@@ -232,17 +232,10 @@ def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[s
     """Lines for the layers whose shards gain nothing; similar layers share a line."""
     for name, (first, *_) in alike(rows):
         *experts, out_features, in_features = first.shape
-        divided = tp > 1 and not experts  # expert parallelism moves whole experts
-        styles = {0: "ColwiseParallel", 1: "RowwiseParallel"} if divided else {None: ""}
-        found: dict[str, list[str]] = {}
-        for dim, style in styles.items():
-            if reason := why_too_small(recipe, (out_features, in_features), dim, tp)[1]:
-                found.setdefault(reason, []).append(style)
-        told = [
-            f"{reason} ({', '.join(of)})" if divided else reason for reason, of in found.items()
-        ]
-        if told:
-            yield f"  {name}, {out_features} x {in_features}: {'; '.join(told)}"
+        ranks = 1 if experts else tp  # expert parallelism moves whole experts
+        parts = smallest_parts(recipe, (out_features, in_features), ranks)
+        if reasons := dict.fromkeys(reason for _, reason in parts if reason):
+            yield f"  {name}, {out_features} x {in_features}: {'; '.join(reasons)}"
 
 
 if __name__ == "__main__":

@@ -8,15 +8,13 @@ cost more than the GEMM saves. Shapes in this module are ``(out_features, in_fea
 experts are of the weight of one expert.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from textwrap import indent
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.config import Float8LinearRecipeName
@@ -121,10 +119,8 @@ class AutoFilterReport:
 
     recipe: str
     tp_size: int
-    planned: bool  # whether a plan says how layers are divided
     rows: tuple[FilterDecision, ...]  # one for each weight, in the order of their first calls
     unmatched_fqns: tuple[str, ...]  # entries of filter_fqns that no layer's name contains
-    unmatched_exclude: tuple[str, ...] = ()  # entries of exclude that are not a layer's name
 
     def __str__(self) -> str:
         converted, n = sum(row.convert for row in self.rows), len(self.rows)
@@ -132,10 +128,8 @@ class AutoFilterReport:
             f"auto_filter: {converted} of {n} weight{'s' * (n != 1)} to float8, recipe "
             f"{self.recipe} (thresholds: H100)"
         ]
-        if self.planned or self.tp_size > 1:
-            no_plan = "out or in divided, whichever gains less (no plan)"
-            how = "divided as the plan says" if self.planned else no_plan
-            lines.append(f"local: tp_size {self.tp_size}, {how}")
+        if self.tp_size > 1:
+            lines.append(f"local: tp_size {self.tp_size}, out or in divided, whichever gains less")
         table = [("layer", "out x in", "local", "", "reason")]
         for row in self.rows:
             shape, local = (f"{out} x {in_}" for out, in_ in (row.shape, row.local_shape))
@@ -145,7 +139,6 @@ class AutoFilterReport:
             table.append((row.fqn or "(the module itself)", shape, local, verdict, row.reason))
         lines.append(indent(aligned(table) if self.rows else "no layer was asked for yet", "  "))
         lines += [f"filter_fqns: {entry!r} matched no layer" for entry in self.unmatched_fqns]
-        lines += [f"exclude: {entry!r} is no layer" for entry in self.unmatched_exclude]
         return "\n".join(lines)
 
 
@@ -153,25 +146,16 @@ class AutoFilter(LayerFilter):
     """A ``module_filter_fn`` for one model that also decides by size; see :func:`auto_filter`."""
 
     def __init__(
-        self,
-        recipe: str,
-        filter_fqns: tuple[str, ...],
-        tp_size: int,
-        plan: Mapping[str, ParallelStyle] | None,
-        exclude: tuple[str, ...],
-        model: nn.Module | None,
+        self, recipe: str, filter_fqns: tuple[str, ...], tp_size: int, model: nn.Module | None
     ) -> None:
         super().__init__(model)
-        self._recipe, self._tp_size, self._plan = recipe, tp_size, plan
-        self._filter_fqns, self._exclude = filter_fqns, exclude
+        self._recipe, self._filter_fqns, self._tp_size = recipe, filter_fqns, tp_size
         self._rows: dict[str, FilterDecision] = {}
 
     def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
         reason = ""
         if named := [entry for entry in self._filter_fqns if entry in fqn]:
             reason = f"filter_fqns: {', '.join(map(repr, named))}"
-        elif fqn in self._exclude:
-            reason = "named in exclude"
         elif isinstance(module, nn.Linear) and is_lazy(module.weight):
             raise ValueError(
                 f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
@@ -179,13 +163,12 @@ class AutoFilter(LayerFilter):
             )
         reason = reason or self._why_never(module, fqn, shapes)
         # Tensor parallelism leaves experts whole.
-        is_linear = isinstance(module, nn.Linear)
-        divisions = self._possible_divisions(fqn) if is_linear else (None,)
+        ranks = self._tp_size if isinstance(module, nn.Linear) else 1
         locals_, small = {}, ""
         for name, shape in shapes.items():
-            judged = [why_too_small(self._recipe, shape, dim, self._tp_size) for dim in divisions]
             # A division that skips the layer decides, or else the one with the smaller side.
-            locals_[name], why = min(judged, key=lambda each: (not each[1], min(each[0])))
+            parts = smallest_parts(self._recipe, shape, ranks)
+            locals_[name], why = min(parts, key=lambda part: (not part[1], min(part[0])))
             # Experts are converted with all of their weights, or not at all.
             small = small or (f"{name}: {why}" if why and len(shapes) > 1 else why)
         reason = reason or small
@@ -199,26 +182,7 @@ class AutoFilter(LayerFilter):
     def report(self) -> AutoFilterReport:
         """The decisions so far, with one row per weight."""
         fqns = tuple(e for e in self._filter_fqns if not any(e in fqn for fqn in self._reasons))
-        exclude = tuple(entry for entry in self._exclude if entry not in self._reasons)
-        planned, rows = self._plan is not None, tuple(self._rows.values())
-        return AutoFilterReport(self._recipe, self._tp_size, planned, rows, fqns, exclude)
-
-    def _possible_divisions(self, fqn: str) -> tuple[int | None, ...]:
-        """Return the dims of the shape that may be divided over ranks; None means no division."""
-        if self._tp_size == 1:
-            return (None,)
-        if self._plan is None:
-            return (0, 1)
-        dims: dict[int | None, str] = {}
-        for pattern, style in self._plan.items():
-            if isinstance(style, ColwiseParallel | RowwiseParallel) and _matches(pattern, fqn):
-                dims[0 if isinstance(style, ColwiseParallel) else 1] = pattern
-        if len(dims) > 1:
-            raise ValueError(
-                f"auto_filter: the plan divides {fqn or 'the module'} both ways: {dims[0]!r} is a "
-                f"ColwiseParallel and {dims[1]!r} a RowwiseParallel; leave one of them"
-            )
-        return tuple(dims) or (None,)
+        return AutoFilterReport(self._recipe, self._tp_size, tuple(self._rows.values()), fqns)
 
 
 def skip_head(model: nn.Module | None = None) -> LayerFilter:
@@ -275,8 +239,6 @@ def auto_filter(
     filter_fqns: Iterable[str] = (),
     tp_size: int = 1,
     *,
-    plan: Mapping[str, ParallelStyle] | None = None,
-    exclude: Iterable[str] = (),
     model: nn.Module | None = None,
 ) -> AutoFilter:
     """Make a filter for conversions of layers and of experts that skips small ones.
@@ -287,11 +249,10 @@ def auto_filter(
         convert_to_float8_training(model, module_filter_fn=admits)
         print(admits.report)
 
-    A layer is skipped in any of these cases: its name contains an entry of ``filter_fqns`` or is in
-    ``exclude``; it is a head or a router or belongs to a low-rank adapter, as in
-    :func:`fp8_dist.skip_head`; a local dim is not a multiple of 16, as a GPU's float8 GEMM
-    requires; a rank has no part of it; or its smallest local part is within one of the limits of
-    the recipe (``TOO_SMALL``).
+    A layer is skipped in any of these cases: its name contains an entry of ``filter_fqns``; it is a
+    head or a router or belongs to a low-rank adapter, as in :func:`fp8_dist.skip_head`; a local dim
+    is not a multiple of 16, as a GPU's float8 GEMM requires; a rank has no part of it; or its
+    smallest local part is within one of the limits of the recipe (``TOO_SMALL``).
     ``docs/support.md`` lists the limits, which do not consider the number of tokens or the savings
     in communication, and says how to measure a device.
 
@@ -301,15 +262,9 @@ def auto_filter(
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.
         filter_fqns: layers whose name contains one of these strings are skipped.
-        tp_size: the number of tensor-parallel ranks. A layer is judged by its smallest local part,
-            where parts may be uneven as in torch. Without a plan, a layer may be divided by rows or
-            by columns, and the division with the smaller gain decides.
-        plan: a tensor-parallel plan that maps module names (``*`` for any one part) to styles. A
-            ColwiseParallel divides out_features by ``tp_size``, a RowwiseParallel in_features;
-            layers with neither are not divided. The styles may be torch's, as in the
-            ``llama_tp_plan`` of a model that is not converted yet.
-        exclude: layers with exactly these names are skipped, such as layers that lose too much
-            precision in float8, which ``fp8_dist.debug.float8_stats(model, gemms=True)`` shows.
+        tp_size: the number of tensor-parallel ranks. A layer may be divided by rows or by columns,
+            and the smallest part, where parts may be uneven as in torch, of the division with the
+            smaller gain decides.
         model: the model that will be converted, as for ``skip_head``. Without it, heads and
             routers are recognized by their names alone.
 
@@ -320,30 +275,24 @@ def auto_filter(
 
     Raises:
         ValueError: ``recipe`` is not a recipe, ``tp_size`` is below 1, or an entry of
-            ``filter_fqns`` is empty. The filter itself raises it for a lazy layer, and for a layer
-            that the plan divides both ways.
+            ``filter_fqns`` is empty. The filter itself raises it for a lazy layer.
         TypeError: an argument has the wrong type.
     """
     name = recipe.value if isinstance(recipe, Float8LinearRecipeName) else recipe
     if name not in list(TOO_SMALL):
         raise ValueError(f"auto_filter: recipe={recipe!r} is not one of {list(TOO_SMALL)}")
-    fqns, excluded = _checked("filter_fqns", filter_fqns), _checked("exclude", exclude)
+    fqns = () if isinstance(filter_fqns, str) else tuple(filter_fqns)
+    if isinstance(filter_fqns, str) or not all(isinstance(entry, str) for entry in fqns):
+        raise TypeError(
+            f"auto_filter: filter_fqns={filter_fqns!r}: pass a list of strings, such as ['output']"
+        )
     if "" in fqns:
         raise ValueError("auto_filter: filter_fqns holds '', which matches every layer")
     if not isinstance(tp_size, int) or isinstance(tp_size, bool):
         raise TypeError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, an int")
     if tp_size < 1:
         raise ValueError(f"auto_filter: tp_size={tp_size} must be at least 1")
-    if plan is not None and not isinstance(plan, Mapping):
-        raise TypeError(f"auto_filter: plan must map module names to styles, got {plan!r}")
-    for pattern, style in (plan or {}).items():
-        if not isinstance(pattern, str) or not isinstance(style, ParallelStyle):
-            raise TypeError(
-                f"auto_filter: the plan's entry {pattern!r} is {style!r}: give a module name and "
-                "the instance of a parallel style, such as ColwiseParallel()"
-            )
-    plan = None if plan is None else dict(plan)
-    return AutoFilter(name, fqns, tp_size, plan, excluded, model)
+    return AutoFilter(name, tuple(dict.fromkeys(fqns)), tp_size, model)
 
 
 def why_misaligned(out_features: int, in_features: int) -> str:
@@ -354,45 +303,27 @@ def why_misaligned(out_features: int, in_features: int) -> str:
     return ""
 
 
-def why_too_small(recipe: str, shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, str]:
-    """Return the smallest part of a layer that is divided along ``dim``, and why it is left out.
+def smallest_parts(recipe: str, shape: Shape, ranks: int) -> list[tuple[Shape, str]]:
+    """Return the smallest part of a layer that is divided by rows, and of one divided by columns.
 
-    The reason is empty if all parts are large enough.
+    Each has the reason why a layer of such parts is left out; ``""`` if all are large enough.
     """
-    largest, smallest = _shards(shape, dim, ranks)
-    reason = why_misaligned(*smallest) or why_misaligned(*largest)
-    if 0 in smallest:
-        return smallest, "a rank holds nothing of it"
-    for limits in () if reason else TOO_SMALL[recipe]:
-        bounds = [each for each in zip(("out", "in"), smallest, limits, strict=True) if each[2]]
-        if all(size <= limit for _, size, limit in bounds if limit):
-            reason = " and ".join(f"{name} <= {limit}" for name, _, limit in bounds)
-            break
-    return smallest, reason
+    found = []
+    for largest, smallest in (_shards(shape, dim, ranks) for dim in (0, 1)):
+        reason = why_misaligned(*smallest) or why_misaligned(*largest)
+        if 0 in smallest:
+            reason = "a rank holds nothing of it"
+        for limits in () if reason else TOO_SMALL[recipe]:
+            bounds = [each for each in zip(("out", "in"), smallest, limits, strict=True) if each[2]]
+            if all(size <= limit for _, size, limit in bounds if limit):
+                reason = " and ".join(f"{name} <= {limit}" for name, _, limit in bounds)
+                break
+        found.append((smallest, reason))
+    return found
 
 
-def _checked(argument: str, given: Iterable[str]) -> tuple[str, ...]:
-    is_list = isinstance(given, Iterable) and not isinstance(given, str)
-    fqns = tuple(given) if is_list else ()
-    if not is_list or not all(isinstance(entry, str) for entry in fqns):
-        raise TypeError(
-            f"auto_filter: {argument}={given!r}: pass a list of strings, such as ['output']"
-        )
-    return tuple(dict.fromkeys(fqns))
-
-
-def _matches(pattern: str, fqn: str) -> bool:
-    """Match a name part by part, as ``parallelize_module`` does. An empty pattern is the root."""
-    if not pattern or not fqn:
-        return pattern == fqn
-    patterns, parts = pattern.split("."), fqn.split(".")
-    return len(patterns) == len(parts) and all(map(fnmatch, parts, patterns))
-
-
-def _shards(shape: Shape, dim: int | None, ranks: int) -> tuple[Shape, Shape]:
+def _shards(shape: Shape, dim: int, ranks: int) -> tuple[Shape, Shape]:
     """Return the largest and the smallest part when torch divides ``dim`` over ranks."""
-    if dim is None:
-        return shape, shape
     largest = -(-shape[dim] // ranks)
     smallest = max(0, shape[dim] - largest * (ranks - 1))
     out, in_ = shape

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import io
 import re
-import warnings
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -15,19 +14,9 @@ import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from reference import raised
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from fp8_dist import Float8Linear, Float8LinearRecipeName, auto_filter, convert_to_float8_training
-from fp8_dist.model.filters import TOO_SMALL, AutoFilter, _matches, _shards
-from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, llama_tp_plan
-from scripts.common.llama import Llama, LlamaConfig
+from fp8_dist.model.filters import TOO_SMALL, AutoFilter, _shards, smallest_parts
 
 installed = importlib.util.find_spec("torchao") is not None
 if installed:
@@ -71,13 +60,6 @@ def decided(filter_fn: AutoFilter, *shapes: tuple[int, int]) -> list[tuple[tuple
     return decisions(filter_fn)
 
 
-def asked(model: nn.Module, filter_fn: AutoFilter) -> None:
-    """Asks about each linear layer, as the conversion does."""
-    for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            filter_fn(module, fqn)
-
-
 @pytest.mark.skipif(not installed, reason="torchao is not installed")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_one_rank_decides_as_torchao(recipe: str) -> None:
@@ -96,7 +78,7 @@ def test_every_recipe_has_thresholds_and_stands_on_the_page() -> None:
         assert auto_filter(recipe).report.recipe == auto_filter(member).report.recipe == recipe
 
 
-def test_without_a_plan_the_division_that_gains_less_decides() -> None:
+def test_the_division_that_gains_less_decides() -> None:
     # Halves by rows and by columns: too small and large enough, the other way round, both large
     # enough (twice: the shorter side is shown), and one of the two misaligned (twice).
     shapes = [(2048, 4096), (1024, 8192), (8192, 4096), (4096, 8192), (2064, 8192), (8192, 4112)]
@@ -112,9 +94,9 @@ def test_without_a_plan_the_division_that_gains_less_decides() -> None:
 
 
 def test_of_an_uneven_division_the_smallest_part_decides() -> None:
-    filter_fn = auto_filter("tensorwise", tp_size=32, plan={"*.*": RowwiseParallel()})
     # 1008 is 31 parts of 32 and one of 16; 528 is 31 of 17 and one of 1; 32 x 17 is 544.
-    found = decided(filter_fn, *((2048, in_) for in_ in (1024, 1008, 528, 544, 1040, 48)))
+    sizes = (1024, 1008, 528, 544, 1040, 48)
+    found = [smallest_parts("tensorwise", (2048, in_), 32)[1] for in_ in sizes]
     assert found == [
         ((2048, 32), ""),
         ((2048, 16), ""),
@@ -135,63 +117,6 @@ def test_parts_are_those_of_torch() -> None:
             assert (largest[1 - dim], smallest[1 - dim]) == (size, size)
 
 
-def test_a_plan_divides_what_its_styles_say() -> None:
-    plan: dict[str, ParallelStyle] = {
-        "layers.*": PrepareModuleInput(input_layouts=None, desired_input_layouts=None),
-        "layers.*.norm": SequenceParallel(),
-        "layers.*.up": Float8ColwiseParallel(),
-        "layers.*.down": Float8RowwiseParallel(),
-        "*.1.tiny": ColwiseParallel(),
-        "head.*": ColwiseParallel(),
-    }
-    filter_fn = auto_filter("tensorwise", tp_size=4, plan=plan)
-    asked(model(), filter_fn)
-    up, down = ((2048, 4096), ""), ((4096, 2048), "")
-    assert decisions(filter_fn) == [
-        *(up, down, ((8, 4096), "out = 8 is not a multiple of 16")),
-        *(up, down, ((2, 4096), "out = 2 is not a multiple of 16")),
-        ((32000, 4096), ""),
-    ]
-
-
-def test_patterns_match_as_in_parallelize_module() -> None:
-    class Recorded(ParallelStyle):
-        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-            reached.append(module)
-            return module
-
-    root = model()
-    names = {module: fqn for fqn, module in root.named_modules()}
-    for pattern in ("head", "*", "layers", "layers.*", "layers.0.*", "*.*.u*", "*.up", "", "x.*"):
-        reached: list[nn.Module] = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of what a pattern misses on its way
-            parallelize_module(root, object(), {pattern: Recorded()})  # type: ignore[arg-type]
-        ours = {fqn for fqn in names.values() if _matches(pattern, fqn)}
-        assert ours == {names[module] for module in reached}, pattern
-
-
-def test_the_plan_may_be_made_before_the_conversion_or_after() -> None:
-    model = Llama(LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32))
-    before = auto_filter("tensorwise", tp_size=2, plan=llama_tp_plan(model))
-    asked(model, before)
-    convert_to_float8_training(model, module_filter_fn=lambda _, fqn: fqn != "output")
-    after = auto_filter("tensorwise", tp_size=2, plan=llama_tp_plan(model))
-    asked(model, after)
-    assert before.report == after.report
-    shapes = {row.fqn: row.local_shape for row in before.report.rows}
-    assert shapes["layers.0.attention.wo"] == (64, 32)
-    assert shapes["layers.1.feed_forward.w1"] == (48, 64)
-
-
-def test_a_plan_that_divides_a_layer_both_ways() -> None:
-    plan = {"layers.*": ColwiseParallel(), "layers.1": RowwiseParallel()}
-    filter_fn = auto_filter("tensorwise", tp_size=2, plan=plan)
-    assert filter_fn(layer(8192, 8192), "layers.0")
-    error = raised(ValueError, lambda: filter_fn(layer(8192, 8192), "layers.1"))
-    assert "the plan divides layers.1 both ways: 'layers.*' is a Colwise" in error
-
-
 def test_conversion_and_report() -> None:
     net = model()
     filter_fn = auto_filter("tensorwise", ["head", "lm_head", "1.up"], 4)
@@ -205,7 +130,7 @@ def test_conversion_and_report() -> None:
         str(filter_fn.report),
         """\
 auto_filter: 3 of 7 weights to float8, recipe tensorwise (thresholds: H100)
-local: tp_size 4, out or in divided, whichever gains less (no plan)
+local: tp_size 4, out or in divided, whichever gains less
   layer          out x in      local                 reason
   layers.0.up    8192 x 4096   8192 x 1024   float8  large enough
   layers.0.down  4096 x 8192   1024 x 8192   float8  large enough
@@ -216,22 +141,10 @@ local: tp_size 4, out or in divided, whichever gains less (no plan)
   head           32000 x 4096  32000 x 1024  skip    filter_fqns: 'head'
 filter_fqns: 'lm_head' matched no layer""",
     )
-    one = auto_filter("tensorwise", tp_size=2, plan={"*": ColwiseParallel()})
+    one = auto_filter("tensorwise")
     convert_to_float8_training(layer(8192, 8192), module_filter_fn=one)
     assert decisions(one) == [((8192, 8192), "")]
     assert "(the module itself)" in str(one.report)
-
-
-def test_layers_are_excluded_by_their_exact_names() -> None:
-    filter_fn = auto_filter("tensorwise", exclude=iter(["layers.1", "layers.2", "layers.0"]))
-    lazy = nn.LazyLinear(8192)
-    asked = {"layers.1": layer(8192, 8192), "layers.10": layer(8192, 8192), "layers.2": lazy}
-    assert [filter_fn(module, fqn) for fqn, module in asked.items()] == [False, True, False]
-    assert not filter_fn(nn.Embedding(8192, 8192, device="meta"), "embedding")
-    assert len(filter_fn.report.rows) == 3
-    assert filter_fn.reason("layers.1") == "auto_filter: named in exclude"
-    assert filter_fn.report.unmatched_exclude == ("layers.0",)
-    assert str(filter_fn.report).endswith("\nexclude: 'layers.0' is no layer")
 
 
 def test_lazy_layers() -> None:
@@ -246,18 +159,14 @@ def test_lazy_layers() -> None:
 
 def test_arguments_are_checked() -> None:
     names = "pass a list of strings, such as ['output']"
-    entry = "give a module name and the instance of a parallel style"
     mistakes: list[tuple[type[Exception], str, Any, str]] = [
         (ValueError, "recipe", "rowwize", "auto_filter: recipe='rowwize' is not one of ['tens"),
         (ValueError, "recipe", ["tensorwise"], "is not one of ['tensorwise'"),
         (TypeError, "filter_fqns", "output", f"filter_fqns='output': {names}"),
         (TypeError, "filter_fqns", ["output", ["head"]], names),
         (ValueError, "filter_fqns", ["output", ""], "holds '', which matches every layer"),
-        (TypeError, "exclude", "output", f"exclude='output': {names}"),
         (TypeError, "tp_size", True, "tp_size=True: pass the number of ranks"),
         (ValueError, "tp_size", 0, "auto_filter: tp_size=0 must be at least 1"),
-        (TypeError, "plan", ColwiseParallel(), "plan must map module names to styles, got"),
-        (TypeError, "plan", {"layers.*.wq": ColwiseParallel}, entry),
     ]
     for kind, name, value, text in mistakes:
         call = partial(auto_filter, **{"recipe": "tensorwise"} | {name: value})

@@ -167,7 +167,7 @@ def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
   TP + SP, 2 ranks: their output gradients in float8 (1 byte per element)
 
 float8 layers that auto_filter("tensorwise", tp_size=2) would leave out (a GPU refuses dims that are not multiples of 16, unless pad_inner_dim=True)
-  layers.*.small (2), 64 x 4096: out <= 1024 and in <= 4096 (ColwiseParallel, RowwiseParallel)
+  layers.*.small (2), 64 x 4096: out <= 1024 and in <= 4096
 """,
     )
 

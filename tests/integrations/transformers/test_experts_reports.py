@@ -288,7 +288,7 @@ def test_auto_filter() -> None:
         str(admits.report),
         """\
 auto_filter: 4 of 7 weights to float8, recipe tensorwise (thresholds: H100)
-local: tp_size 2, out or in divided, whichever gains less (no plan)
+local: tp_size 2, out or in divided, whichever gains less
   layer                                    out x in      local                reason
   model.layers.0.self_attn.q_proj          8192 x 4096   8192 x 2048  float8  large enough
   model.layers.0.self_attn.k_proj          256 x 4096    128 x 4096   skip    out <= 1024 and in <= 4096
@@ -368,17 +368,17 @@ gathers
   expert parallelism: tokens and gradients of outputs in float8 (1 byte per element), outputs and gradients of tokens in high precision (float8 with combine="float8")
 
 float8 layers that auto_filter("rowwise_folded", tp_size=2) would leave out (a GPU refuses dims that are not multiples of 16, unless pad_inner_dim=True)
-  model.layers.*.self_attn.q_proj (2), 64 x 64: out <= 2048 (ColwiseParallel, RowwiseParallel)
-  model.layers.*.self_attn.k_proj (2), 32 x 64: out <= 2048 (ColwiseParallel, RowwiseParallel)
-  model.layers.*.self_attn.v_proj (2), 32 x 64: out <= 2048 (ColwiseParallel, RowwiseParallel)
-  model.layers.*.self_attn.o_proj (2), 64 x 64: out <= 2048 (ColwiseParallel, RowwiseParallel)
+  model.layers.*.self_attn.q_proj (2), 64 x 64: out <= 2048
+  model.layers.*.self_attn.k_proj (2), 32 x 64: out <= 2048
+  model.layers.*.self_attn.v_proj (2), 32 x 64: out <= 2048
+  model.layers.*.self_attn.o_proj (2), 64 x 64: out <= 2048
   model.layers.*.mlp.experts.gate_up_proj (2), 256 x 64: out <= 2048
   model.layers.*.mlp.experts.down_proj (2), 64 x 128: out <= 2048""",
     )
     lines = list(report_of(capsys, "small_mixtral", "--recipe", "delayed"))
     assert_expected_inline(
         lines[1],
-        """experts stay in high precision: Float8ExpertsConfig.recipe='delayed': use one of 'rowwise_folded', 'tensorwise', 'blockwise', 'mxfp8'""",
+        """experts stay in high precision: Float8ExpertsConfig.recipe must be 'rowwise_folded' or 'tensorwise' or 'blockwise' or 'mxfp8', got 'delayed'""",
     )
 
 
