@@ -1,7 +1,7 @@
 """Conversion of a model: ``nn.Linear`` layers become ``Float8Linear`` in place, and back."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -232,17 +232,15 @@ def _choose(
 ) -> dict[str, nn.Linear]:
     """Return the layers to convert, by name, and warn about layers that can't be converted."""
     chosen: dict[str, nn.Linear] = {}
-    reasons: dict[str, str] = {}
-    left: list[str] = []
-    not_linear = _not_linear(module)
+    reasons: dict[str, str] = {}  # why the others are not converted
+    unfit: list[str] = []
     for fqn, layer in module.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
             reason_of = getattr(module_filter_fn, "reason", None)
             default = "module_filter_fn returned False"
-            reasons[fqn] = reason_of(fqn) if callable(reason_of) else default
-            LEFT_OUT[layer] = reasons[fqn]
+            LEFT_OUT[layer] = reasons[fqn] = reason_of(fqn) if callable(reason_of) else default
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
                 raise ValueError(
@@ -253,75 +251,68 @@ def _choose(
             reasons[fqn] = "it is a Float8Linear already"
         elif reason := why_unconvertible(layer):
             LEFT_OUT[layer] = reasons[fqn] = reason
-            left.append(f"{fqn} ({reason})")
+            unfit.append(fqn)
         else:
             chosen[fqn] = layer
-    for layer in with_forward_held(chosen.values()):
-        fqn = next(name for name, each in chosen.items() if each is layer)
+    held = with_forward_held(chosen.values())
+    for fqn in [fqn for fqn, layer in chosen.items() if layer in held]:
         LEFT_OUT[chosen.pop(fqn)] = reasons[fqn] = _HELD
-        left.append(f"{fqn} ({_HELD})")
+        unfit.append(fqn)
+    not_linear = [*_not_linear(module)]
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
-        raise ValueError(_nothing_converted(module, reasons, not_linear))
-    others = not_linear if chosen else []
+        kind = type(module).__name__
+        lines = [f"no layer of {kind} was converted:"]
+        lines += [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in reasons.items()]
+        if not reasons:
+            lines = [f"{kind} contains no nn.Linear, so nothing was converted"]
+        raise ValueError(
+            "\n".join(["convert_to_float8_training: " + lines[0], *lines[1:], *not_linear])
+        )
+    notes = []
+    if unfit:
+        listed = "; ".join(f"{fqn} ({reasons[fqn]})" for fqn in unfit)
+        notes.append(
+            f"these layers stay in high precision: {listed}. Exclude them in module_filter_fn to "
+            "say that this is meant"
+        )
     sizes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
+    deciding = set(routers(module))
+    if found := [(fqn, shape) for fqn, shape in sizes.items() if chosen[fqn] in deciding]:
+        notes.append(
+            "These converted layers are routers, so float8 changes which experts compute: "
+            f"{_listed(found)}. module_filter_fn=skip_head(model) leaves them in high precision"
+        )
     bad = [(fqn, shape) for fqn, shape in sizes.items() if why_misaligned(*shape)]
     if bad and not takes_any_size(config or Float8LinearConfig()):
-        others = [
+        notes.append(
             "A GPU will refuse these converted layers, whose out_features or in_features is not a "
             f"multiple of {ALIGNMENT}: {_listed(bad)}. Leave them in high precision "
             "(module_filter_fn=skip_head(model) does), or set "
-            "Float8LinearConfig.pad_inner_dim=True",
-            *others,
-        ]
-    deciding = set(routers(module))
-    if found := [(fqn, shape) for fqn, shape in sizes.items() if chosen[fqn] in deciding]:
-        others = [
-            "These converted layers are routers, so float8 changes which experts compute: "
-            f"{_listed(found)}. module_filter_fn=skip_head(model) leaves them in high precision",
-            *others,
-        ]
-    if left or others:
-        start = "convert_to_float8_training: "
-        if left:
-            start = (
-                "convert_to_float8_training left these layers in high precision: "
-                f"{'; '.join(left)}. Exclude them in module_filter_fn to say that this is meant\n"
-            )
-        warnings.warn((start + "\n".join(others)).rstrip(), stacklevel=3)
+            "Float8LinearConfig.pad_inner_dim=True"
+        )
+    notes += not_linear if chosen else []
+    if notes:
+        warnings.warn("convert_to_float8_training: " + "\n".join(notes), stacklevel=3)
     return chosen
 
 
-def _not_linear(module: nn.Module) -> list[str]:
-    """Return messages about weights that stay unconverted because no nn.Linear has them."""
-    summary, said = conversion_summary(module), []
-    if conv1d := [(row.name, row.shape) for row in summary.rows if row.kind == "Conv1D"]:
-        said.append(
+def _not_linear(module: nn.Module) -> Iterator[str]:
+    """Yield messages about weights that stay unconverted because no nn.Linear has them."""
+    summary = conversion_summary(module)
+    if conv1d := [row for row in summary.skipped if row.kind == "Conv1D"]:
+        yield (
             "transformers' Conv1D layers are not nn.Linear and stay in high precision: "
-            f"{_listed(conv1d)}. Replace them by nn.Linear layers with the transposed weight "
-            "before the conversion (docs/transformers.md shows how)"
+            f"{_listed((row.name, row.shape) for row in conv1d)}. Replace them by nn.Linear layers "
+            "with the transposed weight before the conversion (docs/transformers.md shows how)"
         )
-    experts = [row for row in summary.rows if row.kind == "experts"]
-    rows = [row for row in experts if not row.converted]
-    if not rows:
-        return said
-    parameters, flops = summary.shares(rows)
-    shares = f"{parameters:.1%} of the model's parameters"
-    if all(row.visited for row in experts):
-        used = " or ".join(sorted({f"{row.visited} of {row.shape[0]} experts" for row in experts}))
-        shares += (
-            f" and {flops:.1%} of the FLOPs of products with weights (per token, which uses {used})"
+    if experts := [row for row in summary.skipped if row.kind == "experts"]:
+        share, _ = summary.shares(experts)
+        yield (
+            "Experts whose weights are 3-D parameters are not nn.Linear and stay in high "
+            f"precision: {_listed((row.name, row.shape) for row in experts)}. They hold "
+            f"{share:.1%} of the model's parameters (conversion_summary has their FLOPs too). "
+            "fp8_dist.moe.convert_experts_to_float8_training converts those that it knows"
         )
-    else:
-        shares += (
-            " (their share of FLOPs is not known: neither the modules nor the config say how many "
-            "experts a token uses)"
-        )
-    return [
-        *said,
-        "Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: "
-        f"{_listed((row.name, row.shape) for row in rows)}. They hold {shares}. "
-        "fp8_dist.moe.convert_experts_to_float8_training converts those that it knows",
-    ]
 
 
 def _listed(layers: Iterable[tuple[str, tuple[int, ...]]]) -> str:
@@ -329,12 +320,3 @@ def _listed(layers: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     named = [f"{name or 'the module'} ({' x '.join(map(str, shape))})" for name, shape in layers]
     shown = named if len(named) < 6 else [*named[:4], f"and {len(named) - 4} more"]
     return ", ".join(shown)
-
-
-def _nothing_converted(module: nn.Module, skipped: dict[str, str], not_linear: list[str]) -> str:
-    kind = type(module).__name__
-    lines = [f"convert_to_float8_training: {kind} contains no nn.Linear, so nothing was converted"]
-    if skipped:
-        lines = [f"convert_to_float8_training: no layer of {kind} was converted:"]
-    lines += [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in skipped.items()]
-    return "\n".join([*lines, *not_linear])

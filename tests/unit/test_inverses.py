@@ -291,7 +291,7 @@ def test_a_layer_whose_forward_was_replaced_is_left_out(kind: str) -> None:
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(16, 32)
     model[0].forward = OWN_FORWARDS[kind](model[0])
     expected = model[0](x)
-    with pytest.warns(UserWarning, match=r"left these layers .*: 0 \(its forward was replaced by"):
+    with pytest.warns(UserWarning, match=r"these layers stay .*: 0 \(its forward was replaced by"):
         convert(model)
     assert list(float8_layers(model)) == ["1"]
     assert same_bits(model[0](x), expected)
