@@ -9,7 +9,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -55,20 +56,28 @@ class ScalingGranularity(enum.Enum):
 ScaleFormat = Literal["ue8m0", "fp32"]
 Division = Literal["vllm", "slime"]
 Source = Literal["master", "bf16"]
-# Fields of a CastConfig for block scales, and their values.
-_OF_BLOCKS = {
-    "scale_format": get_args(ScaleFormat),
-    "division": get_args(Division),
-    "source": get_args(Source),
-}
 
 
-def _check_type(owner: object, field: str, *expected: type) -> None:
-    """Raise TypeError unless a field of a config is an instance of one of the types."""
-    value = getattr(owner, field)
-    if not isinstance(value, expected):
-        names = " or ".join(kind.__name__ for kind in expected)
-        raise TypeError(f"{type(owner).__name__}.{field} must be a {names}, got {value!r}")
+def check_fields(config: Any) -> None:
+    """Check that each field of a config has a type, or one of the values, of its annotation.
+
+    Raises:
+        ValueError: a field that takes certain values has another one.
+        TypeError: a field has a value of another type.
+    """
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        hint, value = hints[field.name], getattr(config, field.name, None)
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        choices = [each for part in parts if get_origin(part) is Literal for each in get_args(part)]
+        kinds = [get_origin(part) or part for part in parts if get_origin(part) is not Literal]
+        is_flag = isinstance(value, bool) and bool not in kinds  # an int, for Python
+        if field.init and (is_flag or not (value in choices or isinstance(value, tuple(kinds)))):
+            names = [str(None) if kind is NoneType else kind.__name__ for kind in kinds]
+            names += map(repr, choices)
+            raise (ValueError if choices else TypeError)(
+                f"{type(config).__name__}.{field.name} must be {' or '.join(names)}, got {value!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -107,8 +116,7 @@ class CastConfig:
     source: Source = "master"
 
     def __post_init__(self) -> None:
-        _check_type(self, "scaling_type", ScalingType)
-        _check_type(self, "scaling_granularity", ScalingGranularity, Scheme)
+        check_fields(self)
         if self.target_dtype is not None and self.target_dtype not in FLOAT8_DTYPES:
             raise ValueError(
                 f"CastConfig.target_dtype={self.target_dtype} is not a float8 dtype; use one of "
@@ -124,17 +132,10 @@ class CastConfig:
 
     def _check_blocks(self) -> None:
         size, rule = self.block_size, self.scale_rule
-        if rule not in ("ceil", "floor", None):
-            raise ValueError(f"CastConfig.scale_rule={rule!r}: use 'ceil', 'floor' or None")
-        for field, values in _OF_BLOCKS.items():
-            if (value := getattr(self, field)) not in values:
-                raise ValueError(
-                    f"CastConfig.{field}={value!r}: a cast in blocks takes one of {values}"
-                )
-        given = {"block_size": size, "scale_rule": rule}
-        given |= {f: v for f in _OF_BLOCKS if (v := getattr(self, f)) != getattr(CastConfig, f)}
+        of_blocks = ("block_size", "scale_rule", "scale_format", "division", "source")
+        given = {f: v for f in of_blocks if (v := getattr(self, f)) != getattr(CastConfig, f)}
         if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
-            if given != {"block_size": None, "scale_rule": None}:
+            if given:
                 shown = ", ".join(f"{field}={value!r}" for field, value in given.items())
                 raise ValueError(
                     f"CastConfig: {shown}: these are for ScalingGranularity.BLOCKWISE; drop them, "
@@ -151,11 +152,7 @@ class CastConfig:
                 f"CastConfig: division={self.division!r} has no effect, because dividing by a "
                 "power of two is exact; drop it, or use scale_format='fp32'"
             )
-        if (
-            not isinstance(size, tuple)
-            or len(size) != 2
-            or not all(type(n) is int and n > 0 for n in size)
-        ):
+        if size is None or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
             raise ValueError(
                 f"CastConfig.block_size={size!r}: BLOCKWISE needs (rows, columns) of a block, two "
                 "positive integers, such as (1, 128)"
@@ -219,7 +216,7 @@ class Float8GemmConfig:
     use_fast_accum: bool = False
 
     def __post_init__(self) -> None:
-        _check_type(self, "use_fast_accum", bool)
+        check_fields(self)
 
 
 class Float8LinearRecipeName(enum.Enum):
@@ -305,8 +302,7 @@ class Float8LinearConfig:
     fold_row_scales: bool = False
 
     def __post_init__(self) -> None:
-        self._check_fields()
-        self._check_gemm_pairs()
+        check_fields(self)
         self._check_scaling_types()
         _ = self.recipe, self._gemm_options
         self._check_power_of_2()
@@ -417,34 +413,6 @@ class Float8LinearConfig:
         }
         return replace(found, **casts)
 
-    def _check_fields(self) -> None:
-        for each in fields(self):
-            if each.name.startswith("cast_config"):
-                second = (type(None),) if "_for_grad_" in each.name else ()
-                _check_type(self, each.name, CastConfig, *second)
-            elif each.name == "enable_fsdp_float8_all_gather":
-                _check_type(self, each.name, bool, str)
-            elif isinstance(each.default, bool | Float8GemmConfig):
-                _check_type(self, each.name, type(each.default))
-        gather, scope = self.enable_fsdp_float8_all_gather, self.amax_scope
-        if gather not in (True, False, "auto"):
-            raise ValueError(
-                f"Float8LinearConfig.enable_fsdp_float8_all_gather={gather!r}: use True, False or "
-                "'auto'"
-            )
-        if scope not in ("global", "rank"):
-            raise ValueError(f"Float8LinearConfig.amax_scope={scope!r}: use 'global' or 'rank'")
-
-    def _check_gemm_pairs(self) -> None:
-        for gemm, (left, right) in GEMM_OPERANDS.items():
-            enabled = [self.cast_config(operand, gemm).enabled for operand in (left, right)]
-            if enabled[0] != enabled[1]:
-                off, on = (left, right) if enabled[1] else (right, left)
-                raise ValueError(
-                    f"Float8LinearConfig: the GEMM of {gemm} multiplies {left} by {right}, and "
-                    f"{off} is DISABLED while {on} is not; disable both or neither"
-                )
-
     def _check_scaling_types(self) -> None:
         for operand in get_args(Operand):
             if len(self._types(operand)) > 1:
@@ -499,7 +467,7 @@ class Float8LinearConfig:
 
     def _check_delayed(self) -> None:
         length = self.amax_history_len
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        if length < 1:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )

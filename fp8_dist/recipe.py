@@ -137,6 +137,13 @@ class Recipe:
     def _check_gemms(self) -> None:
         for gemm, operands in GEMM_OPERANDS.items():
             left, right = (self.uses[operand][gemm] for operand in operands)
+            if (left is None) != (right is None):
+                off, on = operands if left is None else operands[::-1]
+                raise ValueError(
+                    f"Float8LinearConfig: the GEMM of {gemm} multiplies {operands[0]} by "
+                    f"{operands[1]}, and {off} is DISABLED while {on} is not; disable both or "
+                    "neither"
+                )
             if left is None or right is None:
                 continue
             if why := left.unfit_beside(right):

@@ -1,9 +1,9 @@
 """The config of experts, and the schemes that follow from it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
-from fp8_dist.config import CastConfig, Float8LinearConfig
+from fp8_dist.config import CastConfig, Float8LinearConfig, check_fields
 from fp8_dist.device import e4m3
 from fp8_dist.scaling import Dense, Scheme, covering
 
@@ -45,19 +45,7 @@ class Float8ExpertsConfig:
     linear: Float8LinearConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        allowed = {
-            "recipe": get_args(ExpertsRecipe),
-            "combine": ("high_precision", "float8"),
-            "enable_fsdp_float8_all_gather": (True, False, "auto"),
-            "pad_token_groups_for_grouped_mm": (True, False),
-            "emulate": (True, False),
-        }
-        for name, values in allowed.items():
-            if (value := getattr(self, name)) not in values:
-                raise ValueError(
-                    f"Float8ExpertsConfig.{name}={value!r}: use one of "
-                    f"{', '.join(map(repr, values))}"
-                )
+        check_fields(self)
         if self.recipe == "tensorwise":
             row, matrix = (
                 CastConfig(scaling_granularity=Dense(e4m3(), per, True))

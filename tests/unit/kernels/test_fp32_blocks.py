@@ -177,7 +177,7 @@ def test_configs_say_what_does_not_fit() -> None:
     assert rows.scheme("input", False) == Blocks(E4M3, 1, 128)
     assert replace(rows, scale_format="fp32").scheme("input", False) == Fp32Blocks(E4M3, 1, 128)
     text = raised(ValueError, lambda: replace(rows, scale_format="bf16"))
-    assert "scale_format='bf16': a cast in blocks takes one of ('ue8m0', 'fp32')" in text
+    assert "CastConfig.scale_format must be 'ue8m0' or 'fp32', got 'bf16'" in text
     text = raised(ValueError, lambda: CastConfig(source="bf16"))
     assert "source='bf16': these are for ScalingGranularity.BLOCKWISE; drop them, " in text
     text = raised(ValueError, lambda: replace(rows, scale_format="fp32", scale_rule="ceil"))

@@ -178,7 +178,6 @@ def test_what_is_refused() -> None:
         lambda: Float8ExpertsConfig.from_recipe_name("rowwise"),
         lambda: Float8ExpertsConfig(combine="fp8"),  # type: ignore[arg-type]
         lambda: Float8ExpertsConfig(enable_fsdp_float8_all_gather="yes"),  # type: ignore[arg-type]
-        lambda: Float8ExpertsConfig(pad_token_groups_for_grouped_mm=32),  # type: ignore[arg-type]
     ]
     assert_expected_inline(
         "\n".join(raised(ValueError, call) for call in calls),
@@ -196,10 +195,9 @@ grouped_linear: offs must be int32 or int64 [2], one for each expert; got torch.
 grouped_linear: offs must grow from 0 to at most 14, the number of rows; got groups of [14, -9] rows
 grouped_linear: offs must grow from 0 to at most 14, the number of rows; got groups of [6, 9] rows
 grouped_linear: offs must grow from 0 to at most 14, the number of rows; got groups of [-1, 9] rows
-Float8ExpertsConfig.recipe='rowwise': use one of 'rowwise_folded', 'tensorwise', 'blockwise', 'mxfp8'
-Float8ExpertsConfig.combine='fp8': use one of 'high_precision', 'float8'
-Float8ExpertsConfig.enable_fsdp_float8_all_gather='yes': use one of True, False, 'auto'
-Float8ExpertsConfig.pad_token_groups_for_grouped_mm=32: use one of True, False""",
+Float8ExpertsConfig.recipe must be 'rowwise_folded' or 'tensorwise' or 'blockwise' or 'mxfp8', got 'rowwise'
+Float8ExpertsConfig.combine must be 'high_precision' or 'float8', got 'fp8'
+Float8ExpertsConfig.enable_fsdp_float8_all_gather must be bool or 'auto', got 'yes'""",
     )
 
 
