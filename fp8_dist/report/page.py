@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -20,19 +19,16 @@ LAST_STEPS = 20
 HIDDEN = {"float8_layers", "units"}  # of config.json
 
 
-def write(path: Path, folders: list[Path], refresh: int | None = None) -> list[str]:
-    """Write the page of runs at once: nobody sees half of one. Return what could not be read.
-
-    Browsers reload the page every ``refresh`` seconds; None: never.
-    """
+def write(path: Path, folders: list[Path]) -> list[str]:
+    """Write the page of runs at once: nobody sees half of one. Return what could not be read."""
     runs = read_runs(folders)
     new = path.with_name(f".{path.name}.new")
-    new.write_text(render(runs, refresh), encoding="utf-8")
+    new.write_text(render(runs), encoding="utf-8")
     os.replace(new, path)
     return [note for run in runs for note in run.notes]
 
 
-def render(runs: Sequence[Run], refresh: int | None = None) -> str:
+def render(runs: Sequence[Run]) -> str:
     """Return the page of runs."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -43,8 +39,6 @@ def render(runs: Sequence[Run], refresh: int | None = None) -> str:
     )
     return environment.get_template("page.html").render(
         runs=runs,
-        refresh=refresh,
-        written=time.strftime("%H:%M:%S"),
         summary=summary(runs),
         alerts=[alert for run in runs for alert in alerts(run, f"{run.name}: " * (len(runs) > 1))],
         anomalies=[row for i, run in enumerate(runs) for row in anomalies(i, run)],

@@ -5,12 +5,8 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -216,30 +212,3 @@ def test_a_browser_shows_them(runs: list[Path], browser_page: Page, tmp_path: Pa
     assert (linear.is_visible(), log.is_visible()) == (False, True)
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert problems == []
-
-
-@pytest.mark.full
-def test_a_page_follows_a_run(browser_page: Page, tmp_path: Path) -> None:
-    run, page = tmp_path / "run", browser_page
-    run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 0, "loss": 4.0}\n')
-    watch = [sys.executable, "-m", "fp8_dist.report", str(run), "--watch", "1"]
-    # A shell lets the programs that it starts in the background ignore Ctrl-C.
-    obey = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(watch, cwd=ROOT, stdout=pipe, text=True, preexec_fn=obey)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == f"written: {run / 'report.html'}\n"
-        page.goto((run / "report.html").as_uri())
-        page.locator("#summary td", has_text="4").first.wait_for()
-        page.check("#log")
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 1, "loss": 0.125}\n')
-        page.locator("#summary td", has_text="2.0625").wait_for()  # nobody reloads it
-        assert page.locator("p.live").is_visible()
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
-    page.locator("p.live").wait_for(state="detached")
-    assert "refresh" not in (run / "report.html").read_text()
