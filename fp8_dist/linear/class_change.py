@@ -7,11 +7,9 @@ layer whose method others keep should not change its class.
 
 import gc
 import sys
-from collections import Counter
 from collections.abc import Collection
 from functools import partial
-from inspect import currentframe
-from types import CellType, FrameType, MethodType, TracebackType
+from types import CellType, FrameType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakMethod, getweakrefs
 
@@ -64,20 +62,15 @@ def why_forward_is_kept(layer: nn.Module) -> str:
     return f"its forward was replaced by {shown}, which may call that of its class"
 
 
-class _Example:
-    def forward(self) -> None:
-        """A method that nothing holds."""
-
-
-_REFERENCES = sys.getrefcount(_Example.forward)
+# What may pass on a reference that a frame holds: closures, and the variables of a frame.
+_PASSING = (CellType, FunctionType, tuple, dict)
 
 
 def with_forward_held(layers: Collection[nn.Module]) -> set[nn.Module]:
     """The layers whose bound method ``forward`` other objects hold: a list, a closure, a partial.
 
-    It would go on calling the function of the class that the layer has now. A method is held if it
-    has more references than those that follow (:func:`change_class`), and those of frames that an
-    exception has left, which call nothing any more. A WeakMethod makes a method of a function.
+    It would go on calling the function of the class that the layer has now. Methods that the layer
+    keeps itself follow (:func:`change_class`). A WeakMethod makes a method of that function.
     """
     held = {
         layer
@@ -85,29 +78,37 @@ def with_forward_held(layers: Collection[nn.Module]) -> set[nn.Module]:
         for ref in getweakrefs(layer)
         if isinstance(ref, WeakMethod) and _is_forward_of(layer, ref())
     }
-    if all(sys.getrefcount(type(layer).forward) == _REFERENCES for layer in layers):
+    # The search takes long. Without bound methods, the class and this call refer to the function.
+    if all(sys.getrefcount(type(layer).forward) == 2 for layer in layers):
         return held
     gc.collect()
-    known = _references_of_left_frames()
-    known.update(id(space[name]) for layer in layers for space, name in _bound_forwards(layer))
+    by_id = {id(layer): layer for layer in layers}
     users = gc.get_referrers(*{type(layer).forward for layer in layers})
-    methods: list[Any] = [_Example().forward, *(each for each in users if type(each) is MethodType)]
-    del users
-    unheld, *counts = [sys.getrefcount(method) for method in methods]
-    found = zip(methods[1:], counts, strict=True)
-    owners = {id(each.__self__) for each, count in found if count > unheld + known[id(each)]}
-    return held | {layer for layer in layers if id(layer) in owners}
+    while users:
+        method = users.pop()
+        layer = by_id.get(id(method.__self__)) if type(method) is MethodType else None
+        if layer is not None and _is_held(method, [space for space, _ in _bound_forwards(layer)]):
+            held.add(layer)
+    return held
 
 
-def _references_of_left_frames() -> "Counter[int]":
-    """The number of references to each object, by id, of frames that were left by an exception."""
-    frames = {each.tb_frame for each in gc.get_objects() if type(each) is TracebackType}
-    running: FrameType | None = currentframe()
-    while running is not None:
-        frames.discard(running)
-        running = running.f_back
-    # Before Python 3.13, f_locals of a function is a dict that the frame keeps.
-    names = [frame.f_locals for frame in frames if frame.f_locals is not frame.f_globals]
-    variables = gc.get_referents(*frames)
-    cells = {id(each): each for each in variables if type(each) is CellType}
-    return Counter(map(id, variables + gc.get_referents(*cells.values(), *names)))
+def _is_held(method: MethodType, by_layer: Collection[object]) -> bool:
+    """Whether anything refers to a method besides its layer, and frames that an exception has left.
+
+    Frames that run are not among referrers. They hold an object that has none.
+    """
+    found: list[object] = [method]
+    seen = {id(found), *map(id, by_layer)}
+    while found:
+        users = gc.get_referrers(found.pop())
+        for user in users:
+            if id(user) in seen or type(user) is FrameType:
+                continue
+            if type(user) not in _PASSING:
+                return True
+            seen.add(id(user))
+            found.append(user)
+        if not users:
+            return True
+        del users
+    return False
