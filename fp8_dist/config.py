@@ -275,8 +275,6 @@ class Float8LinearConfig:
             ``"rank"`` operands that never leave their rank are scaled by their local amax, which
             saves an all-reduce but deviates from the single-device result.
         amax_history_len: length of the amax history of ``ScalingType.DELAYED``.
-        cache_float8_shards: keep the float8 copy of a weight's local shard (1 byte per element)
-            until the weight changes, so that micro-batches share one cast.
         fold_row_scales: cast each operand once, with one scale per row, and fold the scales that
             run along a contraction into grad_output (:mod:`fp8_dist.linear.rowwise_folded`). Needs
             AXISWISE dynamic casts and power-of-two scales.
@@ -298,7 +296,6 @@ class Float8LinearConfig:
     round_scales_to_power_of_2: bool = False
     amax_scope: Literal["global", "rank"] = "global"
     amax_history_len: int = 16
-    cache_float8_shards: bool = True
     fold_row_scales: bool = False
 
     def __post_init__(self) -> None:

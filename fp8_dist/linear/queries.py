@@ -150,15 +150,14 @@ def weight_copies(
 ) -> list[torch.Tensor]:
     """The scales of a weight for each scheme, then its copies, in a flat list, for a forward.
 
-    A graph may reuse the memory of these tensors, so none of them is cached. Returning a clone of a
-    cached float8 copy would not help: it moves as many bytes as casting the weight again.
+    A graph may reuse the memory of these tensors, so none of them is cached.
 
     Args:
         start: the :func:`common_start` of the schemes.
         of, transposed: as in a :class:`CastPlan`.
         keep: whether new statistics serve later forwards.
     """
-    weight, x = owner_of(handle), x.detach()
+    weight = owner_of(handle)
     weight.compare("the first forward")
     parameter, history = weight.parameter(), weight.history
     is_own, leaves_something = _is_own(weight, x), weight.leaves_something(parameter, keep)
@@ -168,8 +167,7 @@ def weight_copies(
     keeps = keep and is_own and (history is None or history.statistic is None)
     source = ScaleState.FROM_FORWARD if keeps else None
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
-    fresh = is_own and weight.is_fresh(parameter, x)
-    known, float8, _ = weight.cast_shard(parameter, x, plan, source, fresh)
+    known, float8 = weight.cast_shard(parameter, x, plan, source, is_own)
     if keeps and not leaves_something:
         weight.end_of_evaluation(parameter)
     # Scales may share memory with statistics, which are kept, and a graph may write into its

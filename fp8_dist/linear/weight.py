@@ -6,7 +6,6 @@ Terms:
   is the *sharded parameter* between uses and the *unsharded parameter* while the layer runs.
 * *shard*: the parameter's local tensor, plain and in high precision.
 * *known*: for each scheme, the global weight's statistics for the blocks of the shard.
-* *casts*: the shard in float8, one for each of ``config.recipe.schemes["weight"]``.
 
 Where the parameter is cast depends on how it is distributed:
 
@@ -89,10 +88,10 @@ class Float8Weight(StoredWeight):
     Attributes:
         config: the config of the layer.
         handle: identifies this object in operators (``queries``).
-        cache: statistics and float8 casts, while they are known to be fresh.
+        cache: statistics, while they are known to be fresh.
         is_exchanged: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
-        made: on a GPU, an event of the stream that ran precompute or sync. After it, the scales and
-            batched casts of the weight are ready for other streams.
+        made: on a GPU, an event of the stream that ran precompute or sync. After it, the scales of
+            the weight are ready for other streams.
     """
 
     def __init__(
@@ -186,7 +185,7 @@ class Float8Weight(StoredWeight):
         elif not plan.of:
             return WeightCasts()
         elif not compiling:
-            float8, _ = self._casts(parameter, shard, plan, ScaleState.FROM_FORWARD)
+            _, float8 = self.cast_shard(parameter, shard, plan, ScaleState.FROM_FORWARD)
         else:
             layout = self.layout(parameter)
             # On a GPU, a graph that measures a weight without a query can be replayed as a CUDA
@@ -217,11 +216,13 @@ class Float8Weight(StoredWeight):
         if self.made is not None and not is_captured(shard):
             # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
             self.made.wait()
-        (scheme,) = self.schemes
-        source, layout = ScaleState.FROM_GATHER, self.layout()
-        (found,), whole = self._casts(self.parameter(), shard, CastPlan((scheme,)), source)
-        if whole is None and layout is not None and self.needs_whole_scales(layout):
-            whole = scheme.scales_from(self._whole_statistics(shard, scheme, layout))
+        (scheme,), layout, whole = self.schemes, self.layout(), None
+        plan, source = CastPlan((scheme,)), ScaleState.FROM_GATHER
+        _, (found,) = self.cast_shard(self.parameter(), shard, plan, source)
+        if layout is not None and self.needs_whole_scales(layout):
+            whole = None if is_captured(shard) else self.cache.whole_scales
+            if whole is None:
+                whole = scheme.scales_from(self._whole_statistics(shard, scheme, layout))
             if not is_captured(shard):
                 self.cache.whole_scales = whole
         if is_observed():
@@ -229,15 +230,15 @@ class Float8Weight(StoredWeight):
         if not is_captured(shard):
             # The cache may drop its tensors while this stream still reads them.
             kept = (self.cache.known or {}).get(scheme, ())
-            keep_for_current_stream([found.qdata, *found.scales, *kept])
+            keep_for_current_stream([*found.scales, *kept])
         return found, whole
 
     def leaves_something(self, parameter: torch.Tensor, training: bool) -> bool:
-        """Whether later forwards may reuse the scales and casts of a forward; not in evaluation."""
+        """Whether later forwards may reuse the scales of a forward; not in evaluation."""
         return training and (self.is_exchanged or not self.may_change_unnoticed(parameter))
 
     def begin_evaluation(self) -> None:
-        """Drop casts and scales of other passes before a pass that must not use them.
+        """Drop the scales of other passes before a pass that must not use them.
 
         They are kept in a backward, which also runs without gradients but uses those of its
         forward. A precomputed scale is dropped too if the weight may have changed unnoticed, or if
@@ -249,7 +250,7 @@ class Float8Weight(StoredWeight):
             self.cache.begin_evaluation(forgets and not self.is_exchanged)
 
     def end_of_evaluation(self, parameter: torch.Tensor) -> None:
-        """Drop the casts and scales of a forward if later forwards must not use them.
+        """Drop the scales of a forward if later forwards must not use them.
 
         For a weight that FSDP2 gathers in float8, the gather does this instead: all ranks take part
         in a gather, but not in a forward if an expert has no tokens.
@@ -280,70 +281,36 @@ class Float8Weight(StoredWeight):
         local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
 
-    def _casts(
-        self,
-        parameter: torch.Tensor,
-        shard: torch.Tensor,
-        plan: CastPlan,
-        source: ScaleState,
-    ) -> tuple[Copies, Scales | None]:
-        """Take a parameter's float8 copies from the cache, or cast its shard; not in graphs.
-
-        The second result is the scales of the whole weight, if a gather needs them and they are
-        known.
-        """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # autograd can't save inference tensors
-                return self._casts(parameter, shard, plan, source)
-        cache, fresh = self.cache, self.is_fresh(parameter, shard)
-        known = cache.float8 if fresh else None
-        if known is not None and plan.begins(known[0]) and known[1][0].qdata.device == shard.device:
-            if is_selectively_checkpointed():
-                # A recomputation takes saved results in order, so it must query as the forward
-                # does, even if the results are not needed.
-                self._known(shard, source, self.schemes)
-            return known[1][: len(plan.of)], cache.whole_scales
-        shard = shard.detach()
-        _, float8, whole = self.cast_shard(parameter, shard, plan, source, fresh)
-        keeps = _is_parameter(parameter) and self.config.cache_float8_shards
-        keeps &= not is_captured(shard)
-        keeps &= shard.device == parameter.device
-        cache.float8 = (plan, float8) if keeps else None
-        return float8, whole
-
     def cast_shard(
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
         plan: CastPlan,
         source: ScaleState | None,
-        fresh: bool,
-    ) -> tuple[Known, Copies, Scales | None]:
-        """Cast a shard by its statistics: cached ones if ``fresh``; new ones are stored.
+        is_own: bool = True,
+    ) -> tuple[Known, Copies]:
+        """Cast a shard by its statistics, cached or new; not in graphs. Return both.
 
-        Returns the statistics, the copies, and the scales of the whole weight if a gather needs
-        them.
+        ``source``, ``is_own``: as in :meth:`known_for`.
         """
-        layout, scheme, whole = self.layout(parameter), plan.schemes[0], None
-        if fresh or is_selectively_checkpointed():
-            # The weight may have changed unnoticed, so its values may exceed known statistics.
-            known = self._known(shard, source, plan.schemes)
-            statistics = [known[scheme] for scheme in plan.schemes]
-            return known, cast_by(shard, plan, statistics, layout), self.cache.whole_scales
-        tensor = shard if layout is None else layout.wrap(shard)
-        if self.history is not None:
-            history = self._history_of(parameter)
-            found, float8, history.last = history.copies_of(tensor, plan)
-            known = {scheme: found}
-        elif source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout):
-            found, whole = self._statistics_of(parameter, shard, scheme, source)
-            known = {scheme: found}
-            float8 = cast_by(shard, plan, [found], layout)
-        else:
-            each, float8 = cast_copies(tensor, plan, local=shard)
+        with torch.inference_mode(False):  # autograd can't save inference tensors
+            shard, layout = shard.detach(), self.layout(parameter)
+            fresh = is_own and self.is_fresh(parameter, shard)
+            of_whole = source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout)
+            if fresh or of_whole or is_selectively_checkpointed():
+                # The weight may have changed unnoticed, so its values may exceed known statistics.
+                known = self._known(shard, source, plan.schemes)
+                return known, cast_by(shard, plan, [known[s] for s in plan.schemes], layout)
+            tensor = shard if layout is None else layout.wrap(shard)
+            if self.history is not None:
+                history = self._history_of(parameter)
+                found, float8, history.last = history.copies_of(tensor, plan)
+                each: Sequence[Statistics] = [found]
+            else:
+                each, float8 = cast_copies(tensor, plan, local=shard)
             known = dict(zip(plan.schemes, each, strict=True))
-        self._note(parameter, shard, known, source, whole)
-        return known, float8, whole
+            self._note(parameter, shard, known, source, None)
+            return known, float8
 
     def needs_whole_scales(self, layout: Layout | None) -> bool:
         """Whether FSDP2's gather needs scales that it can't gather with the weight's data."""

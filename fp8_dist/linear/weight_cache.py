@@ -1,6 +1,6 @@
-"""Cache of a weight's scales and float8 copies, and its invalidation when the weight changes.
+"""Cache of a weight's scales, and its invalidation when the weight changes.
 
-A scale, and the float8 copy made with it, may be used only for the values it was computed from.
+A scale may be used only for the values that it was computed from.
 Changes of a weight are noticed as follows. The table of docs/state.md also lists the writes that
 are not noticed, because Python sees no trace of them, and what happens then:
 
@@ -22,7 +22,7 @@ are not noticed, because Python sees no trace of them, and what happens then:
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer clears the cache, or the
   identity of the parameter differs.
 
-An evaluation uses neither old scales nor copies, except for a precomputed or a DELAYED scale.
+An evaluation uses no old scale, except for a precomputed or a DELAYED one.
 FSDP2 gathers without gradients in training too, so there ``model.eval()`` marks an evaluation.
 Every change, noticed or not, must be made on all ranks: if only one rank drops its scales, it waits
 for an all-reduce that the other ranks do not join.
@@ -36,10 +36,9 @@ from enum import Enum, auto
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8_dist.cast import Copies
 from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
-from fp8_dist.scaling import CastPlan, Scales, Scheme, Statistics
+from fp8_dist.scaling import Scales, Scheme, Statistics
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import in_backward, innermost, storage_address, version_of
 
@@ -73,7 +72,7 @@ _WITHOUT_SCALES = (ScaleState.UNKNOWN, ScaleState.STALE)
 
 
 class WeightCache:
-    """Scales and float8 copies for the current values of one weight.
+    """Scales for the current values of one weight.
 
     =========================  =============  =============  ===========  =========================
     event                      UNKNOWN        PRECOMPUTED    STALE        FROM_GATHER, FROM_FORWARD
@@ -98,8 +97,6 @@ class WeightCache:
 
     Attributes:
         state: see the table.
-        float8: the float8 copies of the local shard that were used last and their plan, if they
-            are kept.
         known: the statistics of the local shard for each scheme; or, of what FSDP2 gathers in high
             precision, those that precompute found because a forward would need other ranks.
         whole_scales: the scales of the global weight, if FSDP2's gather can't carry scales.
@@ -108,7 +105,6 @@ class WeightCache:
 
     def __init__(self) -> None:
         self.state = ScaleState.UNKNOWN
-        self.float8: tuple[CastPlan, Copies] | None = None
         self.whole_scales: Scales | None = None
         self.known: Known | None = None
         # The reference is strong, because swap_tensors, which module.to() may use, refuses tensors
@@ -211,12 +207,11 @@ class WeightCache:
         return self.state in _OF_PRECOMPUTE and is_other
 
     def begin_evaluation(self, forget_precomputed: bool = False) -> None:
-        """Drop the scales and casts of other passes before a pass without gradients.
+        """Drop the scales of other passes before a pass without gradients.
 
         A model may be changed unnoticed before it is evaluated (an EMA by foreach ops). A
         precomputed scale is kept by default, because all ranks would have to compute a new one.
         """
-        self.float8 = None
         if self.state not in _OF_PRECOMPUTE:
             self._forget_found()
         elif forget_precomputed and self.state is not ScaleState.STALE:
@@ -229,13 +224,12 @@ class WeightCache:
         A backward may still use them, because the pass without gradients may have been the forward
         of reentrant activation checkpointing.
         """
-        self.float8 = None
         self._of_evaluation = self.state not in _OF_PRECOMPUTE
 
     def _forget_found(self) -> None:
         """Drop the scale that a forward or a gather has computed."""
         self.state, self._of_evaluation = ScaleState.UNKNOWN, False
-        self.known = self.float8 = self.whole_scales = None
+        self.known = self.whole_scales = None
 
     def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
         """Called when the layer's parameter is replaced. It may return with other values.
@@ -267,11 +261,11 @@ class WeightCache:
             self.drop(Change.STEP)
 
     def drop(self, change: Change | None = None) -> None:
-        """Drop scales and casts. Precomputed scales become STALE; ``change`` says why."""
+        """Drop scales. Precomputed scales become STALE; ``change`` says why."""
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
         self._change = change or self._change
-        self.known = self.float8 = self.whole_scales = self._origin = None
+        self.known = self.whole_scales = self._origin = None
         self._of_evaluation = False
 
     def reset(self) -> None:

@@ -2,9 +2,8 @@
 
     python -m scripts.measure.memory --assert
 
-Counts bytes of the storages that a forward saves for its backward, and of the float8 copies of
-weights that layers keep, in the second forward, after the weights have changed. The counts depend
-on the sizes, not on the machine. `--assert` fails where a layer that saves its input in float8
+Counts bytes of the storages that a forward saves for its backward, in the second forward, after the
+weights have changed. The counts depend on the sizes, not on the machine. `--assert` fails where a layer that saves its input in float8
 keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a block keeps an unsharded weight, or
 more in a deeper model.
 """
@@ -13,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,7 +65,7 @@ def kept_by(
 
     def caches() -> list[torch.Tensor]:
         results = [getattr(leaf, "val", None) for leaf in tree_leaves(checkpoints[-1:])]
-        return [*float8_copies(model), *(t for t in results if isinstance(t, torch.Tensor))]
+        return [t for t in results if isinstance(t, torch.Tensor)]
 
     kept = saved_bytes(forward, kinds, there, caches)
     return {kind: kept[kind] for kind in (OTHER, WEIGHT, SHARD)}
@@ -77,13 +76,6 @@ def change_weights(model: nn.Module) -> None:
     model.zero_grad()
     if float8_layers(model):
         invalidate_float8_scales(model)
-
-
-def float8_copies(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The float8 copies of weights that the library's layers keep until the weights change."""
-    for layer in float8_layers(model).values():
-        _, copies = layer.float8_weight.cache.float8 or (None, ())
-        yield from (copy.qdata for copy in copies)
 
 
 def weight_sizes(module: nn.Module) -> set[int]:

@@ -147,10 +147,6 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         after_step(plan.variant, sharded=True)(model)
     with phase("forward"):
         saved = saved_bytes(forward, {}, (*model.parameters(), *model.buffers()))
-    kept = [layer.float8_weight.cache.float8 for layer in float8_layers(model).values()]
-    copies = [copy for _, each in filter(None, kept) for copy in each]
-    shards = bytes_of(part for copy in copies for part in (copy.qdata, *copy.scales))
-    del kept, copies
     with phase("backward"):
         losses.pop().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -162,7 +158,6 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         "parameters": bytes_of(model.parameters()),
         "gradients": bytes_of(gradients),
         "optimizer state": bytes_of(states),
-        "float8 shards kept": shards,
         "saved for backward": saved.total(),
     }
     return step

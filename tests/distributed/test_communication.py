@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from graphs import CASTS
 from nets import Distributed, full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
@@ -200,57 +199,6 @@ def test_gradients_are_reduced_in_the_dtype_that_fsdp_takes(ranks: RankPools) ->
     ours, theirs = (ranks(2).run_same(reductions, converted) for converted in (True, False))
     assert ours == theirs
     assert sum(row.count for row in ours) == 1
-
-
-class Casts(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts casts of tensors of the given shapes."""
-
-    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.shapes, self.count = shapes, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func in CASTS:
-            self.count += tuple(args[0].shape) in self.shapes
-        return func(*args, **(kwargs or {}))
-
-
-def casts_in_two_steps(dp: int, tp: int, gather: bool, cache: bool) -> list[int]:
-    """Casts of weights in each of two steps of 4 micro-batches, never precomputed."""
-    world = Distributed(dp, tp, gather=gather, config=Float8LinearConfig(cache_float8_shards=cache))
-    optimizer = torch.optim.AdamW(world.net.parameters())
-    shapes = {tuple(local_tensor(p).shape) for p in world.net.parameters() if p.ndim == 2}
-    if dp > 1 and not gather:
-        shapes = {(64, 96 // tp), (96 // tp, 64)}  # unsharded
-    counts = []
-    for _ in range(2):
-        casts = Casts(shapes)
-        with casts:
-            for _ in range(4):
-                world.net(world.mine(torch.randn(6, 10, 64))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        counts.append(casts.count)
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("dp", "tp", "gather", "cache", "expected"),
-    [
-        (1, 2, False, True, 6),
-        (2, 2, True, True, 6),
-        # FSDP2 gathers for forward and again for backward.
-        (2, 1, True, False, 4 * 2 * 6),
-        # FSDP2 gathers them in high precision, and frees them between forward and backward: in
-        # both they are cast (but for two of the first layer, whose input needs no gradient).
-        (2, 1, False, True, 40),
-    ],
-)
-def test_micro_batches_cast_each_weight_once(
-    ranks: RankPools, dp: int, tp: int, gather: bool, cache: bool, expected: int
-) -> None:
-    found = ranks(dp * tp).run(casts_in_two_steps, dp, tp, gather, cache)
-    assert found == [[expected] * 2] * (dp * tp)
 
 
 def mixed_meshes() -> list[str]:

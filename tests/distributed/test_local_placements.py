@@ -104,7 +104,7 @@ def differences(dp: int, update: bool, arguments: dict[str, Any]) -> list[str]:
         pytest.param(2, False, {}, marks=pytest.mark.full),
         pytest.param(2, True, {"gather": False}, marks=pytest.mark.full),
         (2, True, {"gather": False, "config": of("delayed")}),
-        (2, True, {"config": Float8LinearConfig(cache_float8_shards=False, amax_scope="rank")}),
+        (2, True, {"config": Float8LinearConfig(amax_scope="rank")}),
         # 45 rows of each part, which FSDP2 shards unevenly.
         (2, True, {"config": of("rowwise_folded"), "net_arguments": {"hidden": 90}}),
         (2, False, {"config": of("rowwise_folded"), "net_arguments": {"hidden": 90}}),

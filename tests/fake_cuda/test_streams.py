@@ -46,7 +46,6 @@ class Training:
     micro_batches: int = 2
     event: bool = False  # set_post_optim_event gets an event recorded before the update
     unshard_async: bool = False  # in the second step
-    cache: bool = True  # of float8 shards between micro-batches
     parts: bool = False  # the scales of each block are updated by themselves
     aside: bool = False  # a step's last forward finds a gather under way on a stream of the user
     invalidate: bool = False  # what that gather reads has been dropped
@@ -68,7 +67,6 @@ def _model(training: Training, mesh: DeviceMesh) -> nn.Sequential:
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(training.recipe),
         enable_fsdp_float8_all_gather="auto",
-        cache_float8_shards=training.cache,
     )
     convert_to_float8_training(model, config=config)
     for module in (*model, model):
@@ -136,11 +134,11 @@ OPTIONS = {
     "no update": {"update": False, "evaluate": True},
     "prefetch": {"prefetch": True, "evaluate": True},
     "event, prefetch": {"event": True, "prefetch": True, "micro_batches": 1},
-    "event, explicit": {"event": True, "explicit": True, "cache": False},
+    "event, explicit": {"event": True, "explicit": True},
     "event, asynchronous": {"event": True, "unshard_async": True, "micro_batches": 3},
     "aside": {"aside": True, "micro_batches": 1, "explicit": True},
     "aside, invalidate": {"aside": True, "invalidate": True, "explicit": True},
-    "aside, event": {"aside": True, "invalidate": True, "event": True, "cache": False},
+    "aside, event": {"aside": True, "invalidate": True, "event": True},
     "aside, parts": {"aside": True, "invalidate": True, "parts": True, "micro_batches": 1},
 }
 
@@ -193,9 +191,7 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
             f"{_SCALES_TOO_EARLY}|memory of .* is allocated again before stack on compute .*",
         ),
         (_WAIT, Training("tensorwise", event=True), _SCALES_TOO_EARLY),
-        (_WAIT, Training("tensorwise", event=True, cache=False), _SCALES_TOO_EARLY),
         (_WAIT, Training("rowwise_folded", event=True), _SCALES_TOO_EARLY),
-        (_WAIT, Training("rowwise_folded", event=True, cache=False), _SCALES_TOO_EARLY),
         # What gathers on other streams need.
         (
             f"{weight.__name__}.keep_for_current_stream",

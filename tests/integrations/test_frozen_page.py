@@ -101,11 +101,11 @@ def test_from_pretrained(tmp_path: Path) -> None:
         assert same_bits(scope["model"](ids).logits, source.eval()(ids).logits)
 
 
-def bytes_per_element(keeps: bool) -> tuple[float, float]:
+def bytes_per_element() -> tuple[float, float]:
     """Runs on each rank: of a trained weight after a step: its own, and the optimizer's."""
     mesh = device_mesh(dp=2)
     layer = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False))
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, cache_float8_shards=keeps)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(layer, config=config)
     fully_shard(layer, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(layer.parameters())
@@ -114,17 +114,13 @@ def bytes_per_element(keeps: bool) -> tuple[float, float]:
     layer(torch.randn(16, 256)).square().mean().backward()
     (weight,) = (each.float8_weight for each in float8_layers(layer).values())
     shard = weight.shard()
-    own, kept = shard.nbytes, weight.cache.float8
-    if kept is not None:
-        own += sum(quantized.qdata.nbytes for quantized in kept[1])
     state = next(iter(optimizer.state.values()))
     moments = sum(v.to_local().nbytes for v in state.values() if isinstance(v, DTensor))
-    return own / shard.numel(), moments / shard.numel()
+    return shard.nbytes / shard.numel(), moments / shard.numel()
 
 
 def test_bytes_of_trained_weights(ranks: RankPools) -> None:
-    assert ranks(2).run_same(bytes_per_element, False) == (4, 8)
-    assert ranks(2).run_same(bytes_per_element, True) == (5, 8)
+    assert ranks(2).run_same(bytes_per_element) == (4, 8)
 
 
 def test_names_of_a_stream_with_adapters() -> None:

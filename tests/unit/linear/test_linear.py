@@ -180,7 +180,7 @@ def test_direct_calls_give_the_bits_of_the_operators(i: int) -> None:
 @pytest.mark.parametrize("scaling_type", [ScalingType.DYNAMIC, ScalingType.DELAYED])
 def test_what_has_outgrown_a_known_scale_saturates(scaling_type: ScalingType) -> None:
     cast = CastConfig(scaling_type=scaling_type, target_dtype=torch.float8_e5m2)
-    config = Float8LinearConfig(cast_config_weight=cast, cache_float8_shards=False)
+    config = Float8LinearConfig(cast_config_weight=cast)
     layer, x = Float8Linear(16, 16, config=config), torch.randn(4, 16)
     layer(x).sum().backward()
     if scaling_type is ScalingType.DELAYED:
