@@ -1,16 +1,11 @@
 """Every private name of torch that the library uses, under a public name.
 
-A release of torch may rename any of them. An error or warning then names it, and the release:
-
-* A name that every use needs: ImportError, when the library is imported.
-* An attribute of FSDP2's objects: ImportError, when the library first looks into a module that
-  ``fully_shard`` was called on. If ``set_gradient_transport`` alone needs it: when that is called.
-* A name that another feature needs: ImportError, when the feature is asked for. If training does
-  not depend on it: a warning that says what is off or slower.
+A release of torch may rename any of them. An ImportError then names it, and the release: when the
+library is imported or, for an attribute of FSDP2's objects, when the library first looks into a
+module that ``fully_shard`` was called on (``set_gradient_transport``: when it is called).
 """
 
 import gc
-import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
@@ -32,8 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from fp8_dist.text import warn_once
-
 
 def _does_not_know(what: object) -> str:
     return (
@@ -50,46 +43,25 @@ def _missing(owner: Any, names: str) -> list[str]:
     return [f"{kind.__name__}.{name}" for name in names.split() if name not in known]
 
 
-class _Absent:
-    """Stands for an optional name that torch does not have. It raises where it is used."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise ImportError(_does_not_know(f"it has no {self.name}, which this call needs"))
-
-    __iter__ = __call__
-
-
-def _optional(name: str) -> Any:
-    """Look up a name that only some features need, written as ``"module:name"``."""
-    try:
-        return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        return _Absent(name.replace(":", "."))
-
-
-def _is_off(optional: Any, consequence: str) -> bool:
-    """Whether torch does not have an optional name. Warn once if so."""
-    if not isinstance(optional, _Absent):
-        return False
-    warn_once(optional.name, f"torch {torch.__version__} has no {optional.name}: {consequence}")
-    return True
-
-
 try:
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.distributed._composable_state import _module_state_mapping as _modules_with_state
     from torch.distributed._functional_collectives import (
         AsyncCollectiveTensor as AsyncCollectiveTensor,
     )
     from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import (
+        _disable_current_modes,
+        _get_current_dispatch_mode_stack,
+    )
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -102,6 +74,11 @@ try:
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
+    native_scaled_grouped_mm: Any = torch._scaled_grouped_mm
+    foreach_zero_ = torch._foreach_zero_
+    root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
+    concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
+    _lazy_init = FSDPParamGroup.lazy_init
     _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
     tensor_version: Any = torch.Tensor._version  # the descriptor behind tensor._version
@@ -125,20 +102,6 @@ try:
         raise AttributeError(f"it has no {', '.join(_renamed)}")
 except (ImportError, AttributeError) as error:
     raise ImportError(_does_not_know(error)) from error
-
-foreach_zero_ = _optional("torch:_foreach_zero_")
-native_scaled_grouped_mm = _optional("torch:_scaled_grouped_mm")
-_MESH = "torch.distributed.device_mesh:DeviceMesh"
-root_mesh: Callable[[DeviceMesh], DeviceMesh] = _optional(f"{_MESH}._get_root_mesh")
-concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = _optional(f"{_MESH}._concatenate")
-_dispatch_modes = _optional("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
-_DTensorSpec = _optional("torch.distributed.tensor._dtensor_spec:DTensorSpec")
-_TensorMeta = _optional("torch.distributed.tensor._dtensor_spec:TensorMeta")
-_FSDP = "torch.distributed.fsdp._fully_shard"
-_FSDPParamGroup = _optional(f"{_FSDP}._fsdp_param_group:FSDPParamGroup")
-_lazy_init = _optional(f"{_FSDP}._fsdp_param_group:FSDPParamGroup.lazy_init")
-_DefaultReduceScatter = _optional(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter")
-_modules_with_state = _optional("torch.distributed._composable_state:_module_state_mapping")
 
 # Types that stand for tensors while a graph is traced.
 STAND_INS = (FakeTensor, FunctionalTensor)
@@ -225,10 +188,7 @@ def _tell_local_tensors_apart() -> None:
     """
     if torch.__version__ < "2.13":  # tensors make no keys
         return
-    of_dtensor = _optional("torch.distributed.tensor:DTensor._stable_hash_for_caching")
-    consequence = "graphs in torch's cache may be of other weights; TORCHINDUCTOR_AUTOGRAD_CACHE=0"
-    if _is_off(of_dtensor, f"{consequence} turns the cache off"):
-        return
+    of_dtensor = DTensor._stable_hash_for_caching
 
     def with_local(self: DTensor) -> str:
         local = self._local_tensor
@@ -290,12 +250,7 @@ def make_dtensor(
 
     In a graph, with a gradient, or on a rank outside the mesh it calls ``from_local``.
     """
-    if (
-        torch.compiler.is_compiling()
-        or local.requires_grad
-        or mesh.get_coordinate() is None
-        or _is_off(_DTensorSpec, "DTensors are made by DTensor.from_local, which is slower")
-    ):
+    if torch.compiler.is_compiling() or local.requires_grad or mesh.get_coordinate() is None:
         stride = contiguous_stride(shape)
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=stride
@@ -308,8 +263,8 @@ def make_dtensor(
 def _spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> Any:
-    meta = _TensorMeta(shape, contiguous_stride(shape), dtype)
-    return _DTensorSpec(mesh, placements, tensor_meta=meta)
+    meta = TensorMeta(shape, contiguous_stride(shape), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
@@ -462,13 +417,9 @@ def written_arguments(
 
 def is_selectively_checkpointed() -> bool:
     """Whether code runs in selective activation checkpointing, including its recomputation."""
-    if not _len_torch_dispatch_stack():
-        return False
-    if _is_off(_dispatch_modes, "in any dispatch mode casts are as slow as in checkpointing"):
-        return True
-    return any(
+    return bool(_len_torch_dispatch_stack()) and any(
         type(mode).__module__ == create_selective_checkpoint_contexts.__module__
-        for mode in _dispatch_modes()
+        for mode in _get_current_dispatch_mode_stack()
     )
 
 
@@ -485,27 +436,22 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
 _is_fsdp_known = False
 
 
-def _check_fsdp(module: FSDPModule) -> None:
-    """Raise if a module that ``fully_shard`` was called on lacks what is read here."""
+def _check_fsdp(state: Any) -> None:
+    """Raise if the state of a module that ``fully_shard`` was called on lacks what is read here."""
     global _is_fsdp_known
-    missing, groups = _missing(module, "_get_fsdp_state"), []
-    if not missing:
-        state = module._get_fsdp_state()
-        missing += _missing(state, "_is_root _comm_ctx")
-        if _missing(state, "_fsdp_param_groups") and _missing(state, "_fsdp_param_group"):
-            missing += _missing(state, "_fsdp_param_groups")
-        else:
-            groups = _groups_of_state(state)
-    for group in groups[:1]:
-        missing += _missing(group, "modules fsdp_params mesh_info post_forward_mesh_info")
-        missing += _missing(group, "comm_ctx lazy_init _reset_sharded_params _training_state")
-        for parameter in getattr(group, "fsdp_params", ())[:1]:
-            missing += _missing(parameter, "sharded_param _extensions_data _unsharded_param")
-            missing += _missing(parameter, "_module_info mp_policy all_gather_outputs")
-            missing += _missing(parameter, "_unsharded_inner_tensors reset_sharded_param")
-            missing += _missing(parameter, "shard_mesh_from_root")
-            if info := getattr(parameter, "_module_info", None):
-                missing += _missing(info, "module param_name shared_modules shared_param_names")
+    try:
+        groups, missing = _groups_of_state(state), _missing(state, "_is_root _comm_ctx")
+        for group in groups[:1]:
+            missing += _missing(group, "modules mesh_info post_forward_mesh_info comm_ctx")
+            missing += _missing(group, "lazy_init _reset_sharded_params _training_state")
+            for parameter in group.fsdp_params[:1]:
+                missing += _missing(parameter, "sharded_param _extensions_data _unsharded_param")
+                missing += _missing(parameter, "mp_policy all_gather_outputs reset_sharded_param")
+                missing += _missing(parameter, "_unsharded_inner_tensors shard_mesh_from_root")
+                names = "module param_name shared_modules shared_param_names"
+                missing += _missing(parameter._module_info, names)
+    except AttributeError as error:
+        missing = [str(error)]
     if missing:
         raise ImportError(_does_not_know(f"its FSDP2 has no {', '.join(missing)}"))
     _is_fsdp_known = bool(groups)
@@ -520,9 +466,10 @@ def _groups_of_state(state: Any) -> list[Any]:
 
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
     """The parameter groups of a module that ``fully_shard`` was called on."""
+    state = module._get_fsdp_state()
     if not _is_fsdp_known:
-        _check_fsdp(module)
-    return _groups_of_state(module._get_fsdp_state())
+        _check_fsdp(state)
+    return _groups_of_state(state)
 
 
 def fsdp_groups() -> list[Any]:
@@ -545,21 +492,19 @@ def fsdp_roots_of(group: Any) -> list[nn.Module]:
     return list(dict.fromkeys([*roots, *group.modules]))
 
 
-def before_fsdp_gathers(call: Callable[[Any], None], consequence: str) -> None:
+def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
     """Let FSDP2 run ``call`` with each parameter group before its first gather.
 
     It runs where FSDP2 prepares the groups of a model, when the root first runs, and each time that
-    a module is unsharded by hand. ``consequence`` is for a warning if torch makes this impossible.
+    a module is unsharded by hand.
     """
-    if _is_off(_lazy_init, consequence):
-        return
 
     @wraps(_lazy_init)
     def with_call(self: Any) -> None:
         _lazy_init(self)
         call(self)
 
-    _FSDPParamGroup.lazy_init = with_call
+    FSDPParamGroup.lazy_init = with_call  # type: ignore[method-assign]
 
 
 def fsdp_init_shards(module: FSDPModule) -> None:
@@ -669,8 +614,6 @@ def check_fsdp_reduction(group: Any) -> None:
         missing += _missing(group, "_partial_reduce_output _partial_reduce_output_layout")
     else:  # torch < 2.15
         missing += _missing(group.fsdp_params[0], "unsharded_accumulated_grad")
-    if isinstance(_DefaultReduceScatter, _Absent):
-        missing.append(_DefaultReduceScatter.name)
     if missing:
         text = f"set_gradient_transport needs {', '.join(missing)} of FSDP2"
         raise ImportError(_does_not_know(text))
@@ -708,7 +651,7 @@ def set_fsdp_replicas(group: Any, replicas: Any) -> None:
 def fsdp_reduction(group: Any) -> Any:
     """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
     found = getattr(group, "_reduce_scatter_comm", None)  # check_fsdp_reduction raises without it
-    return None if type(found) is _DefaultReduceScatter else found
+    return None if type(found) is DefaultReduceScatter else found
 
 
 def set_fsdp_reduction(
@@ -724,7 +667,7 @@ def set_fsdp_reduction(
     if hasattr(found, "in_place_of"):  # with_call below, which no other code has replaced since
         group.post_backward = found.in_place_of
     if comm is not fsdp_reduction(group):
-        own = _DefaultReduceScatter() if comm is None else comm
+        own = DefaultReduceScatter() if comm is None else comm
         group.modules[0].set_custom_reduce_scatter(own)
     if call is None:
         return
@@ -777,8 +720,4 @@ def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
 
 def ddp_hook_states(model: DistributedDataParallel) -> list[Any]:
     """The states of a DDP model's communication hooks."""
-    if missing := _missing(model, "_comm_hooks"):
-        off = "errors of gradients are not in Float8State"
-        warn_once(missing[0], f"torch {torch.__version__} has no {missing[0]}: {off}")
-        return []
     return [state for _, state in model._comm_hooks]

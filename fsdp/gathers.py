@@ -61,11 +61,7 @@ def _compare_between_ranks(group: Any) -> None:
             mark_compared(module)
 
 
-before_fsdp_gathers(
-    _before_first_gather,
-    "layers are not compared between ranks before FSDP2's first gather, and experts whose weights "
-    "FSDP2 gathers in high precision may use the scales of older values",
-)
+before_fsdp_gathers(_before_first_gather)
 
 
 def reshard(module: nn.Module, caller: str) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn as nn
 from reference import raised
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _python_dispatch
 
 from fp8_dist import torch_internals
 
@@ -25,8 +25,7 @@ def imported_again() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an import replaces in torch, and notes of warnings, are as they were after a test."""
-    monkeypatch.setattr("fp8_dist.text._warned", set())
+    """What an import replaces in torch is as it was after a test."""
     if "_stable_hash_for_caching" in vars(DTensor):
         monkeypatch.setattr(
             DTensor, "_stable_hash_for_caching", vars(DTensor)["_stable_hash_for_caching"]
@@ -37,6 +36,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     ("owner", "name", "shown"),
     [
         (torch, "_scaled_mm", "module 'torch' has no attribute '_scaled_mm'"),
+        (DeviceMesh, "_concatenate", "type object 'DeviceMesh' has no attribute '_concatenate'"),
         (nn.Module, "_save_to_state_dict", "it has no Module._save_to_state_dict"),
     ],
 )
@@ -49,26 +49,7 @@ def test_a_name_that_every_use_needs(
     assert message == f"{release}: {shown}. Install another release of torch"
 
 
-def test_a_name_that_one_feature_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "_foreach_zero_")
-    again = imported_again()
-    message = raised(ImportError, lambda: again.foreach_zero_([torch.ones(1)]))
-    assert f"torch {torch.__version__}: it has no torch._foreach_zero_, which this call" in message
-
-
-class AnyMode(_python_dispatch.TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_name_without_which_something_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(_python_dispatch, "_get_current_dispatch_mode_stack")
-    again = imported_again()
-    assert not again.is_selectively_checkpointed()
-    text = "has no torch.utils._python_dispatch._get_current_dispatch_mode_stack: in any disp"
-    with AnyMode(), pytest.warns(UserWarning, match=text) as found:
-        assert [again.is_selectively_checkpointed() for _ in range(2)] == [True, True]
-    assert len(found) == 1
+INFO = SimpleNamespace(module=None, param_name="", shared_modules=[], shared_param_names=[])
 
 
 class Param:
@@ -81,14 +62,13 @@ class Param:
     shard_mesh_from_root = None
 
     def __init__(self, **attributes: Any) -> None:
-        self._module_info = SimpleNamespace(
-            module=None, param_name="", shared_modules=[], shared_param_names=[]
-        )
+        self._module_info = INFO
         vars(self).update(attributes)
 
 
 class RenamedParam:
-    _module_info = sharded_param = _unsharded_param = mp_policy = None
+    _module_info = INFO
+    sharded_param = _unsharded_param = mp_policy = None
     all_gather_outputs = _unsharded_inner_tensors = reset_sharded_param = None
     shard_mesh_from_root = None
 
@@ -138,13 +118,6 @@ def test_renamed_attributes_of_fsdps_reductions() -> None:
         "needs SimpleNamespace._partial_reduce_output, "
         "SimpleNamespace._partial_reduce_output_layout of FSDP2. Install"
     ) in raised(ImportError, lambda: torch_internals.check_fsdp_reduction(group))
-
-
-def test_renamed_hooks_of_ddp() -> None:
-    states: Any = torch_internals.ddp_hook_states
-    with pytest.warns(UserWarning, match="no SimpleNamespace._comm_hooks: errors of gradients are"):
-        assert states(SimpleNamespace()) == []
-    assert states(SimpleNamespace(_comm_hooks=[(print, "state")])) == ["state"]
 
 
 def test_parameters_of_a_reduction_are_in_the_order_of_its_buffer() -> None:
