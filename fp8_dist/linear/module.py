@@ -278,7 +278,8 @@ class Float8Linear(nn.Linear):
         if not compiling and not self.float8_weight.leaves_something(weight, training):
             self.float8_weight.end_of_evaluation(weight)
         owner = self.float8_weight
-        placements, histories = self.output_placements, self.histories
+        placements = self.output_placements
+        histories = self.histories if owner.is_trained(own) else {}
         how = self.prepared_input, transport
         spec = LinearSpec(self.config, placements, fqn, histories, owner, training, *how)
         return float8_linear(input, weight, bias, weight_casts, spec)

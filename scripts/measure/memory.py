@@ -3,9 +3,9 @@
     python -m scripts.measure.memory --assert
 
 Counts bytes of the storages that a forward saves for its backward, in the second forward, after the
-weights have changed. The counts depend on the sizes, not on the machine. `--assert` fails where a layer that saves its input in float8
-keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a block keeps an unsharded weight, or
-more in a deeper model.
+weights have changed. The counts depend on the sizes, not on the machine. `--assert` fails where a
+layer that saves its input in float8 keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a
+block keeps an unsharded weight, or more in a deeper model.
 """
 
 import dataclasses
