@@ -35,13 +35,12 @@ from fp8_dist.linear.weight import (
     load_weights,
     save_weights,
 )
-from fp8_dist.linear.weight_cache import Change, ScaleState
+from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
-    dtensor_local,
     innermost,
     is_exporting,
     own_load_hooks,
@@ -285,41 +284,21 @@ class Float8Linear(nn.Linear):
         return float8_linear(input, weight, bias, weight_casts, spec)
 
     def extra_repr(self) -> str:
-        """nn.Linear's text, the recipe, the operands gathered in float8, and the scale's state.
+        """nn.Linear's text, the recipe, and the operands gathered in float8.
 
         The recipe is followed by the options that differ from it. If no recipe has these casts,
-        they are listed. The state of the weight's scale is ``fresh``, ``stale`` (precomputed before
-        the weight changed), ``unknown`` (the next use computes it), ``stored`` with the weight
-        (:func:`fp8_dist.freeze_to_float8`), or ``delayed`` with the number of amaxes in its
-        history. The transport of sums is shown if there is one.
-
-        Collectives: none. Nothing is waited for, and no state is changed.
+        they are listed. It is also shown if the weight is stored in float8
+        (:func:`fp8_dist.freeze_to_float8`), and how sums travel, if they are encoded.
         """
         shown = super().extra_repr()
         if "float8_weight" not in self.__dict__:  # the layer is being constructed
             return shown
         shown += f", {config_text(self.config)}"
-        if self.config.recipe.schemes["weight"]:
-            shown += f", scale={self._scale_text()}"
+        if self.float8_weight.is_stored:
+            shown += ", stored in float8"
         if self.reduce_transport is not None:
             shown += f", reduce_transport={self.reduce_transport}"
         return shown
-
-    def _scale_text(self) -> str:
-        if "weight" in self.histories:
-            history = self.histories["weight"]
-            known = 0 if history.history is None else len(history.history)
-            return f"delayed ({known} of {history.length} amaxes)"
-        if self.float8_weight.is_stored:
-            return "stored"
-        weight, state = self._parameters.get("weight"), ScaleState.UNKNOWN
-        local = dtensor_local(weight) if isinstance(weight, DTensor) else weight
-        if isinstance(local, Float8Tensor):  # FSDP2 gathered it together with its scale
-            state = ScaleState.FROM_GATHER
-        elif weight is not None:
-            state = self.float8_weight.cache.state_of(weight)
-        differ = (ScaleState.UNKNOWN, ScaleState.STALE)
-        return state.name.lower() if state in differ else "fresh"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "float8_weight" in self.__dict__:

@@ -175,14 +175,6 @@ class WeightCache:
             return None
         return source
 
-    def state_of(self, param: torch.Tensor) -> ScaleState:
-        """Return the state that a use of ``param`` would find now, without changing the cache."""
-        if self._param is not param:
-            return ScaleState.UNKNOWN
-        if self._has_same_values(param) and not self._is_for_others(param):
-            return self.state
-        return ScaleState.STALE if self.state in _OF_PRECOMPUTE else ScaleState.UNKNOWN
-
     def _is_for_others(self, param: torch.Tensor) -> bool:
         """Whether the scale is from an evaluation that has ended, or for another ``requires_grad``.
 

@@ -61,7 +61,7 @@ def test_bits_and_bytes_of_a_stored_weight(name: str, dtype: torch.dtype) -> Non
         # One scale per tensor, per row of 320 or 512 values, or per block of 32 x 32 or 128 x 128.
         per_weight = {"rowwise_folded": 1 + 4 / 320, "mxfp8": 1.002}.get(name, 1.001)
         assert size <= per_weight * layer.weight.numel()
-    assert "scale=stored" in repr(net)
+    assert "stored in float8" in repr(net)
 
 
 class NewFloat8(TorchDispatchMode):

@@ -1,11 +1,8 @@
-"""``repr`` of a converted layer: recipe, float8 gathers, state of the scale; it changes nothing."""
+"""``repr`` of a converted layer: recipe and float8 gathers."""
 
 from dataclasses import replace
 
-import torch
 from recipe_algebra import floor_of_mxfp8
-from torch import nn
-from torch.nn.utils import parametrize
 from two_level import two_level_config
 
 from fp8_dist import (
@@ -14,8 +11,6 @@ from fp8_dist import (
     Float8LinearConfig,
     Float8LinearRecipeName,
     ScalingType,
-    precompute_float8_dynamic_scale,
-    sync_float8_amax_and_scale_history,
 )
 
 from_recipe = Float8LinearConfig.from_recipe_name
@@ -23,10 +18,6 @@ from_recipe = Float8LinearConfig.from_recipe_name
 
 def layer(config: Float8LinearConfig | None = None) -> Float8Linear:
     return Float8Linear(16, 32, bias=False, config=config)
-
-
-def scale(of: Float8Linear) -> str:
-    return repr(of).partition("scale=")[2].removesuffix(")")
 
 
 def test_the_recipe_and_what_differs_from_it() -> None:
@@ -59,38 +50,6 @@ def test_the_recipe_and_what_differs_from_it() -> None:
         ),
     ):
         assert shown in repr(layer(config))
-
-
-def test_the_state_follows_the_weight() -> None:
-    layers = nn.Sequential(layer())
-    x, states = torch.randn(4, 16), [scale(layers[0])]
-    layers(x).sum().backward()
-    states.append(scale(layers[0]))
-    with torch.no_grad():
-        layers[0].weight.mul_(2)
-        states.append(scale(layers[0]))
-        layers(x)  # an evaluation leaves nothing behind
-        states.append(scale(layers[0]))
-    precompute_float8_dynamic_scale(layers)
-    states.append(scale(layers[0]))
-    before = dict(vars(layers[0].float8_weight.cache))
-    with torch.no_grad():
-        layers[0].weight.add_(1)
-    states.append(scale(layers[0]))  # before the write is noticed
-    assert vars(layers[0].float8_weight.cache).items() == before.items()
-    assert states == ["unknown", "fresh", "unknown", "unknown", "fresh", "stale"]
-    with torch.device("meta"):
-        assert scale(layer()) == "unknown"
-    parametrize.register_parametrization(layers[0], "weight", nn.Identity())
-    assert "scale=unknown" in layers[0].extra_repr()
-
-
-def test_a_history_says_how_much_it_holds() -> None:
-    layers = nn.Sequential(layer(from_recipe("delayed")))
-    for n in range(3):
-        assert scale(layers[0]) == f"delayed ({n} of 16 amaxes)"
-        layers(torch.randn(4, 16)).sum().backward()
-        sync_float8_amax_and_scale_history(layers)
 
 
 def test_a_layer_that_is_being_made_says_what_nn_linear_does() -> None:

@@ -113,7 +113,7 @@ def test_the_layers_that_are_not_quantized_stay_in_float8(monkeypatch: pytest.Mo
         quantize_(model, Float8WeightOnlyConfig(), filter_fn=lambda m, fqn: fqn == "0")
     assert [type(layer) for layer in model] == [nn.Linear, nn.GELU, Float8Linear]
     precompute_float8_dynamic_scale(model)
-    assert "scale=fresh" in str(model[2])
+    assert model[2].float8_weight.cache.known is not None
     model(torch.randn(5, 64, dtype=torch.bfloat16)).sum().backward()
     assert model[2].weight.grad is not None
     assert [row.converted for row in conversion_summary(model).rows] == [False, True]
