@@ -31,7 +31,6 @@ each pass. A compiled graph does not see which gradients a backward was asked fo
 """
 
 import math
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,9 +50,6 @@ from fp8_dist.torch_internals import is_selectively_checkpointed
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
 PREPARED_INPUT = "prepared_input"
 _KEY = "float8_amax_histories"  # in the metadata of a state_dict
-# A rank's status of saved histories is 0 if it was given none, 1 if it was given some, and 2 if
-# these are damaged. Ranks reduce it by MAX.
-_DAMAGED = 2.0
 
 
 class AmaxHistory:
@@ -265,41 +261,20 @@ last_amax.register_fake(lambda scale, handle: _number(scale))
 record_amaxes.register_fake(lambda after, *_: torch.empty_like(after))
 
 
-def saved_rows(saved: Any, histories: Iterable[str], fqn: str) -> dict[str, torch.Tensor]:
-    """Return the saved amaxes of a layer's histories, fp32 ``[amaxes]``, or empty tensors.
+def saved_rows(saved: Mapping[str, Any], histories: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The saved amaxes of histories, fp32 ``[amaxes]``, or empty tensors.
 
-    Raises:
-        ValueError: ``saved`` does not map operands to positive, finite amaxes in one dimension.
+    What no history holds (zeros, negative and non-finite values) is left out.
     """
-    if not isinstance(saved, Mapping):
-        raise ValueError(
-            f"{fqn}: the saved amax histories are damaged: expected a dict of operands, got a "
-            f"{type(saved).__name__}; load an undamaged checkpoint, or leave them out"
-        )
-    rows = {}
-    for name in histories:
-        amaxes = saved.get(name, ())
-        try:
-            rows[name] = row = torch.as_tensor(amaxes, dtype=torch.float32).detach()
-            wrong = [value for value in row.flatten().tolist() if not 0 < value < math.inf]
-            wrong += [f"the shape {list(row.shape)}"] if row.ndim != 1 else []
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            wrong = [f"{type(amaxes).__name__} {reprlib.repr(amaxes)}"]
-        if wrong:
-            raise ValueError(
-                f"{fqn}: the saved amax history of {name!r} is damaged: expected amaxes in one "
-                f"dimension, positive and finite, found {wrong[0]}; load an undamaged checkpoint, "
-                "or leave it out"
-            )
-    return rows
+    each = {name: torch.as_tensor(saved.get(name, ()), dtype=torch.float32) for name in histories}
+    return {name: row[(row > 0) & row.isfinite()].detach() for name, row in each.items()}
 
 
 def load_histories(
     histories: Mapping[str, AmaxHistory],
-    saved: Any,
+    saved: Mapping[str, Any] | None,
     meshes: Iterable[DeviceMesh],
     device: torch.device,
-    fqn: str,
 ) -> bool:
     """Continue the histories of a layer from saved ones. Those that were not saved start anew.
 
@@ -316,40 +291,28 @@ def load_histories(
 
     Collectives: an all-reduce over each mesh, of 4 bytes per amax that the histories can hold, and
     4 more bytes per history.
-
-    Raises:
-        ValueError: ``saved`` is damaged on any rank of these meshes. All of them raise.
     """
-    error, answer = None, float(saved is not None)
-    try:
-        rows = list(saved_rows({} if saved is None else saved, histories, fqn).values())
-    except ValueError as damage:
-        error, answer = damage, _DAMAGED
-        rows = [torch.zeros(0, device="cpu")] * len(histories)
     restored = all(history.restored for history in histories.values())
-    if restored and not error:
-        rows = [h.amaxes() for h in histories.values()]
-        answer = 1.0
+    given, rows = restored or saved is not None, [*saved_rows(saved or {}, histories).values()]
+    if restored:
+        rows = [history.amaxes() for history in histories.values()]
     meshes = list(dict.fromkeys(meshes))
     if meshes:
         length = max(history.length for history in histories.values())
-        padded = [pad(row.cpu(), (0, length - len(row))) for row in rows]
-        merged = torch.stack([pad(row, (0, 1), value=answer) for row in padded])
+        cut = [row[:length].cpu() for row in rows]
+        padded = [pad(row, (0, length - len(row))) for row in cut]
+        merged = torch.stack([pad(row, (0, 1), value=float(given)) for row in padded])
         for mesh in meshes:
             groups = groups_over(mesh, range(mesh.ndim))
             merged = all_reduce_max(merged.to(mesh.device_type), groups)
-        answer = merged[0, -1].item()
+        given = bool(merged[0, -1].item())
         # Padding is 0; an amax in a history is positive.
         rows = [row[row > 0] for row in merged[:, :-1]]
-    if answer == _DAMAGED:
-        raise error or ValueError(
-            f"{fqn}: the amax histories that another rank was given are damaged, as its error says"
-        )
-    if answer:
+    if given:
         for history, row in zip(histories.values(), rows, strict=True):
             history.load(row if meshes else row.to(device))
             history.restored = restored or None
-    return bool(answer)
+    return given
 
 
 def save_to_metadata(histories: Mapping[str, AmaxHistory], metadata: dict[str, Any]) -> None:
@@ -362,47 +325,28 @@ def load_from_metadata(
     metadata: Mapping[str, Any],
     meshes: Iterable[DeviceMesh],
     device: torch.device,
-    fqn: str,
     is_own: bool,
 ) -> None:
     """Continue a layer's histories from the metadata of a ``state_dict``.
 
     Histories that ``Float8State`` has loaded are kept until they are used, because metadata may be
     older, as in the ``state_dict()`` that DCP reads into. A plain dict has no metadata, and leaves
-    histories as they are. Warns once per process if the layer's histories are not those of the
-    state_dict.
+    histories as they are.
 
     ``is_own``: whether the loaded weight shares memory with the layer's weight. The metadata then
     has the histories of the time when ``state_dict()`` was called.
 
-    Collectives, raises: as :func:`load_histories`.
+    Collectives: those of :func:`load_histories`; none without histories.
     """
-    saved = metadata.get(_KEY, {})
     if not histories:
-        if _KEY in metadata:
-            warn_once(
-                "histories dropped",
-                f"{fqn}: the state_dict has amax histories, and this layer's recipe keeps none: "
-                "they are dropped, and the parameters loaded",
-            )
         return
-    has_metadata = "version" in metadata  # nn.Module writes it for every module
+    # nn.Module writes a version for every module.
+    saved = metadata.get(_KEY, {}) if "version" in metadata else None
     before, restored = _amaxes(histories), all(h.restored for h in histories.values())
-    told = load_histories(histories, saved if has_metadata else None, meshes, device, fqn)
-    if restored:
-        rows = saved_rows(saved, histories, fqn)
-        others = {name: row[: histories[name].length].tolist() for name, row in rows.items()}
-        if not is_own and any(row and row != before[name] for name, row in others.items()):
-            warn_once(
-                "histories of Float8State",
-                f"{fqn}: the state_dict has other amax histories than those that Float8State has "
-                "loaded, which are kept until a forward has used them. Load one of the two",
-            )
-    elif not told or (is_own and _amaxes(histories) == before):
+    told = load_histories(histories, saved, meshes, device)
+    if not restored and (not told or (is_own and _amaxes(histories) == before)):
         for history in histories.values():
             history.restored = False
-    elif has_metadata and (message := difference(histories, saved)):
-        warn_once("histories differ", f"{fqn}: {message}")
 
 
 def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None:
@@ -424,21 +368,6 @@ def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None
 
 def _amaxes(histories: Mapping[str, AmaxHistory]) -> dict[str, list[float]]:
     return {name: history.amaxes().tolist() for name, history in histories.items()}
-
-
-def difference(own: Iterable[str], saved: Iterable[str]) -> str:
-    """Message about a checkpoint with histories of other operands, or an empty string."""
-    own, saved = set(own), set(saved)
-    if own == saved:
-        return ""
-    if not saved:
-        return (
-            "the checkpoint has no amax histories (it is one of bf16 or of another recipe): they "
-            "start anew, and the next step scales each operand by its own amax"
-        )
-    parts = {"kept": own & saved, "dropped": saved - own, "new": own - saved}
-    named = [f"{what}: {', '.join(sorted(names))}" for what, names in parts.items() if names]
-    return f"the checkpoint has amax histories of other operands ({'; '.join(named)})"
 
 
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bool = False) -> None:

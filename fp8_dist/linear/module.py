@@ -35,7 +35,6 @@ from fp8_dist.linear.weight import (
     load_weights,
     save_weights,
 )
-from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -393,12 +392,12 @@ class Float8Linear(nn.Linear):
             last.remove()
         if "float8_weight" not in self.__dict__:
             return  # the layer has turned into an nn.Linear
-        self.float8_weight.cache.drop(Change.LOAD)
+        self.float8_weight.cache.drop()
         if self.histories:  # loading them needs a collective
             self.float8_weight.compare("load_state_dict")
         device = self.weight.device
         meshes = self.float8_weight.meshes()
-        load_from_metadata(self.histories, local_metadata, meshes, device, self.fqn, is_own)
+        load_from_metadata(self.histories, local_metadata, meshes, device, is_own)
 
 
 def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str) -> None:
@@ -514,7 +513,7 @@ def invalidate_float8_scales(module: nn.Module) -> None:
     Collectives: none.
     """
     for weight in float8_weights(module).values():
-        weight.cache.drop(Change.WRITE)
+        weight.cache.drop()
         weight.forget_recorded()
 
 

@@ -58,14 +58,6 @@ class ScaleState(Enum):
     FROM_FORWARD = auto()  # computed by a forward, for the layer's parameter at that time
 
 
-class Change(Enum):
-    """Kind of change of a weight, with its text in the warning about a stale precomputed scale."""
-
-    STEP = "an optimizer has taken a step"
-    LOAD = "a state_dict was loaded"
-    WRITE = "the weight was written to"
-
-
 # Tuples instead of sets, because the hash of an enum member is computed in Python.
 _OF_PRECOMPUTE = (ScaleState.PRECOMPUTED, ScaleState.STALE)
 _WITHOUT_SCALES = (ScaleState.UNKNOWN, ScaleState.STALE)
@@ -119,7 +111,6 @@ class WeightCache:
         self._gathered: _Values | None = None
         self._is_of_gathered = False  # ``known`` is of what FSDP2 gathers from the parameter
         self._optimized = False  # an optimizer was seen to update the parameter
-        self._change = Change.WRITE  # the change that made the scale STALE
         self.steps_since_sync = 0
 
     def store(
@@ -156,7 +147,7 @@ class WeightCache:
         if self._param is not source or source is None or self.state in _WITHOUT_SCALES:
             return False
         if not self._has_same_values(source):
-            self.drop(Change.WRITE)
+            self.drop()
         elif self._is_for_others(source):
             self._forget_found()
         return self.state not in _WITHOUT_SCALES
@@ -250,13 +241,12 @@ class WeightCache:
         self._optimized |= is_own
         self.steps_since_sync += is_own
         if is_own or not (self._optimized or self.state in _OF_PRECOMPUTE):
-            self.drop(Change.STEP)
+            self.drop()
 
-    def drop(self, change: Change | None = None) -> None:
-        """Drop scales. Precomputed scales become STALE; ``change`` says why."""
+    def drop(self) -> None:
+        """Drop scales. Precomputed ones become STALE."""
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
-        self._change = change or self._change
         self.known = self.whole_scales = self._origin = None
         self._of_evaluation = False
 
@@ -270,16 +260,12 @@ class WeightCache:
         """Warn once if the precomputed scale of ``param`` is STALE."""
         if self.state is ScaleState.STALE and (self._param is param or self._is_of_gathered):
             self.state = ScaleState.UNKNOWN
-            call = "update_float8_scales(model) after such a change"
-            if self._change is Change.STEP:
-                call = (
-                    "precompute_float8_dynamic_scale(model) after every optimizer.step(), or "
-                    "attach_update(optimizer, model) once"
-                )
             warn_once(
                 "stale scale",
-                f"{name}: {self._change.value} after the scales were precomputed, so they are "
-                f"computed again in this step, with one all-reduce per sharded weight. Call {call}",
+                f"{name}: the weight was written to after the scales were precomputed, so they are "
+                "computed again in this step, with one all-reduce per sharded weight. Call "
+                "update_float8_scales(model) after such a change, or attach_update(optimizer, "
+                "model) once, if an optimizer made it",
             )
 
     def warn_if_not_synced(self, name: str) -> None:

@@ -22,7 +22,6 @@ from fp8_dist.device import is_float8
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.stored import checked_scales, counts, fitted
 from fp8_dist.linear.weight import Float8Weight, checked_module
-from fp8_dist.linear.weight_cache import Change
 from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
@@ -432,7 +431,7 @@ def _load(part: _Part, files: _Files) -> None:
         read = _dequantized if dequantizes else _read
         _fill(local.detach(), tensor, entry, partial(read, entry, files))
     if weight is not None:
-        weight.cache.drop(Change.LOAD)
+        weight.cache.drop()
 
 
 def _fill(

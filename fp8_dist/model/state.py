@@ -84,7 +84,7 @@ class Float8State:
         """
         layers, own_errors = self._layers(), self._errors()
         rows = {
-            name: saved_rows(state_dict.get(name, {}), layer.histories, layer.fqn)
+            name: saved_rows(state_dict.get(name, {}), layer.histories)
             for name, layer in layers.items()
         }
         saved_errors = _matching_errors(state_dict.get(_ERRORS, {}), own_errors)

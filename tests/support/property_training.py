@@ -523,8 +523,6 @@ def micro_batches(world: World) -> None:
 def dry_run(world: World) -> None:
     """A pass whose gradients are thrown away, of huge values. The twin has none."""
     net, way = world.net, (world.case.seed + world.passes) % 4
-    if world.case.recipe == "delayed" and world.is_frozen():
-        way = 3  # what layers with frozen weights record is only dropped by invalidate
     size = 10.0 ** (4 + (7 * world.case.seed + world.passes) % 17)
     replica = world.rank // world.tp
     x = (world.drawn("normal", replica) * size).requires_grad_()

@@ -188,7 +188,7 @@ def _restore_histories(
     for name, layer in float8_layers(model).items():
         if saved:
             rows, device = saved.get(without_wrappers(name), {}), layer.weight.device
-            load_histories(layer.histories, rows, layer.float8_weight.meshes(), device, layer.fqn)
+            load_histories(layer.histories, rows, layer.float8_weight.meshes(), device)
         elif is_new:  # a new training restores no histories, whatever accelerate has loaded
             for history in layer.histories.values():
                 history.restored = None
