@@ -58,8 +58,7 @@ class AmaxHistory:
     Attributes:
         scheme: the scheme of the operand, with one scale per tensor.
         length: the number of amaxes that are kept.
-        history: fp32 amaxes, the newest first, at most ``length``; ``None`` before the first. A
-            step whose amax is left out adds a zero at the end.
+        history: fp32 ``[length]``, amaxes, the newest first, and zeros; ``None`` before the first.
         statistic: the amax with which the operand is cast, fp32, 0-dim: the largest in the history.
             ``None`` if there is no history.
         current: fp32, 0-dim, the largest local amax of the passes since the last sync that count
@@ -195,7 +194,8 @@ class AmaxHistory:
         self.current = self.history = self.statistic = self.last = self.restored = None
         history = history.detach()[: self.length]
         if len(history):
-            advance_to([self], history.to(torch.float32).clone().unsqueeze(0))
+            row = pad(history.to(torch.float32), (0, self.length - len(history)))
+            advance_to([self], row.clone().unsqueeze(0))
 
 
 @query(
@@ -378,39 +378,32 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bo
 
     ``is_local``: no other rank has cast the operands.
     """
-    same_size: dict[Any, list[int]] = {}
+    alike: dict[int, list[int]] = {}
     on_host: list[float] = []
     for i, history in enumerate(histories):
         was_cast, history.current = history.current is not None, None
-        filled = 0 if history.history is None else len(history.history)
-        if not filled:
+        if history.history is None:
             if is_local and not was_cast:
                 continue
             # Only here does the host read values. They are the same on all ranks.
             on_host = on_host or values.tolist()
             if not 0 < on_host[i] < math.inf:
                 continue
-        same_size.setdefault((history.length, filled), []).append(i)
-    for members in same_size.values():
-        group = [histories[i] for i in members]
-        new = values
-        if len(members) < len(histories):
-            # A tensor of indices would be copied to the GPU, and the host would wait for the copy.
-            each = values.unbind()
-            new = torch.stack([each[i] for i in members])
-        new = new.unsqueeze(1)
-        before = [history.history for history in group if history.history is not None]
-        if before:
-            old, length = torch.stack(before).to(values.device), group[0].length
-            # For an amax that is left out a zero is added at the end, so the host reads no values.
-            new = new.nan_to_num(nan=0.0, posinf=0.0)
-            longer, same = torch.cat([new, old], dim=1), torch.cat([old, new], dim=1)
-            new = torch.where(new > 0, longer, same)[:, :length]
-        advance_to(group, new)
+        alike.setdefault(history.length, []).append(i)
+    # A tensor of indices would be copied to the GPU, and the host would wait for the copy.
+    each = values.nan_to_num(nan=0.0, posinf=0.0).unbind()
+    for length, members in alike.items():
+        new = torch.stack([each[i] for i in members]).unsqueeze(1)
+        empty = new.new_zeros(length)
+        known = [histories[i].history for i in members]
+        old = torch.stack([empty if row is None else row.to(new.device) for row in known])
+        # The rows of an amax that is left out stay, so the host reads no values.
+        rows = torch.where(new > 0, torch.cat([new, old[:, :-1]], dim=1), old)
+        advance_to([histories[i] for i in members], rows)
 
 
 def advance_to(histories: Sequence[AmaxHistory], rows: torch.Tensor) -> None:
-    """Set the amaxes of histories to ``rows``, ``[histories, amaxes]``, and their statistics."""
+    """Set the amaxes of histories to ``rows``, ``[histories, length]``, and their statistics."""
     largest = rows.amax(dim=1)
     for i, history in enumerate(histories):
         history.history, history.statistic = rows[i], largest[i]

@@ -38,7 +38,6 @@ from fp8_dist.linear.weight import (
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     innermost,
     is_exporting,
@@ -74,9 +73,6 @@ class Float8Linear(nn.Linear):
     Collectives: none on one device. On DTensors, those of the table in :mod:`fp8_dist.mesh.rules`.
     If the values of one scale are sharded and the scale is not known yet, also an all-reduce of 4
     bytes per scale.
-
-    A layer whose ``weight`` is replaced by a quantized one (``torchao.quantization.quantize_``)
-    turns into an nn.Linear.
 
     Attributes:
         config: the configuration of casts and GEMMs.
@@ -304,27 +300,15 @@ class Float8Linear(nn.Linear):
             # FSDP2 exchanges parameters through __setattr__ if a module class defines it.
             if name == "weight":
                 if not Float8Weight.can_be(value):
-                    self._replaced_by(f"{type(value).__module__}.{type(value).__name__}")
-                    setattr(self, name, value)  # by another class
-                    return
+                    raise TypeError(
+                        f"{self.fqn}: the weight of a float8 layer can't be a "
+                        f"{type(value).__name__}, which multiplies in a way of its own; call "
+                        "convert_to_linear(model) before the weights are quantized"
+                    )
                 self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
             elif name in ("config", "fqn"):
                 setattr(self.float8_weight, name, value)
         super().__setattr__(name, value)
-
-    def _replaced_by(self, weight_type: str) -> None:
-        """Turn into an nn.Linear, so that a weight of another type can use its own GEMM."""
-        if self.float8_weight.is_exchanged or self.float8_weight.meshes():
-            raise NotImplementedError(
-                f"{self.fqn}: a {weight_type} can't replace the weight of a layer that is "
-                "distributed. Load the state dict into a model on one device, and quantize that"
-            )
-        warn_once(
-            "replaced weight",
-            f"{self.fqn}: the weight was replaced by a {weight_type}, which multiplies in a way of "
-            "its own. This layer, and others whose weights are replaced so, turn into nn.Linear",
-        )
-        self.become_linear()
 
     def become_linear(self) -> None:
         """Turn into an nn.Linear in place: the inverse of :func:`become_float8`.
@@ -390,8 +374,6 @@ class Float8Linear(nn.Linear):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         finally:
             last.remove()
-        if "float8_weight" not in self.__dict__:
-            return  # the layer has turned into an nn.Linear
         self.float8_weight.cache.drop()
         if self.histories:  # loading them needs a collective
             self.float8_weight.compare("load_state_dict")

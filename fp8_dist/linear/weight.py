@@ -465,34 +465,19 @@ class Float8Weight(StoredWeight):
             )
 
     def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor, wrapped: bool) -> None:
-        if wrapped and self.config.enable_fsdp_float8_all_gather == "auto":
+        flag = self.config.enable_fsdp_float8_all_gather
+        if wrapped and flag == "auto":
             return  # "auto" also allows for models that FSDP2 does not shard
-        if wrapped:
+        # _warn_if_type_is_lost has warned of what FSDP2 has exchanged.
+        lost = self.config.fsdp_float8_all_gather and not self.is_exchanged
+        if wrapped or (lost and self.is_computed(parameter)):
             warn_once(
                 "float8 gather without FSDP2",
-                f"{self.fqn}: enable_fsdp_float8_all_gather=True has no effect on this layer: "
-                "FSDP2 does not manage its weight. Call fully_shard on the model (after "
-                "convert_to_float8_training), or leave the flag off",
-            )
-        elif self.is_exchanged and self.config.fsdp_float8_all_gather:
-            return  # _warn_if_type_is_lost has warned when FSDP2 gathered the parameter
-        elif self.config.fsdp_float8_all_gather and self.is_computed(parameter):
-            warn_once(
-                "float8 gather by other code",
-                f"{self.fqn}: enable_fsdp_float8_all_gather="
-                f"{self.config.enable_fsdp_float8_all_gather!r} has no effect on this layer: other "
-                "code computes its weight from the parameter, and gathers it in high precision (a "
-                "parametrization, such as SimpleFSDP's data_parallel, or FSDP1). Call fully_shard "
-                "instead, let the parametrization return cast_to_float8(parameter, ...)"
-                ".redistribute(...), or leave the flag off",
-            )
-        elif self.cache.precomputed_for_another(parameter):
-            warn_once(
-                "precompute without float8 gather",
-                f"{self.fqn}: the precomputed scale is not used, because the weight of this "
-                "forward is not the parameter that it was computed from: FSDP2 gathered it in "
-                "high precision (set enable_fsdp_float8_all_gather=True), or other code replaced "
-                "it (functional_call, a parametrization)",
+                f"{self.fqn}: enable_fsdp_float8_all_gather={flag!r} has no effect on this layer: "
+                "FSDP2 does not manage its weight, or other code computes it from the parameter "
+                "(FSDP1, a parametrization such as SimpleFSDP's data_parallel). Call fully_shard "
+                "on the model (after convert_to_float8_training), let the parametrization return "
+                "cast_to_float8(parameter, ...).redistribute(...), or leave the flag off",
             )
 
 

@@ -184,11 +184,6 @@ class WeightCache:
         storage = self._storage
         return storage is not None and storage.cdata == storage_address(innermost(param))
 
-    def precomputed_for_another(self, param: torch.Tensor) -> bool:
-        """Whether a scale was precomputed for another parameter than ``param``."""
-        is_other = self._param is not param and not self._is_of_gathered
-        return self.state in _OF_PRECOMPUTE and is_other
-
     def begin_evaluation(self, forget_precomputed: bool = False) -> None:
         """Drop the scales of other passes before a pass without gradients.
 
