@@ -134,7 +134,6 @@ def between_steps(dp: int, tp: int, recipe: str, reduces: int) -> list[str]:
     [
         pytest.param(2, 1, "rowwise_folded", 0, marks=pytest.mark.full),
         (1, 2, "tensorwise", 1),
-        pytest.param(2, 1, "tensorwise", 1, marks=pytest.mark.full),
     ],
 )
 def test_between_compiled_steps(
