@@ -15,7 +15,6 @@ from local_nets import LocalMLP
 from nets import Distributed, Net, net_plan
 from ranks import RankPools, device_mesh
 from reference import raised
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import share_comm_ctx
@@ -74,12 +73,6 @@ def shard_with_common_streams(net: Net, mesh: DeviceMesh) -> None:
     share_comm_ctx([*net.layers])  # type: ignore[list-item]
 
 
-def shard_checkpointed(net: Net, mesh: DeviceMesh) -> None:
-    for i, layer in enumerate(net.layers):
-        net.layers[i] = checkpoint_wrapper(layer)
-    shard_all(net, mesh)
-
-
 def shard_on_meta_device(net: Net, mesh: DeviceMesh) -> None:
     net.to("meta")
     shard_all(net, mesh)
@@ -88,13 +81,10 @@ def shard_on_meta_device(net: Net, mesh: DeviceMesh) -> None:
 
 SHARD: dict[str, Callable[[Net, DeviceMesh], object]] = {
     "all": shard_all,
-    "unsharded once": partial(shard_all, reshard_after_forward=False),
     "offloaded": partial(shard_all, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "prefetched": shard_and_prefetch,
     "parts": shard_parts,
     "parts with common streams": shard_with_common_streams,
-    "one group": lambda net, mesh: fully_shard(net, mesh=mesh),
-    "checkpointed": shard_checkpointed,
     "meta": shard_on_meta_device,
 }
 
@@ -115,7 +105,6 @@ RUN: dict[str, Callable[[Any], object]] = {
     "a part": lambda net: net.layers[1](torch.randn(2, 8, 64)),
     "unshard by hand": lambda net: net.layers[1].unshard(),
     "precompute": precompute_float8_dynamic_scale,
-    "sync": sync_float8_amax_and_scale_history,
     "update": update_float8_scales,
 }
 
@@ -159,22 +148,15 @@ def error_of_first_use(
     [
         ({"dp": 2}, "all", "train", "config", True),
         ({"dp": 2}, "all", "train", "layer", False),
-        ({"dp": 2}, "all", "train", "recipe", True),
-        ({"dp": 2}, "unsharded once", "evaluate", "layer", True),
         ({"dp": 2}, "offloaded", "train", "config", True),
         ({"dp": 3}, "prefetched", "train", "layer", True),
         ({"dp": 2}, "parts", "a part", "block", False),
         ({"dp": 2}, "parts with common streams", "a part", "config", True),
         ({"dp": 2}, "all", "unshard by hand", "layer", True),
-        ({"dp": 3}, "one group", "evaluate", "config", False),
         ({"dp": 2}, "all", "compiled", "config", True),
-        ({"dp": 2}, "checkpointed", "train", "block", True),
         ({"dp": 2}, "meta", "train", "layer", True),
-        ({"replicas": 2, "dp": 2}, "all", "evaluate", "layer", False),
         ({"dp": 2}, "all", "precompute", "block", True),
-        ({"dp": 2}, "all", "sync", "block", True),
         ({"dp": 2}, "all", "update", "frozen", True),
-        ({"dp": 2}, "all", "update", "recipe", True),
         ({"replicas": 2, "dp": 2}, "all", "update", "config", True),
     ],
 )
@@ -259,8 +241,6 @@ def error_of_tensor_parallelism(how: str, run: str, difference: str) -> str:
         ("float8 styles", "train", "layer"),
         ("a plan", "evaluate", "recipe"),
         ("torch's styles", "train", "config"),
-        ("torch's styles", "compiled", "config"),
-        ("declared", "train", "config"),
         ("declared", "compiled", "layer"),
     ],
 )
@@ -309,7 +289,6 @@ def comparisons(recipe: str, update: str, updates_first: bool) -> int:
         "precompute": precompute_float8_dynamic_scale,
         "sync": sync_float8_amax_and_scale_history,
         "update": update_float8_scales,
-        "none": lambda net: None,
     }
     with comparisons_counted() as count, comm_audit() as audit:
         world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
@@ -325,9 +304,7 @@ def test_a_model_is_compared_once(ranks: RankPools) -> None:
     for case in (
         ("tensorwise", "precompute", True),
         ("tensorwise", "update", False),
-        ("delayed", "sync", False),
         ("delayed", "update", True),
-        ("rowwise", "none", False),
     ):
         assert ranks(2).run_same(comparisons, *case) == 1
 

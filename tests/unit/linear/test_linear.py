@@ -24,8 +24,6 @@ from fp8_dist import (
 )
 from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.linear.observing import record_gemms
-from fp8_dist.linear.operands import last_cast, note_cast
-from fp8_dist.scaling import CastPlan, Dense, Quantized
 
 
 def twins(
@@ -131,7 +129,7 @@ def test_the_bias_is_not_differentiated_twice_either() -> None:
 
 # The dispatcher, and calls that go around it.
 
-SHAPES = [(48,), (1, 48), (5, 48), (2, 3, 48), (0, 48), (2, 0, 48), (2, 2, 3, 48), (400, 48)]
+SHAPES = [(48,), (5, 48), (2, 3, 48), (0, 48)]
 
 
 def results(layer: Float8Linear, x: torch.Tensor) -> list[torch.Tensor | None]:
@@ -158,8 +156,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 @pytest.mark.parametrize("i", range(len(SHAPES)))
 def test_direct_calls_give_the_bits_of_the_operators(i: int) -> None:
     e5m2 = CastConfig(target_dtype=torch.float8_e5m2)
-    shape, dtypes = SHAPES[i], (DTYPES[i % 4], DTYPES[(i + 1) % 4])
-    for dtype, bias, x_learns, weight_learns in product(dtypes, *[(False, True)] * 3):
+    shape, dtype = SHAPES[i], DTYPES[i]
+    for bias, x_learns, weight_learns in product(*[(False, True)] * 3):
         config = Float8LinearConfig(cast_config_weight=e5m2 if bias else CastConfig())
         layer = Float8Linear(48, 33, bias=bias, dtype=dtype, config=config)
         layer.weight.requires_grad_(weight_learns)
@@ -198,25 +196,3 @@ def test_an_input_that_was_written_to_is_cast_anew() -> None:
     x.mul_(3)
     outputs.append(layers[1](x))
     assert same_bits(outputs[1], layers[1](x.clone()))
-
-
-def test_the_last_cast_is_read_at_once() -> None:
-    ones, sevens = torch.ones(4), torch.full((4,), 7.0)
-    scheme = Dense(torch.float8_e4m3fn)
-    data = [x.to(scheme.dtype) for x in (ones, sevens)]
-    casts = [[Quantized(qdata, (torch.ones(()),), scheme)] for qdata in data]
-    plan = CastPlan((scheme,))
-
-    class Interrupted:
-        """While it is compared another thread takes over."""
-
-        def __eq__(self, _: object) -> bool:
-            note_cast(sevens, "key", plan, casts[1])
-            return True
-
-        __hash__ = None  # type: ignore[assignment]
-
-    note_cast(ones, Interrupted(), plan, casts[0])
-    found = last_cast(ones, Interrupted())
-    assert found is not None
-    assert found[1][0].qdata is casts[0][0].qdata

@@ -1,4 +1,4 @@
-"""What is known of a weight's scales: the states, copies of a layer, models in several threads."""
+"""What is known of a weight's scales: in copies of a layer, and in several threads."""
 
 import copy
 import gc
@@ -20,7 +20,6 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.linear import optimizer_steps
 from fp8_dist.linear.weight_cache import ScaleState
 
 X = torch.ones(4, 32)
@@ -30,89 +29,7 @@ def forward(layer: Float8Linear) -> None:
     layer(X.clone().requires_grad_()).sum().backward()
 
 
-def freeze(layer: Float8Linear) -> None:
-    layer.weight.requires_grad_(False)
-
-
-def evaluate(layer: Float8Linear) -> None:
-    with torch.no_grad():
-        layer(X)
-
-
-def step(layer: Float8Linear) -> None:
-    layer.weight.grad = torch.ones_like(layer.weight)
-    torch.optim.SGD([layer.weight], lr=0.5).step()
-
-
-def step_of_another(layer: Float8Linear) -> None:
-    step(Float8Linear(32, 16))
-
-
-def write(layer: Float8Linear) -> None:
-    with torch.no_grad():
-        layer.weight.mul_(2)
-
-
-def wait(layer: Float8Linear) -> None:
-    assert layer.float8_weight.cache.known
-
-
-def gather(layer: Float8Linear) -> None:
-    layer.float8_weight.gather_cast(layer.float8_weight.shard())
-
-
-def drop(layer: Float8Linear) -> None:
-    layer.float8_weight.cache.drop()
-
-
-def look(layer: Float8Linear) -> None:
-    """A new version is noticed when the weight is next used."""
-    layer.float8_weight.cache.is_fresh(layer.weight)
-
-
-Events = tuple[Callable[[Float8Linear], None], ...]
 precompute = precompute_float8_dynamic_scale
-
-
-STATES: list[tuple[Events, ScaleState]] = [
-    ((), ScaleState.UNKNOWN),
-    ((forward,), ScaleState.FROM_FORWARD),
-    ((gather,), ScaleState.FROM_GATHER),
-    ((precompute,), ScaleState.PRECOMPUTED),
-    ((precompute, wait), ScaleState.PRECOMPUTED),
-    ((precompute, forward), ScaleState.PRECOMPUTED),
-    ((forward, precompute), ScaleState.PRECOMPUTED),
-    ((precompute, drop), ScaleState.STALE),
-    ((precompute, step), ScaleState.STALE),
-    ((precompute, write, look), ScaleState.STALE),
-    ((precompute, step, forward), ScaleState.FROM_FORWARD),
-    ((precompute, step, precompute), ScaleState.PRECOMPUTED),
-    ((precompute, step_of_another), ScaleState.PRECOMPUTED),
-    ((forward, step), ScaleState.UNKNOWN),
-    ((gather, step), ScaleState.UNKNOWN),
-    ((forward, write, look), ScaleState.UNKNOWN),
-    ((forward, drop), ScaleState.UNKNOWN),
-    # The weight may be a copy of a parameter that the other optimizer updates.
-    ((forward, step_of_another), ScaleState.UNKNOWN),
-    ((forward, step, forward, step_of_another), ScaleState.FROM_FORWARD),
-    ((forward, evaluate, look), ScaleState.UNKNOWN),
-    # A rank that has the whole weight needs no other to find its scale again.
-    ((precompute, evaluate), ScaleState.FROM_FORWARD),
-    ((freeze, forward, look), ScaleState.UNKNOWN),
-    ((precompute, freeze, forward, look), ScaleState.UNKNOWN),
-    ((freeze, precompute), ScaleState.UNKNOWN),
-    ((precompute, Float8Linear.double), ScaleState.UNKNOWN),
-    ((forward, Float8Linear.double), ScaleState.UNKNOWN),
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*after the scales were")
-def test_states() -> None:
-    for events, state in STATES:
-        layer = Float8Linear(32, 16)
-        for event in events:
-            event(layer)
-        assert layer.float8_weight.cache.state is state, events
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
@@ -140,16 +57,6 @@ def test_a_copy_has_a_weight_of_its_own(copied: Callable[[Float8Linear], Float8L
     twin._parameters = {**twin._parameters, "weight": nn.Parameter(torch.full((16, 32), 2.0))}
     assert (twin.float8_weight.shard() == 2).all()
     assert not (layer.float8_weight.shard() == 2).all()
-
-
-def test_nothing_is_kept_of_a_layer_that_is_freed() -> None:
-    gc.collect()
-    before = len(optimizer_steps._watchers)
-    layer = Float8Linear(32, 16)
-    forward(layer)
-    assert len(optimizer_steps._watchers) == before + 1
-    del layer  # without the garbage collector: the weight refers to its layer weakly
-    assert len(optimizer_steps._watchers) == before
 
 
 def in_threads(work: Callable[[list[object]], None]) -> list[object]:
