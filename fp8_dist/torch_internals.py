@@ -1,8 +1,8 @@
 """Every private name of torch that the library uses, under a public name.
 
-A release of torch may rename any of them. An ImportError then names it, and the release: when the
-library is imported or, for an attribute of FSDP2's objects, when the library first looks into a
-module that ``fully_shard`` was called on (``set_gradient_transport``: when it is called).
+A release of torch may rename any of them. An ImportError then names it, and the release, when the
+library is imported. Attributes that FSDP2's objects set when they are made are the exception: where
+one is missing, an AttributeError names it.
 """
 
 import gc
@@ -53,6 +53,7 @@ try:
     )
     from torch.distributed.distributed_c10d import _resolve_process_group
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -92,6 +93,8 @@ try:
         *_missing(torch.ops.aten.mm.default, "_schema"),
         *_missing(torch.autograd.Variable._execution_engine, "queue_callback"),
         *_missing(DTensor, "_local_tensor"),
+        *_missing(FSDPModule, "_get_fsdp_state"),
+        *_missing(FSDPParam, "_extensions_data _unsharded_param _unsharded_inner_tensors"),
         *_missing(nn.Module, "_parameters _buffers _modules"),
         *_missing(nn.Module, "_apply _save_to_state_dict _load_from_state_dict"),
         *_missing(nn.Module, "_state_dict_hooks _load_state_dict_pre_hooks"),
@@ -433,30 +436,6 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
     )
 
 
-_is_fsdp_known = False
-
-
-def _check_fsdp(state: Any) -> None:
-    """Raise if the state of a module that ``fully_shard`` was called on lacks what is read here."""
-    global _is_fsdp_known
-    try:
-        groups, missing = _groups_of_state(state), _missing(state, "_is_root _comm_ctx")
-        for group in groups[:1]:
-            missing += _missing(group, "modules mesh_info post_forward_mesh_info comm_ctx")
-            missing += _missing(group, "lazy_init _reset_sharded_params _training_state")
-            for parameter in group.fsdp_params[:1]:
-                missing += _missing(parameter, "sharded_param _extensions_data _unsharded_param")
-                missing += _missing(parameter, "mp_policy all_gather_outputs reset_sharded_param")
-                missing += _missing(parameter, "_unsharded_inner_tensors shard_mesh_from_root")
-                names = "module param_name shared_modules shared_param_names"
-                missing += _missing(parameter._module_info, names)
-    except AttributeError as error:
-        missing = [str(error)]
-    if missing:
-        raise ImportError(_does_not_know(f"its FSDP2 has no {', '.join(missing)}"))
-    _is_fsdp_known = bool(groups)
-
-
 def _groups_of_state(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -466,10 +445,7 @@ def _groups_of_state(state: Any) -> list[Any]:
 
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
     """The parameter groups of a module that ``fully_shard`` was called on."""
-    state = module._get_fsdp_state()
-    if not _is_fsdp_known:
-        _check_fsdp(state)
-    return _groups_of_state(state)
+    return _groups_of_state(module._get_fsdp_state())
 
 
 def fsdp_groups() -> list[Any]:
@@ -584,23 +560,6 @@ def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
     return group.post_forward_mesh_info not in (None, group.mesh_info)
 
 
-def check_fsdp_reduction(group: Any) -> None:
-    """Raise if a parameter group lacks what the functions on reductions below need."""
-    missing = _missing(group, "device _reduce_scatter_comm _reduce_scatter_process_group")
-    missing += _missing(group, "post_backward reduce_grads gradient_divide_factor")
-    missing += _missing(group.mesh_info, "mesh shard_mesh_dim replicate_mesh_dim")
-    if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None:
-        missing += _missing(group.mesh_info, "replicate_process_group")
-    missing += _missing(group.fsdp_params[0], "padded_sharded_param_size unsharded_param")
-    if hasattr(group, "_reduce_scatter_param_indices"):
-        missing += _missing(group, "_partial_reduce_output _partial_reduce_output_layout")
-    else:  # torch < 2.15
-        missing += _missing(group.fsdp_params[0], "unsharded_accumulated_grad")
-    if missing:
-        text = f"set_gradient_transport needs {', '.join(missing)} of FSDP2"
-        raise ImportError(_does_not_know(text))
-
-
 def fsdp_padded_sizes(group: Any) -> list[int]:
     """Number of elements of each parameter that a rank has in the group's reduce-scatter."""
     return [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
@@ -632,7 +591,7 @@ def set_fsdp_replicas(group: Any, replicas: Any) -> None:
 
 def fsdp_reduction(group: Any) -> Any:
     """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
-    found = getattr(group, "_reduce_scatter_comm", None)  # check_fsdp_reduction raises without it
+    found = group._reduce_scatter_comm
     return None if type(found) is DefaultReduceScatter else found
 
 

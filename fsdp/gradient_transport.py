@@ -14,7 +14,6 @@ from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.linear.agreement import Facts, has_stand_ins
 from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import (
-    check_fsdp_reduction,
     fsdp_divisor,
     fsdp_groups_of_module,
     fsdp_padded_sizes,
@@ -414,7 +413,6 @@ def _groups_of(model: nn.Module, transport: Transport | None, recurse: bool) -> 
         for group in of_module:
             if group in groups.values():  # several modules share it
                 continue
-            check_fsdp_reduction(group)
             if fsdp_reduce_scatter_group(group) is None:
                 if transport is None:
                     continue

@@ -19,7 +19,7 @@ from fp8_dist.fsdp.precompute import (
     precompute_weights,
 )
 from fp8_dist.fsdp.weight import weights_of_model
-from fp8_dist.linear.amax_history import advance, warn_if_not_restored
+from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import (
     after_steps,
@@ -138,13 +138,9 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
     values = all_reduce_max(values, groups)
-    for layer in layers:
-        warn_if_not_restored(layer.histories, layer.fqn)
     advance(histories, values, is_local=not meshes)
     note_made(layer.float8_weight for layer in layers)
     for layer in layers:
-        if "weight" in layer.histories:
-            layer.float8_weight.cache.drop()
         layer.float8_weight.cache.steps_since_sync = 0
 
 

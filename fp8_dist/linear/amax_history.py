@@ -44,7 +44,6 @@ from fp8_dist.kernels import amax, cast_and_measure, empty_copies
 from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, groups_over, local_tensor
 from fp8_dist.scaling import CastPlan, Dense, Statistics, reduction_groups
-from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
@@ -67,11 +66,10 @@ class AmaxHistory:
             share (their ``prepared_input``). ``None`` for other operands.
         mesh: the mesh of an operand that is a DTensor even if the layer's weight is not; otherwise
             ``None``.
-        restored: True from ``Float8State.load_state_dict`` until the next cast. False from a load
-            of the parameters without histories until the end of a step. Otherwise ``None``.
+        restored: whether ``Float8State.load_state_dict`` was called and no cast has followed.
     """
 
-    restored: bool | None = None
+    restored = False
 
     def __init__(self, scheme: Dense, length: int, mesh: DeviceMesh | None = None) -> None:
         self.scheme = scheme
@@ -159,8 +157,7 @@ class AmaxHistory:
         if self.statistic is None or is_captured(x):
             statistics, value = self._statistics_of_local(x, groups)
             return statistics, cast_by(x, plan, [statistics]), value
-        if self.restored:
-            self.restored = None
+        self.restored = False
         known = self.statistic.to(x.device)
         value, known, scale, *data = cast_and_measure(
             x, known, self.scheme.dtype, self.scheme.power_of_2, plan.transposed
@@ -175,8 +172,7 @@ class AmaxHistory:
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
                 "amax history is kept by Python. Use ScalingType.DYNAMIC, or torch.compile"
             )
-        if self.restored:
-            self.restored = None
+        self.restored = False
         value = amax(x)
         if self.statistic is None:
             value = all_reduce_max(value, groups)
@@ -191,7 +187,8 @@ class AmaxHistory:
 
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to ``length``. An empty one starts a new history."""
-        self.current = self.history = self.statistic = self.last = self.restored = None
+        self.current = self.history = self.statistic = self.last = None
+        self.restored = False
         history = history.detach()[: self.length]
         if len(history):
             row = pad(history.to(torch.float32), (0, self.length - len(history)))
@@ -272,47 +269,38 @@ def saved_rows(saved: Mapping[str, Any], histories: Iterable[str]) -> dict[str, 
 
 def load_histories(
     histories: Mapping[str, AmaxHistory],
-    saved: Mapping[str, Any] | None,
+    saved: Mapping[str, Any],
     meshes: Iterable[DeviceMesh],
     device: torch.device,
-) -> bool:
+) -> None:
     """Continue the histories of a layer from saved ones. Those that were not saved start anew.
 
     Histories that are ``restored`` stay as they are, and other ranks take over their values.
 
     Args:
-        saved: the saved amaxes by name, the newest first; ``None`` if this rank was given none.
+        saved: the saved amaxes by name, the newest first.
         meshes: the meshes that the layer's operands are distributed over. Ranks that were given no
             histories take those of other ranks. (A checkpoint that rank 0 broadcasts has none.)
         device: the device of the histories if there are no meshes.
 
-    Returns:
-        Whether any rank was given histories. If none was, the histories stay as they are.
-
-    Collectives: an all-reduce over each mesh, of 4 bytes per amax that the histories can hold, and
-    4 more bytes per history.
+    Collectives: an all-reduce over each mesh, of 4 bytes per amax that the histories can hold.
     """
     restored = all(history.restored for history in histories.values())
-    given, rows = restored or saved is not None, [*saved_rows(saved or {}, histories).values()]
+    rows = list(saved_rows(saved, histories).values())
     if restored:
         rows = [history.amaxes() for history in histories.values()]
     meshes = list(dict.fromkeys(meshes))
     if meshes:
         length = max(history.length for history in histories.values())
         cut = [row[:length].cpu() for row in rows]
-        padded = [pad(row, (0, length - len(row))) for row in cut]
-        merged = torch.stack([pad(row, (0, 1), value=float(given)) for row in padded])
+        merged = torch.stack([pad(row, (0, length - len(row))) for row in cut])
         for mesh in meshes:
             groups = groups_over(mesh, range(mesh.ndim))
             merged = all_reduce_max(merged.to(mesh.device_type), groups)
-        given = bool(merged[0, -1].item())
-        # Padding is 0; an amax in a history is positive.
-        rows = [row[row > 0] for row in merged[:, :-1]]
-    if given:
-        for history, row in zip(histories.values(), rows, strict=True):
-            history.load(row if meshes else row.to(device))
-            history.restored = restored or None
-    return given
+        rows = [row[row > 0] for row in merged]  # padding is 0; an amax in a history is positive
+    for history, row in zip(histories.values(), rows, strict=True):
+        history.load(row if meshes else row.to(device))
+        history.restored = restored
 
 
 def save_to_metadata(histories: Mapping[str, AmaxHistory], metadata: dict[str, Any]) -> None:
@@ -325,49 +313,16 @@ def load_from_metadata(
     metadata: Mapping[str, Any],
     meshes: Iterable[DeviceMesh],
     device: torch.device,
-    is_own: bool,
 ) -> None:
-    """Continue a layer's histories from the metadata of a ``state_dict``.
+    """Continue a layer's histories from the metadata of a ``state_dict``; without them, anew.
 
     Histories that ``Float8State`` has loaded are kept until they are used, because metadata may be
-    older, as in the ``state_dict()`` that DCP reads into. A plain dict has no metadata, and leaves
-    histories as they are.
-
-    ``is_own``: whether the loaded weight shares memory with the layer's weight. The metadata then
-    has the histories of the time when ``state_dict()`` was called.
+    older, as in the ``state_dict()`` that DCP reads into.
 
     Collectives: those of :func:`load_histories`; none without histories.
     """
-    if not histories:
-        return
-    # nn.Module writes a version for every module.
-    saved = metadata.get(_KEY, {}) if "version" in metadata else None
-    before, restored = _amaxes(histories), all(h.restored for h in histories.values())
-    told = load_histories(histories, saved, meshes, device)
-    if not restored and (not told or (is_own and _amaxes(histories) == before)):
-        for history in histories.values():
-            history.restored = False
-
-
-def warn_if_not_restored(histories: Mapping[str, AmaxHistory], fqn: str) -> None:
-    """Warn once, at the end of a step, if parameters had been loaded without histories."""
-    used = [history for history in histories.values() if history.current is not None]
-    if any(history.restored is False for history in used):
-        known = any(history.history is not None for history in used)
-        state = "go on from before the load" if known else "start anew"
-        warn_once(
-            "histories not loaded",
-            f"{fqn}: the parameters were loaded without amax histories, from a plain dict, a "
-            f"distributed checkpoint, or the tensors of state_dict() themselves: they {state}. To "
-            "continue a run with its histories, save fp8_dist.Float8State(model) with it, and load "
-            "that too",
-        )
-        for history in histories.values():
-            history.restored = None
-
-
-def _amaxes(histories: Mapping[str, AmaxHistory]) -> dict[str, list[float]]:
-    return {name: history.amaxes().tolist() for name, history in histories.items()}
+    if histories:
+        load_histories(histories, metadata.get(_KEY, {}), meshes, device)
 
 
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bool = False) -> None:

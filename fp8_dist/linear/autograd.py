@@ -116,34 +116,22 @@ _Forms = tuple[Form | None, ...]
 
 
 def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Forms]:
-    """List the tensors of operands; in a graph each once, because dynamo refuses duplicates."""
+    """List the tensors of operands, each once: dynamo refuses duplicates."""
     flat: list[torch.Tensor] = []
     forms: list[Form | None] = []
-    compiling = torch.compiler.is_compiling()
-    last: Local | Recast | None = None
-    form: Form | None = None
     for operand in operands:
-        if operand is None or operand is last:  # one copy of a weight often serves both GEMMs
-            forms.append(None if operand is None else form)
-            continue
-        last = operand
-        tensors: tuple[torch.Tensor, ...]
         rest: list[Any] = []
+        if operand is None:
+            forms.append(None)
+            continue
         if isinstance(operand, Quantized):
             qdata, scales, *rest = operand
-            tensors = (qdata, *scales)
+            tensors: Sequence[torch.Tensor] = (qdata, *scales)
         elif isinstance(operand, Recast):
             tensors, *rest = operand
         else:
             tensors = (operand,)
-        places: Sequence[int]
-        if compiling:
-            places = tuple([_place(tensor, flat) for tensor in tensors])
-        else:
-            places = range(len(flat), len(flat) + len(tensors))
-            flat += tensors
-        form = Form(places, *rest)
-        forms.append(form)
+        forms.append(Form(tuple([_place(tensor, flat) for tensor in tensors]), *rest))
     return flat, tuple(forms)
 
 

@@ -39,10 +39,8 @@ from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import (
-    innermost,
     is_exporting,
     own_load_hooks,
-    storage_address,
 )
 from fp8_dist.transport import Encoding
 
@@ -362,12 +360,10 @@ class Float8Linear(nn.Linear):
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
         key = prefix + "weight"
-        given, own = state_dict.get(key), storage_address(innermost(self.weight))
-        is_own = isinstance(given, torch.Tensor) and storage_address(innermost(given)) == own
         assign = local_metadata.get("assign_to_params_buffers", False) and key in state_dict
         wraps = self.config.fsdp_float8_all_gather and not self.float8_weight.is_stored
-        if assign and wraps and Float8Weight.can_be(given):
-            state_dict[key] = self.float8_weight.wrapped(given)
+        if assign and wraps and Float8Weight.can_be(state_dict[key]):
+            state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         # The last pre-hook, because others may change what is loaded.
         last = self.register_load_state_dict_pre_hook(load_weights)
         try:
@@ -379,7 +375,7 @@ class Float8Linear(nn.Linear):
             self.float8_weight.compare("load_state_dict")
         device = self.weight.device
         meshes = self.float8_weight.meshes()
-        load_from_metadata(self.histories, local_metadata, meshes, device, is_own)
+        load_from_metadata(self.histories, local_metadata, meshes, device)
 
 
 def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str) -> None:

@@ -8,7 +8,6 @@ once, and one copy is saved for backward, just as nn.Linear layers save a shared
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -36,7 +35,13 @@ from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as, scales_of
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import base_of, can_skip_dispatch, dtensor_local, version_of
+from fp8_dist.torch_internals import (
+    base_of,
+    cached_but_in_graphs,
+    can_skip_dispatch,
+    dtensor_local,
+    version_of,
+)
 from fp8_dist.transport import Encoding
 
 
@@ -96,7 +101,7 @@ class OperandPlan(NamedTuple):
     within: tuple[int, ...] | None  # the mesh axes over which statistics may be reduced; None: all
 
 
-@lru_cache(maxsize=4096)
+@cached_but_in_graphs
 def plan_operand(
     schemes: tuple[Scheme | None, ...],
     now: Placements | None,
@@ -141,12 +146,9 @@ def _plan_of(
     spec: LinearSpec,
 ) -> OperandPlan:
     now, scope = tuple(tensor.placements), spec.config.amax_scope
-    if torch.compiler.is_compiling():
-        # Dynamo warns about functions with a cache.
-        return plan_operand.__wrapped__(schemes, now, placements, tensor.ndim, scope)
     plan = plan_operand(schemes, now, placements, tensor.ndim, scope)
     one_copy = spec.config.recipe.gather_scheme[operand]
-    if plan.first is None and one_copy is not None:
+    if plan.first is None and one_copy is not None and not torch.compiler.is_compiling():
         warn_once(
             f"scales in parts: {operand}",
             f"{spec.fqn}: {operand} is gathered in high precision, because "

@@ -159,12 +159,11 @@ def weight_copies(
     """
     weight = owner_of(handle)
     weight.compare("the first forward")
-    parameter, history = weight.parameter(), weight.history
+    parameter = weight.parameter()
     is_own, leaves_something = _is_own(weight, x), weight.leaves_something(parameter, keep)
     if not leaves_something:
         weight.begin_evaluation()
-    # A scale that follows from a history costs nothing to find again, so it is not kept.
-    keeps = keep and is_own and (history is None or history.statistic is None)
+    keeps = keep and is_own
     source = ScaleState.FROM_FORWARD if keeps else None
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
     known, float8 = weight.cast_shard(parameter, x, plan, source, is_own)

@@ -393,8 +393,12 @@ class Float8Weight(StoredWeight):
         self.cache.warn_if_stale(parameter, self.fqn)
         # A tensor in the parameter's place, such as FSDP1's view of the gathered tensor, changes
         # unnoticed.
-        if source is not None and _is_parameter(parameter):
+        if source is None or not _is_parameter(parameter):
+            return
+        if self.history is None:
             self.cache.store(parameter, new, source, whole)
+        else:  # a scale that follows from a history costs little to find again
+            self.cache.watch(parameter)
 
     def _statistics_of(
         self,

@@ -5,9 +5,9 @@ Changes of a weight are noticed as follows. The table of docs/state.md also list
 are not noticed, because Python sees no trace of them, and what happens then:
 
 * Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters, because
-  foreach and fused steps change a DTensor without raising version counters. For parameters that no
-  optimizer was seen to update, the hook drops the scales that a forward or a gather has found: they
-  may be copies of updated ones (master weights are copied back through ``.data``).
+  foreach and fused steps change a DTensor without raising version counters. For other
+  parameters the hook drops the scales that a forward or a gather has found: mixed-precision
+  optimizers copy master weights back through ``.data``, which no counter sees.
 * FSDP2 exchanges sharded and unsharded parameters: the layer notices each exchange. At the next
   exchange the values of an unsharded parameter are unknown, except in the backward. There they are
   the ones that the forward gathered, unless the version of either parameter shows a write since.
@@ -73,19 +73,18 @@ class WeightCache:
     ``store`` FROM_...         FROM_...       FROM_... (a)   FROM_...     FROM_...
     ``drop``; a step of its                   STALE                       UNKNOWN
     optimizer; a new version
-    step of another optimizer                                             UNKNOWN (b)
-    ``parameter_replaced``                                                UNKNOWN (c)
-    ``begin_evaluation``                      UNKNOWN (d)                 UNKNOWN
-    ``end_of_evaluation``                                                 UNKNOWN (e)
-    ``requires_grad_``                                                    UNKNOWN
+    step of another optimizer                                             UNKNOWN
+    ``parameter_replaced``                                                UNKNOWN (b)
+    ``begin_evaluation``                      UNKNOWN (c)                 UNKNOWN
+    ``end_of_evaluation``                                                 UNKNOWN (d)
     ``warn_if_stale``                                        UNKNOWN
     ``reset``                  UNKNOWN        UNKNOWN        UNKNOWN      UNKNOWN
     =========================  =============  =============  ===========  =========================
 
     In an empty cell the state does not change. (a) The layer used another tensor than the parameter
-    that the scales were precomputed for. (b) Unless an optimizer was seen to update the parameter.
-    (c) Only FROM_FORWARD, and not if a backward gathers again what the forward gathered. (d) With
-    ``forget_precomputed``. (e) At the next use, unless it is in a backward.
+    that the scales were precomputed for. (b) Only FROM_FORWARD, and not if a backward gathers again
+    what the forward gathered. (c) With ``forget_precomputed``. (d) At the next use, unless it is in
+    a backward.
 
     Attributes:
         state: see the table.
@@ -104,13 +103,11 @@ class WeightCache:
         self._param: torch.Tensor | None = None
         self._values: _Values | None = None
         self._storage: StorageWeakRef | None = None
-        self._was_frozen = False
         self._of_evaluation = False  # a pass without gradients has ended; see end_of_evaluation
         # The sharded parameter that FSDP2 gathered, and the unsharded one.
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
         self._is_of_gathered = False  # ``known`` is of what FSDP2 gathers from the parameter
-        self._optimized = False  # an optimizer was seen to update the parameter
         self.steps_since_sync = 0
 
     def store(
@@ -132,13 +129,16 @@ class WeightCache:
         self._origin = origin
         self.state, self.known, self.whole_scales = state, known, whole_scales
         self._is_of_gathered = is_of_gathered
-        self._was_frozen, self._values = not param.requires_grad, _values(param)
+        self._values = _values(param)
         if not self._has_same_storage(param):
             # A weak reference to the storage keeps its address from being reused.
             self._storage = StorageWeakRef(innermost(param).untyped_storage())
+        self.watch(param)
+
+    def watch(self, param: torch.Tensor) -> None:
+        """Be notified of the steps of optimizers that update ``param``."""
         if self._param is not param:
             self._param = param
-            self._optimized = False
             watch_steps(self)
 
     def is_fresh(self, param: torch.Tensor) -> bool:
@@ -148,7 +148,7 @@ class WeightCache:
             return False
         if not self._has_same_values(source):
             self.drop()
-        elif self._is_for_others(source):
+        elif self._is_of_ended_evaluation():
             self._forget_found()
         return self.state not in _WITHOUT_SCALES
 
@@ -166,16 +166,9 @@ class WeightCache:
             return None
         return source
 
-    def _is_for_others(self, param: torch.Tensor) -> bool:
-        """Whether the scale is from an evaluation that has ended, or for another ``requires_grad``.
-
-        A frozen weight has another scale if its scales are DELAYED. Precomputed scales are kept in
-        any case.
-        """
-        if self.state in _OF_PRECOMPUTE:
-            return False
-        is_other = self._was_frozen is param.requires_grad
-        return is_other or (self._of_evaluation and not in_backward())
+    def _is_of_ended_evaluation(self) -> bool:
+        """Whether the scale was found in an evaluation that has ended."""
+        return self._of_evaluation and not in_backward()
 
     def _has_same_values(self, param: torch.Tensor) -> bool:
         return _is_same(param, self._values) and self._has_same_storage(param)
@@ -233,9 +226,8 @@ class WeightCache:
     def optimizer_stepped(self, updated: set[int]) -> None:
         """Invalidate the cache after an optimizer step that updated parameters with these ids."""
         is_own = id(self._param) in updated
-        self._optimized |= is_own
         self.steps_since_sync += is_own
-        if is_own or not (self._optimized or self.state in _OF_PRECOMPUTE):
+        if is_own or self.state not in _OF_PRECOMPUTE:
             self.drop()
 
     def drop(self) -> None:

@@ -1,7 +1,6 @@
 """Delayed scales and state on several ranks: shards, a broadcast full state, DCP."""
 
 import copy
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import fp8_dist
 from fp8_dist import (
     Float8LinearConfig,
     Float8State,
@@ -179,37 +177,6 @@ def test_histories_on_another_mesh(ranks: RankPools, tmp_path: Path) -> None:
                 length = config.amax_history_len
                 assert kept == {name: row[:length] for name, row in rows.items()}, pattern
                 assert any(kept.values())
-
-
-def lost_histories(folder: str) -> list[str]:
-    """What is said of parameters that come without histories, at the end of the next step."""
-    net = Run(2, 1, 0).net
-    dcp.save({"net": net}, checkpoint_id=folder)
-    found = []
-    for steps, options in ((0, None), (2, None), (0, StateDictOptions(full_state_dict=True))):
-        new = Run(2, 1, 1)
-        new.train(steps, seed=2)
-        before = amaxes(new.net)
-        if options is None:
-            dcp.load({"net": new.net}, checkpoint_id=folder)
-        else:
-            state = get_model_state_dict(net, options=options)
-            set_model_state_dict(new.net, state, options=options)
-        assert amaxes(new.net) == before
-        fp8_dist.text._warned.clear()
-        with warnings.catch_warnings(record=True) as given:
-            warnings.simplefilter("always")
-            new.train(2, seed=3)
-        found += [str(each.message) for each in given if "histor" in str(each.message)]
-    return found
-
-
-def test_lost_histories_are_told(ranks: RankPools, tmp_path: Path) -> None:
-    found = ranks(2).run_same(lost_histories, str(tmp_path))
-    states = ("start anew", "go on from before the load", "start anew")
-    for text, state in zip(found, states, strict=True):
-        assert text.startswith("layers.0.w1: the parameters were loaded without amax histories")
-        assert f"they {state}. To continue a run with its histories, save" in text
 
 
 def in_ddp(folder: str) -> list[dict[str, list[float]]]:

@@ -66,43 +66,13 @@ class Param:
         vars(self).update(attributes)
 
 
-class RenamedParam:
-    _module_info = INFO
-    sharded_param = _unsharded_param = mp_policy = None
-    all_gather_outputs = _unsharded_inner_tensors = reset_sharded_param = None
-    shard_mesh_from_root = None
-
-
-def sharded(parameter: Any, **renamed: str) -> Any:
-    """A module of FSDP2 with one parameter group."""
-    names = "modules fsdp_params mesh_info post_forward_mesh_info comm_ctx lazy_init"
-    names += " _reset_sharded_params _training_state"
-    group = SimpleNamespace(**{renamed.get(name, name): None for name in names.split()})
-    group.fsdp_params = [parameter]
-    state = SimpleNamespace(_is_root=None, _comm_ctx=None, _fsdp_param_groups=[group])
-    return SimpleNamespace(_get_fsdp_state=lambda: state)
-
-
-def test_renamed_attributes_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_internals, "_is_fsdp_known", False)
-    groups = torch_internals.fsdp_groups_of_module
-    broken = sharded(RenamedParam(), _training_state="training_state")
-    for _ in range(2):
-        assert (
-            "its FSDP2 has no SimpleNamespace._training_state, RenamedParam._extensions_data. "
-            "Install"
-        ) in raised(ImportError, lambda: groups(broken))
-    assert len(groups(sharded(Param()))) == 1
-    assert len(groups(broken)) == 1  # one module was looked at
-
-
 def test_parameters_of_a_reduction_are_in_the_order_of_its_buffer() -> None:
     parameters = [
         Param(_unsharded_param=None, unsharded_param=SimpleNamespace(grad=grad, requires_grad=True))
         for grad in (1, None, 1, None)
     ]
     group = SimpleNamespace(fsdp_params=[*parameters, Param()], reduce_grads=True)
-    group.post_backward = lambda: None
+    group.post_backward, group._reduce_scatter_comm = lambda: None, None
     noted: list[list[int]] = []
     torch_internals.set_fsdp_reduction(group, None, noted.append)
     group.post_backward()

@@ -191,7 +191,7 @@ def _restore_histories(
             load_histories(layer.histories, rows, layer.float8_weight.meshes(), device)
         elif is_new:  # a new training restores no histories, whatever accelerate has loaded
             for history in layer.histories.values():
-                history.restored = None
+                history.restored = False
 
 
 def _check_back_end(args: TrainingArguments) -> None:

@@ -78,20 +78,7 @@ def test_checkpoints_of_other_recipes_start_anew() -> None:
         assert all(same_bits(value, state[name]) for name, value in other.state_dict().items())
 
 
-def test_a_plain_dict_keeps_histories(warned: set[str]) -> None:
-    net, other = new(), new(seed=3)
-    train(net, 2)
-    before = amaxes(net)
-    for each in (net, other):
-        each.load_state_dict(dict(new(seed=3).state_dict()))
-        sync(each)  # before the next step nothing is said: they may be loaded yet
-        assert not warned
-    assert amaxes(net) == before
-    for each, state in ((net, "go on from before the load"), (other, "start anew")):
-        warned.clear()
-        each(torch.randn(2, 8, 64)).sum().backward()
-        with pytest.warns(UserWarning, match=f"loaded without amax histories, .* they {state}"):
-            sync(each)
+def test_a_plain_dict_starts_histories_anew() -> None:
     net, other = new(), new(seed=3)
     train(net, 2)
     net.load_state_dict(dict(other.state_dict()))
