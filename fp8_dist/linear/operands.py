@@ -3,8 +3,8 @@
 If one float8 copy serves all GEMMs of an operand, the operand is cast first and moved as float8.
 Otherwise it is moved in high precision and cast where it arrives.
 
-An input that several layers share (``wq``, ``wk`` and ``wv``; routed and shared experts) is cast
-once, and one copy is saved for backward, just as nn.Linear layers save a shared input once.
+An input that several layers share (``wq``, ``wk`` and ``wv``) is cast once, and one copy is saved
+for backward, just as nn.Linear layers save a shared input once.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,6 @@ from torch.utils.weak import TensorWeakRef
 from fp8_dist.cast import Copies, as_float8_of, cast_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import current_stream, is_captured
-from fp8_dist.kernels import transposed_copy
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
@@ -272,38 +271,17 @@ def _copies(
     return made, amaxes
 
 
-def cast_input(x: torch.Tensor, plan: CastPlan, keeps: bool = False) -> Copies:
-    """Cast a plain input as a matrix, unless one of the latest casts was of the same values.
-
-    ``keeps``: keep the copies until other inputs are cast. By default they are reused as long as
-    autograd keeps one of them.
-    """
+def cast_input(x: torch.Tensor, plan: CastPlan) -> Copies:
+    """Cast a plain input as a matrix, unless autograd keeps the last cast, of the same values."""
     if not can_skip_dispatch(x):
         return cast_copies(as_matrix(x), plan)[1]
     key = _cast_key(x)
-    known = last_cast(x, key)
+    known = _known_cast(x, key)
     if known is not None and plan.begins(known[0]):
         return known[1][: len(plan.of)]
-    made = known and _taken(plan, *known)
-    if made is None:
-        made = cast_copies(as_matrix(x), plan)[1]
-    note_cast(x, key, plan, made, keeps)
-    return made
-
-
-def _taken(plan: CastPlan, known: CastPlan, copies: Copies) -> Copies | None:
-    """The copies of a plan from those of another one; ``None`` if some have to be cast."""
-    places = zip(known.of, known.transposed, strict=True)
-    by_kind = {(known.schemes[i], t): q for (i, t), q in zip(places, copies, strict=True)}
-    made = []
-    for i, transposed in zip(plan.of, plan.transposed, strict=True):
-        scheme = plan.schemes[i]
-        found, rows = by_kind.get((scheme, transposed)), by_kind.get((scheme, False))
-        if found is None and rows is not None:
-            found = rows._replace(qdata=transposed_copy(rows.qdata).t())
-        if found is None:
-            return None
-        made.append(found)
+    made = cast_copies(as_matrix(x), plan)[1]
+    if key is not None:
+        _note_cast(x, key, plan, made)
     return made
 
 
@@ -316,12 +294,9 @@ class _Noted(NamedTuple):
     first: Copies  # the copies that only the forward takes
     data: ReferenceType[torch.Tensor]
     rest: Quantized  # the saved copy, with a scale in place of its data
-    kept: torch.Tensor | None  # the data, if it is kept without autograd
 
 
-# The latest first. A shared expert casts two inputs before the routed experts take the first.
-_noted: tuple[_Noted, ...] = ()
-_LATEST = 2
+_noted: _Noted | None = None  # the last cast
 
 
 def _cast_key(x: torch.Tensor) -> Any:
@@ -333,36 +308,33 @@ def _cast_key(x: torch.Tensor) -> Any:
     return version, shape, x.storage_offset(), x.dtype, current_stream(x.device)
 
 
-def last_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
+def _known_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
     """The plan and the copies noted for ``x`` and this key, if they still exist."""
-    source = base_of(x)
-    for noted in _noted:  # another thread may replace it
-        if noted.source() is source and noted.key == key:
-            data = noted.data()
-            if data is None:
-                return None
-            # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
-            saved = noted.rest._replace(qdata=TensorWeakRef(data)())
-            return noted.plan, (*noted.first, saved)
-    return None
+    noted = _noted  # another thread may replace it
+    if noted is None or noted.source() is not base_of(x) or noted.key != key:
+        return None
+    data = noted.data()
+    if data is None:
+        return None
+    # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
+    saved = noted.rest._replace(qdata=TensorWeakRef(data)())
+    return noted.plan, (*noted.first, saved)
 
 
-def note_cast(
-    x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies, keeps: bool = False
-) -> None:
-    """Note the copies of ``x``. Autograd saves the last of them, or it is kept here."""
+def _note_cast(x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies) -> None:
+    """Note the copies of ``x``. Autograd saves the last of them."""
     global _noted
-    if key is not None:
-        *first, saved = copies
-        rest, source = saved._replace(qdata=saved.scales[0]), ref(base_of(x), _forget)
-        kept, data = saved.qdata if keeps else None, ref(saved.qdata, _forget)
-        _noted = _Noted(source, key, plan, first, data, rest, kept), *_noted[: _LATEST - 1]
+    *first, saved = copies
+    rest = saved._replace(qdata=saved.scales[0])
+    _noted = _Noted(ref(base_of(x)), key, plan, first, ref(saved.qdata, _forget), rest)
 
 
 def _forget(dead: ReferenceType[torch.Tensor]) -> None:
-    """Drop all copies once the input is freed, or autograd has freed the one that it saved."""
+    """Drop the copies once autograd has freed the one that it saved."""
     global _noted
-    _noted = tuple([n for n in _noted if n.data is not dead and n.source is not dead])
+    noted = _noted
+    if noted is not None and noted.data is dead:
+        _noted = None
 
 
 def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:

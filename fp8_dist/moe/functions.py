@@ -24,7 +24,7 @@ from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
 from fp8_dist.linear.autograd import flattened
 from fp8_dist.linear.observing import are_gemms_observed, is_observed, observe_copies, observe_gemm
-from fp8_dist.linear.operands import WeightCasts, cast_input
+from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
@@ -227,14 +227,6 @@ def _cast_rows(
     return _observed(rows, low, operand, owners)
 
 
-def _cast_tokens(
-    x: Tensor, config: Float8ExpertsConfig, owners: Iterable[Float8Weight | None]
-) -> Quantized:
-    """Cast tokens, unless shared experts have cast them, which then take them from here."""
-    (low,) = cast_input(x.contiguous(), CastPlan((config.rows,)), keeps=True)
-    return _observed(x.detach(), low, "input", owners)
-
-
 def _observed(
     high: Tensor, low: Quantized, operand: Operand, owners: Iterable[Float8Weight | None]
 ) -> Quantized:
@@ -259,7 +251,7 @@ class _Up(torch.autograd.Function):
         weights: tuple[Weight, ...],
         *_: Tensor | None,  # those of the weights
     ) -> tuple[Tensor, ...]:
-        rows = _cast_tokens(x, config, [weight.owner for weight in weights])
+        rows = _cast_rows(x, config, "input", [weight.owner for weight in weights])
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
         _save(ctx, rows, weights, x.dtype, groups, config, routing)

@@ -1,0 +1,51 @@
+"""Layers that take the same values share a cast, which autograd keeps."""
+
+from collections.abc import Callable
+from weakref import ref
+
+import pytest
+import torch
+from reference import same_bits
+from torch import Tensor
+
+from fp8_dist import Float8LinearConfig
+from fp8_dist.cast import cast_copies
+from fp8_dist.linear.operands import cast_input
+from fp8_dist.scaling import CastPlan
+
+PLAN = CastPlan(Float8LinearConfig.from_recipe_name("rowwise_folded").recipe.schemes["input"])
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda x: x,
+    "tokens": lambda x: x.view(-1, x.shape[-1]),
+    "other rows": lambda x: x.view(-1, x.shape[-1] // 2),
+    "a part": lambda x: x[1:],
+    "another order": lambda x: x.transpose(0, 1),
+    "another dtype": lambda x: x.view(torch.float16),
+    "what was written": lambda x: x.mul_(3),
+    "a copy": torch.clone,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_share_a_cast_of_the_same_values(view: str) -> None:
+    x = torch.randn(4, 4, 64).to(torch.bfloat16)
+    (first,) = cast_input(x, PLAN)
+    y = VIEWS[view](x)
+    (found,), (expected,) = cast_input(y, PLAN), cast_copies(y.reshape(-1, y.shape[-1]), PLAN)[1]
+    assert same_bits(found.qdata, expected.qdata)
+    assert same_bits(found.scales[0], expected.scales[0])
+    assert (found.qdata is first.qdata) is (view in ("itself", "tokens"))
+
+
+def test_parts_of_a_tensor_have_casts_of_their_own() -> None:
+    parts = torch.randn(8, 64).chunk(2)
+    (first,), (second,) = (cast_input(part, PLAN) for part in parts)
+    for found, part in zip((first, second), parts, strict=True):
+        assert same_bits(found.qdata, cast_copies(part, PLAN)[1][0].qdata)
+
+
+def test_a_cast_that_nothing_keeps_is_freed() -> None:
+    x = torch.randn(48, 64)
+    data = ref(cast_input(x, PLAN)[0].qdata)
+    assert data() is None
