@@ -83,21 +83,6 @@ def test_a_sub_package_is_linked_and_has_no_second_name(folder: str) -> None:
     assert f"ImportError: {SUB_PACKAGES[folder]} (from the root of a checkout" in done.stderr
 
 
-def test_sub_packages_are_attributes_that_are_imported_when_used() -> None:
-    lines = (
-        "import sys, fp8_dist",
-        "late = {'debug', 'doctor', 'integrations', 'report', 'tensor_parallel'}",
-        "assert late <= set(dir(fp8_dist)) and 'fsdp' in dir(fp8_dist)",
-        "assert not [n for n in late if f'fp8_dist.{n}' in sys.modules]",
-        "print(fp8_dist.debug.comm_audit.__name__, fp8_dist.tensor_parallel.llama_tp_plan.__name__)",
-        "print(fp8_dist.integrations.__name__, fp8_dist.doctor.main.__name__)",
-        "print(hasattr(fp8_dist, 'debugger'), hasattr(fp8_dist.integrations, 'other'))",
-    )
-    expected = ["comm_audit llama_tp_plan", "fp8_dist.integrations main", "False False"]
-    done = run("-c", "\n".join(lines), cwd=ROOT)
-    assert done.stdout.splitlines() == expected, done.stderr
-
-
 # Modules that nothing else in the library imports without asking, and what they need besides torch.
 OPTIONAL = {
     "fp8_dist.debug.plot": {"matplotlib"},
@@ -251,14 +236,25 @@ def test_the_wheel_holds_the_library_alone_and_runs(installed: Path) -> None:
     extras = set(PROJECT["project"]["optional-dependencies"])
     assert set(wheel.metadata.get_all("Provides-Extra")) == extras
     assert wheel.metadata.get_all("License-File") == ["LICENSE"]
-    # Outside of the checkout.
-    env = os.environ | {"PYTHONPATH": str(installed)}
-    done = run("-P", "-m", "fp8_dist.doctor", cwd=installed, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"fp8_dist {fp8_dist.__version__}, ")
+    # Outside of the checkout. Sub-packages are attributes, which are imported when they are used.
     (installed / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
-    done = run("-P", "-m", "fp8_dist.report", str(installed), cwd=installed, env=env)
-    assert done.stdout == f"written: {installed}/report.html\n", done.stderr
+    lines = (
+        "import sys, fp8_dist",
+        "late = {'debug', 'doctor', 'integrations', 'report', 'tensor_parallel'}",
+        "assert late <= set(dir(fp8_dist)) and 'fsdp' in dir(fp8_dist)",
+        "assert not [n for n in late if f'fp8_dist.{n}' in sys.modules]",
+        "print(fp8_dist.debug.comm_audit.__name__, fp8_dist.tensor_parallel.llama_tp_plan.__name__)",
+        "print(hasattr(fp8_dist, 'debugger'), hasattr(fp8_dist.integrations, 'other'))",
+        "fp8_dist.doctor.main([])",
+        "from fp8_dist.report.__main__ import main; main(['.'])",
+    )
+    env = os.environ | {"PYTHONPATH": str(installed)}
+    done = run("-P", "-c", "\n".join(lines), cwd=installed, env=env)
+    assert done.returncode == 0, done.stderr
+    attributes, others, version, *_, written = done.stdout.splitlines()
+    assert (attributes, others) == ("comm_audit llama_tp_plan", "False False")
+    assert version.startswith(f"fp8_dist {fp8_dist.__version__}, ")
+    assert written == "written: report.html"
 
 
 def test_the_changelog_has_the_version_or_is_ahead_of_it() -> None:
