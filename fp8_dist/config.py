@@ -445,21 +445,12 @@ class Float8LinearConfig:
         is_gathered = self.recipe.gather_scheme["weight"] is not None
         if is_gathered or self.enable_fsdp_float8_all_gather is not True:
             return
-        gemms: tuple[Gemm, ...] = ("output", "grad_input")
-        for gemm in gemms:
-            if not self.gemm_enabled(gemm):
-                raise ValueError(
-                    "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers the weight "
-                    f"in float8 only, but the GEMM of {gemm} has its weight cast DISABLED; leave "
-                    "it off, or enable that cast"
-                )
-        schemes = self.recipe.schemes["weight"]
-        covers = " and one per ".join(scheme.covers for scheme in schemes)
-        found = "its GEMMs take two" if len(schemes) > 1 else "it can't be gathered"
+        schemes = self.recipe.uses["weight"].values()
+        casts = [f"one scale per {each.covers}" if each else "high precision" for each in schemes]
         raise ValueError(
             "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the "
-            f"weight, but {found}, with one scale per {covers}; leave it off (FSDP2 then gathers "
-            "in high precision), or use the recipe rowwise_folded"
+            f"weight, but its GEMMs take it with {' and with '.join(casts)}; leave it off (FSDP2 "
+            "then gathers in high precision), or use the recipe rowwise_folded"
         )
 
     def _check_delayed(self) -> None:

@@ -117,7 +117,7 @@ SERVE = "but one copy must serve both of its GEMMs; its block_size must be"
 ONE = "but their scaling schemes are not of one kind; use"
 TWICE = "one copy with scales of blocks must serve both"
 ROWS = "fold_row_scales=True needs one scale per row, and"
-TWO = "but its GEMMs take two, with one scale per row and one per"
+TWO = "but its GEMMs take it with one scale per row and with one scale per"
 OF_BLOCKS = {"scaling_granularity": BLOCKWISE, "block_size": (1, 128)}
 # Fields of a cast; a recipe and fields of its config.
 CASTS: list[tuple[dict[str, Any], str]] = [
@@ -139,7 +139,11 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         {"cast_config_input_for_grad_weight": CastConfig(target_dtype=E5M2)},
         "in its two GEMMs; both casts need the same target_dtype",
     ),
-    ("tensorwise", GATHER | WITHOUT_GRAD_INPUT, "GEMM of grad_input has its weight cast DISABLED"),
+    (
+        "tensorwise",
+        GATHER | WITHOUT_GRAD_INPUT,
+        "take it with one scale per tensor and with high precision; leave it off",
+    ),
     ("tensorwise", {"amax_scope": "node"}, "amax_scope must be 'global' or 'rank', got 'node'"),
     ("tensorwise", {"amax_history_len": 4}, "amax_history_len=4 has no effect: it belongs"),
     ("delayed", {"amax_history_len": 0}, "=0: use an integer of at least 1"),

@@ -332,8 +332,11 @@ def test_what_a_new_scheme_must_say() -> None:
     assert Float8LinearConfig(**same).recipe.gather_scheme["weight"] is None
     two = {name: getattr(CONFIG, name) for name in same}
     for casts, text in (
-        (same, "it can't be gathered, with one scale per 4 values of a row"),
-        (two, "its GEMMs take two, with one scale per pair of rows and one per pair of columns"),
+        (
+            same,
+            "take it with one scale per 4 values of a row and with one scale per 4 values of a row",
+        ),
+        (two, "take it with one scale per pair of rows and with one scale per pair of columns"),
     ):
         gathered = partial(Float8LinearConfig, **casts, enable_fsdp_float8_all_gather=True)
         assert text in raised(ValueError, gathered)
