@@ -7,16 +7,14 @@ notes: what remains is still worth seeing.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from fp8_dist.debug import AnomalyLimits, CommRow, anomaly_dict
+from fp8_dist.debug import CommRow
 from fp8_dist.debug.audit import CommTable
-from fp8_dist.debug.rows import FirstAnomalies, from_dict
 from fp8_dist.report.writer import ANOMALIES, COMM, CONFIG, METRICS, STATS
 
 Row = dict[str, Any]
@@ -42,7 +40,7 @@ class Run:
         comm: the collectives of comm.json.
         stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
             order of layers.
-        anomalies: of anomalies.jsonl; if there is no such file, those of the statistics.
+        anomalies: of anomalies.jsonl.
         notes: sentences about what could not be read.
     """
 
@@ -114,17 +112,8 @@ def read_run(folder: Path) -> Run:
     comm = rows(COMM, _comm_row)
     run.comm = None if comm is None else CommTable(comm)
     run.stats = rows(STATS, stats_row)
-    anomalies = rows(ANOMALIES, _anomaly_row)
-    run.anomalies = [*_anomalies_of(run)] if anomalies is None else anomalies
+    run.anomalies = rows(ANOMALIES, _anomaly_row) or []
     return run
-
-
-def _anomalies_of(run: Run) -> Iterator[Row]:
-    """Yield the anomalies, by the default limits, of statistics without a file of them."""
-    first = FirstAnomalies(AnomalyLimits())
-    for row in run.in_order_of_casts():
-        with suppress(KeyError, TypeError, ValueError, AttributeError):  # a row lacks something
-            yield from (_anomaly_row(anomaly_dict(each)) for each in first.of(from_dict(row)))
 
 
 def _loaded(text: str) -> list[Any]:

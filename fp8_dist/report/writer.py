@@ -75,8 +75,6 @@ class RunWriter:
         # Those before a resumed step: statistics know the anomalies of their own process alone.
         told = _keep_lines_before(first, self.folder / ANOMALIES)
         self._told = {(anomaly["fqn"], anomaly["what"]) for anomaly in told}
-        if stats is not None:
-            (self.folder / ANOMALIES).touch()  # the report looks for anomalies where it is missing
         versions = {"torch": torch.__version__, "fp8_dist": __version__}
         versions["python"] = platform.python_version()
         facts = {**(config or {}), "units": dict(units or {}), **versions}
@@ -118,8 +116,7 @@ class RunWriter:
             new = map(anomaly_dict, self._stats.anomalies[self._seen :])
             self._seen = len(self._stats.anomalies)
             lines = [line for line in new if (line["fqn"], line["what"]) not in self._told]
-            if lines:  # without the file, the report finds anomalies by the default limits
-                append_jsonl(lines, self.folder / ANOMALIES)
+            append_jsonl(lines, self.folder / ANOMALIES)
             self._stats.append_jsonl(self.folder / STATS)
 
     def log_audit(self, audit: CommAudit) -> None:

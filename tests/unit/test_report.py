@@ -283,22 +283,4 @@ def test_what_a_resumed_run_knows_and_syncs(tmp_path: Path) -> None:
     assert told == [(1, "w1"), (5, "w2")]
     assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 4, 5]
     tell(None)
-    assert [path.read_text() for path in tmp_path.glob("*.jsonl")] == [""]
-
-
-def test_anomalies_are_found_where_no_file_has_them(tmp_path: Path) -> None:
-    """Of statistics that a loop wrote itself: in the order of casts, not of layers."""
-    model = convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))))
-    stats = float8_stats(model)
-    for step in range(3):
-        if step == 2:
-            model[1].register_full_backward_pre_hook(lambda _, grads: (1e6 * grads[0],))
-        with stats:
-            model(torch.ones(4, 32)).square().mean().backward()
-    stats.append_jsonl(tmp_path / "float8_stats.jsonl")
-    found = data.read_run(tmp_path).anomalies
-    assert [(row["step"], row["fqn"], row["what"]) for row in found] == [
-        (2, "1", "jump"),
-        (2, "0", "jump"),
-    ]
-    assert found[0]["cast"] == "grad_output (for grad_input, grad_weight)"
+    assert list(tmp_path.glob("*.jsonl")) == []
