@@ -40,7 +40,6 @@ from fp8_dist.model.checkpoint_policy import selective_checkpoint_policy
 from fp8_dist.model.convert import convert_to_float8_training, convert_to_linear
 from fp8_dist.model.export import (
     WeightEntry,
-    WeightShard,
     float8_quantization_config,
     float8_state_dict,
     iter_float8_weights,
@@ -81,7 +80,6 @@ __all__ = [
     "ScalingGranularity",
     "ScalingType",
     "WeightEntry",
-    "WeightShard",
     "__version__",
     "attach_precompute",
     "attach_update",

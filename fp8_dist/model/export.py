@@ -5,7 +5,7 @@ The format is that of Hugging Face's FP8 block checkpoints. Despite the name of
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,6 @@ from fp8_dist.mesh import (
     Layout,
     full_tensors,
     local_tensor,
-    narrowed,
-    own_pieces,
-    regions,
     with_local,
 )
 from fp8_dist.moe.experts import ExpertWeight, experts_config
@@ -56,24 +53,6 @@ class WeightEntry(NamedTuple):
     scale_inv: torch.Tensor | None
 
 
-class WeightShard(NamedTuple):
-    """A rank's part of a tensor of :func:`iter_float8_weights`.
-
-    Attributes:
-        name: the name of the whole tensor.
-        tensor: the part, as in :class:`WeightEntry`.
-        scale_inv: the scales of the whole tensor.
-        offset: where the part begins in the whole tensor.
-        shape: the shape of the whole tensor.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    scale_inv: torch.Tensor | None
-    offset: tuple[int, ...]
-    shape: torch.Size
-
-
 class _Source(NamedTuple):
     """A tensor of a model's state dict."""
 
@@ -92,33 +71,12 @@ class _Source(NamedTuple):
         return shard.detach().to(self.dtype) if rounds else shard.detach()
 
 
-@overload
-def iter_float8_weights(
-    model: nn.Module,
-    *,
-    bucket_bytes: int = ...,
-    shards: Literal[False] = ...,
-    ranks: Collection[int] | None = ...,
-) -> Iterator[WeightEntry]: ...
-
-
-@overload
-def iter_float8_weights(
-    model: nn.Module,
-    *,
-    bucket_bytes: int = ...,
-    shards: Literal[True],
-    ranks: Collection[int] | None = ...,
-) -> Iterator[WeightShard]: ...
-
-
 def iter_float8_weights(
     model: nn.Module,
     *,
     bucket_bytes: int = BUCKET_BYTES,
-    shards: bool = False,
     ranks: Collection[int] | None = None,
-) -> Iterator[WeightEntry] | Iterator[WeightShard]:
+) -> Iterator[WeightEntry]:
     """Iterate over a model's tensors, with converted weights in float8 as GEMMs multiply them.
 
     Each item unpacks to a name, a tensor and the scales of its blocks. Names and tensors are those
@@ -140,21 +98,17 @@ def iter_float8_weights(
             a DDP model, the names don't contain the wrapper.
         bucket_bytes: the size of a bucket, in bytes of whole tensors as they are sent. A larger
             tensor is a bucket of its own.
-        shards: yield this rank's parts as :class:`WeightShard`, instead of gathered whole tensors
-            as :class:`WeightEntry`. Ranks with copies of a tensor yield one each, a rank with
-            several pieces of a tensor yields each, and one with no element yields none.
         ranks: the global ranks that get tensors. The others take part in the collectives, and
             their iterators yield nothing. ``None`` means all ranks.
 
     Returns:
-        An iterator. Float8 data is on the device of the weight's mesh, and parts on the device of
-        the parameter. Tensors that neither are cast nor gathered are those of the model.
+        An iterator. Float8 data is on the device of the weight's mesh. Tensors that are neither
+        cast nor gathered are those of the model.
 
     Collectives: for each bucket, and for each group of the axes that shard its weights: one
-    all-reduce (MAX) of 1 byte per block (4 bytes for fp32 scales), and without ``shards`` one
-    all-gather of 1 byte per element. Tensors that are not converted have theirs in the same
-    all-gather, in their own dtype. The scales of weights that are stored in float8 have one
-    all-gather, and no all-reduce.
+    all-reduce (MAX) of 1 byte per block (4 bytes for fp32 scales), and one all-gather of 1 byte per
+    element. Tensors that are not converted have theirs in the same all-gather, in their own dtype.
+    The scales of weights that are stored in float8 have one all-gather, and no all-reduce.
 
     Raises:
         ValueError: no layer is converted; a layer's weight has no square blocks of float8_e4m3fn,
@@ -167,14 +121,8 @@ def iter_float8_weights(
     if bucket_bytes < 1:
         raise ValueError(f"iter_float8_weights: bucket_bytes is {bucket_bytes}; pass 1 or more")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    stream = float8_stream(
-        model,
-        "iter_float8_weights",
-        gather=not shards,
-        keeps=ranks is None or rank in ranks,
-        bucket_bytes=bucket_bytes,
-    )
-    return _shards(stream) if shards else stream
+    keeps = ranks is None or rank in ranks
+    return float8_stream(model, "iter_float8_weights", True, keeps, bucket_bytes)
 
 
 def float8_state_dict(
@@ -211,9 +159,8 @@ def float8_state_dict(
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     keeps = is_first or not (full_state_dict and cpu_offload)
-    stream = float8_stream(model, "float8_state_dict", gather=full_state_dict, keeps=keeps)
     state: dict[str, Any] = {}
-    for name, tensor, scales in stream:
+    for name, tensor, scales in float8_stream(model, "float8_state_dict", full_state_dict, keeps):
         state[name] = tensor.cpu() if cpu_offload else tensor
         if scales is not None:
             scales = scales.cpu() if cpu_offload else scales
@@ -268,20 +215,8 @@ def _has_matrices(module: nn.Module) -> bool:
     return any(each.ndim > 1 for each in own) and not isinstance(module, nn.Embedding)
 
 
-def _shards(stream: Iterator[WeightEntry]) -> Iterator[WeightShard]:
-    for name, tensor, scales in stream:
-        local = local_tensor(tensor).detach()
-        for offset, own, size in regions(own_pieces(tensor)):
-            yield WeightShard(name, narrowed(local, own, size), scales, offset, tensor.shape)
-
-
 def float8_stream(
-    model: nn.Module,
-    caller: str,
-    *,
-    gather: bool,
-    keeps: bool = True,
-    bucket_bytes: int = BUCKET_BYTES,
+    model: nn.Module, caller: str, gather: bool, keeps: bool, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[WeightEntry]:
     """Check a model, and iterate over its tensors in float8.
 
