@@ -3,7 +3,7 @@
 It prints the relevant versions and devices, and the layers of a model that would be converted::
 
     python -m fp8_dist.doctor
-    python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --dp 8 --tp 2
+    python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --tp 2
 
 ``function`` takes no arguments and returns the model, an nn.Module that is not converted yet. It
 is called on the meta device, and if it fails there, on the CPU. The exit status is 0, or 2 for
@@ -32,7 +32,6 @@ from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
 from fp8_dist.model.report import WeightSummary, alike, conversion_summary
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
-from fp8_dist.recipe import Operand
 from fp8_dist.version import __version__
 
 OLDEST_TORCH = "2.11"
@@ -52,11 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model to look at")
     recipes = [recipe.value for recipe in Float8LinearRecipeName]
     parser.add_argument("--recipe", choices=recipes, default="tensorwise")
-    parser.add_argument("--dp", type=_ranks, default=1, metavar="N", help="ranks of FSDP2")
     parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")
     args = parser.parse_args(argv)
     if args.model is None and args != parser.parse_args([]):
-        parser.error("--recipe, --dp and --tp describe the use of a model: give --model")
+        parser.error("--recipe and --tp describe the use of a model: give --model")
     lines = [*_environment()]
     if args.model is not None:
         try:
@@ -64,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         lines.append(f"\nmodel {args.model}, built on {where}")
-        lines += _model_report(model, args.recipe, args.dp, args.tp)
+        lines += _model_report(model, args.recipe, args.tp)
     print("\n".join(lines))
     return 0
 
@@ -160,7 +158,7 @@ def _gpus() -> Iterator[str]:
 # The model.
 
 
-def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[str]:
+def _model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, enable_fsdp_float8_all_gather="auto")
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
@@ -176,8 +174,6 @@ def _model_report(model: nn.Module, recipe: str, dp: int, tp: int) -> Iterator[s
     yield from _experts_report(model, recipe)
     summary = conversion_summary(model)
     yield f"\n{summary}"
-    yield "\ngathers"
-    yield from _gathers(config, summary.converted, dp, tp)
     yield (
         f'\nfloat8 layers that auto_filter("{recipe}", tp_size={tp}) would leave out (a GPU '
         f"refuses dims that are not multiples of {ALIGNMENT}, unless pad_inner_dim=True)"
@@ -196,36 +192,6 @@ def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
         yield f"experts stay in high precision: {error}"
     else:
         yield f"experts: Float8ExpertsConfig({recipe!r})"
-
-
-def _gathers(
-    config: Float8LinearConfig, rows: Sequence[WeightSummary], dp: int, tp: int
-) -> Iterator[str]:
-    """Lines about the gathers of FSDP2 and TP/SP, and their precision."""
-    if dp > 1:
-        elements = sum(row.parameters for row in rows)
-        yield (
-            f"  FSDP2, {dp} ranks: {len(rows)} weights, {elements:,} elements, "
-            f"{_precision(config, 'weight')}; all other parameters in high precision"
-        )
-    if tp > 1:
-        yield f"  TP + SP, {tp} ranks: inputs of converted layers {_precision(config, 'input')}"
-        yield f"  TP + SP, {tp} ranks: their output gradients {_precision(config, 'grad_output')}"
-    if any(row.kind == "experts" for row in rows):
-        yield (
-            "  expert parallelism: tokens and gradients of outputs in float8 (1 byte per element), "
-            'outputs and gradients of tokens in high precision (float8 with combine="float8")'
-        )
-    if dp == tp == 1:
-        yield "  none on one rank; --dp N and --tp N say how many there are"
-
-
-def _precision(config: Float8LinearConfig, operand: Operand) -> str:
-    if config.recipe.gather_scheme[operand]:
-        return "in float8 (1 byte per element)"
-    two = len(config.recipe.schemes[operand]) > 1
-    why = "the two GEMMs take different casts" if two else "a GEMM takes high precision"
-    return f"in high precision ({why})"
 
 
 def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[str]:

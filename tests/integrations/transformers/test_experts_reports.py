@@ -341,7 +341,7 @@ def report_of(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> 
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--recipe", "rowwise_folded", "--dp", "4", "--tp", "2"
+    options = "--recipe", "rowwise_folded", "--tp", "2"
     assert_expected_inline(
         "\n".join(report_of(capsys, "small_mixtral", *options)),
         """\
@@ -360,12 +360,6 @@ FLOPs: of products with weights, without attention's own products and convolutio
   model.layers.*.mlp.experts.down_proj (2)     4 x 64 x 128  float8       28.5%  25.8%
   lm_head                                      64 x 64       skip          1.8%   3.2%  skip_head: it is the model's head
   (embeddings, norms, biases, ...)                                         1.9%
-
-gathers
-  FSDP2, 4 ranks: 12 weights, 221,184 elements, in float8 (1 byte per element); all other parameters in high precision
-  TP + SP, 2 ranks: inputs of converted layers in float8 (1 byte per element)
-  TP + SP, 2 ranks: their output gradients in float8 (1 byte per element)
-  expert parallelism: tokens and gradients of outputs in float8 (1 byte per element), outputs and gradients of tokens in high precision (float8 with combine="float8")
 
 float8 layers that auto_filter("rowwise_folded", tp_size=2) would leave out (a GPU refuses dims that are not multiples of 16, unless pad_inner_dim=True)
   model.layers.*.self_attn.q_proj (2), 64 x 64: out <= 2048
