@@ -9,12 +9,11 @@ from typing import Any
 
 import jinja2
 
-from fp8_dist.report.data import MEASURES, Row, Run, read_runs
+from fp8_dist.report.data import Row, Run, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
 
 MAX_ANOMALIES = 200  # rows of their table
-MAX_DETAILS = 30  # steps and layers with anomalies that have a table or a picture, of each run
-ROWS_BEFORE, ROWS = 3, 15  # of the table of a step, around its first anomaly
+MAX_LAYERS = 30  # with anomalies that have a picture, of each run
 LAST_STEPS = 20
 HIDDEN = {"float8_layers", "units"}  # of config.json
 
@@ -43,11 +42,10 @@ def render(runs: Sequence[Run]) -> str:
         alerts=[alert for run in runs for alert in alerts(run, f"{run.name}: " * (len(runs) > 1))],
         anomalies=[row for i, run in enumerate(runs) for row in anomalies(i, run)],
         max_anomalies=MAX_ANOMALIES,
-        steps=[detail for i, run in enumerate(runs) for detail in steps(i, run)],
         layers=[
             (f"layer-{i}-{j}", run, fqn, layer_chart(run, fqn))
             for i, run in enumerate(runs)
-            for j, fqn in enumerate(places(run, "fqn"))
+            for j, fqn in enumerate(layers_with_anomalies(run))
         ],
         charts=charts(runs),
         heat_maps=list(heat_maps(runs)),
@@ -113,33 +111,15 @@ def alerts(run: Run, prefix: str) -> Iterator[str]:
         yield f"{prefix}the first values that are not finite in the {label}: {layer}."
 
 
-def places(run: Run, name: str) -> list[Any]:
-    """Return the first steps ("step") or layers ("fqn") with anomalies, which have details."""
-    return list(dict.fromkeys(row[name] for row in run.anomalies))[:MAX_DETAILS]
+def layers_with_anomalies(run: Run) -> list[str]:
+    """Return the first layers with anomalies, which have a picture."""
+    return list(dict.fromkeys(row["fqn"] for row in run.anomalies))[:MAX_LAYERS]
 
 
 def anomalies(index: int, run: Run) -> Iterator[Row]:
-    """Yield the first anomalies of a run, with links to the details of their steps and layers."""
-    steps, layers = places(run, "step"), places(run, "fqn")
+    """Yield the first anomalies of a run, with links to the pictures of their layers."""
+    layers = layers_with_anomalies(run)
     for row in run.anomalies[:MAX_ANOMALIES]:
-        step, layer = row["step"], row["fqn"]
-        yield row | {
-            "run": run.name,
-            "step_link": f"#step-{index}-{step}" if step in steps else "",
-            "layer_link": f"#layer-{index}-{layers.index(layer)}" if layer in layers else "",
-        }
-
-
-def steps(index: int, run: Run) -> Iterator[tuple[str, Run, int, list[Row]]]:
-    """Yield an anchor, the run, the step and its casts, for each step with anomalies."""
-    unknown = dict.fromkeys(MEASURES, math.nan)  # what a row lacks
-    for step in places(run, "step"):
-        bad = {(row["fqn"], row["operand"]) for row in run.anomalies if row["step"] == step}
-        rows = [
-            unknown | row | {"bad": (row["fqn"], row["operand"]) in bad}
-            for row in run.in_order_of_casts(step)
-            if row["kind"] == "cast"
-        ]
-        first = next((i for i, row in enumerate(rows) if row["bad"]), 0)
-        start = max(0, first - ROWS_BEFORE)
-        yield f"step-{index}-{step}", run, step, rows[start : start + ROWS]
+        at = row["fqn"]
+        link = f"#layer-{index}-{layers.index(at)}" if at in layers else ""
+        yield row | {"run": run.name, "layer_link": link}
