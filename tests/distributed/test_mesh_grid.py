@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from half_octaves import half_octaves_config
 from ranks import RankPools, device_mesh
-from reference import Product, float8_gemms, same_bits
-from schemes import CONFIG
+from reference import Product, float8_gemms, same_bits, scales_of
+from schemes import CONFIG, GATHERED_CONFIG
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -93,6 +93,7 @@ def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
     if 33 in shape:  # blocks that most shards cut
         found["half octaves"] = half_octaves_config()
         found["pairs"] = CONFIG
+        found["quads"] = GATHERED_CONFIG
     return {name: replace(config, pad_inner_dim=True) for name, config in found.items()}
 
 
@@ -183,12 +184,6 @@ def is_part(found: Float8Tensor, whole: Float8Tensor, dim: int | None, at: Mesh)
     if dim is not None:
         data, scales = mine(data, dim, at), mine(scales, dim, at)
     return same_bits(found.qdata.view(torch.uint8), data) and same_bits(scales_of(found), scales)
-
-
-def scales_of(x: Float8Tensor) -> torch.Tensor:
-    """The scale of each element."""
-    scales = x.scheme.element_scales(x.scales, x.shape, x.start)
-    return scales.expand(x.shape).contiguous()
 
 
 def are_parts(found: Product, whole: Product, dims: tuple[int | None, ...], at: Mesh) -> bool:

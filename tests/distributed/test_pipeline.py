@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,12 +67,11 @@ def run(schedule: ScheduleGPipe, first: bool) -> None:
     schedule.step(x) if first else schedule.step(target=torch.zeros(4))
 
 
-def pipeline(recipe: str, float8_stages: int) -> dict[str, Any]:
+def pipeline(float8_stages: int) -> dict[str, Any]:
     """Two steps, and what a third one multiplies."""
     mesh = device_mesh(pp=STAGES, dp=2, tp=2)
     number = mesh.get_local_rank("pp")
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    config = replace(config, enable_fsdp_float8_all_gather=True)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     converted = number < float8_stages
     net = stage_of(mesh, config if converted else None)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
@@ -100,7 +98,7 @@ def pipeline(recipe: str, float8_stages: int) -> dict[str, Any]:
         with weights_used(net) as used:
             run(schedule, number == 0)
         in_steps += made
-    wrong = wrong_casts(used, masters, mesh["tp"]) if recipe == "tensorwise" else []
+    wrong = wrong_casts(used, masters, mesh["tp"])
     return {
         "made in steps": in_steps,
         "made in updates": in_updates,
@@ -117,9 +115,8 @@ def fresh() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.full)])
-def test_stages_make_their_groups_in_the_first_update(fresh: RankPool, recipe: str) -> None:
-    for found in fresh.run(pipeline, recipe, STAGES):
+def test_stages_make_their_groups_in_the_first_update(fresh: RankPool) -> None:
+    for found in fresh.run(pipeline, STAGES):
         assert found["made in steps"] == []
         assert found["made in updates"] == [[[0, 1, 2, 3], [4, 5, 6, 7]], []]
         assert found["reductions"] == [[("all_reduce", "dp+tp", 1)]] * 2
@@ -127,7 +124,7 @@ def test_stages_make_their_groups_in_the_first_update(fresh: RankPool, recipe: s
 
 
 def test_a_stage_without_float8(fresh: RankPool) -> None:
-    results = fresh.run(pipeline, "tensorwise", 1)
+    results = fresh.run(pipeline, 1)
     for rank, found in enumerate(results):
         assert found["made in steps"] == []
         assert found["made in updates"] == [[[0, 1, 2, 3], [4, 5, 6, 7]], [], []]

@@ -1,25 +1,24 @@
 """Every recipe under FSDP2, TP + SP and their product: results, and what is communicated."""
 
-import copy
 import math
 import warnings
 from dataclasses import replace
-from itertools import pairwise
 
-import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from nets import Distributed, full, wrong_casts
+from nets import Distributed, full
 from ranks import RankPools, device_mesh
-from reference import kinds, raised, same_bits, sqnr, weights_used
+from reference import kinds, raised, same_bits, sqnr
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fp8_dist.text
 from fp8_dist import (
+    CastConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
+    ScalingType,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
@@ -29,19 +28,20 @@ from fp8_dist.linear import float8_layers
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
+OFF = CastConfig(scaling_type=ScalingType.DISABLED)
+HIGH_PRECISION = Float8LinearConfig(
+    cast_config_input=OFF, cast_config_weight=OFF, cast_config_grad_output=OFF
+)
 
 
-def distances_to_one_device(
-    dp: int, tp: int, sequence_parallel: bool, precompute: bool
-) -> dict[str, float]:
+def distances_to_one_device() -> dict[str, float]:
     """SQNR in dB of output, input gradient and all parameter gradients, in the second step."""
     result: dict[str, float] = {}
-    for recipe in RECIPES:
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        world = Distributed(dp, tp, sequence_parallel, config=config)
+    dp = tp = 2
+    configs = {recipe: Float8LinearConfig.from_recipe_name(recipe) for recipe in RECIPES}
+    for recipe, config in (configs | {"off": HIGH_PRECISION}).items():
+        world = Distributed(dp, tp, config=config, gather=recipe != "off")
         for _ in range(2):
-            if precompute and recipe != "delayed":
-                precompute_float8_dynamic_scale(world.net)
             # The same rows on every dp rank: activations of dp ranks have scales of their own.
             x, grad = (torch.randn(2, 8, 64).repeat(dp, 1, 1) for _ in range(2))
             mine = world.mine(x).requires_grad_()
@@ -64,19 +64,8 @@ def distances_to_one_device(
     return result
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "sequence_parallel", "precompute"),
-    [
-        pytest.param(3, 1, False, True, marks=pytest.mark.full),
-        (1, 2, False, True),
-        (2, 2, True, False),
-    ],
-)
-def test_outputs_and_gradients(
-    ranks: RankPools, dp: int, tp: int, sequence_parallel: bool, precompute: bool
-) -> None:
-    arguments = (dp, tp, sequence_parallel, precompute)
-    for distances in ranks(dp * tp).run(distances_to_one_device, *arguments):
+def test_outputs_and_gradients(ranks: RankPools) -> None:
+    for distances in ranks(4).run(distances_to_one_device):
         wrong = {name: value for name, value in distances.items() if value <= 120}
         assert wrong == {}
 
@@ -105,11 +94,11 @@ def test_amax_scope_rank(ranks: RankPools) -> None:
         assert {recipe: count for recipe, (_, count) in found.items()} == reduces
 
 
-def table_of_a_step(dp: int, tp: int, recipe: str) -> str:
+def table_of_a_step(recipe: str) -> str:
     """Collectives of the second step, with its precompute or sync, of a Net in bf16."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    world = Distributed(dp, tp, config=config, fsdp_arguments={"mp_policy": policy})
+    world = Distributed(2, 2, config=config, fsdp_arguments={"mp_policy": policy})
     optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
     table = ""
     for _ in range(2):
@@ -118,7 +107,7 @@ def table_of_a_step(dp: int, tp: int, recipe: str) -> str:
             optimizer.step()
             if recipe == "delayed":
                 sync_float8_amax_and_scale_history(world.net)
-            elif tp == 1 or recipe in ("tensorwise", "rowwise_folded"):
+            elif recipe == "rowwise_folded":
                 precompute_float8_dynamic_scale(world.net)
         table = audit.table()
     return table
@@ -126,16 +115,7 @@ def table_of_a_step(dp: int, tp: int, recipe: str) -> str:
 
 def test_rowwise_folded_gathers_float8_rows_with_their_scales(ranks: RankPools) -> None:
     assert_expected_inline(
-        kinds(ranks(2).run_same(table_of_a_step, 2, 1, "rowwise_folded")),
-        """\
-op              axis  dtype          count  elements    bytes
-all_gather      dp    float8_e4m3fn      4    73,728   73,728
-all_gather      dp    float32            +     1,024    4,096
-all_gather      dp    bfloat16           +       640    1,280
-reduce_scatter  dp    bfloat16           2    37,184   74,368""",
-    )
-    assert_expected_inline(
-        kinds(ranks(4).run_same(table_of_a_step, 2, 2, "rowwise_folded")),
+        kinds(ranks(4).run_same(table_of_a_step, "rowwise_folded")),
         """\
 op              axis  dtype          count  elements   bytes
 all_gather      dp    float8_e4m3fn      4    36,864  36,864
@@ -152,7 +132,7 @@ reduce_scatter  dp    bfloat16           2    18,656  37,312""",
 
 def test_delayed_gathers_float8_and_reduces_once(ranks: RankPools) -> None:
     assert_expected_inline(
-        kinds(ranks(4).run_same(table_of_a_step, 2, 2, "delayed")),
+        kinds(ranks(4).run_same(table_of_a_step, "delayed")),
         """\
 op              axis   dtype          count  elements   bytes
 all_gather      dp     float8_e4m3fn      4    36,864  36,864
@@ -168,7 +148,7 @@ all_reduce      world  int32              1        20      80""",
 
 def test_rowwise_gathers_high_precision(ranks: RankPools) -> None:
     assert_expected_inline(
-        kinds(ranks(4).run_same(table_of_a_step, 2, 2, "rowwise")),
+        kinds(ranks(4).run_same(table_of_a_step, "rowwise")),
         """\
 op              axis  dtype     count  elements    bytes
 all_gather      dp    bfloat16      4    37,312   74,624
@@ -242,59 +222,17 @@ def test_rows_that_can_not_travel_in_float8_are_named(ranks: RankPools) -> None:
             assert found[0].startswith(f"0: {operand} is gathered in high precision, because")
 
 
-def uneven_weights(sizes: tuple[int, ...], precompute: bool, bf16: bool) -> list[str]:
-    """FSDP2 alone, layers whose out_features the ranks can't share evenly."""
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
-    masters = {name: p.detach().clone() for name, p in net.named_parameters()}
-    reference = copy.deepcopy(net)
-    convert_to_float8_training(reference)
-    convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
-    mesh = device_mesh(dp=torch.distributed.get_world_size())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else MixedPrecisionPolicy()
-    for layer in (*net, net):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    if precompute:
-        precompute_float8_dynamic_scale(net)
-    x = torch.randn(5, sizes[0])
-    with weights_used(net) as used:
-        output = net(x)
-    output.sum().backward()
-    wrong = wrong_casts(used, masters)
-    expected = reference(x)
-    expected.sum().backward()
-    if bf16:
-        return wrong
-    if not same_bits(output, expected):
-        wrong.append("output")
-    for (name, actual), other in zip(net.named_parameters(), reference.parameters(), strict=True):
-        if sqnr(other.grad, full(actual.grad)) < 120:
-            wrong.append(f"gradient of {name}")
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("world_size", "precompute", "bf16"), [(2, False, False), (4, True, False), (4, False, True)]
-)
-def test_uneven_and_empty_shards(
-    ranks: RankPools, world_size: int, precompute: bool, bf16: bool
-) -> None:
-    found = ranks(world_size).run(uneven_weights, (16, 33, 1, 5, 3), precompute, bf16)
-    assert found == [[]] * world_size
-
-
-def column_parallel_outputs(tp: int, sequence_parallel: bool, bf16: bool) -> list[str]:
-    world = Distributed(1, tp, sequence_parallel)
-    dtype = torch.bfloat16 if bf16 else torch.float32
+def column_parallel_outputs() -> list[str]:
+    world = Distributed(1, 4)
     for model in (world.net, world.twin):
-        model.to(dtype)
+        model.to(torch.bfloat16)
     outputs: dict[str, dict[str, torch.Tensor]] = {"net": {}, "twin": {}}
     for kind, model in (("net", world.net), ("twin", world.twin)):
         for name, layer in float8_layers(model).items():
             layer.register_forward_hook(
                 lambda m, i, o, kind=kind, name=name: outputs[kind].setdefault(name, o)
             )
-    x = torch.randn(2, 8, 64, dtype=dtype)
+    x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
     world.net.layers[0](world.mine(x))
     world.twin.layers[0](x)
     rank = world.mesh.get_local_rank("tp")
@@ -302,18 +240,13 @@ def column_parallel_outputs(tp: int, sequence_parallel: bool, bf16: bool) -> lis
         name
         for name in ("layers.0.w1", "layers.0.w3")
         if not same_bits(
-            outputs["net"][name], outputs["twin"][name].chunk(tp, dim=-1)[rank].contiguous()
+            outputs["net"][name], outputs["twin"][name].chunk(4, dim=-1)[rank].contiguous()
         )
     ]
 
 
-@pytest.mark.parametrize(
-    ("tp", "sequence_parallel", "bf16"), [(2, True, False), (2, False, True), (4, True, True)]
-)
-def test_column_parallel_outputs(
-    ranks: RankPools, tp: int, sequence_parallel: bool, bf16: bool
-) -> None:
-    assert ranks(tp).run(column_parallel_outputs, tp, sequence_parallel, bf16) == [[]] * tp
+def test_column_parallel_outputs(ranks: RankPools) -> None:
+    assert ranks(4).run(column_parallel_outputs) == [[]] * 4
 
 
 BAD = {"input": (math.nan, math.inf), "weight": (math.nan, math.inf, -math.inf)}

@@ -64,7 +64,7 @@ def moved_casts(shape: tuple[int, ...], dim: int, bad: float) -> dict[str, str]:
     return found
 
 
-SHAPES = [(6,), (5,), (1,), (6, 8), (5, 7), (1, 8), (3, 1), (4, 6, 8), (3, 5, 7), (1, 6, 8)]
+SHAPES = [(5,), (6, 8), (5, 7), (1, 8), (3, 1), (3, 5, 7)]
 LINES = [(shape, dim) for shape in SHAPES for dim in range(len(shape))]
 MOVED = [(*line, bad) for line in LINES if line != ((3, 1), 0) for bad in (0.0, torch.nan)]
 

@@ -64,6 +64,6 @@ def wrong(dp: int, tp: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
 def test_weights_are_those_of_the_engine(ranks: RankPools, dp: int, tp: int) -> None:
     assert ranks(dp * tp).run_same(wrong, dp, tp) == []

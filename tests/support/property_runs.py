@@ -10,7 +10,7 @@ from property_training import run_training
 from property_verdicts import Verdict, judge
 from ranks import RankError, RankPools
 
-# Few cases take a second; those that compile take several. A hang ends here.
+# Few cases take a second. A hang ends here.
 TIMEOUT_S = 120.0
 
 

@@ -6,31 +6,26 @@ ranks. A pass is right if
 - the operands of each float8 GEMM are bitwise this rank's parts of the twin's;
 - the output is the twin's: bitwise without tensor parallelism, else but for the order of a sum;
 - the gradients are the means of the twin's, but for the order of the sum.
-
-A pass of compiled code shows no GEMMs: its output and its weights' gradients are bitwise those of
-eager code.
 """
 
 import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from nets import MLP, Net, full, net_plan
 from property_cases import MESHES, TrainCase, ranks_of
 from property_casts import part_of
 from property_values import DTYPES, values
 from property_verdicts import WrongResult, documented
 from ranks import device_mesh
-from reference import same_values, scale_of_elements
+from reference import same_values, scales_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -127,18 +122,16 @@ class World:
 
     def build(
         self,
-        before: Callable[[nn.Module], object] | None = None,
         after: Callable[[nn.Module], object] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """A new model and a new twin.
 
         Args:
-            before: a change before they are converted.
             after: a change before the model is distributed.
             weights: those to begin with.
         """
-        self.net, self.twin = (self.model(config, before) for config in self.configs)
+        self.net, self.twin = (self.model(config) for config in self.configs)
         for model in (self.net, self.twin) if weights is not None else ():
             model.load_state_dict(weights)
         if after is not None:
@@ -146,24 +139,16 @@ class World:
         self.distribute()
         self.optimizer = self.make_optimizer(self.net)
 
-    def rebuild(
-        self,
-        before: Callable[[nn.Module], object] | None = None,
-        after: Callable[[nn.Module], object] | None = None,
-    ) -> None:
+    def rebuild(self, after: Callable[[nn.Module], object] | None = None) -> None:
         """Goes on with another model and another twin, in which all weights are trained."""
         self.same_weights()
         histories = [Float8State(model).state_dict() for model in (self.net, self.twin)]
-        self.build(before, after, self.twin.state_dict())
+        self.build(after, self.twin.state_dict())
         for model, saved in zip((self.net, self.twin), histories, strict=True):
             Float8State(model).load_state_dict(saved)
 
-    def model(
-        self, config: Float8LinearConfig, before: Callable[[nn.Module], object] | None
-    ) -> GatedNet:
+    def model(self, config: Float8LinearConfig) -> GatedNet:
         net = GatedNet(self.case, layers=1 if self.tp > 1 else 2).to(DTYPES[self.case.dtype])
-        if before is not None:
-            before(net)
         convert_to_float8_training(net, config=config)
         return net
 
@@ -232,13 +217,12 @@ class World:
         """Whether some weights are frozen."""
         return not all(parameter.requires_grad for parameter in self.net.parameters())
 
-    def run(self, training: bool, accumulates: bool = False, compiled: bool = False) -> None:
+    def run(self, training: bool, accumulates: bool = False) -> None:
         """A pass of the model beside the twin's.
 
         Args:
             training: whether there is a backward.
             accumulates: add to the gradients of the pass before.
-            compiled: the model runs compiled code.
         """
         self.same_weights()
         self.passes += 1
@@ -251,8 +235,7 @@ class World:
             self.tokens: list[torch.Tensor] = []
         own = self.rank // self.tp
         with torch.set_grad_enabled(training):
-            # Recorded code is not one graph.
-            with nullcontext() if compiled else record_gemms() as found:
+            with record_gemms() as found:
                 mine = self.forward(self.net, self.given(self.batch(own)))
                 if training:
                     mine.backward(self.part(self.grad(own)))
@@ -268,11 +251,9 @@ class World:
                 if replica == own:
                     expected, output, summed = records, theirs, inputs
         of_net = [(name, p.grad) for name, p in self.net.named_parameters()]
-        # (A bias has as its gradient a sum, whose order compiled code may change.)
-        self.found = [mine.detach(), *(p.grad for p in self.net.parameters() if p.ndim == 2)]
         whole = [(name, full(grad) if grad is not None else None) for name, grad in of_net]
         self.together(
-            lambda: self.check_operands(found, expected) if found is not None else None,
+            lambda: self.check_operands(found, expected),
             lambda: self.check_output(
                 local_tensor(mine).detach(), self.part(output.detach()), expected, summed
             ),
@@ -321,17 +302,13 @@ class World:
             empty = not (record.a.numel() and record.b.numel())
             sides = zip(["left", "right"], record[2:4], twin[2:4], split[record.gemm], strict=True)
             for side, mine, theirs, dim in sides:
-                qdata, scale, own_scale = theirs.qdata, theirs.scale, mine.scale
-                if scale.dtype is torch.uint8:  # a part may begin within a block
-                    scale, own_scale = scale_of_elements(theirs), scale_of_elements(mine)
+                qdata, scale = theirs.qdata, scales_of(theirs)
                 if dim is not None:
-                    qdata = part_of(qdata, dim, self.tp, rank)
-                    if scale.ndim and scale.shape[dim] > 1:
-                        scale = part_of(scale, dim, self.tp, rank)
+                    qdata, scale = (part_of(x, dim, self.tp, rank) for x in (qdata, scale))
                 # Scales of empty rows are of no use, and neither is what was folded with them.
-                if empty and (scale.ndim or own_scale.ndim):
+                if empty and (theirs.scale.ndim or mine.scale.ndim):
                     continue
-                if not same_values(own_scale, scale):
+                if not same_values(scales_of(mine), scale):
                     raise WrongResult(f"{name}: {side} scale {mine.scale}, twin {scale}")
                 if not same_values(with_one_zero(mine.qdata), with_one_zero(qdata)):
                     raise WrongResult(
@@ -344,8 +321,9 @@ class World:
 
     def check_weights(self) -> None:
         mine = dict(self.net.named_parameters())
-        pairs = [(name, full(mine[name]), p) for name, p in self.twin.named_parameters()]
-        self.together(lambda: check_same([m for _, m, _ in pairs], [t for _, _, t in pairs]))
+        for name, theirs in self.twin.named_parameters():
+            if not same_values(mine[name], theirs):
+                raise WrongResult(f"{name} is {mine[name]}, twin {theirs}")
 
     def check_output(
         self,
@@ -396,14 +374,6 @@ def stored_layers(net: nn.Module) -> dict[str, nn.Linear]:
 def with_one_zero(x: torch.Tensor) -> torch.Tensor:
     """float8 data without the signs of zeros, which a GEMM of another shape may change."""
     return x.view(torch.uint8).masked_fill(x.float() == 0, 0).view(x.dtype)
-
-
-def check_same(mine: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> None:
-    for a, b in zip(mine, theirs, strict=True):
-        if (a is None or b is None) and a is not b:
-            raise WrongResult(f"{a} beside {b}")
-        if a is not None and b is not None and not same_values(local_tensor(a), local_tensor(b)):
-            raise WrongResult(f"{a} differs from {b}")
 
 
 def check_near(
@@ -464,17 +434,6 @@ def write_after_precompute(world: World) -> None:
     world.run(training=write % 3 > 0)
 
 
-def merge(world: World) -> None:
-    """What PEFT does to frozen weights, in the midst of training: it writes through ``.data``."""
-    weights = [layer.w1.weight for layer in world.net.layers]
-    world.both(partial(freeze, True))
-    for factor in (None, 3.0, 1 / 3):
-        for weight in weights if factor else ():
-            weight.data *= factor
-        world.run(training=True)
-    world.both(partial(freeze, False))
-
-
 def load_checkpoint(world: World) -> None:
     """One ``dcp.load`` takes the model and its histories back to where they were saved."""
     # (The twin is in a state_dict of its own: its histories are the same.)
@@ -520,82 +479,6 @@ def micro_batches(world: World) -> None:
     world.update()
 
 
-def dry_run(world: World) -> None:
-    """A pass whose gradients are thrown away, of huge values. The twin has none."""
-    net, way = world.net, (world.case.seed + world.passes) % 4
-    size = 10.0 ** (4 + (7 * world.case.seed + world.passes) % 17)
-    replica = world.rank // world.tp
-    x = (world.drawn("normal", replica) * size).requires_grad_()
-    net.zero_grad()
-    output = world.forward(net, world.given(x))
-    grad = world.part(world.drawn("normal", replica + 5) * size)
-    if way == 1:  # as torch infers the shapes of a pipeline's stages
-        torch.autograd.grad(output, x, grad)
-    elif way > 1:
-        output.backward(grad)
-    del output
-    net.zero_grad(set_to_none=way < 3)
-    if way == 3:
-        world.both(invalidate_float8_scales)
-        world.of_twin, world.tokens = [], []
-    world.run(training=True, accumulates=way == 3)
-    world.optimizer.step()
-    world.update()
-    world.run(training=True)  # with scales of the step before
-
-
-def hooks(world: World) -> None:
-    """Goes on with layers that had hooks before they were converted."""
-    number = world.case.seed + world.passes
-    added: list[Hooks] = []
-
-    def add(net: nn.Module) -> None:
-        linear = {n: each for n, each in net.named_modules() if isinstance(each, nn.Linear)}
-        added.append(Hooks(linear, number % 2 > 0))
-
-    world.rebuild(before=add)
-    world.run(training=True)
-    for model, its in zip((world.net, world.twin), added, strict=True):
-        its.check(model)
-        if number % 4 > 1:
-            its.remove()
-    world.run(training=True)
-
-
-class Hooks:
-    """Hooks of layers that change nothing.
-
-    of_accelerate: whether accelerate's replace the ``forward`` of each layer, too.
-    """
-
-    def __init__(self, layers: dict[str, nn.Linear], of_accelerate: bool) -> None:
-        self.layers, self.of_accelerate = layers, of_accelerate
-        self.called: set[str] = set()
-        self.handles: list[Any] = []
-        for layer in layers.values():
-            self.handles += [
-                layer.register_forward_pre_hook(lambda *_: self.called.add("forward pre-hook")),
-                layer.register_forward_hook(lambda *_: self.called.add("forward hook")),
-                layer.register_load_state_dict_pre_hook(
-                    lambda *_: self.called.add("load_state_dict pre-hook")
-                ),
-            ]
-            if of_accelerate:
-                add_hook_to_module(layer, ModelHook())
-
-    def check(self, net: nn.Module) -> None:
-        """Whether the converted layers are the same objects, and all hooks were called."""
-        others = [n for n, each in self.layers.items() if net.get_submodule(n) is not each]
-        if others or len(self.called) < 3:
-            raise WrongResult(f"hooks: called were {self.called}; another layer: {others}")
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for layer in self.layers.values() if self.of_accelerate else ():
-            remove_hook_from_module(layer)
-
-
 def store_frozen(world: World) -> None:
     """Weights that are frozen in float8 before the model is distributed, and trained again."""
 
@@ -636,22 +519,6 @@ def linear_and_back(world: World) -> None:
     world.run(training=True)
 
 
-def compiled_step(world: World) -> None:
-    """A pass of compiled code, beside one of eager code over the same values."""
-    world.run(training=True)
-    eager = world.found
-    world.passes -= 1
-    # (One layer takes half the time. What prepares its inputs belongs to a graph of the model.)
-    part = world.net if world.tp > 1 and world.replicas == 1 else world.net.layers[-1]
-    part.compile(backend="aot_eager")
-    world.run(training=True, compiled=True)
-    part._compiled_call_impl = None  # what compile() sets
-    torch._dynamo.reset()
-    world.together(lambda: check_same(world.found, eager))
-    world.optimizer.step()
-    world.update()
-
-
 def deep_copy(world: World) -> None:
     if world.replicas == 1:  # FSDP2 refuses to be copied
         world.net = copy.deepcopy(world.net)
@@ -688,13 +555,9 @@ ACTIONS: dict[str, Callable[[World], None]] = {
     "checkpointing": toggle_checkpointing,
     "precompute": changed(precompute_float8_dynamic_scale),
     "precompute, write": write_after_precompute,
-    "merge": merge,
     "dcp.load": load_checkpoint,
-    "dry run": dry_run,
-    "hooks": hooks,
     "freeze to float8, unfreeze": store_frozen,
     "convert_to_linear and back": linear_and_back,
-    "compiled step": compiled_step,
     "sync": changed(sync_float8_amax_and_scale_history),
     "invalidate": changed(invalidate_float8_scales),
 }

@@ -121,8 +121,14 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a_nan, b_nan) and torch.equal(a_bits, b_bits)
 
 
+def scales_of(x: Float8Tensor) -> torch.Tensor:
+    """The scale of each element."""
+    scales = x.scheme.element_scales(x.scales, x.shape, x.start)
+    return scales.expand(x.shape).contiguous()
+
+
 def scale_of_elements(x: Float8Tensor) -> torch.Tensor:
-    """The scale of each element, fp32, of the shape of a tensor with scales of blocks."""
+    """`scales_of` a tensor with one level of blocks, by a formula that is not the library's."""
     rows, columns = map(int, re.findall(r"\d+", x.scheme.covers))
     first_row, first_column = x.start
     j = (torch.arange(x.shape[-1]) + first_column).div(columns, rounding_mode="floor")
