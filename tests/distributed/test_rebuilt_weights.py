@@ -5,7 +5,6 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from operator import is_
 from typing import Any
 
@@ -18,7 +17,6 @@ from ranks import RankPools, device_mesh
 from reference import raised, same_bits, weights_used
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8_dist.text
 from fp8_dist import (
@@ -34,7 +32,6 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor_parallel import Float8ColwiseParallel, apply_tp_plan
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -290,25 +287,3 @@ def test_rewrapping_a_weight_that_an_embedding_shares_is_refused() -> None:
     assert "for all its users, but head.weight is also words.weight. Leave these layers" in text
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in before.items())
-
-
-@on_ranks(2)
-def test_a_weight_of_another_type_is_refused_on_a_mesh() -> None:
-    def replace(layer: Float8Linear) -> None:
-        plain = torch.zeros(layer.out_features, layer.in_features)
-        layer.weight = nn.Parameter(TwoTensor(plain, plain), requires_grad=False)
-
-    sharded, resident, parallel, alone = net(), net(), net(), net()
-    shard(sharded)
-    fully_shard(resident, mesh=device_mesh(dp=2))
-    with torch.no_grad():
-        resident(torch.randn(2, 8, 64))  # the root's weights stay unsharded until the backward
-    apply_tp_plan(parallel, device_mesh(tp=2), {"layers.0.w1": Float8ColwiseParallel()})
-    layers = [model.layers[0].w1 for model in (sharded, resident, parallel)]
-    found = [raised(NotImplementedError, partial(replace, layer)) for layer in layers]
-    replace(alone.layers[0].w1)
-    kinds = [type(layer) for layer in (*layers, alone.layers[0].w1)]
-    assert kinds == [Float8Linear] * 3 + [nn.Linear]
-    for text in found:
-        assert text.startswith("layers.0.w1: a torch.testing._internal.two_tensor.TwoTensor can't")
-        assert "replace the weight of a layer that is distributed. Load the state dict" in text

@@ -117,17 +117,13 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
         assert page.count(zero) == 1
     assert "loss, nats per token" in pictures[0]
     assert all(f">{SPIKE}</text>" in picture for picture in pictures[7:])
+    # Links of anomalies lead to the pictures of their layers.
+    (table,) = re.findall('<table id="anomalies">.*?</table>', page, re.S)
+    assert re.findall('href="#([^"]*)"', table) == ["layer-0-0"]
+    assert page.count('id="layer-0-0"') == 1
     # It needs nothing else.
     assert not re.search(r"<script|\bhref=\"[^#]|@import|url\(", page)
     assert "default-src 'none'" in page
-
-
-def test_links_of_anomalies_lead_to_their_layer(tmp_path: Path) -> None:
-    page, _ = page_of(write_run(tmp_path / "run"))
-    (table,) = re.findall('<table id="anomalies">.*?</table>', page, re.S)
-    targets = re.findall('href="#([^"]*)"', table)
-    assert targets == ["layer-0-0"]
-    assert page.count('id="layer-0-0"') == 1
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
@@ -161,7 +157,7 @@ def test_metrics_that_are_rare_or_never_positive(tmp_path: Path) -> None:
 
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     bad = "</script><img src=x onerror=alert(1)><b>&amp;</b>$x$"
-    write_run(tmp_path, [bad, *LAYERS], recipe=bad, **{bad: bad})
+    write_run(tmp_path, [bad, SPIKE], recipe=bad, **{bad: bad})
     write_lines(tmp_path / "anomalies.jsonl", [ANOMALY | {"fqn": bad, "message": f"{bad}: {bad}"}])
     page, pictures = page_of(tmp_path)
     for text in (page, *pictures):
