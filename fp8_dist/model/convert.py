@@ -306,11 +306,10 @@ def _not_linear(module: nn.Module) -> Iterator[str]:
             "with the transposed weight before the conversion (docs/transformers.md shows how)"
         )
     if experts := [row for row in summary.skipped if row.kind == "experts"]:
-        share, _ = summary.shares(experts)
         yield (
             "Experts whose weights are 3-D parameters are not nn.Linear and stay in high "
             f"precision: {_listed((row.name, row.shape) for row in experts)}. They hold "
-            f"{share:.1%} of the model's parameters (conversion_summary has their FLOPs too). "
+            f"{summary.share(experts):.1%} of the model's parameters. "
             "fp8_dist.moe.convert_experts_to_float8_training converts those that it knows"
         )
 

@@ -50,7 +50,7 @@ def test_layers_with_hooks_compute_in_float8(
     hook(model)
     for _ in range(2):
         assert convert_to_float8_training(model, config=config) is model
-        assert conversion_summary(model).flop_share == 1.0
+        assert not conversion_summary(model).skipped
         assert same_bits(model(x), expected)
         assert same_bits(copy.deepcopy(model)(x), expected)
         convert_to_linear(model)

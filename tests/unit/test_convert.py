@@ -192,22 +192,21 @@ class GroupedExperts(nn.Module):
 
 
 class MoE(nn.Module):
-    def __init__(self, experts: int, dim: int, top_k: int) -> None:
+    def __init__(self, experts: int, dim: int) -> None:
         super().__init__()
         self.router, self.experts = nn.Linear(dim, experts), GroupedExperts(experts, dim)
-        self.router.top_k = top_k
 
 
 def test_experts_are_named_with_their_shares() -> None:
-    model = nn.ModuleDict({"wo": nn.Linear(32, 32, bias=False), "moe": MoE(16, 32, top_k=4)})
+    model = nn.ModuleDict({"wo": nn.Linear(32, 32, bias=False), "moe": MoE(16, 32)})
     (text,) = warned(model)
     assert_expected_inline(
         text,
         """\
 convert_to_float8_training: These converted layers are routers, so float8 changes which experts compute: moe.router (16 x 32). module_filter_fn=skip_head(model) leaves them in high precision
-Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: moe.experts.w1 (16 x 64 x 32), moe.experts.w2 (16 x 32 x 64). They hold 97.7% of the model's parameters (conversion_summary has their FLOPs too). fp8_dist.moe.convert_experts_to_float8_training converts those that it knows""",
+Experts whose weights are 3-D parameters are not nn.Linear and stay in high precision: moe.experts.w1 (16 x 64 x 32), moe.experts.w2 (16 x 32 x 64). They hold 97.7% of the model's parameters. fp8_dist.moe.convert_experts_to_float8_training converts those that it knows""",
     )
-    (text,) = warned(nn.ModuleList(MoE(16, 32, top_k=1) for _ in range(6)))
+    (text,) = warned(nn.ModuleList(MoE(16, 32) for _ in range(6)))
     assert "0.experts.w2 (16 x 32 x 64), 1.experts.w1 (16 x 64 x 32), 1.experts" in text
     assert "and 8 more. They" in text
 

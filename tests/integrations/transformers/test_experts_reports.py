@@ -348,17 +348,16 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 module_filter_fn=skip_head(model)
 experts: Float8ExpertsConfig('rowwise_folded')
 
-conversion_summary: 12 of 15 weights in float8, 96.1% of 230,208 parameters, 96.8% of FLOPs
-FLOPs: of products with weights, without attention's own products and convolutions
-  weight                                       shape                 parameters  FLOPs  reason
-  model.layers.*.self_attn.q_proj (2)          64 x 64       float8        3.6%   6.5%
-  model.layers.*.self_attn.k_proj (2)          32 x 64       float8        1.8%   3.2%
-  model.layers.*.self_attn.v_proj (2)          32 x 64       float8        1.8%   3.2%
-  model.layers.*.self_attn.o_proj (2)          64 x 64       float8        3.6%   6.5%
-  model.layers.*.mlp.gate.weight (2)           4 x 64        skip          0.2%   0.0%  no nn.Linear, but a parameter of MixtralTopKRouter (may be a table or a matrix; not counted in FLOPs)
-  model.layers.*.mlp.experts.gate_up_proj (2)  4 x 256 x 64  float8       56.9%  51.6%
-  model.layers.*.mlp.experts.down_proj (2)     4 x 64 x 128  float8       28.5%  25.8%
-  lm_head                                      64 x 64       skip          1.8%   3.2%  skip_head: it is the model's head
+conversion_summary: 12 of 15 weights in float8, 96.1% of 230,208 parameters
+  weight                                       shape                 parameters  reason
+  model.layers.*.self_attn.q_proj (2)          64 x 64       float8        3.6%
+  model.layers.*.self_attn.k_proj (2)          32 x 64       float8        1.8%
+  model.layers.*.self_attn.v_proj (2)          32 x 64       float8        1.8%
+  model.layers.*.self_attn.o_proj (2)          64 x 64       float8        3.6%
+  model.layers.*.mlp.gate.weight (2)           4 x 64        skip          0.2%  no nn.Linear, but a parameter of MixtralTopKRouter
+  model.layers.*.mlp.experts.gate_up_proj (2)  4 x 256 x 64  float8       56.9%
+  model.layers.*.mlp.experts.down_proj (2)     4 x 64 x 128  float8       28.5%
+  lm_head                                      64 x 64       skip          1.8%  skip_head: it is the model's head
   (embeddings, norms, biases, ...)                                         1.9%
 
 float8 layers that auto_filter("rowwise_folded", tp_size=2) would leave out (a GPU refuses dims that are not multiples of 16, unless pad_inner_dim=True)

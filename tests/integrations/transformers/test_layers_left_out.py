@@ -135,4 +135,4 @@ def test_experts_of_transformers_are_named() -> None:
         convert_to_float8_training(model, module_filter_fn=skip_head(model))
     text = str(record[0].message)
     assert "layers.0.mlp.experts.gate_up_proj (8 x 256 x 64)" in text
-    assert "FLOPs too). fp8_dist.moe.convert_experts" in text
+    assert "of the model's parameters. fp8_dist.moe.convert_experts" in text
