@@ -170,19 +170,18 @@ def test_axes_that_overlap() -> None:
     assert text.startswith("weights live on meshes whose axes overlap (")
 
 
-def of_flattened_axes() -> tuple[int, list[bool]]:
-    """Collectives, and whether scales are right: of weights on a flattened axis and on its parts.
+def right_scales(factor: float, meshes: tuple[DeviceMesh, DeviceMesh]) -> tuple[int, list[bool]]:
+    """Collectives of precompute, and whether the scales of two weights are right.
 
-    The second weight differs between the ranks of an axis that its mesh lacks.
+    Each is on a mesh of its own; the first differs between the ranks that its mesh lacks, by a factor.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     net = convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))))
-    masters = [net[0].weight.detach().clone(), net[1].weight * 8.0 ** mesh.get_local_rank("b")]
-    meshes = (mesh._flatten("ab"), mesh["a"])
+    masters = [net[0].weight.detach() * factor, net[1].weight.detach().clone()]
     for layer, master, part in zip(net, masters, meshes, strict=True):
-        weight = distribute_tensor(master.detach(), part, [Shard(0)], src_data_rank=None)
+        placements = [Shard(0), Shard(1)][: part.ndim]
+        weight = distribute_tensor(master, part, placements, src_data_rank=None)
         layer.weight, layer.bias = nn.Parameter(weight), None
-    with comm_audit(mesh) as audit:
+    with comm_audit() as audit:
         precompute_float8_dynamic_scale(net)
     with weights_used(net) as used:
         for layer in net:
@@ -191,32 +190,25 @@ def of_flattened_axes() -> tuple[int, list[bool]]:
     return audit.count(), [torch.equal(used[f"{i}"].scale, s) for i, s in enumerate(expected)]
 
 
+def of_flattened_axes() -> tuple[int, list[bool]]:
+    """Of weights on one of two axes, and on both, flattened."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return right_scales(8.0 ** mesh.get_local_rank("b"), (mesh["a"], mesh._flatten("ab")))
+
+
+def of_missing_axes() -> tuple[int, list[bool]]:
+    """Of weights on one of three axes, and on the two others."""
+    mesh = device_mesh(a=2, b=2, c=2)
+    place = 2 * mesh.get_local_rank("b") + mesh.get_local_rank("c")
+    return right_scales(2.0**place, (mesh["a"], mesh["b", "c"]))
+
+
 def test_weights_on_a_flattened_axis_and_on_its_parts(ranks: RankPools) -> None:
     assert ranks(4).run_same(of_flattened_axes) == (1, [True, True])
 
 
-def of_missing_axes() -> list[bool]:
-    """Whether scales are right: of a weight that differs along two axes of another's mesh."""
-    mesh = device_mesh(a=2, b=2, c=2)
-    place = 2 * mesh.get_local_rank("b") + mesh.get_local_rank("c")
-    net = convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))))
-    masters = [net[0].weight.detach() * 2.0**place, net[1].weight.detach().clone()]
-    for layer, master, part in zip(net, masters, (mesh["a"], mesh["b", "c"]), strict=True):
-        placements = [Shard(0), Shard(1)][: part.ndim]
-        weight = distribute_tensor(master, part, placements, src_data_rank=None)
-        layer.weight, layer.bias = nn.Parameter(weight), None
-    with comm_audit(mesh) as audit:
-        precompute_float8_dynamic_scale(net)
-    assert audit.count() == 1
-    with weights_used(net) as used:
-        for layer in net:
-            layer(distribute_tensor(torch.ones(4, 32), layer.weight.device_mesh))
-    expected = [cast_to_float8(master, CastConfig()).scale for master in masters]
-    return [torch.equal(used[f"{i}"].scale, scale) for i, scale in enumerate(expected)]
-
-
 def test_weights_that_differ_along_two_axes_that_they_lack(ranks: RankPools) -> None:
-    assert ranks(8).run(of_missing_axes) == [[True, True]] * 8
+    assert ranks(8).run_same(of_missing_axes) == (1, [True, True])
 
 
 def resharding_turned_off() -> bool:
