@@ -346,8 +346,9 @@ def parameters_of_ddp() -> set[int]:
     """The ids of the parameters of all modules that DistributedDataParallel wraps."""
     if not (is_available() and is_initialized()):
         return set()
-    kinds = (DistributedDataParallel,)
-    models = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
+    # An object refers to its class. To ask all objects for their classes takes four times as long.
+    models = [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
     inner = [model._modules.get("module") for model in models]
     return {id(p) for module in inner if module is not None for p in module.parameters()}
 
