@@ -57,10 +57,6 @@ class Run:
         """The metrics, in the order in which they were first logged."""
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
 
-    def in_order_of_casts(self) -> list[Row]:
-        """The rows of ``stats``, in the order of the casts."""
-        return sorted(self.stats or [], key=lambda row: (row["step"], row.get("position", 0)))
-
 
 def read_runs(folders: list[Path]) -> list[Run]:
     """Read several runs; those whose folders have the same name are named by the whole path."""

@@ -97,18 +97,11 @@ def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def alerts(run: Run, prefix: str) -> Iterator[str]:
-    """Yield sentences about values that are not finite: where the first of them is, by cast."""
+    """Yield sentences about metrics that are not finite."""
     for name in run.metric_names:
         bad = [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]
         if bad:
             yield f"{prefix}{name} is not finite in {len(bad)} steps, first in {bad[0]}."
-    first: dict[str, Row] = {}
-    for row in run.in_order_of_casts():
-        if not row["finite"]:
-            first.setdefault(row["label"], row)
-    for label, row in first.items():
-        layer = f"{row['fqn'] or 'the model'} at step {row['step']}"
-        yield f"{prefix}the first values that are not finite in the {label}: {layer}."
 
 
 def layers_with_anomalies(run: Run) -> list[str]:
