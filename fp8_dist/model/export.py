@@ -23,12 +23,7 @@ from fp8_dist.linear.weight import (
     weights_by_layer,
     weights_of,
 )
-from fp8_dist.mesh import (
-    Layout,
-    full_tensors,
-    local_tensor,
-    with_local,
-)
+from fp8_dist.mesh import Layout, full_tensors, local_tensor, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, whole_statistics_of_each
 from fp8_dist.text import without_wrappers
@@ -72,10 +67,7 @@ class _Source(NamedTuple):
 
 
 def iter_float8_weights(
-    model: nn.Module,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    ranks: Collection[int] | None = None,
+    model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, ranks: Collection[int] | None = None
 ) -> Iterator[WeightEntry]:
     """Iterate over a model's tensors, with converted weights in float8 as GEMMs multiply them.
 
