@@ -27,7 +27,6 @@ from fp8_dist.config import (
 )
 from fp8_dist.fsdp import (
     Float8AllGatherWeight,
-    attach_precompute,
     attach_update,
     precompute_float8_dynamic_scale,
     rewrap_float8_weights,
@@ -81,7 +80,6 @@ __all__ = [
     "ScalingType",
     "WeightEntry",
     "__version__",
-    "attach_precompute",
     "attach_update",
     "auto_filter",
     "cast_to_float8",

@@ -658,8 +658,3 @@ def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
         return float(reduced_over.size())
     # A ReduceOp of PREMUL_SUM does not expose its factor.
     return 1.0 if op == ReduceOp.SUM else float(group.gradient_divide_factor)
-
-
-def ddp_hook_states(model: DistributedDataParallel) -> list[Any]:
-    """The states of a DDP model's communication hooks."""
-    return [state for _, state in model._comm_hooks]

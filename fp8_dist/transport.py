@@ -4,8 +4,7 @@ Nothing is summed in the narrow type. Ranks exchange encoded pieces in an all-to
 owns a sum decodes the pieces it receives, and adds them in fp32, in the order of ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -148,73 +147,6 @@ def _parts(
             yield part.view(number), None
 
 
-class GradientErrors:
-    """Error feedback: the encoding errors of a stage are added to the values that it encodes next.
-
-    An object holds the errors of each stage of the exchange of some parameters' gradients. They are
-    kept in float8 with block exponents: 1.008 bytes for each value of the unsharded gradient, all
-    of which this rank encodes.
-
-    Args:
-        rows: the leading dims of the rows of each stage, () for those of sums. A stage of one rank
-            encodes nothing.
-        device: the device on which gradients are reduced.
-    """
-
-    def __init__(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        self.parts: Sequence[Part] = ()  # the parts of the next rows to be encoded
-        self.rows = {stage: shape for stage, shape in enumerate(rows) if shape[:1] != (1,)}
-        self.device = device
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def keep_for(self, parts: Sequence[Part]) -> None:
-        """Keep the errors of these parts only. New ones start at zero.
-
-        Parameters may be frozen, or trained again, from one step to the next.
-        """
-        sizes = {part.number: part.size for part in parts if part.encoding is not None}
-        before, self._kept = self._kept, {}
-        for (number, size), (stage, shape) in product(sizes.items(), self.rows.items()):
-            if (number, stage) in before:
-                self._kept[number, stage] = before[number, stage]
-                continue
-            codes = torch.zeros(*shape, size, dtype=torch.uint8, device=self.device)
-            self._kept[number, stage] = codes, codes.new_ones(*shape, blocks_of(size))
-
-    def tensors(self, names: Mapping[int, str], rank: str) -> dict[str, torch.Tensor]:
-        """Return the uint8 tensors of the parameters that have ``names``, by their numbers.
-
-        The name of a tensor contains its shape and ``rank``.
-        """
-        found: dict[str, torch.Tensor] = {}
-        for (number, stage), pair in self._kept.items():
-            for kind, tensor in zip(("codes", "exponents"), pair, strict=True):
-                if number in names:
-                    shape = "x".join(map(str, tensor.shape))
-                    found[f"{names[number]}.{stage}.{kind}.{shape}.{rank}"] = tensor
-        return found
-
-    def added(self, stage: int, rows: torch.Tensor) -> torch.Tensor:
-        """Return ``rows`` ``[..., S]`` plus the kept errors, in fp32."""
-        rows = rows.to(torch.float32, copy=True)
-        for number, values in self._encoded(rows):
-            values.add_(decode_float8(*self._kept[number, stage]))
-        return rows
-
-    def keep(self, stage: int, errors: torch.Tensor) -> None:
-        """Replace the kept errors with ``errors`` ``[..., S]``, fp32 and finite."""
-        for number, values in self._encoded(errors):
-            found = encode_float8(values, NEAREST)
-            for old, new in zip(self._kept[number, stage], found, strict=True):
-                old.copy_(new)
-
-    def _encoded(self, rows: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return the numbers of the encoded parts, with their values in ``rows``."""
-        values = rows.split([part.size for part in self.parts], -1)
-        every = zip(self.parts, values, strict=True)
-        return [(part.number, own) for part, own in every if part.encoding is not None]
-
-
 def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Send ``rows[i]`` to rank i of a group. Row i of the result comes from rank i.
 
@@ -230,44 +162,25 @@ def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def reduce_scatter(
-    x: torch.Tensor,
-    runs: Sequence[Part],
-    groups: Sequence[dist.ProcessGroup],
-    *,
-    seed: int = NEAREST,
-    errors: GradientErrors | None = None,
+    x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup, seed: int = NEAREST
 ) -> torch.Tensor:
     """Sum the rows that all ranks hold for this rank.
-
-    There is one stage for each group. If there are two, ranks first sum within the first group, and
-    then exchange these sums within the second one. Rank i of all ranks is rank ``i % size`` in its
-    first group and rank ``i // size`` in its second one, where ``size`` is that of the first.
 
     Args:
         x: ``[W, ..., S]``, floating point; row i is for rank i.
         runs: the runs of each row.
-        seed: the seed of stochastic rounding, which must differ between these ranks. Each stage
-            derives its own from it.
-        errors: error feedback.
+        seed: the seed of stochastic rounding, which must differ between the ranks.
 
     Returns:
         The sum, fp32 ``[..., S]``. A rank's own summand is not rounded.
 
-    Collectives: an all-to-all for each stage of more than one rank. The first sends W encoded rows.
-    A later one sends W divided by the product of the sizes of the stages before.
+    Collectives: an all-to-all of the encoded rows; none for one rank.
     """
     if len(x) == 1:
         return x[0].to(torch.float32, copy=True)
-    for stage, group in enumerate(groups):
-        if group.size() == 1:
-            continue
-        dtype, rank, own_seed = x.dtype, group.rank(), seed_of(seed, stage)
-        # [ranks, rows for each of them, ..., S]
-        rows = x.view(len(x) // group.size(), group.size(), *x.shape[1:]).transpose(0, 1)
-        wire, rows = _encoded(rows, runs, dtype, stage, own_seed, errors, exact=rank)
-        received = funcol.wait_tensor(start_all_to_all(wire, group))
-        x = sum_of(received, runs, dtype, rows[rank], rank)
-    return x.view(x.shape[1:])
+    received = funcol.wait_tensor(start_all_to_all(encode(x, runs, x.dtype, seed), group))
+    rank = group.rank()
+    return sum_of(received, runs, x.dtype, x[rank], rank)
 
 
 def all_reduce(
@@ -278,7 +191,6 @@ def all_reduce(
     sums: Encoding,
     divisor: float = 1,
     seed: int = NEAREST,
-    errors: GradientErrors | None = None,
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
@@ -289,57 +201,22 @@ def all_reduce(
         parts: the parts of ``x``.
         sums: the encoding of the sums of parts in float8. Those of other parts are gathered in the
             dtype of ``x``.
-        errors: error feedback of the summands. It includes the sums if it has a second stage.
 
     Collectives: an all-to-all of the encoded ``x``, and an all-gather of the sums.
     """
     ranks = group.size()
-    own_parts = split(parts, ranks)
+    own_parts = [part._replace(size=-(-part.size // ranks)) for part in parts]
     pieces = [
         pad(piece, (0, ranks * own.size - len(piece))).view(ranks, own.size)
         for piece, own in zip(x.split([part.size for part in parts]), own_parts, strict=True)
     ]
-    runs = runs_of(own_parts, seed)
-    own = reduce_scatter(torch.cat(pieces, -1), runs, [group], seed=seed, errors=errors)
+    own = reduce_scatter(torch.cat(pieces, -1), runs_of(own_parts, seed), group, seed)
     of_sums = (p._replace(encoding=sums if p.encoding == "float8" else None) for p in own_parts)
-    runs, seed = runs_of(of_sums, seed), seed_of(seed, 1)
-    wire, _ = _encoded(own.div_(divisor), runs, x.dtype, 1, seed, errors)
+    runs = runs_of(of_sums, seed)
+    wire = encode(own.div_(divisor), runs, x.dtype, seed_of(seed, 1))
     rows = decode(_gathered(wire.unsqueeze(0), group), runs, x.dtype)
     columns = rows.split([part.size for part in own_parts], -1)
     return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
-
-
-def split(parts: Sequence[Part], ranks: int) -> list[Part]:
-    """The piece of each part that one rank sums in :func:`all_reduce`, including padding."""
-    return [part._replace(size=-(-part.size // ranks)) for part in parts]
-
-
-def _encoded(
-    rows: torch.Tensor,
-    runs: Sequence[Part],
-    dtype: torch.dtype,
-    stage: int,
-    seed: int,
-    errors: GradientErrors | None,
-    exact: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode the rows of a stage plus its kept errors, and keep the new ones.
-
-    Returns:
-        The bytes, and the numbers of which they are the encoding. Row ``exact`` of these leaves no
-        errors, because its bytes are not used.
-    """
-    if errors is None or stage not in errors.rows:
-        return encode(rows, runs, dtype, seed), rows
-    rows = errors.added(stage, rows)
-    wire = encode(rows, runs, dtype, seed)
-    left = rows - decode(wire, runs, dtype)
-    # Infinity and NaN are encoded exactly, and leave no error.
-    left.masked_fill_(left.isfinite().logical_not_(), 0.0)
-    if exact is not None:
-        left[exact] = 0.0
-    errors.keep(stage, left)
-    return wire, rows
 
 
 class Reduction(NamedTuple):

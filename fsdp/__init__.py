@@ -11,7 +11,6 @@ from fp8_dist.fsdp.ddp_hook import Float8DDPState, float8_ddp_hook
 from fp8_dist.fsdp.gradient_transport import set_gradient_transport
 from fp8_dist.fsdp.precompute import precompute_float8_dynamic_scale
 from fp8_dist.fsdp.update import (
-    attach_precompute,
     attach_update,
     sync_float8_amax_and_scale_history,
     update_float8_scales,
@@ -22,7 +21,6 @@ from fp8_dist.mesh import make_amax_group
 __all__ = [
     "Float8AllGatherWeight",
     "Float8DDPState",
-    "attach_precompute",
     "attach_update",
     "clip_grad_norm_",
     "float8_ddp_hook",

@@ -6,7 +6,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -27,13 +26,11 @@ from fp8_dist.torch_internals import (
 from fp8_dist.transport import (
     ENCODINGS,
     Encoding,
-    GradientErrors,
     Part,
     all_reduce,
     reduce_scatter,
     runs_of,
     seed_of,
-    split,
 )
 
 Transport = Literal["float8", "bf16"]
@@ -42,7 +39,7 @@ Filter = Callable[[str, nn.Parameter], bool]
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _CALLER = "set_gradient_transport"
-_OF_REPLICAS = 2  # number of the replicas' stage in seeds; the stages of the shards are 0 and 1
+_OF_REPLICAS = 2  # the number of the exchange between replicas in seeds
 
 
 class EncodedReduction:
@@ -51,15 +48,7 @@ class EncodedReduction:
     FSDP2 calls it on a stream of its own.
     """
 
-    def __init__(
-        self,
-        module: str,
-        group: Any,
-        encodings: Sequence[Encoding],
-        seed: int,
-        error_feedback: bool,
-        hierarchy: DeviceMesh | None,
-    ) -> None:
+    def __init__(self, module: str, group: Any, encodings: Sequence[Encoding], seed: int) -> None:
         sizes_and_encodings = zip(fsdp_padded_sizes(group), encodings, strict=True)
         self.all_parts = [Part(i, *each) for i, each in enumerate(sizes_and_encodings)]
         self.parts = self.all_parts  # the parts that the current or next reduction has
@@ -71,29 +60,11 @@ class EncodedReduction:
         # The seed contains the rank within the reduction. With the global rank instead,
         # tensor-parallel ranks would round the gradient of a replicated parameter differently.
         self.seed = seed_of(seed, replica * shards.size() + shards.rank())
-        self.hierarchy = hierarchy
-        self.errors: GradientErrors | None = None
-        if error_feedback:
-            rows = [(shards.size(), 1)]
-            if hierarchy is not None:
-                outer, inner = hierarchy.shape
-                rows = [(inner, outer), (outer, 1)]
-            self.errors = GradientErrors(rows, group.device)
 
     def note(self, reduced: Sequence[int]) -> None:
         """Note, by their numbers, the parameters whose gradients FSDP2 is about to reduce."""
         self.is_noted = True
         self.parts = [self.all_parts[i] for i in reduced]
-        if self.errors is not None:
-            self.errors.parts = self.parts
-            self.errors.keep_for(self.parts_with_errors(self.parts))
-
-    def parts_with_errors(self, reduced: Sequence[Part] = ()) -> list[Part]:
-        """Return the parts of the parameters that require gradients, and those in ``reduced``."""
-        parameters = enumerate(fsdp_parameters([self.group]))
-        trained = {i for i, each in parameters if each.parameter.requires_grad}
-        trained.update(part.number for part in reduced)
-        return [part for part in self.all_parts if part.number in trained]
 
     def check_dtype(self, gradients: torch.Tensor) -> None:
         """Raise for gradients whose sums would lose precision in fp32."""
@@ -128,10 +99,7 @@ class EncodedReduction:
         rows = input_tensor.view(group.size(), -1)
         runs = runs_of(self.parts, self.seed)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
-        groups = [group]
-        if self.hierarchy is not None:
-            groups = [self.hierarchy.get_group(axis) for axis in (1, 0)]
-        total = reduce_scatter(rows, runs, groups, seed=self.seed, errors=self.errors)
+        total = reduce_scatter(rows, runs, group, self.seed)
         output_tensor.copy_(total.div_(fsdp_divisor(self.group, op, group)))
 
 
@@ -141,9 +109,6 @@ class EncodedReplicas:
     def __init__(self, replicas: dist.ProcessGroup, shards: EncodedReduction) -> None:
         self.replicas = replicas
         self.shards = shards
-        self.errors: GradientErrors | None = None
-        if shards.errors is not None:
-            self.errors = GradientErrors([(replicas.size(), 1)], shards.group.device)
 
     def __eq__(self, other: object) -> bool:
         """Equal the group that this object replaces, so that torch finds its name and backend.
@@ -163,15 +128,11 @@ class EncodedReplicas:
         """All-reduce the only tensor of a list in place; ``dist.all_reduce`` calls this."""
         (x,) = tensors
         self.shards.check_dtype(x)
-        parts, ranks = self.shards.parts, self.replicas.size()
-        if self.errors is not None:
-            self.errors.parts = split(parts, ranks)
-            self.errors.keep_for(split(self.shards.parts_with_errors(parts), ranks))
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
-        seed, errors = seed_of(self.shards.seed, _OF_REPLICAS), self.errors
+        seed = seed_of(self.shards.seed, _OF_REPLICAS)
         # The error of bf16 is smaller than that of summands in float8.
         mean = all_reduce(
-            x, parts, self.replicas, sums="bf16", divisor=divisor, seed=seed, errors=errors
+            x, self.shards.parts, self.replicas, sums="bf16", divisor=divisor, seed=seed
         )
         x.copy_(mean)
 
@@ -180,11 +141,8 @@ def set_gradient_transport(
     model: nn.Module,
     transport: Transport | None,
     *,
-    error_feedback: bool = False,
     stochastic_rounding: bool | int = False,
     high_precision: Filter | None = None,
-    hierarchy: DeviceMesh | None = None,
-    recurse: bool = True,
 ) -> None:
     """Encode the gradients of FSDP2's parameters in fewer bytes for their reduction.
 
@@ -199,17 +157,9 @@ def set_gradient_transport(
 
     Args:
         model: a module that ``fully_shard`` was called on, or that contains such modules. The
-            function may be called again between two steps, with other arguments. Errors then start
-            at zero.
+            function may be called again between two steps, with other arguments.
         transport: ``"bf16"``; ``"float8"`` (e4m3 in blocks of 128 with power-of-two scales, 1.008
             bytes per element); or None for FSDP2's own reduce-scatter.
-        error_feedback: keep the errors of the encoding, and add them to the next gradient. Every
-            rank keeps 1.008 bytes per element of the *unsharded* encoded gradients, with the
-            padding of uneven shards, because it rounds a piece for each other rank. A hierarchy
-            adds this amount divided by the number of ranks of a node. HSDP adds it divided by the
-            number of ranks that shard. A parameter that is frozen loses its errors. If the loss
-            scale changes, the errors that are added in the next step are wrong by the factor of the
-            change. ``fp8_dist.Float8State`` saves the errors.
         stochastic_rounding: round up or down at random instead of to nearest, so that the
             expectation is the value. The choice is a hash of the value, its position, the rank and
             a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1.
@@ -217,12 +167,6 @@ def set_gradient_transport(
             gradients are not encoded. These travel in the same message. Gradients of parameters
             with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
             without the segments that wrappers add (``_orig_mod``).
-        hierarchy: a 2-D mesh, (nodes, ranks of a node), of the ranks over which FSDP2 shards. The
-            all-to-all runs within a node first, and then sums travel between nodes. It is meant
-            for many ranks.
-        recurse: apply to all modules in ``model`` that ``fully_shard`` was called on; False: to
-            ``model`` alone, as in FSDP2's own setters. So modules that are sharded over other ranks
-            (experts) can have another ``hierarchy``, or none.
 
     A gradient that is NaN or infinite stays so, and does not change other gradients. Zeros stay
     zeros. FSDP2's settings (``reduce_dtype``, ``set_gradient_divide_factor``, ...) apply as before:
@@ -237,12 +181,8 @@ def set_gradient_transport(
             would be encoded, or ranks that differ.
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
-    _check_arguments(
-        model, transport, error_feedback, stochastic_rounding, high_precision, hierarchy
-    )
-    groups = _groups_of(model, transport, recurse)
-    if hierarchy is not None:
-        _check_hierarchy(hierarchy, groups)
+    _check_arguments(model, transport, stochastic_rounding, high_precision)
+    groups = _groups_of(model, transport)
     encodings = _encodings(model, groups, transport, high_precision)
     if transport is not None and not any(any(how.values()) for how in encodings.values()):
         raise ValueError(
@@ -250,12 +190,7 @@ def set_gradient_transport(
             "fewer than 2 dims, or high_precision is true for them"
         )
     if not has_stand_ins(model.parameters()):
-        nodes = hierarchy and tuple(hierarchy.shape)
-        options = (
-            f"error_feedback={error_feedback}, stochastic_rounding={stochastic_rounding}, "
-            f"a hierarchy of shape {nodes}"
-        )
-        _check_agreement(groups, encodings, options)
+        _check_agreement(groups, encodings, f"stochastic_rounding={stochastic_rounding}")
     for number, (module, group) in enumerate(groups.items()):
         # Restore FSDP2's own reductions, except where other code has set another.
         found = fsdp_reduction(group)
@@ -266,39 +201,13 @@ def set_gradient_transport(
             set_fsdp_replicas(group, replicas)
         if transport is None:
             continue
-        seed = NEAREST
-        if stochastic_rounding is not False:
-            seed = seed_of(int(stochastic_rounding), number)
+        seed = seed_of(seed_of_rounding(_CALLER, stochastic_rounding), number)
         of_group = list(encodings[module].values())
         shown = module or "the root module"
-        reduction = EncodedReduction(shown, group, of_group, seed, error_feedback, hierarchy)
+        reduction = EncodedReduction(shown, group, of_group, seed)
         set_fsdp_reduction(group, reduction, reduction.note)
         if replicas is not None and replicas.size() > 1:
             set_fsdp_replicas(group, EncodedReplicas(replicas, reduction))
-
-
-def gradient_errors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the errors that this rank keeps for a model's gradients: uint8, by name.
-
-    A name contains the rank, its position among the ranks that shard, and the shape. So it matches
-    no entry in a checkpoint of another rank or of another mesh.
-    """
-    found: dict[str, torch.Tensor] = {}
-    names = _names(model)
-    for module in model.modules():
-        for group in fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else ():
-            shards, replicas = fsdp_reduction(group), fsdp_replicas(group)
-            if not isinstance(shards, EncodedReduction) or shards.errors is None:
-                continue
-            parts, own = shards.parts_with_errors(), _names_of(group, names, "Float8State")
-            rank = f"rank{dist.get_rank()}.shard{fsdp_reduce_scatter_group(group).rank()}"
-            shards.errors.keep_for(parts)
-            found |= shards.errors.tensors(dict(enumerate(own)), rank)
-            if isinstance(replicas, EncodedReplicas) and replicas.errors is not None:
-                replicas.errors.keep_for(split(parts, replicas.size()))
-                of_sums = {i: f"replicas.{name}" for i, name in enumerate(own)}
-                found |= replicas.errors.tensors(of_sums, rank)
-    return found
 
 
 def _encodings(
@@ -312,7 +221,7 @@ def _encodings(
     encodings: dict[str, dict[str, Encoding]] = {}
     for module, group in groups.items():
         of_group = encodings[module] = {}
-        own = _names_of(group, names, _CALLER)
+        own = _names_of(group, names)
         for name, each in zip(own, fsdp_parameters([group]), strict=True):
             p = each.parameter
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
@@ -325,11 +234,11 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
 
 
-def _names_of(group: Any, names: Mapping[int, str], caller: str) -> list[str]:
+def _names_of(group: Any, names: Mapping[int, str]) -> list[str]:
     found = [names.get(id(each.parameter)) for each in fsdp_parameters([group])]
     if None in found:
         raise ValueError(
-            f"{caller}: a parameter group of FSDP2 (fully_shard of a list) has parameters outside "
+            f"{_CALLER}: a parameter group of FSDP2 (fully_shard of a list) has parameters outside "
             "of the module that was passed; pass one that holds all of them"
         )
     return [name for name in found if name is not None]
@@ -353,12 +262,7 @@ def _check_agreement(
 
 
 def _check_arguments(
-    model: Any,
-    transport: Any,
-    error_feedback: Any,
-    stochastic_rounding: Any,
-    high_precision: Any,
-    hierarchy: Any,
+    model: Any, transport: Any, stochastic_rounding: Any, high_precision: Any
 ) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -366,40 +270,37 @@ def _check_arguments(
         )
     if transport not in ENCODINGS:
         raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {ENCODINGS}")
-    check_rounding(_CALLER, error_feedback, stochastic_rounding)
+    seed = seed_of_rounding(_CALLER, stochastic_rounding)
     if high_precision is not None and not callable(high_precision):
         raise TypeError(
             f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
             "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
         )
-    if hierarchy is not None and not isinstance(hierarchy, DeviceMesh):
-        raise TypeError(
-            f"{_CALLER}: hierarchy is {hierarchy!r}; it must be a 2-D DeviceMesh, such as "
-            "mesh['node', 'local']"
-        )
-    others = (error_feedback, stochastic_rounding is not False, high_precision, hierarchy)
-    if transport is None and any(other not in (None, False) for other in others):
+    if transport is None and (seed != NEAREST or high_precision is not None):
         raise ValueError(
             f"{_CALLER}: the other arguments are about how gradients are encoded, and "
             "transport=None encodes none; drop them"
         )
 
 
-def check_rounding(caller: str, error_feedback: Any, stochastic_rounding: Any) -> None:
-    """Raise for arguments of these names that have no meaning."""
-    if not isinstance(error_feedback, bool):
-        raise TypeError(f"{caller}: error_feedback is {error_feedback!r}; it must be a bool")
+def seed_of_rounding(caller: str, stochastic_rounding: Any) -> int:
+    """Return the seed that the argument ``stochastic_rounding`` stands for.
+
+    Raises:
+        ValueError: it stands for none.
+    """
     if not isinstance(stochastic_rounding, int) or stochastic_rounding < 0:
         raise ValueError(
             f"{caller}: stochastic_rounding is {stochastic_rounding!r}; it must be a bool, or a "
             "seed: an int that is not negative"
         )
+    return NEAREST if stochastic_rounding is False else int(stochastic_rounding)
 
 
-def _groups_of(model: nn.Module, transport: Transport | None, recurse: bool) -> dict[str, Any]:
+def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
     """Return the model's parameter groups that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
-    for name, module in model.named_modules() if recurse else [("", model)]:
+    for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         of_module = fsdp_groups_of_module(module)
@@ -435,16 +336,3 @@ def _groups_of(model: nn.Module, transport: Transport | None, recurse: bool) -> 
             "call it after fully_shard"
         )
     return groups
-
-
-def _check_hierarchy(hierarchy: DeviceMesh, groups: Mapping[str, Any]) -> None:
-    for name, group in groups.items():
-        ranks = dist.get_process_group_ranks(fsdp_reduce_scatter_group(group))
-        found = hierarchy.mesh.flatten().tolist()
-        if hierarchy.ndim != 2 or found != ranks:
-            raise ValueError(
-                f"{_CALLER}: hierarchy is a mesh of shape {tuple(hierarchy.shape)} of the ranks "
-                f"{found}, but {name or 'the root module'} is sharded over the ranks {ranks}; it "
-                "must be a 2-D mesh, (nodes, ranks of a node), of the same ranks in the same "
-                "order: flatten it for fully_shard"
-            )

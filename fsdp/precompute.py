@@ -132,7 +132,7 @@ def _placed(shard: _Shard, local: Statistics, scheme: Scheme) -> WeightStatistic
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     """Compute the scales of all float8 weights of a model after their values have changed.
 
-    Call it on all ranks after ``optimizer.step()``, or let :func:`fp8_dist.attach_precompute` do
+    Call it on all ranks after ``optimizer.step()``, or let :func:`fp8_dist.attach_update` do
     so. The next forward and backward then need no amax collectives for weights, whether these are
     sharded by FSDP2, by tensor parallelism, by both, or not at all.
 

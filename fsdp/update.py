@@ -1,7 +1,7 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.fsdp.precompute import (
-    check_agreement,
-    dynamic_weights,
-    precompute_float8_dynamic_scale,
-    precompute_weights,
-)
+from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
 from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
@@ -147,9 +142,19 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:
     """Call :func:`update_float8_scales` after every optimizer step.
 
-    The arguments are those of :func:`attach_precompute`. No hook runs for a step that
-    ``torch.amp.GradScaler`` skips. So with DELAYED scales, call :func:`update_float8_scales` in the
-    training loop instead.
+    No hook runs for a step that ``torch.amp.GradScaler`` skips. So with DELAYED scales, call
+    :func:`update_float8_scales` in the training loop instead. Warns once if ``WORLD_SIZE`` is above
+    1 and there is no process group.
+
+    Args:
+        optimizer: an optimizer that updates float8 weights of ``module``, made after the
+            conversion, ``apply_tp_plan`` and ``fully_shard``. It may also be a wrapper
+            (accelerate's AcceleratedOptimizer) or a container (torchtitan's OptimizersContainer, a
+            list). If that runs no hooks of its own, the update runs once, after the last of the
+            optimizers inside of it that update a weight of ``module``. For several optimizers, pass
+            a list in the order of their steps, or the one that steps last. If they step within a
+            backward, pass all of them: the update then runs when the backward has ended.
+        module: the model, or a part of it.
 
     Returns:
         A handle whose ``remove()`` ends the calls.
@@ -160,63 +165,19 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     weights = weights_of_model(module, "attach_update")
-    return _attach(update_float8_scales, optimizer, module, weights, "attach_update")
-
-
-def attach_precompute(
-    optimizer: Optimizer | Iterable[Optimizer], module: nn.Module
-) -> RemovableHandle:
-    """Call :func:`fp8_dist.precompute_float8_dynamic_scale` after every optimizer step.
-
-    Args:
-        optimizer: an optimizer that updates float8 weights of ``module``, made after the
-            conversion, ``apply_tp_plan`` and ``fully_shard``. It may also be a wrapper
-            (accelerate's AcceleratedOptimizer) or a container (torchtitan's OptimizersContainer, a
-            list). If that runs no hooks of its own, the optimizers inside of it are used. For
-            several optimizers, pass a list in the order of their steps, or the one that steps last.
-            If they step within a backward, pass all of them: precompute then runs when the backward
-            has ended.
-        module: the model, or a part of it.
-
-    Returns:
-        A handle whose ``remove()`` ends the calls.
-
-    Raises:
-        ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
-            weights.
-        TypeError: ``optimizer`` is not a torch optimizer and holds none.
-    """
-    weights = dynamic_weights(module, "attach_precompute")
-    return _attach(precompute_float8_dynamic_scale, optimizer, module, weights, "attach_precompute")
-
-
-def _attach(
-    update: Callable[[nn.Module], None],
-    optimizer: Optimizer | Iterable[Optimizer],
-    module: nn.Module,
-    weights: dict[str, Float8Weight],
-    caller: str,
-) -> RemovableHandle:
-    """Run ``update(module)`` after the steps of an optimizer.
-
-    If ``optimizer`` is a container that runs no hooks itself, ``update`` runs once, after the last
-    of its optimizers that update a weight of the layers (see ``after_steps``).
-
-    Warns once if ``WORLD_SIZE`` is above 1 and there is no process group.
-    """
-    reshard(module, caller)  # puts the parameters in place that an optimizer updates
+    reshard(module, "attach_update")  # puts the parameters in place that an optimizer updates
     world_size = os.environ.get("WORLD_SIZE") or "1"
     if world_size != "1" and not dist.is_initialized():
         warn_once(
             "no process group",
-            f"{caller}: WORLD_SIZE is {world_size}, but there is no process group: each rank "
+            f"attach_update: WORLD_SIZE is {world_size}, but there is no process group: each rank "
             "trains a model of its own. Call torch.distributed.init_process_group() first",
         )
     found = hooked_optimizers(optimizer)
     if not found:
         raise TypeError(
-            f"{caller}: a {type(optimizer).__name__} is no torch.optim.Optimizer that runs step "
-            "hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
+            f"attach_update: a {type(optimizer).__name__} is no torch.optim.Optimizer that runs "
+            "step hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )
     parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
@@ -225,7 +186,7 @@ def _attach(
     if trained and not fitting:
         first = next(iter(trained.values()))
         raise ValueError(
-            f"{caller}: the {type(optimizer).__name__} updates none of the module's "
+            f"attach_update: the {type(optimizer).__name__} updates none of the module's "
             f"{len(trained)} float8 weights (such as {first}), so its steps would leave "
             "them, and their scales, as they are. Make the optimizer after "
             "convert_to_float8_training, apply_tp_plan and fully_shard, which make new parameters, "
@@ -236,6 +197,6 @@ def _attach(
 
     def update_converted() -> None:
         if float8_weights(module):  # not after convert_to_linear
-            update(module)
+            update_float8_scales(module)
 
     return after_steps(fitting or found, update_converted)

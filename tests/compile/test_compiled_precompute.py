@@ -14,7 +14,7 @@ from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
     Float8LinearRecipeName,
-    attach_precompute,
+    attach_update,
     cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
@@ -92,7 +92,7 @@ def together(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[],
 
 
 def attached(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[], None]:
-    attach_precompute(optimizer, model)
+    attach_update(optimizer, model)
     return torch.compile(optimizer.step, backend="aot_eager")
 
 

@@ -1,4 +1,4 @@
-"""attach_precompute and attach_update: wrapped optimizers, containers, and those that don't fit."""
+"""attach_update: wrapped optimizers, containers, and those that don't fit."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from fp8_dist import (
     Float8LinearConfig,
-    attach_precompute,
     attach_update,
     convert_to_float8_training,
     float8_layers,
@@ -30,7 +29,6 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.mesh import local_tensor
 
-ATTACH = [attach_precompute, attach_update]
 INT32 = torch.int32
 
 
@@ -96,7 +94,6 @@ class Optimizers(list[Optimizer]):
             each.step()
 
 
-Attach = Callable[[Any, nn.Module], Any]
 Pair = tuple[Any, Any]  # what steps, what is attached to
 
 
@@ -122,12 +119,12 @@ PAIRS: dict[str, Callable[[nn.Module], Pair]] = {
 }
 
 
-def steps(pair: str, attach: Attach | None) -> tuple[list[int], list[Any]]:
+def steps(pair: str, is_attached: bool) -> tuple[list[int], list[Any]]:
     """Amax all-reduces of each of two steps with their next forwards; the weights after that."""
     world = Distributed(2, 1)
     stepping, attached = PAIRS[pair](world.net)
-    if attach is not None:
-        attach(attached, world.net)
+    if is_attached:
+        attach_update(attached, world.net)
     x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
     found = []
     loss = world.net(x).square().mean()
@@ -142,16 +139,15 @@ def steps(pair: str, attach: Attach | None) -> tuple[list[int], list[Any]]:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_one_all_reduce_per_step(ranks: RankPools, pair: str) -> None:
-    attach = ATTACH[list(PAIRS).index(pair) % 2]
-    results = ranks(2).run(steps, pair, attach)
-    without = ranks(2).run(steps, pair, None)
+    results = ranks(2).run(steps, pair, True)
+    without = ranks(2).run(steps, pair, False)
     for (found, weights), (each, expected) in zip(results, without, strict=True):
         assert found == [1, 1]
         assert each == [6, 6]
         assert all(map(same_bits, weights, expected))
 
 
-def steps_in_backward(attach: Attach | None) -> tuple[list[int], list[Any]]:
+def steps_in_backward(is_attached: bool) -> tuple[list[int], list[Any]]:
     """Amax all-reduces of three backwards with their next forwards; the weights then.
 
     Each optimizer steps as soon as the gradient of its one parameter is there. For the last
@@ -166,7 +162,7 @@ def steps_in_backward(attach: Attach | None) -> tuple[list[int], list[Any]]:
     optimizers = {p: AdamW([p], lr=1e-2) for p in world.net.parameters()}
     for param in optimizers:
         param.register_post_accumulate_grad_hook(step)
-    handle = None if attach is None else attach([*optimizers.values()], world.net)
+    handle = attach_update([*optimizers.values()], world.net) if is_attached else None
     x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
     found = []
     loss = world.net(x).square().mean()
@@ -181,10 +177,9 @@ def steps_in_backward(attach: Attach | None) -> tuple[list[int], list[Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*changed after precompute.*")
-@pytest.mark.parametrize("attach", ATTACH)
-def test_optimizers_that_step_in_backward(ranks: RankPools, attach: Attach) -> None:
-    results = ranks(2).run(steps_in_backward, attach)
-    without = ranks(2).run(steps_in_backward, None)
+def test_optimizers_that_step_in_backward(ranks: RankPools) -> None:
+    results = ranks(2).run(steps_in_backward, True)
+    without = ranks(2).run(steps_in_backward, False)
     for (found, weights), (each, expected) in zip(results, without, strict=True):
         assert found == [1, 1, 6]
         assert each == [6, 6, 6]
@@ -200,22 +195,22 @@ def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[ScaleState]:
     """After the step of the optimizer that it holds, which alone is attached to."""
     world = Distributed(2, 1)
     held = Lookahead(AdamW(world.net.parameters()))
-    attach_precompute(held.optimizer, world.net)
+    attach_update(held.optimizer, world.net)
     world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
     held.step()
     return states(world.net)
 
 
-def test_an_empty_step_of_a_container_drops_nothing() -> None:
-    net = convert_to_float8_training(Net())
-    held = InBackward(*parts(net))
-    attach_precompute(held.optimizers[1], net)
-    net(torch.randn(2, 8, 64)).sum().backward()
+@on_ranks(2, returns={ScaleState.PRECOMPUTED})
+def test_an_empty_step_of_a_container_drops_nothing() -> set[ScaleState]:
+    world = Distributed(2, 1)
+    held = InBackward(*parts(world.net))
+    attach_update(held.optimizers[1], world.net)
+    world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
     for each in held:
         each.step()
     held.step()
-    layers = float8_layers(net).values()
-    assert all(layer.float8_weight.cache.is_fresh(layer.weight) for layer in layers)
+    return states(world.net)
 
 
 class Unhooked(AdamW):
@@ -241,21 +236,20 @@ def made_before_sharding() -> str:
     world = Distributed(2, 1, shard=False)
     optimizer = AdamW(world.net.parameters())
     world.fully_shard(world.net, world.net.layers)
-    return raised(ValueError, lambda: attach_precompute(optimizer, world.net))
+    return raised(ValueError, lambda: attach_update(optimizer, world.net))
 
 
 def test_an_optimizer_of_other_parameters_is_refused(ranks: RankPools) -> None:
     gathered = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     texts = [ranks(2).run_same(made_before_sharding)]
-    for attach in ATTACH:
-        net = convert_to_float8_training(Net())
-        other = AdamW(nn.Linear(2, 2).parameters())
-        texts.append(raised(ValueError, partial(attach, other, net)))
-        for wrap in (lambda o: o, Accelerated, Container, lambda o: [o]):
-            net = Net()
-            before = wrap(AdamW(net.parameters()))
-            convert_to_float8_training(net, config=gathered)
-            texts.append(raised(ValueError, partial(attach, before, net)))
+    net = convert_to_float8_training(Net())
+    other = AdamW(nn.Linear(2, 2).parameters())
+    texts.append(raised(ValueError, partial(attach_update, other, net)))
+    for wrap in (lambda o: o, Accelerated, Container, lambda o: [o]):
+        net = Net()
+        before = wrap(AdamW(net.parameters()))
+        convert_to_float8_training(net, config=gathered)
+        texts.append(raised(ValueError, partial(attach_update, before, net)))
     for message in texts:
         assert (
             "updates none of the module's 6 float8 weights (such as layers.0.w1.weight)" in message
@@ -268,8 +262,8 @@ def warnings_of_attaching(world_size: str) -> list[str]:
     net = convert_to_float8_training(Net())
     with patch.dict(os.environ, WORLD_SIZE=world_size), catch_warnings(record=True) as caught:
         simplefilter("always")
-        for attach in ATTACH:
-            attach(AdamW(net.parameters()), net)
+        for _ in range(2):
+            attach_update(AdamW(net.parameters()), net)
     return [str(each.message) for each in caught]
 
 
@@ -280,12 +274,12 @@ def test_ranks_without_a_process_group_are_warned_of(ranks: RankPools) -> None:
     assert ranks(2).run_same(warnings_of_attaching, "2") == []
 
 
-@pytest.mark.parametrize("attach", ATTACH)
-def test_arguments_of_other_kinds_are_refused(attach: Any) -> None:
+def test_arguments_of_other_kinds_are_refused() -> None:
+    attach: Any = attach_update
     net = convert_to_float8_training(Net())
     for other in (net, None, [], "AdamW"):
         text = raised(TypeError, partial(attach, other, net))
-        assert f"{attach.__name__}: a {type(other).__name__} is no torch.optim.Optimizer" in text
+        assert f"attach_update: a {type(other).__name__} is no torch.optim.Optimizer" in text
     text = raised(TypeError, lambda: attach(net, AdamW(net.parameters())))
     assert "expected a model (an nn.Module), got a AdamW" in text
 
@@ -297,17 +291,16 @@ def test_attaching_while_weights_are_unsharded() -> tuple[int, int]:
     optimizer = AdamW(world.net.parameters())
     x = world.mine(torch.randn(4, 8, 64))
     world.net(x)
-    attach_precompute(optimizer, world.net)
+    attach_update(optimizer, world.net)
     world.net(x).square().mean().backward()
     with comm_audit() as audit:
         optimizer.step()
     return audit.count("all_reduce"), audit.count()
 
 
-@pytest.mark.parametrize("attach", ATTACH)
-def test_frozen_float8_weights_need_no_optimizer(attach: Attach) -> None:
+def test_frozen_float8_weights_need_no_optimizer() -> None:
     """As LoRA beside a float8 base: DELAYED inputs, for one, are still to be synced."""
     net = convert_to_float8_training(Net()).requires_grad_(False)
-    attach(AdamW(nn.Linear(64, 64).parameters()), net)
+    attach_update(AdamW(nn.Linear(64, 64).parameters()), net)
     net.layers[1].requires_grad_(True)
-    attach(AdamW([net.layers[1].w3.weight]), net)  # some of the weights are enough
+    attach_update(AdamW([net.layers[1].w3.weight]), net)  # some of the weights are enough

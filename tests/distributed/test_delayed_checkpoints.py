@@ -28,7 +28,6 @@ from fp8_dist import (
 )
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
-from fp8_dist.fsdp import set_gradient_transport
 
 TENSORWISE = Float8LinearConfig()
 
@@ -40,11 +39,9 @@ def world_of(dp: int, tp: int, seed: int, config: Float8LinearConfig = DELAYED) 
 class Run:
     """A net on a mesh and its optimizer, with all that its recipe keeps between steps."""
 
-    def __init__(self, dp: int, tp: int, seed: int, feedback: bool = False, **how: Any) -> None:
+    def __init__(self, dp: int, tp: int, seed: int, **how: Any) -> None:
         self.world = world_of(dp, tp, seed, **how)
         self.net = self.world.net
-        if feedback:
-            set_gradient_transport(self.net, "float8", error_feedback=True)
         # DCP steps an optimizer without state to give it one, and SGD will never have any.
         make = torch.optim.SGD if tp > 1 else torch.optim.AdamW
         self.optimizer = make(self.net.parameters(), lr=1e-2)
@@ -110,7 +107,7 @@ def test_a_checkpoint_that_rank_0_broadcasts(ranks: RankPools) -> None:
 
 def resumed_from_dcp(folder: str, dp: int, tp: int) -> None:
     """Every pattern gives the losses and histories of an uninterrupted run."""
-    old = Run(dp, tp, 0, feedback=dp > 1)
+    old = Run(dp, tp, 0)
     old.train(2, seed=1)
     before = amaxes(old.net)
     for name in NAMES:
@@ -118,7 +115,7 @@ def resumed_from_dcp(folder: str, dp: int, tp: int) -> None:
     assert amaxes(old.net) == before
     losses = old.train(2, seed=3)
     for name, steps in (("docs", 0), *((name, 2) for name in NAMES)):
-        new = Run(dp, tp, 1, feedback=dp > 1)
+        new = Run(dp, tp, 1)
         new.train(steps, seed=2)
         load(name, new.net, new.optimizer, folder)
         assert amaxes(new.net) == before, (name, steps)

@@ -22,7 +22,7 @@ import fp8_dist.text
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
-    attach_precompute,
+    attach_update,
     convert_to_float8_training,
     float8_layers,
     precompute_float8_dynamic_scale,
@@ -176,7 +176,7 @@ def test_an_optimizer_whose_parameters_are_found_by_address() -> tuple[Any, bool
     shard(model)
     new = {old[name]: parameter for name, parameter in model.named_parameters()}
     group["params"] = [new[address] for address in addresses]
-    attach_precompute(optimizer, model)
+    attach_update(optimizer, model)
     found = gathers(model)
     with comm_audit() as audit:
         optimizer.step()

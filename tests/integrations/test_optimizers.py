@@ -16,7 +16,7 @@ from torchao.optim import AdamW8bit
 
 from fp8_dist import (
     Float8LinearConfig,
-    attach_precompute,
+    attach_update,
     convert_to_float8_training,
 )
 from fp8_dist.debug import comm_audit
@@ -44,7 +44,7 @@ def trained(name: str, float8_gather: bool, steps: int = 3) -> tuple[list[torch.
     fully_shard(net, mesh=mesh)
     optimizer = OPTIMIZERS[name](net.parameters())
     if float8_gather:
-        attach_precompute(optimizer, net)
+        attach_update(optimizer, net)
     data = torch.Generator().manual_seed(mesh.get_local_rank())
     reduced = []
     for _ in range(steps):

@@ -85,7 +85,7 @@ def test_what_the_checks_find() -> None:
     assert list(broken_links(README, text)) == ["nowhere.md", "docs/README.md#no-such"]
     text = "`python -m scripts.no.such --assert`, `torchrun -m scripts.none`, `bash scripts/no.sh`"
     assert list(unknown_files(text)) == ["scripts.no.such", "scripts.none", "scripts/no.sh"]
-    assert unknown_calls("`no_such_call(model)`, `attach_precompute(optimizer, model)`") == {
+    assert unknown_calls("`no_such_call(model)`, `attach_update(optimizer, model)`") == {
         "no_such_call"
     }
 

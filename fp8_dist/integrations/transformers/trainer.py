@@ -79,7 +79,6 @@ class Float8Callback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer saves with its own state: rank 0's amax histories."""
         histories = {} if self._model is None else Float8State(self._model).state_dict()
-        histories.pop("gradient_errors", None)  # these are tensors, which JSON can't represent
         return {"args": {}, "attributes": {"histories": histories}}
 
     def on_init_end(

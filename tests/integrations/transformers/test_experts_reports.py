@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8_dist import (
     Float8Tensor,
-    attach_precompute,
     attach_update,
     auto_filter,
     conversion_summary,
@@ -381,7 +380,6 @@ def test_messages_name_both_conversions() -> None:
     for call in (
         partial(precompute_float8_dynamic_scale, model),
         partial(update_float8_scales, model),
-        partial(attach_precompute, optimizer, model),
         partial(attach_update, optimizer, model),
         partial(float8_stats, model),
         partial(capture, model, "never"),

@@ -37,7 +37,6 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     ScalingType,
-    attach_precompute,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
@@ -324,13 +323,13 @@ def steps_with_warnings(config: Float8LinearConfig, syncs: bool, precompute: boo
     fp8_dist.text._warned.clear()
     net = convert_to_float8_training(Net(), config=config)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    if precompute:
-        attach_precompute(optimizer, net)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(4):
             net(torch.randn(2, 4, 64)).sum().backward()
             optimizer.step()
+            if precompute:
+                precompute_float8_dynamic_scale(net)
             if syncs:
                 sync(net)
     return [str(w.message) for w in caught]

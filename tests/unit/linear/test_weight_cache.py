@@ -16,7 +16,7 @@ from nets import Net
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
-    attach_precompute,
+    attach_update,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
@@ -129,7 +129,7 @@ def test_a_replaced_parameter_is_freed_at_the_next_forward() -> None:
 def test_a_module_that_holds_its_optimizer_is_freed() -> None:
     layer = Float8Linear(32, 16)
     layer.optimizer = torch.optim.SGD([layer.weight], lr=0.1)  # type: ignore[assignment]
-    attach_precompute(layer.optimizer, layer)
+    attach_update(layer.optimizer, layer)
     freed = weakref.ref(layer)
     del layer
     gc.collect()
