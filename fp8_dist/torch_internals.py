@@ -6,10 +6,10 @@ one is missing, an AttributeError names it.
 """
 
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
-from functools import lru_cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
 from hashlib import blake2b
 from itertools import accumulate
 from operator import mul
@@ -52,6 +52,7 @@ try:
         AsyncCollectiveTensor as AsyncCollectiveTensor,
     )
     from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -80,6 +81,8 @@ try:
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
     concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
     _lazy_init = FSDPParamGroup.lazy_init
+    _foreach_reduce = _fsdp_param_group.foreach_reduce
+    _reduction = inspect.signature(_foreach_reduce)
     _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
     tensor_version: Any = torch.Tensor._version  # the descriptor behind tensor._version
@@ -87,7 +90,9 @@ try:
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # What the library reads from objects, calls, or overrides in subclasses.
+    _given = ["fsdp_params", "reduce_scatter_comm", "all_reduce_group"]
     if _renamed := [
+        *(f"foreach_reduce({name}=)" for name in _given if name not in _reduction.parameters),
         *_missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
         *_missing(torch.UntypedStorage, "_cdata"),
         *_missing(torch.ops.aten.mm.default, "_schema"),
@@ -561,9 +566,12 @@ def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
     return group.post_forward_mesh_info not in (None, group.mesh_info)
 
 
-def fsdp_padded_sizes(group: Any) -> list[int]:
-    """Number of elements of each parameter that a rank has in the group's reduce-scatter."""
-    return [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+def fsdp_padded_sizes(group: Any) -> dict[Any, int]:
+    """Number of elements of each parameter that a rank has in the group's reduce-scatter.
+
+    The keys are FSDP2's objects for its parameters, in their order.
+    """
+    return {each: each.padded_sharded_param_size.numel() for each in group.fsdp_params}
 
 
 def fsdp_reduce_scatter_group(group: Any) -> Any:
@@ -573,83 +581,39 @@ def fsdp_reduce_scatter_group(group: Any) -> Any:
     return group._reduce_scatter_process_group
 
 
-def fsdp_replicas(group: Any) -> Any:
-    """The process group over which HSDP all-reduces a group's shards; None without HSDP."""
-    if group.mesh_info.replicate_mesh_dim is None:
-        return None
-    return group.mesh_info.replicate_process_group
-
-
-def set_fsdp_replicas(group: Any, replicas: Any) -> None:
-    """Replace the process group over which HSDP all-reduces a parameter group's shards."""
-    # A copy, because other parameter groups share the object.
-    before = group.mesh_info
-    group.mesh_info = copy(before)
-    group.mesh_info.replicate_process_group = replicas
-    if group.post_forward_mesh_info is before:
-        group.post_forward_mesh_info = group.mesh_info
-
-
 def fsdp_reduction(group: Any) -> Any:
     """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
     found = group._reduce_scatter_comm
     return None if type(found) is DefaultReduceScatter else found
 
 
-def set_fsdp_reduction(
-    group: Any, comm: Any, call: Callable[[list[int]], None] | None = None
-) -> None:
-    """Replace the reduce-scatter of a parameter group; None restores FSDP2's own.
+def set_fsdp_reduction(group: Any, comm: Any) -> None:
+    """Replace the reduce-scatter of a parameter group; None restores FSDP2's own."""
+    own = DefaultReduceScatter() if comm is None else comm
+    group.modules[0].set_custom_reduce_scatter(own)
 
-    Args:
-        call: runs before the reduce-scatter, with the indices of the parameters whose gradients it
-            reduces. FSDP2 does not pass these to a custom reduce-scatter.
+
+@cache
+def announce_fsdp_reductions(kind: type) -> None:
+    """Let FSDP2 announce each reduction to the custom reduce-scatter, if that is of a class.
+
+    FSDP2 tells a custom reduce-scatter neither which parameters have gradients in its buffer nor
+    of HSDP's all-reduce. So ``prepare(parameters, replicas)`` of the custom reduce-scatter is
+    called before the reduction. ``parameters`` are keys of :func:`fsdp_padded_sizes`, in the order
+    of the buffer, and ``replicas`` is the process group of the all-reduce, or None. The result
+    takes the place of the process group.
     """
-    found = vars(group).get("post_backward")
-    if hasattr(found, "in_place_of"):  # with_call below, which no other code has replaced since
-        group.post_backward = found.in_place_of
-    if comm is not fsdp_reduction(group):
-        own = DefaultReduceScatter() if comm is None else comm
-        group.modules[0].set_custom_reduce_scatter(own)
-    if call is None:
-        return
-    post_backward, note = group.post_backward, call
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def with_call(*unused: Any) -> None:
-        if group.reduce_grads:
-            note(_reduced(group))
-        post_backward(*unused)
+    @wraps(_foreach_reduce)
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        given = _reduction.bind(*args, **kwargs)
+        parameters, comm, replicas = (given.arguments[name] for name in _given)
+        if isinstance(comm, kind):
+            given.arguments["all_reduce_group"] = comm.prepare(parameters, replicas)  # type: ignore[attr-defined]
+        return _foreach_reduce(*given.args, **given.kwargs)
 
-    with_call.in_place_of = post_backward
-    group.post_backward = with_call
-
-
-def _reduced(group: Any) -> list[int]:
-    """Indices of the parameters whose gradients a group reduces next, in the order of its buffer.
-
-    torch 2.15 sorts them by the dtypes of their gradients, and adds those that wait for HSDP's
-    all-reduce. Until then, gradients that wait for a reduction have an attribute of their own.
-    """
-    everything = range(len(group.fsdp_params))
-    order = getattr(group, "_reduce_scatter_param_indices", everything)
-    waits = getattr(group, "_partial_reduce_output", None) is not None
-    waiting = getattr(group, "_partial_reduce_output_layout", ()) if waits else ()
-    # (A setting of torch after 2.11.)
-    unused = getattr(group, "reduce_scatter_unused_params", False)
-
-    def is_reduced(parameter: Any) -> bool:
-        if not hasattr(parameter, "_unsharded_param"):
-            return False
-        unsharded = parameter.unsharded_param
-        return (
-            unsharded.grad is not None
-            or getattr(parameter, "unsharded_accumulated_grad", None) is not None
-            or parameter in waiting
-            or (unused and unsharded.requires_grad)
-        )
-
-    return [i for i in order if is_reduced(group.fsdp_params[i])]
+    _fsdp_param_group.foreach_reduce = announced
 
 
 def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:

@@ -13,15 +13,14 @@ from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.linear.agreement import Facts, has_stand_ins
 from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import (
+    announce_fsdp_reductions,
     fsdp_divisor,
     fsdp_groups_of_module,
     fsdp_padded_sizes,
     fsdp_parameters,
     fsdp_reduce_scatter_group,
     fsdp_reduction,
-    fsdp_replicas,
     set_fsdp_reduction,
-    set_fsdp_replicas,
 )
 from fp8_dist.transport import (
     ENCODINGS,
@@ -49,35 +48,38 @@ class EncodedReduction:
     """
 
     def __init__(self, module: str, group: Any, encodings: Sequence[Encoding], seed: int) -> None:
-        sizes_and_encodings = zip(fsdp_padded_sizes(group), encodings, strict=True)
-        self.all_parts = [Part(i, *each) for i, each in enumerate(sizes_and_encodings)]
-        self.parts = self.all_parts  # the parts that the current or next reduction has
-        self.is_noted = False  # ``parts`` are set for the next reduction
+        sizes = fsdp_padded_sizes(group).items()
+        self.parts_of = {
+            parameter: Part(i, size, encoding)
+            for i, ((parameter, size), encoding) in enumerate(zip(sizes, encodings, strict=True))
+        }
+        self.parts: list[Part] = []  # of the current reduction
         self.module = module
         self.group = group
-        shards, replicas = fsdp_reduce_scatter_group(group), fsdp_replicas(group)
-        replica = 0 if replicas is None else replicas.rank()
+        self.seed_of_group = self.seed = seed
+
+    def prepare(self, parameters: Sequence[Any], replicas: Any) -> Any:
+        """Note what FSDP2 is about to reduce, and return what all-reduces over the replicas."""
+        self.parts = [self.parts_of[each] for each in parameters]
+        shards, replica = fsdp_reduce_scatter_group(self.group), replicas.rank() if replicas else 0
         # The seed contains the rank within the reduction. With the global rank instead,
         # tensor-parallel ranks would round the gradient of a replicated parameter differently.
-        self.seed = seed_of(seed, replica * shards.size() + shards.rank())
+        self.seed = seed_of(self.seed_of_group, replica * shards.size() + shards.rank())
+        return EncodedReplicas(replicas, self) if replicas and replicas.size() > 1 else replicas
 
-    def note(self, reduced: Sequence[int]) -> None:
-        """Note, by their numbers, the parameters whose gradients FSDP2 is about to reduce."""
-        self.is_noted = True
-        self.parts = [self.all_parts[i] for i in reduced]
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Allocate a buffer for gradients, or for their sums.
 
-    def check_dtype(self, gradients: torch.Tensor) -> None:
-        """Raise for gradients whose sums would lose precision in fp32."""
-        dtype = gradients.dtype
+        Raises:
+            NotImplementedError: sums of such gradients would lose precision in fp32.
+        """
         if dtype not in SUMMED_DTYPES:
             raise NotImplementedError(
                 f"set_gradient_transport: {self.module} has gradients of {dtype}; sums are taken "
                 "in fp32. Set reduce_dtype, or give this module transport=None"
             )
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -88,14 +90,6 @@ class EncodedReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self.check_dtype(input_tensor)
-        if not self.is_noted:
-            raise RuntimeError(
-                f"set_gradient_transport: {self.module} reduces gradients, and FSDP2 has not told "
-                "of which parameters, because something has put back the post_backward of its "
-                "parameter group (FSDPMemTracker does). Call set_gradient_transport again"
-            )
-        self.is_noted = False
         rows = input_tensor.view(group.size(), -1)
         runs = runs_of(self.parts, self.seed)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
@@ -104,21 +98,11 @@ class EncodedReduction:
 
 
 class EncodedReplicas:
-    """Process group of a parameter group's replicas, with the interface that FSDP2 needs."""
+    """What FSDP2 takes for the process group of a parameter group's replicas."""
 
     def __init__(self, replicas: dist.ProcessGroup, shards: EncodedReduction) -> None:
         self.replicas = replicas
         self.shards = shards
-
-    def __eq__(self, other: object) -> bool:
-        """Equal the group that this object replaces, so that torch finds its name and backend.
-
-        ``dist.all_reduce`` looks them up if an error is raised in it.
-        """
-        return other is self or other is self.replicas
-
-    def __hash__(self) -> int:
-        return hash(self.replicas)
 
     def size(self) -> int:
         """Return the number of replicas."""
@@ -127,7 +111,6 @@ class EncodedReplicas:
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
         """All-reduce the only tensor of a list in place; ``dist.all_reduce`` calls this."""
         (x,) = tensors
-        self.shards.check_dtype(x)
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
         seed = seed_of(self.shards.seed, _OF_REPLICAS)
         # The error of bf16 is smaller than that of summands in float8.
@@ -181,33 +164,18 @@ def set_gradient_transport(
             would be encoded, or ranks that differ.
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
-    _check_arguments(model, transport, stochastic_rounding, high_precision)
+    seed = _checked_seed(model, transport, stochastic_rounding, high_precision)
     groups = _groups_of(model, transport)
     encodings = _encodings(model, groups, transport, high_precision)
-    if transport is not None and not any(any(how.values()) for how in encodings.values()):
-        raise ValueError(
-            f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
-            "fewer than 2 dims, or high_precision is true for them"
-        )
     if not has_stand_ins(model.parameters()):
         _check_agreement(groups, encodings, f"stochastic_rounding={stochastic_rounding}")
+    announce_fsdp_reductions(EncodedReduction)
     for number, (module, group) in enumerate(groups.items()):
-        # Restore FSDP2's own reductions, except where other code has set another.
-        found = fsdp_reduction(group)
-        set_fsdp_reduction(group, None if isinstance(found, EncodedReduction) else found)
-        replicas = fsdp_replicas(group)
-        if isinstance(replicas, EncodedReplicas):
-            replicas = replicas.replicas
-            set_fsdp_replicas(group, replicas)
-        if transport is None:
-            continue
-        seed = seed_of(seed_of_rounding(_CALLER, stochastic_rounding), number)
-        of_group = list(encodings[module].values())
-        shown = module or "the root module"
-        reduction = EncodedReduction(shown, group, of_group, seed)
-        set_fsdp_reduction(group, reduction, reduction.note)
-        if replicas is not None and replicas.size() > 1:
-            set_fsdp_replicas(group, EncodedReplicas(replicas, reduction))
+        if transport is not None:
+            each, shown = list(encodings[module].values()), module or "the root module"
+            set_fsdp_reduction(group, EncodedReduction(shown, group, each, seed_of(seed, number)))
+        elif isinstance(fsdp_reduction(group), EncodedReduction):  # not one of other code
+            set_fsdp_reduction(group, None)
 
 
 def _encodings(
@@ -217,31 +185,26 @@ def _encodings(
     high_precision: Filter | None,
 ) -> dict[str, dict[str, Encoding]]:
     """Return the encodings of gradients: by module, then by parameter, in the group's order."""
-    names = _names(model)
+    # The keys of model.state_dict().
+    names = {id(p): without_wrappers(name) for name, p in model.named_parameters()}
     encodings: dict[str, dict[str, Encoding]] = {}
     for module, group in groups.items():
         of_group = encodings[module] = {}
-        own = _names_of(group, names)
-        for name, each in zip(own, fsdp_parameters([group]), strict=True):
-            p = each.parameter
+        for p in (each.parameter for each in fsdp_parameters([group])):
+            name = names.get(id(p))
+            if name is None:
+                raise ValueError(
+                    f"{_CALLER}: a parameter group of FSDP2 (fully_shard of a list) has parameters "
+                    "outside of the module that was passed; pass one that holds all of them"
+                )
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
             of_group[name] = None if is_kept else transport
-    return encodings
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    """Return the names of parameters by id. They are the keys of ``model.state_dict()``."""
-    return {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
-
-
-def _names_of(group: Any, names: Mapping[int, str]) -> list[str]:
-    found = [names.get(id(each.parameter)) for each in fsdp_parameters([group])]
-    if None in found:
+    if transport is not None and not any(any(how.values()) for how in encodings.values()):
         raise ValueError(
-            f"{_CALLER}: a parameter group of FSDP2 (fully_shard of a list) has parameters outside "
-            "of the module that was passed; pass one that holds all of them"
+            f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
+            "fewer than 2 dims, or high_precision is true for them"
         )
-    return [name for name in found if name is not None]
+    return encodings
 
 
 def _check_agreement(
@@ -261,9 +224,8 @@ def _check_agreement(
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
 
 
-def _check_arguments(
-    model: Any, transport: Any, stochastic_rounding: Any, high_precision: Any
-) -> None:
+def _checked_seed(model: Any, transport: Any, stochastic_rounding: Any, high_precision: Any) -> int:
+    """Check the arguments, and return the seed of their rounding."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{_CALLER} needs a module that fully_shard was called on, got a {type(model).__name__}"
@@ -281,6 +243,7 @@ def _check_arguments(
             f"{_CALLER}: the other arguments are about how gradients are encoded, and "
             "transport=None encodes none; drop them"
         )
+    return seed
 
 
 def seed_of_rounding(caller: str, stochastic_rounding: Any) -> int:

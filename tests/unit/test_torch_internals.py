@@ -1,7 +1,7 @@
 """What a release of torch that has renamed private names leads to."""
 
 import importlib.util
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -47,41 +47,3 @@ def test_a_name_that_every_use_needs(
     message = raised(ImportError, imported_again)
     release = f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}"
     assert message == f"{release}: {shown}. Install another release of torch"
-
-
-INFO = SimpleNamespace(module=None, param_name="", shared_modules=[], shared_param_names=[])
-
-
-class Param:
-    """FSDP2's parameter, with attributes that it declares and sets later."""
-
-    _extensions_data: Any
-    _unsharded_param: Any
-    sharded_param = unsharded_accumulated_grad = unsharded_param = mp_policy = None
-    all_gather_outputs = _unsharded_inner_tensors = reset_sharded_param = None
-    shard_mesh_from_root = None
-
-    def __init__(self, **attributes: Any) -> None:
-        self._module_info = INFO
-        vars(self).update(attributes)
-
-
-def test_parameters_of_a_reduction_are_in_the_order_of_its_buffer() -> None:
-    parameters = [
-        Param(_unsharded_param=None, unsharded_param=SimpleNamespace(grad=grad, requires_grad=True))
-        for grad in (1, None, 1, None)
-    ]
-    group = SimpleNamespace(fsdp_params=[*parameters, Param()], reduce_grads=True)
-    group.post_backward, group._reduce_scatter_comm = lambda: None, None
-    noted: list[list[int]] = []
-    torch_internals.set_fsdp_reduction(group, None, noted.append)
-    group.post_backward()
-    group._reduce_scatter_param_indices = [4, 3, 2, 1, 0]  # from here on as in torch 2.15
-    group._partial_reduce_output_layout = {parameters[1]: (0, 1)}
-    group._partial_reduce_output = None
-    group.post_backward()
-    group._partial_reduce_output = torch.ones(1)
-    group.post_backward()
-    group.reduce_scatter_unused_params = True
-    group.post_backward()
-    assert noted == [[0, 2], [2, 0], [2, 1, 0], [3, 2, 1, 0]]
