@@ -319,13 +319,12 @@ def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
-def carry_attributes(old: torch.Tensor, new: torch.Tensor, but: Iterable[str]) -> None:
-    """Give another parameter the attributes of a parameter, except for some, and its hooks.
+def carry_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give another parameter the attributes of a parameter and its hooks.
 
     The handles of the hooks remove them from both.
     """
-    left = {"_is_param", *but}
-    vars(new).update({name: value for name, value in vars(old).items() if name not in left})
+    vars(new).update({name: each for name, each in vars(old).items() if name != "_is_param"})
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(old, name)) is not None:
             setattr(new, name, hooks)

@@ -17,9 +17,7 @@ can't lose them.
 """
 
 from collections.abc import Collection
-from copy import deepcopy
 from functools import lru_cache
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +41,13 @@ from fp8_dist.linear.weight_cache import WeightCache
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.tensor.stored import Stored, padded_shard, unpadded
+from fp8_dist.tensor.stored import Stored
+from fp8_dist.tensor.wrapper import MOVES, WrapperParameter, padded_shard, unpadded
 from fp8_dist.torch_internals import (
-    disabled_torch_function,
     fsdp_gather_without_hooks,
     fsdp_groups,
     fsdp_parameters,
     in_backward,
-    make_wrapper,
-    stable_hash,
-    tensor_data,
     tensor_version,
     tree_leaves,
     tree_map_only,
@@ -61,20 +56,6 @@ from fp8_dist.torch_internals import (
 )
 
 aten = torch.ops.aten
-
-# Ops whose result is the same weight, moved or about to be filled. Like a view, it is still
-# gathered in float8. The results of other ops (zeros_like for optimizer state, arithmetic) are
-# plain tensors.
-_SAME_WEIGHT = {
-    aten.clone.default,
-    aten.copy_.default,
-    aten.empty_like.default,
-    aten.new_zeros.default,
-    aten._pin_memory.default,
-    aten._to_copy.default,
-    torch.ops.c10d.broadcast_.default,
-    torch.ops.c10d.scatter_.default,
-}
 
 
 class _Metadata(NamedTuple):
@@ -96,7 +77,7 @@ class _Writes:
         self.count = 0
 
 
-class Float8AllGatherWeight(torch.Tensor):
+class Float8AllGatherWeight(WrapperParameter):
     """High-precision weight (shard) that FSDP2 gathers in float8.
 
     Every op on it runs on the plain tensor inside. Parameters have this tensor type from
@@ -104,23 +85,21 @@ class Float8AllGatherWeight(torch.Tensor):
     A ``state_dict`` contains the plain tensor.
     """
 
-    _tensor: torch.Tensor
-    _name: str
+    name_of_weight: str
     _writes: "_Writes"
-    __slots__ = ("_name", "_tensor", "_writes")
+    static = ("name_of_weight",)
+    __slots__ = ("_writes", "name_of_weight")
 
     @staticmethod
     def __new__(
-        cls, tensor: torch.Tensor, /, name: str = "weight", *, requires_grad: Any = None, **_: Any
+        cls, plain: torch.Tensor, /, name: str = "weight", *, requires_grad: Any = None, **_: Any
     ) -> "Float8AllGatherWeight":
         if requires_grad is not None:
             # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
             # Of a plain tensor this is a plain parameter (see rewrap_float8_weights).
-            return nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
-        # Under inference_mode too, a view of a parameter is not an inference tensor.
-        with torch.inference_mode(tensor.is_inference()):
-            self = make_wrapper(cls, tensor, tensor.dtype, tensor.is_pinned())
-        self._tensor, self._name, self._writes = tensor, name, _Writes()
+            return nn.Parameter(plain, requires_grad)  # type: ignore[return-value]
+        self = cls.made(plain, plain.dtype)
+        self.name_of_weight, self._writes = name, _Writes()
         return self
 
     @staticmethod
@@ -132,26 +111,7 @@ class Float8AllGatherWeight(torch.Tensor):
     @staticmethod
     def unwrap(tensor: torch.Tensor) -> torch.Tensor:
         """Return the plain tensor inside; any other tensor is returned unchanged."""
-        return tensor._tensor if isinstance(tensor, Float8AllGatherWeight) else tensor
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Float8AllGatherWeight({self._tensor!r})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], str]:
-        return ["_tensor"], self._name
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], name: str, outer_size: Any, outer_stride: Any
-    ) -> "Float8AllGatherWeight":
-        return Float8AllGatherWeight(inner["_tensor"], name)
-
-    _stable_hash_for_caching = stable_hash
-    __torch_function__ = disabled_torch_function
-
-    def data_ptr(self) -> int:
-        """Return the address of the plain tensor's data, which accelerate uses as an identity."""
-        return self._tensor.data_ptr()
+        return tensor.plain if isinstance(tensor, Float8AllGatherWeight) else tensor
 
     @property
     def _version(self) -> int:  # type: ignore[override]
@@ -160,39 +120,18 @@ class Float8AllGatherWeight(torch.Tensor):
         torch does not count writes by foreach ops on DTensors, through ``.data``, or by
         collectives. ``__torch_dispatch__`` counts them.
         """
-        return tensor_version.__get__(self) + (version_of(self._tensor) or 0) + self._writes.count
+        return tensor_version.__get__(self) + (version_of(self.plain) or 0) + self._writes.count
 
-    # torch's own copying and pickling assume that a tensor with an address has a storage.
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            attributes = deepcopy(self.__dict__, memo)
-            plain = deepcopy(self._tensor, memo)
-            copied = _rebuilt(plain, self._name, self.requires_grad, attributes)
-            memo[id(self)] = copied
-            copied.grad = deepcopy(self.grad, memo)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self._tensor, self._name, self.requires_grad, self.__dict__)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """Data as in any tensor. An assignment also replaces the plain tensor inside."""
-        return tensor_data.__get__(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def assigned(self, value: torch.Tensor) -> "Float8AllGatherWeight":
         if isinstance(value, DTensor) or not value.is_floating_point():
             raise TypeError(
                 "the .data of a weight that FSDP2 gathers in float8 must be a plain "
                 f"floating-point tensor, got {type(value).__name__} of {value.dtype}; assign a new "
                 "nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)"
             )
-        plain = self.unwrap(value.detach())
-        self._writes.count += version_of(self._tensor) or 0  # the version must not decrease
-        tensor_data.__set__(self, Float8AllGatherWeight(plain))
-        self._tensor = plain
+        self._writes.count += version_of(self.plain) or 0  # the version must not decrease
         increment_version(self)  # so that the layer drops the scales of the old values
+        return Float8AllGatherWeight(self.unwrap(value.detach()))
 
     @classmethod
     def __torch_dispatch__(
@@ -215,10 +154,10 @@ class Float8AllGatherWeight(torch.Tensor):
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
             return out  # this is how optimizers clone their state; clone() of a shard is a weight
-        if not (func.is_view or func in _SAME_WEIGHT):
+        if not (func.is_view or func in MOVES):
             return out
-        name = next(each._name for each in tree_leaves(args) if isinstance(each, cls))
-        wrapped = tree_map_only(torch.Tensor, lambda plain: cls(plain, name), out)
+        own = next(each for each in tree_leaves(args) if isinstance(each, cls))
+        wrapped = tree_map_only(torch.Tensor, own.like, out)
         if func.is_view:
             for view in [wrapped] if isinstance(wrapped, cls) else wrapped:
                 view._writes = args[0]._writes
@@ -244,7 +183,7 @@ class Float8AllGatherWeight(torch.Tensor):
             ValueError: the module is not a Float8Linear; or tensor parallelism leaves some rank
                 with an empty shard, whose gradient FSDP2 can't reduce.
         """
-        weight = weights_of(module).get(self._name)
+        weight = weights_of(module).get(self.name_of_weight)
         if weight is None:
             raise ValueError(
                 f"a {type(module).__name__} owns a weight that is gathered in float8; only a "
@@ -257,7 +196,7 @@ class Float8AllGatherWeight(torch.Tensor):
         # FSDP2 gathers under no_grad, so only the module's mode shows an evaluation.
         if not (module.training or in_backward()):
             cache.begin_evaluation()
-        cast, whole = weight.gather_cast(self._tensor)
+        cast, whole = weight.gather_cast(self.plain)
         data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
         # A view of the float8 dtype, so that an audit can find the payload's dtype.
         data, layout = as_bytes(data.view(cast.qdata.dtype)), weight.layout()
@@ -304,14 +243,6 @@ class Float8AllGatherWeight(torch.Tensor):
         return Float8Tensor.of(weight, param_dtype), ()
 
 
-def _rebuilt(
-    plain: torch.Tensor, name: str, requires_grad: bool, attributes: dict[str, Any]
-) -> torch.Tensor:
-    weight = Float8AllGatherWeight(plain, name).requires_grad_(requires_grad)
-    weight.__dict__.update(attributes)
-    return weight
-
-
 def _as_input(scale: torch.Tensor) -> torch.Tensor:
     """Flatten scales to an all-gather input, in a dtype that every backend can send."""
     flat = scale.contiguous().reshape(-1)
@@ -333,13 +264,6 @@ def _check_other_shards(weight: Float8Weight) -> None:
 @lru_cache(maxsize=1024)
 def _some_are_empty(layout: Layout) -> bool:
     return any(0 in local_sizes(layout, dim) for dim in range(len(layout.shape)))
-
-
-# FSDP2 calls inspect.signature before each gather. With a stored signature this takes a third of
-# the time.
-Float8AllGatherWeight.fsdp_pre_all_gather.__signature__ = signature(  # type: ignore[attr-defined]
-    Float8AllGatherWeight.fsdp_pre_all_gather
-)
 
 
 def rewrap_float8_weights(module: nn.Module) -> list[str]:

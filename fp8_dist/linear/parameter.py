@@ -170,8 +170,7 @@ class LayerParameter:
         """
         old = self.parameter()
         if new is not old:
-            of_type = ("stored", "write", *old.static) if isinstance(old, Stored) else ()
-            carry_attributes(old, new, of_type)
+            carry_attributes(old, new)
             note_replaced(old, new, self.module, self.name, self.fqn)
         setattr(self.module, self.name, new)
 

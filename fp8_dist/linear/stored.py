@@ -86,7 +86,7 @@ class StoredWeight(LayerParameter):
                 "optimizer can update it; call unfreeze_from_float8 to train it, or "
                 "requires_grad_(False)"
             )
-        return self._quantized(local, self.layout(parameter), self.local_scales().stored)
+        return self._quantized(local, self.layout(parameter), self.local_scales().plain)
 
     def _quantized(
         self, local: StoredFloat8, layout: Layout | None, scales: torch.Tensor
@@ -107,7 +107,7 @@ class StoredWeight(LayerParameter):
             (scales,) = scheme.local_part((scales,), layout)
         if scheme.levels[0].scale is torch.float32:
             scales = fp32_scales(scales)
-        return Quantized(local.stored, (scales,), scheme, start, scheme.is_cut(layout))
+        return Quantized(local.plain, (scales,), scheme, start, scheme.is_cut(layout))
 
     def dequantized(self) -> torch.Tensor:
         """Return a stored weight in high precision; a DTensor if it is distributed.
@@ -117,7 +117,7 @@ class StoredWeight(LayerParameter):
         parameter = self.parameter()
         local, layout = local_tensor(parameter), self.layout(parameter)
         assert isinstance(local, StoredFloat8)
-        held = with_local(self.scales(), self.local_scales().stored)
+        held = with_local(self.scales(), self.local_scales().plain)
         whole = held.full_tensor() if isinstance(held, DTensor) else held
         qdata, scales, scheme, start, _ = self._quantized(local, layout, whole)
         return with_local(parameter, scheme.dequantize(qdata, scales, start).to(parameter.dtype))
@@ -214,8 +214,8 @@ class StoredWeight(LayerParameter):
         """
         data, scales = self.parameter(), self.scales()
         held, e8m0 = self.local_scales(), torch.float8_e8m0fnu
-        is_e8m0 = held.saved_as is e8m0 and held.stored.dtype is torch.uint8
-        saved = held.stored.view(e8m0) if is_e8m0 else fp32_scales(held.stored)
+        is_e8m0 = held.saved_as is e8m0 and held.plain.dtype is torch.uint8
+        saved = held.plain.view(e8m0) if is_e8m0 else fp32_scales(held.plain)
         return {
             self.name: _entry(data, _content(data)),
             self.scales_name: _entry(scales, saved),
@@ -320,7 +320,7 @@ def _entry(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 def _content(parameter: torch.Tensor) -> torch.Tensor:
     local = local_tensor(parameter)
     assert isinstance(local, Stored), type(local)
-    return local.stored
+    return local.plain
 
 
 def counts(scales: Sequence[int], entry: Sequence[int]) -> list[int]:

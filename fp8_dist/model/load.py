@@ -422,9 +422,9 @@ def _load(part: _Part, files: _Files) -> None:
         held = weight.local_scales()
         for entry in coded:
             assert isinstance(local, Stored)
-            _fill(local.stored, tensor, entry, partial(_read, entry, files))
+            _fill(local.plain, tensor, entry, partial(_read, entry, files))
             of_scales, scales, held.saved_as = _stored_scales(weight, entry, files)
-            _fill(held.stored, weight.scales(), of_scales, scales.__getitem__)
+            _fill(held.plain, weight.scales(), of_scales, scales.__getitem__)
         return
     for entry in entries:
         dequantizes = files.float8(entry.key) and not is_float8(tensor.dtype)

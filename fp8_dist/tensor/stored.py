@@ -7,25 +7,15 @@ shard, gather, move and offload them like all parameters, but as the bytes that 
 """
 
 from collections.abc import Callable
-from inspect import signature
-from operator import attrgetter
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.functional import pad
 
-from fp8_dist.device import is_float8
-from fp8_dist.torch_internals import (
-    disabled_torch_function,
-    make_wrapper,
-    stable_hash,
-    tensor_data,
-    tree_leaves,
-    tree_map_only,
-)
+from fp8_dist.tensor.wrapper import MOVES, WrapperParameter, bytes_of, padded_shard, unpadded
+from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -36,110 +26,54 @@ _ON_BYTES = {
     c10d.broadcast_.default,
     c10d.scatter_.default,
 }
-# Operators, besides views, whose result is the same parameter, moved or about to be filled.
-_SAME = _ON_BYTES | {
-    aten.clone.default,
-    aten.copy_.default,
-    aten.empty_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten._pin_memory.default,
-    aten._to_copy.default,
-}
+# Operators, besides views, whose result is the same parameter.
+_SAME = MOVES | _ON_BYTES | {aten.new_empty.default}
 _ADDITIONS = {aten.add_.Tensor, aten.sub_.Tensor}
 
 
-class Stored(torch.Tensor):
-    """Base class of parameters that are moved as bytes.
+class Stored(WrapperParameter):
+    """Base class of parameters that are moved as the bytes that they are stored in.
 
     Attributes:
-        stored: the plain tensor inside, of this tensor's shape. Its dtype is another one.
-        static: the names of the other arguments of the constructor, and of their attributes.
         write: adds to the weight in high precision and casts it again, in place, given the
             operator and its other arguments; None if this is not the whole weight of a layer.
     """
 
-    stored: torch.Tensor
-    static: ClassVar[tuple[str, ...]]
-    write: Callable[..., None] | None = None
+    write: Callable[..., None] | None
+    __slots__ = ("write",)
 
     @staticmethod
     def __new__(
-        cls, stored: torch.Tensor, /, *static: Any, requires_grad: Any = None, **_: Any
+        cls, plain: torch.Tensor, /, *static: Any, requires_grad: Any = None, **_: Any
     ) -> Any:
         if requires_grad is not None:
             # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
-            if not isinstance(stored, cls):
+            if not isinstance(plain, cls):
                 raise NotImplementedError(
                     f"a loader rebuilds a parameter that is stored in float8 ({cls.__name__}) from "
-                    f"data of {stored.dtype} alone, as accelerate's hooks do that offload weights; "
+                    f"data of {plain.dtype} alone, as accelerate's hooks do that offload weights; "
                     "keep the model on one device, or call fp8_dist.unfreeze_from_float8(model) "
                     "before it is offloaded"
                 )
-            return nn.Parameter(stored, requires_grad)
-        self = make_wrapper(cls, stored, static[0], stored.is_pinned())
-        self.stored = stored
-        for name, value in zip(cls.static[1:], static[1:], strict=False):
+            return nn.Parameter(plain, requires_grad)
+        self = cls.made(plain, static[0])
+        self.write = None
+        for name, value in zip(cls.static[1:], static[1:], strict=True):
             setattr(self, name, value)
         return self
 
-    def like(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
-        """Return a tensor of this kind with another content; ``dtype`` is one that was asked for.
-
-        Scales keep their dtype: in ``model.to(torch.bfloat16)`` they must not be rounded.
-        """
-        return type(self)(stored, *self.__tensor_flatten__()[1])
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"{type(self).__name__}({self.stored!r}, dtype={self.dtype})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["stored"], tuple(getattr(self, name) for name in self.static)
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], static: tuple[Any, ...], size: Any, stride: Any
-    ) -> "Stored":
-        return cls(inner["stored"], *static)
-
-    _stable_hash_for_caching = stable_hash
-    __torch_function__ = disabled_torch_function
-
-    def data_ptr(self) -> int:
-        """Return the address of the data, which accelerate uses as an identity."""
-        return self.stored.data_ptr()
-
     def share_memory_(self) -> Self:
         """Move the data to shared memory, as torch.multiprocessing does."""
-        self.stored.share_memory_()
+        self.plain.share_memory_()
         return self
 
-    @property
-    def data(self) -> torch.Tensor:
-        """Data as in any tensor. Only a tensor of the same kind can be assigned."""
-        return tensor_data.__get__(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def assigned(self, value: torch.Tensor) -> Self:
         if not isinstance(value, type(self)):
             raise TypeError(
                 "the .data of a weight that is stored in float8 can't become a "
                 f"{type(value).__name__} of {value.dtype}; {_REMEDY}"
             )
-        tensor_data.__set__(self, value)
-        self.stored = value.stored
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            copied = self.like(self.stored.clone())
-            is_parameter = isinstance(self, nn.Parameter)
-            memo[id(self)] = nn.Parameter(copied, False) if is_parameter else copied
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # As bytes, because pickle does not support float8.
-        parts = _bytes_of(self), self.stored.dtype, self.__tensor_flatten__()[1]
-        return _rebuilt, (type(self), *parts, isinstance(self, nn.Parameter))
+        return value
 
     @classmethod
     def __torch_dispatch__(
@@ -165,8 +99,10 @@ class Stored(torch.Tensor):
                 "DistributedDataParallel does to broadcast parameters; call freeze_to_float8 on "
                 "the module that it wraps, as the last step before that"
             )
-        content = _bytes_of if func in _ON_BYTES else attrgetter("stored")
-        args_, kwargs_ = tree_map_only(Stored, content, (args, kwargs))
+        as_bytes = func in _ON_BYTES
+        args_, kwargs_ = tree_map_only(
+            Stored, lambda x: bytes_of(x.plain) if as_bytes else x.plain, (args, kwargs)
+        )
         out = func(*args_, **kwargs_)
         if func is aten.copy_.default:
             return args[0]
@@ -175,7 +111,7 @@ class Stored(torch.Tensor):
             same.write = own.write  # ``weight.data += update``, as PEFT merges, casts the sum
             return same
         return tree_map_only(
-            torch.Tensor, lambda plain: own.like(plain.view(own.stored.dtype), dtype), out
+            torch.Tensor, lambda plain: own.like(plain.view(own.plain.dtype), dtype), out
         )
 
     def fsdp_pre_all_gather(
@@ -190,7 +126,7 @@ class Stored(torch.Tensor):
 
         Collectives: none.
         """
-        return (padded_shard(_bytes_of(self), outer_size, mesh.size()),), outer_size
+        return (padded_shard(bytes_of(self.plain), outer_size, mesh.size()),), outer_size
 
     def fsdp_post_all_gather(
         self,
@@ -203,14 +139,9 @@ class Stored(torch.Tensor):
         """Return the unsharded parameter for FSDP2, on the storage of the gathered bytes."""
         if out is not None:
             return None  # FSDP2 refilled the same storage
-        stored = unpadded(all_gather_outputs[0], self.stored.dtype, metadata)
-        return self.like(stored, param_dtype), ()
+        plain = unpadded(all_gather_outputs[0], self.plain.dtype, metadata)
+        return self.like(plain, param_dtype), ()
 
-
-# FSDP2 calls inspect.signature before each gather.
-Stored.fsdp_pre_all_gather.__signature__ = signature(  # type: ignore[attr-defined]
-    Stored.fsdp_pre_all_gather
-)
 
 _REMEDY = (
     "read it with fp8_dist.dequantized(layer), or call fp8_dist.unfreeze_from_float8(model) first"
@@ -224,53 +155,36 @@ class StoredFloat8(Stored):
     layer have. With a float8 dtype, adapters that are made like the weight would be float8.
 
     Attributes:
-        stored: the data, in a float8 dtype.
+        plain: the data, in a float8 dtype.
         key: the key of the scaling scheme.
     """
 
     key: str
     static = ("dtype", "key")
+    __slots__ = ("key",)
 
-    def like(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
+    def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
-        return type(self)(stored, dtype, self.key)
+        return type(self)(plain, dtype, self.key)
 
 
 class StoredScales(Stored):
     """The scales of a frozen weight that is stored in float8. Their dtype never changes.
 
     Attributes:
-        stored: the scales in float32; or their exponents in uint8, if all are powers of two.
+        plain: the scales in float32; or their exponents in uint8, if all are powers of two.
         saved_as: the dtype of their entry in checkpoints: float32, or float8_e8m0fnu. Scales that
             are stored in float32 are always saved in it.
     """
 
-    saved_as: torch.dtype = torch.float32
+    saved_as: torch.dtype
     static = ("dtype", "saved_as")
-
-
-def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
-    """Pad a shard with zeros to the size that FSDP2 gives every rank; contiguous.
-
-    FSDP2 refuses uneven shards of other dims than the first. A parameter that every rank has whole
-    (``replicate``) is no shard.
-    """
-    is_divided = len(shard) < outer_size[0] and shard.shape[1:] == outer_size[1:]
-    missing = -(-outer_size[0] // ranks) - len(shard) if is_divided else 0
-    assert missing >= 0, (shard.shape, outer_size, ranks)
-    if missing:
-        shard = pad(shard, (*(0, 0) * (shard.ndim - 1), 0, missing))
-    return shard.contiguous()
-
-
-def unpadded(output: torch.Tensor, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:
-    """Return FSDP2's all-gather output, of padded bytes, as a tensor of a dtype and a size."""
-    return output.view(dtype).as_strided(size, torch.empty(size, device="meta").stride())
+    __slots__ = ("saved_as",)
 
 
 def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
     """Raise NotImplementedError unless the bytes of ``source`` can be copied to ``to``."""
-    dtypes = {x.stored.dtype if isinstance(x, Stored) else x.dtype for x in (to, source)}
+    dtypes = {x.plain.dtype if isinstance(x, Stored) else x.dtype for x in (to, source)}
     if not isinstance(to, Stored) or len(dtypes) > 1:
         raise NotImplementedError(
             f"copy_ of a {type(source).__name__} of {source.dtype} to a {type(to).__name__} of "
@@ -278,19 +192,4 @@ def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
         )
 
 
-def _bytes_of(each: Stored) -> torch.Tensor:
-    return each.stored.view(torch.uint8) if is_float8(each.stored.dtype) else each.stored
-
-
-def _rebuilt(
-    cls: type[Stored],
-    stored: torch.Tensor,
-    dtype: torch.dtype,
-    static: tuple[Any, ...],
-    is_parameter: bool,
-) -> torch.Tensor:
-    made = cls(stored.view(dtype), *static)
-    return nn.Parameter(made, requires_grad=False) if is_parameter else made
-
-
-torch.serialization.add_safe_globals([StoredFloat8, StoredScales, _rebuilt])
+torch.serialization.add_safe_globals([StoredFloat8, StoredScales])

@@ -259,7 +259,7 @@ def non_finite_everywhere() -> dict[str, list[bool]]:
         world = Distributed(2, 2)
         x, weight = world.mine(torch.randn(2, 8, 64)), world.net.layers[0].w1.weight
         if torch.distributed.get_rank() == 1:
-            target = x if where == "input" else weight._local_tensor._tensor
+            target = x if where == "input" else weight._local_tensor.plain
             target.detach().view(-1)[3] = bad
         if where == "weight":
             precompute_float8_dynamic_scale(world.net)

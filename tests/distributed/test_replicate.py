@@ -26,7 +26,7 @@ from fp8_dist import (
     float8_layers,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.tensor.stored import padded_shard
+from fp8_dist.tensor.wrapper import padded_shard
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "rowwise_folded", "blockwise", "mxfp8"]
 

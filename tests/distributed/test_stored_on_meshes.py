@@ -141,7 +141,7 @@ def losses(net: nn.Module, steps: int = 5) -> list[torch.Tensor]:
 def stored_bytes(net: nn.Module) -> int:
     """Bytes of the data and scales of stored weights on this rank, with their padding."""
     local = [local_tensor(p) for p in net.parameters()]
-    return sum(p.stored.untyped_storage().nbytes() for p in local if isinstance(p, Stored))
+    return sum(p.plain.untyped_storage().nbytes() for p in local if isinstance(p, Stored))
 
 
 def compared(size: int, name: str) -> dict[str, float]:

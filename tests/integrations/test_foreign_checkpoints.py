@@ -88,7 +88,7 @@ def test_scales_of_a_certain_meaning(
     assert loaded(model, entries | calibrated, tmp_path) == ([], [])
     assert same_bits(dequantized(model[0]), expected)
     if frozen:
-        assert torch.equal(model[0].weight.stored.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(model[0].weight.plain.view(torch.uint8), codes.view(torch.uint8))
 
 
 ONES = {"0.weight_scale": torch.ones(2, 3)}

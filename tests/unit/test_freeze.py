@@ -53,7 +53,7 @@ def test_bits_and_bytes_of_a_stored_weight(name: str, dtype: torch.dtype) -> Non
     assert same(run(net, dtype), expected)
     assert same(run(nn.Sequential(*net).eval(), dtype), expected)
     for layer in (net[0], net[2]):
-        tensors = [p.stored for p in layer.parameters() if hasattr(p, "stored")]
+        tensors = [p.plain for p in layer.parameters() if hasattr(p, "plain")]
         size = sum(t.numel() * t.itemsize for t in tensors)
         assert [t.untyped_storage().nbytes() for t in tensors] == [
             t.numel() * t.itemsize for t in tensors

@@ -1,0 +1,158 @@
+"""Base class of parameters that hold a plain tensor, and move it in a form of their own."""
+
+from copy import deepcopy
+from inspect import signature
+from typing import Any, ClassVar, Self
+
+import torch
+from torch.nn.functional import pad
+
+from fp8_dist.device import is_float8
+from fp8_dist.torch_internals import (
+    disabled_torch_function,
+    make_wrapper,
+    stable_hash,
+    tensor_data,
+)
+
+aten, c10d = torch.ops.aten, torch.ops.c10d
+
+# Operators, besides views, whose result is the same parameter, moved or about to be filled.
+MOVES = {
+    aten.clone.default,
+    aten.copy_.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten._pin_memory.default,
+    aten._to_copy.default,
+    c10d.broadcast_.default,
+    c10d.scatter_.default,
+}
+
+
+class WrapperParameter(torch.Tensor):
+    """Base class of parameters that hold a plain tensor.
+
+    A subclass defines the constructor, what operators do, which tensors can become its ``data``,
+    and the hooks of FSDP2's all-gather. Its attributes are slots, because loaders pass the dict of
+    a parameter to its type.
+
+    Attributes:
+        plain: the plain tensor inside, of this tensor's shape. Its dtype may be another one.
+        static: the names of the other arguments of the constructor, and of their attributes.
+    """
+
+    plain: torch.Tensor
+    static: ClassVar[tuple[str, ...]]
+    __slots__ = ("plain",)
+
+    def __init_subclass__(cls) -> None:
+        # FSDP2 calls inspect.signature before each gather. With a stored signature this takes a
+        # third of the time.
+        if (hook := vars(cls).get("fsdp_pre_all_gather")) is not None:
+            hook.__signature__ = signature(hook)
+
+    @classmethod
+    def made(cls, plain: torch.Tensor, dtype: torch.dtype) -> Self:
+        """Make a tensor of this type; for constructors."""
+        # Under inference_mode too, a view of a parameter is not an inference tensor.
+        with torch.inference_mode(plain.is_inference()):
+            self: Self = make_wrapper(cls, plain, dtype, plain.is_pinned())
+        self.plain = plain
+        return self
+
+    def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
+        """Return a tensor of this kind with another content; ``dtype`` is one that was asked for.
+
+        By default the dtype stays: in ``model.to(torch.bfloat16)`` scales must not be rounded.
+        """
+        return type(self)(plain, *self.__tensor_flatten__()[1])
+
+    def assigned(self, value: torch.Tensor) -> Self:
+        """Return, as a tensor of this type, what was assigned to ``data``; or raise TypeError."""
+        raise NotImplementedError
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}({self.plain!r}, dtype={self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return ["plain"], tuple(getattr(self, name) for name in self.static)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], static: tuple[Any, ...], size: Any, stride: Any
+    ) -> Self:
+        return cls(inner["plain"], *static)
+
+    _stable_hash_for_caching = stable_hash
+    __torch_function__ = disabled_torch_function
+
+    def data_ptr(self) -> int:
+        """Return the address of the plain tensor's data, which accelerate uses as an identity."""
+        return self.plain.data_ptr()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Data as in any tensor. An assignment also replaces the plain tensor inside."""
+        return tensor_data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        assigned = self.assigned(value)
+        tensor_data.__set__(self, assigned)
+        self.plain = assigned.plain
+
+    # torch's own copying and pickling assume that a tensor with an address has a storage.
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            plain, attributes = deepcopy(self.plain, memo), deepcopy(self.__dict__, memo)
+            rest = self.__tensor_flatten__()[1], self.requires_grad, attributes
+            memo[id(self)] = copied = rebuilt(type(self), plain, plain.dtype, *rest)
+            copied.grad = deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parts = type(self), bytes_of(self.plain), self.plain.dtype
+        return rebuilt, (*parts, self.__tensor_flatten__()[1], self.requires_grad, self.__dict__)
+
+
+def rebuilt(
+    cls: type[WrapperParameter],
+    plain: torch.Tensor,
+    dtype: torch.dtype,
+    static: tuple[Any, ...],
+    requires_grad: bool,
+    attributes: dict[str, Any],
+) -> torch.Tensor:
+    """Make a copied or unpickled parameter."""
+    made: Any = cls
+    parameter = made(plain.view(dtype), *static).requires_grad_(requires_grad)
+    parameter.__dict__.update(attributes)  # such as that it is an nn.Parameter
+    return parameter
+
+
+def bytes_of(plain: torch.Tensor) -> torch.Tensor:
+    """Return float8 data as uint8, for what does not support float8: pickle and some backends."""
+    return plain.view(torch.uint8) if is_float8(plain.dtype) else plain
+
+
+def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
+    """Pad a shard with zeros to the size that FSDP2 gives every rank; contiguous.
+
+    FSDP2 refuses uneven shards of other dims than the first. A parameter that every rank has whole
+    (``replicate``) is no shard.
+    """
+    is_divided = len(shard) < outer_size[0] and shard.shape[1:] == outer_size[1:]
+    missing = -(-outer_size[0] // ranks) - len(shard) if is_divided else 0
+    assert missing >= 0, (shard.shape, outer_size, ranks)
+    if missing:
+        shard = pad(shard, (*(0, 0) * (shard.ndim - 1), 0, missing))
+    return shard.contiguous()
+
+
+def unpadded(output: torch.Tensor, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:
+    """Return FSDP2's all-gather output, of padded bytes, as a tensor of a dtype and a size."""
+    return output.view(dtype).as_strided(size, torch.empty(size, device="meta").stride())
+
+
+torch.serialization.add_safe_globals([rebuilt])
