@@ -250,14 +250,10 @@ def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
     chosen = [(mesh, place) for mesh, w in distributed for place in w.places if place is not None]
     if not chosen:
         return iter(())
-    # By identity first, because comparing meshes of thousands of ranks takes longer than the rest.
-    meshes: dict[int, tuple[DeviceMesh, set[int]]] = {}
-    for mesh, w in distributed:
-        meshes.setdefault(id(mesh), (mesh, set()))[1].update(*w.axes)
     axes: dict[DeviceMesh, set[int]] = {}
-    for mesh, own in meshes.values():
-        if own:
-            axes.setdefault(mesh, set()).update(own)
+    for mesh, w in distributed:
+        if any(w.axes):
+            axes.setdefault(mesh, set()).update(*w.axes)
     groups, missing = common_groups(axes)
     rank = dist.get_rank()
     sizes: list[int] = []

@@ -1,10 +1,8 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
-import os
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -24,7 +22,6 @@ from fp8_dist.linear.optimizer_steps import (
 )
 from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made
 from fp8_dist.mesh import all_reduce_max, common_groups, replicated_over
-from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 
 
@@ -143,8 +140,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     """Call :func:`update_float8_scales` after every optimizer step.
 
     No hook runs for a step that ``torch.amp.GradScaler`` skips. So with DELAYED scales, call
-    :func:`update_float8_scales` in the training loop instead. Warns once if ``WORLD_SIZE`` is above
-    1 and there is no process group.
+    :func:`update_float8_scales` in the training loop instead.
 
     Args:
         optimizer: an optimizer that updates float8 weights of ``module``, made after the
@@ -166,13 +162,6 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     """
     weights = weights_of_model(module, "attach_update")
     reshard(module, "attach_update")  # puts the parameters in place that an optimizer updates
-    world_size = os.environ.get("WORLD_SIZE") or "1"
-    if world_size != "1" and not dist.is_initialized():
-        warn_once(
-            "no process group",
-            f"attach_update: WORLD_SIZE is {world_size}, but there is no process group: each rank "
-            "trains a model of its own. Call torch.distributed.init_process_group() first",
-        )
     found = hooked_optimizers(optimizer)
     if not found:
         raise TypeError(

@@ -1,11 +1,8 @@
 """attach_update: wrapped optimizers, containers, and those that don't fit."""
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest.mock import patch
-from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
@@ -23,7 +20,6 @@ from fp8_dist import (
     convert_to_float8_training,
     float8_layers,
     precompute_float8_dynamic_scale,
-    text,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear.weight_cache import ScaleState
@@ -137,14 +133,15 @@ def steps(pair: str, is_attached: bool) -> tuple[list[int], list[Any]]:
     return found, [local_tensor(p.detach()) for p in world.net.state_dict().values()]
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_one_all_reduce_per_step(ranks: RankPools, pair: str) -> None:
-    results = ranks(2).run(steps, pair, True)
-    without = ranks(2).run(steps, pair, False)
-    for (found, weights), (each, expected) in zip(results, without, strict=True):
-        assert found == [1, 1]
-        assert each == [6, 6]
-        assert all(map(same_bits, weights, expected))
+def test_one_all_reduce_per_step(ranks: RankPools) -> None:
+    without = {pair: ranks(2).run(steps, pair, False) for pair in ("optimizer", "lookahead")}
+    for pair in PAIRS:
+        expected = without["lookahead" if pair == "lookahead" else "optimizer"]
+        results = zip(ranks(2).run(steps, pair, True), expected, strict=True)
+        for (found, weights), (each, those) in results:
+            assert found == [1, 1], pair
+            assert each == [6, 6]
+            assert all(map(same_bits, weights, those)), pair
 
 
 def steps_in_backward(is_attached: bool) -> tuple[list[int], list[Any]]:
@@ -255,23 +252,6 @@ def test_an_optimizer_of_other_parameters_is_refused(ranks: RankPools) -> None:
             "updates none of the module's 6 float8 weights (such as layers.0.w1.weight)" in message
         )
         assert "Make the optimizer after convert_to_float8_training, apply_tp_plan and" in message
-
-
-def warnings_of_attaching(world_size: str) -> list[str]:
-    text._warned.clear()
-    net = convert_to_float8_training(Net())
-    with patch.dict(os.environ, WORLD_SIZE=world_size), catch_warnings(record=True) as caught:
-        simplefilter("always")
-        for _ in range(2):
-            attach_update(AdamW(net.parameters()), net)
-    return [str(each.message) for each in caught]
-
-
-def test_ranks_without_a_process_group_are_warned_of(ranks: RankPools) -> None:
-    assert warnings_of_attaching("") == warnings_of_attaching("1") == []
-    (text,) = warnings_of_attaching("2")
-    assert "WORLD_SIZE is 2, but there is no process group" in text
-    assert ranks(2).run_same(warnings_of_attaching, "2") == []
 
 
 def test_arguments_of_other_kinds_are_refused() -> None:

@@ -99,7 +99,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def wrong_bits(dtype: torch.dtype = torch.float32) -> list[str]:
+def wrong_bits(dtype: torch.dtype) -> list[str]:
     """Parameters whose gradient is not the mean that was computed apart, in any of two steps."""
     own, wrong = dist.get_rank(), []
     for way, how in WAYS.items():
@@ -123,29 +123,25 @@ def wrong_bits(dtype: torch.dtype = torch.float32) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_gradients_are_the_means_of_what_arrived(ranks: RankPools, world_size: int) -> None:
-    assert ranks(world_size).run(wrong_bits) == [[]] * world_size
-    if world_size == 3:
-        for dtype in (torch.bfloat16, torch.float16):
-            assert ranks(world_size).run(wrong_bits, dtype) == [[]] * world_size
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float16)]
+)
+def test_gradients_are_the_means_of_what_arrived(
+    ranks: RankPools, world_size: int, dtype: torch.dtype
+) -> None:
+    assert ranks(world_size).run(wrong_bits, dtype) == [[]] * world_size
 
 
-def train(net: nn.Module, steps: int, lr: float = 1e-2) -> float:
-    """The mean loss of the last steps, of ranks whose data differ."""
-    optimizer, losses, rank = torch.optim.AdamW(net.parameters(), lr=lr), [], dist.get_rank()
+def train(net: nn.Module, steps: int) -> None:
+    """Steps of ranks whose data differ."""
+    optimizer, rank = torch.optim.AdamW(net.parameters(), lr=1e-2), dist.get_rank()
     if float8_layers(net):
         attach_update(optimizer, net)
     for step in range(steps):
         x = data(0, 1000 + dist.get_world_size() * step + rank)
-        loss = (net(x).float()[:, :96] - x.tanh()).pow(2).mean()
-        loss.backward()
+        (net(x).float()[:, :96] - x.tanh()).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-    mean = torch.stack(losses[-10:]).mean()
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size()
 
 
 def same_parameters(net: nn.Module) -> bool:
@@ -165,12 +161,8 @@ def _is_wide(module: nn.Module, name: str) -> bool:
     return name in ("last", "spare", "wide")
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_parameters_stay_equal_on_ranks(ranks: RankPools, world_size: int) -> None:
-    assert ranks(world_size).run(_stays_equal) == [True] * world_size
-
-
-def _stays_equal() -> bool:
+@on_ranks(3, returns=True)
+def test_parameters_stay_equal_on_ranks() -> bool:
     """After 3 steps; also where some ranks, or all, do not use a part of the model."""
     found, rank = [], dist.get_rank()
     for make in (Uneven, of_float8):
@@ -185,17 +177,6 @@ def _stays_equal() -> bool:
         optimizer.step()
         optimizer.zero_grad()
     return all([*found, same_parameters(net)])
-
-
-@on_ranks(2)
-def test_losses() -> None:
-    """50 steps, within 1 % of plain DDP."""
-    for make in (Uneven, of_float8):
-        expected = train(in_ddp(make(), False, find_unused_parameters=True), 50)
-        for state in (None, Float8DDPState(None, True)):
-            found = train(in_ddp(make(), True, state), 50)
-            assert abs(found / expected - 1) < 0.01, (make, found, expected)
-    assert expected < 0.5  # it has learned something
 
 
 def wire(model: nn.Module, **how: Any) -> str:
@@ -338,7 +319,7 @@ def test_with_what_else_is_done() -> None:
 
     ways: list[Callable[[Any], None]] = [micro_batches, accumulated, joined, compiled]
     for way in ways:
-        for views in (False, True):
+        for views in (False,) if way is compiled else (False, True):
             found = []
             for hook in (False, True):
                 cap = 25 if way is compiled else TINY  # torch splits graphs by larger buckets

@@ -179,7 +179,7 @@ def test_experts_of_several_dtypes(
     model, expected = with_experts(frozen), with_experts(True)
     with torch.no_grad():
         for parameter in model.parameters():
-            getattr(parameter, "stored", parameter).view(torch.uint8).zero_()
+            getattr(parameter, "plain", parameter).view(torch.uint8).zero_()
     assert load_float8_checkpoint(model, tmp_path) == ([], [])
     for name in ("gate_up_proj", "down_proj"):
         found, right = (dequantized(m.model.layers[0].mlp.experts, name) for m in (model, expected))

@@ -45,7 +45,7 @@ def test_bits_of_stored_experts(kind: str, recipe: str) -> None:
     loaded = frozen(kind, recipe)
     with torch.no_grad():
         for parameter in loaded.parameters():
-            getattr(parameter, "stored", parameter).view(torch.uint8).zero_()
+            getattr(parameter, "plain", parameter).view(torch.uint8).zero_()
     loaded.load_state_dict(state)
     assert different(step(loaded), expected) == []
     assert all(same_bits(tensor, state[name]) for name, tensor in loaded.state_dict().items())

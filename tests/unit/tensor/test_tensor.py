@@ -42,7 +42,7 @@ def test_repr_is_one_line_without_values_that_are_elsewhere() -> None:
     assert repr(x) == line.format(0.25, "cpu")
     assert repr(x.to("meta")) == line.format("?", "meta")
     weight = Float8AllGatherWeight(torch.ones(2))
-    assert repr(weight) == "Float8AllGatherWeight(tensor([1., 1.]))"
+    assert repr(weight) == "Float8AllGatherWeight(tensor([1., 1.]), dtype=torch.float32)"
 
 
 def test_refusals_name_what_was_asked_and_what_to_do() -> None:
