@@ -134,9 +134,10 @@ def steps(pair: str, is_attached: bool) -> tuple[list[int], list[Any]]:
 
 
 def test_one_all_reduce_per_step(ranks: RankPools) -> None:
-    without = {pair: ranks(2).run(steps, pair, False) for pair in ("optimizer", "lookahead")}
+    kinds = ("optimizer", "scheduler", "lookahead")
+    without = {pair: ranks(2).run(steps, pair, False) for pair in kinds}
     for pair in PAIRS:
-        expected = without["lookahead" if pair == "lookahead" else "optimizer"]
+        expected = without.get(pair, without["optimizer"])
         results = zip(ranks(2).run(steps, pair, True), expected, strict=True)
         for (found, weights), (each, those) in results:
             assert found == [1, 1], pair

@@ -1,6 +1,5 @@
 """State: checkpoints and optimizer state hold plain tensors under nn.Linear's keys."""
 
-import copy
 import math
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.nn as nn
 from nets import Distributed, Net, full, net_plan, wrong_casts
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
@@ -107,37 +105,3 @@ def test_meta_init() -> list[str]:
     with weights_used(net) as used:
         net(x.contiguous()).sum().backward()
     return wrong_casts(used, values, mesh["tp"])
-
-
-class LowRank(nn.Module):
-    """A frozen converted layer beside trainable high-precision ones, as LoRA has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(32, 32)
-        self.down, self.up = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-@on_ranks(2, returns=[True, True, True])
-def test_frozen_weights() -> list[bool]:
-    torch.manual_seed(0)
-    net = LowRank()
-    net.base.requires_grad_(False)
-    twin = copy.deepcopy(net)
-    for model, config in ((net, GATHERED), (twin, None)):
-        convert_to_float8_training(
-            model, config=config, module_filter_fn=lambda module, fqn: fqn == "base"
-        )
-    fully_shard(net, mesh=device_mesh(dp=2))
-    precompute_float8_dynamic_scale(net)
-    x = torch.randn(4, 32)
-    net(x).sum().backward()
-    twin(x).sum().backward()
-    return [
-        net.base.weight.grad is None,
-        same_bits(full(net.up.weight.grad), twin.up.weight.grad),
-        same_bits(net(x), twin(x)),
-    ]
