@@ -237,7 +237,9 @@ class Fp8DistQuantizer(HfQuantizer):
         for fqn, entry in entries.items():
             # transformers compares shapes; StoredWeight.restore decides what they mean.
             weight, scales = weights[fqn], torch.empty(entry.shape, device="meta")
-            scales = nn.Parameter(StoredScales(scales, torch.float32), requires_grad=False)
+            scales = nn.Parameter(
+                StoredScales(scales, torch.float32, torch.float32), requires_grad=False
+            )
             weight.module.register_parameter(weight.scales_name, scales)
             if not entry.scales.endswith("_inv"):
                 self.renames = True
