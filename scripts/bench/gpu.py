@@ -85,8 +85,8 @@ def run_stage(
     if args.device != "cuda" or not torch.cuda.is_available():
         parser.error(
             "there is no CUDA device that this torch can use "
-            f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); what can be "
-            "derived without one is printed by python -m scripts.bench.gpu_counts"
+            f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); docs/gpu.md "
+            "has what can be derived without one"
         )
     return run(args, cases(args))
 

@@ -10,19 +10,38 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from scripts.bench.gpu_results import ROOT, Result, read
 from scripts.common.candidates import BF16
-from scripts.common.fake_cuda.roofline import Rates
 from scripts.common.markdown import table
 from scripts.common.options import command_parser
 
 PAGE = ROOT / "docs/gpu.md"
 DERIVED_SHAPE = "8192 x 4096 x 14336"  # of the page's table of one layer
 AGAIN = ", again"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Assumed rates of a GPU; the defaults are for an H200.
+
+    Attributes:
+        bf16, float8, float8_fast: TFLOP/s of GEMMs (fast: with fast accumulation).
+        elementwise, reduction, transpose: TB/s of kernels; transpose: of torch's copies that change
+            the order of 1-byte elements.
+        launch: microseconds that a kernel takes at least.
+    """
+
+    bf16: float = 790.0
+    float8: float = 1200.0
+    float8_fast: float = 1400.0
+    elementwise: float = 4.0
+    reduction: float = 3.5
+    transpose: float = 0.27
+    launch: float = 2.5
 
 
 class Candidate(NamedTuple):

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-
-from scripts.common.fake_cuda.process import FakeCudaProcess
+from fake_cuda.process import FakeCudaProcess
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-
-from scripts.common.fake_cuda.async_tp import count_fusions
-from scripts.common.fake_cuda.process import FakeCudaProcess
+from fake_cuda.async_tp import count_fusions
+from fake_cuda.process import FakeCudaProcess
 
 
 @pytest.fixture(scope="module")

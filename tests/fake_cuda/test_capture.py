@@ -6,6 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fake_cuda.counter import KernelCounter
+from fake_cuda.device import FakeCudaMode, fake_tensors
+from fake_cuda.layer import LayerShape, layer_on_fake_cuda
+from fake_cuda.process import FakeCudaProcess
+from fake_cuda.world import meshes
 from reference import raised
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -13,11 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import comm_audit
 from scripts.common.candidates import OURS
-from scripts.common.fake_cuda.counter import KernelCounter
-from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
-from scripts.common.fake_cuda.layer import LayerShape, layer_on_fake_cuda
-from scripts.common.fake_cuda.process import FakeCudaProcess
-from scripts.common.fake_cuda.world import meshes
 
 SHAPE = LayerShape(256, 512, 1024)
 

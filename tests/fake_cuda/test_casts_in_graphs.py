@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda.inductor import executed
+from fake_cuda.process import FakeCudaProcess
 from inductor_kernels import code_of_product, loaded
 from reference import same_bits
 from torch._inductor.async_compile import AsyncCompile
 
 from fp8_dist.kernels import cast_copies
-from scripts.common.fake_cuda.inductor import executed
-from scripts.common.fake_cuda.process import FakeCudaProcess
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-
-from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import fake_tensors
-from scripts.common.fake_cuda.process import FakeCudaProcess
+from fake_cuda.counter import Counts, KernelCounter
+from fake_cuda.device import fake_tensors
+from fake_cuda.process import FakeCudaProcess
 
 E4M3 = torch.float8_e4m3fn
 

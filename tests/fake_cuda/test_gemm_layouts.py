@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda.counter import Counts, KernelCounter
+from fake_cuda.device import fake_tensors
+from fake_cuda.process import FakeCudaProcess
+from fake_cuda.world import meshes
 from nets import Net, net_plan
 from stream_hazards import Hazards
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,10 +30,6 @@ from fp8_dist import (
 )
 from fp8_dist.tensor_parallel import apply_tp_plan
 from scripts.common.candidates import OURS
-from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import fake_tensors
-from scripts.common.fake_cuda.process import FakeCudaProcess
-from scripts.common.fake_cuda.world import meshes
 
 DIM, HIDDEN, BATCH, SEQUENCE = 256, 384, 2, 32
 

@@ -4,15 +4,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fake_cuda.counter import Counts, KernelCounter
+from fake_cuda.device import fake_tensors
+from fake_cuda.experts import ExpertsShape, count_experts
+from fake_cuda.process import FakeCudaProcess
 
 from fp8_dist.kernels import Groups, grouped
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.functions import cast_weight, grouped_product
 from scripts.common.candidates import BF16
-from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import fake_tensors
-from scripts.common.fake_cuda.experts import ExpertsShape, count_experts
-from scripts.common.fake_cuda.process import FakeCudaProcess
 
 
 @pytest.mark.parametrize(

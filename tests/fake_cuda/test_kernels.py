@@ -4,21 +4,21 @@ from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
+from fake_cuda.blocks import count_blocks, count_compiled_block, count_update
+from fake_cuda.counter import Counts
+from fake_cuda.layer import (
+    LayerShape,
+    count_compiled_layer,
+    count_frozen_layer,
+    count_layer,
+)
+from fake_cuda.process import FakeCudaProcess
 from torch_releases import RELEASE
 
 from fp8_dist.kernels import CustomOp, blocks, folding, gemm, quantization, scale
 from fp8_dist.kernels.cuda import triton
 from fp8_dist.kernels.cuda.triton import launch
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.fake_cuda.blocks import count_blocks, count_compiled_block, count_update
-from scripts.common.fake_cuda.counter import Counts
-from scripts.common.fake_cuda.layer import (
-    LayerShape,
-    count_compiled_layer,
-    count_frozen_layer,
-    count_layer,
-)
-from scripts.common.fake_cuda.process import FakeCudaProcess
 
 SHAPE = LayerShape()
 FULL = pytest.mark.full

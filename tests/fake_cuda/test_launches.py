@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from compile_kernels import call_all
+from fake_cuda.process import FakeCudaProcess, built
+from fake_cuda.triton_kernels import _IdleLauncher, launch_nothing
 from triton.runtime.jit import JITFunction
 
 from fp8_dist.kernels import CustomOp
 from fp8_dist.kernels.cuda.triton import launch
-from scripts.common.fake_cuda.process import FakeCudaProcess, built
-from scripts.common.fake_cuda.triton_kernels import _IdleLauncher, launch_nothing
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None,

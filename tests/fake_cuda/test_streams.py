@@ -11,6 +11,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fake_cuda import streams
+from fake_cuda.device import fake_tensors
+from fake_cuda.process import FakeCudaProcess
+from fake_cuda.world import meshes
 from stream_hazards import Hazards
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,10 +30,6 @@ from fp8_dist import (
 from fp8_dist.fsdp import Float8DDPState, float8_ddp_hook
 from fp8_dist.linear import weight
 from scripts.common.candidates import OURS
-from scripts.common.fake_cuda import streams
-from scripts.common.fake_cuda.device import fake_tensors
-from scripts.common.fake_cuda.process import FakeCudaProcess
-from scripts.common.fake_cuda.world import meshes
 
 BLOCKS, DIM, STEPS = 3, 64, 2
 

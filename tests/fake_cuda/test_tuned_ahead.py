@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fake_cuda.device import fake_tensors
+from fake_cuda.process import FakeCudaProcess
+from fake_cuda.world import meshes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -29,9 +32,6 @@ from fp8_dist.tensor_parallel import (
     declare_placements,
 )
 from scripts.common.candidates import OURS
-from scripts.common.fake_cuda.device import fake_tensors
-from scripts.common.fake_cuda.process import FakeCudaProcess
-from scripts.common.fake_cuda.world import meshes
 
 TOKENS = 48
 

@@ -10,14 +10,10 @@ import pytest
 import torch
 from ranks import RankPools
 
-from scripts.bench import experts, gpu, gpu_counts, linear, precompute, step, timing
+from scripts.bench import experts, gpu, linear, precompute, step, timing
 from scripts.bench.timing import Timed
 from scripts.common import report
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.fake_cuda.counter import Counts, Kernel
-from scripts.common.fake_cuda.dispatch import Dispatched
-from scripts.common.fake_cuda.process import FakeCudaProcess
-from scripts.common.fake_cuda.roofline import Rates, milliseconds
 from scripts.common.llama import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,30 +158,3 @@ def test_options(
         run(words)
     assert info.value.code == 2
     assert message in capsys.readouterr().err
-
-
-GEMM = Kernel("_scaled_mm", "gemm", 1, 10**9, 10**9, 12 * 10**11, "float8")
-COUNTS = Counts([GEMM, Kernel("add", "tiny", 4, 100, 100)])
-
-
-def test_times_of_a_roofline() -> None:
-    assert milliseconds(COUNTS, Rates()) == pytest.approx({"gemm": 1.0, "tiny": 0.01})
-    faster = Rates(float8=2400.0, launch=5.0)
-    assert milliseconds(COUNTS, faster) == pytest.approx({"gemm": 0.5, "tiny": 0.02})
-
-
-def test_counts_of_kernels(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The tables. (What is counted is tested in tests/fake_cuda.)"""
-
-    def answer(self: FakeCudaProcess, function: Any, *args: Any, **options: Any) -> Any:
-        if function is gpu_counts.seconds_to_dispatch:
-            return dict.fromkeys(args[0], Dispatched(40e-6, None, None))
-        return COUNTS
-
-    monkeypatch.setattr(FakeCudaProcess, "run", answer)
-    assert gpu_counts.main(["--turns", "3"]) == 0
-    for table in capsys.readouterr().out.split("gpu ")[1:]:
-        assert f"| {BF16} " in table
-        assert "| tensorwise " in table

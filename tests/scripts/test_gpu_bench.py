@@ -16,6 +16,7 @@ from scripts.bench.gpu_results import Result, read
 from scripts.common.candidates import OURS, TORCHAO
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPORTED = f"{ROOT}:{ROOT}/tests/support"
 LAYER = "2048 x 4096 x 14336"
 
 
@@ -31,9 +32,9 @@ def rehearsed(tmp_path: Path, *programs: str) -> list[Result]:
     code = "\n".join(["from scripts.bench import gpu, gpu_kernels, gpu_probe, gpu_train",
                       f"words = {words!r}", *programs])  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.common.fake_cuda.rehearsal", "-c", code],
+        [sys.executable, "-m", "fake_cuda.rehearsal", "-c", code],
         cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": IMPORTED},
         capture_output=True,
         text=True,
         check=False,

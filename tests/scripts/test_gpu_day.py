@@ -38,7 +38,8 @@ else:
     code = fault.read_text() if fault.exists() else ""
     code += f"import runpy, sys; sys.argv = {{[program, *words]!r}}\\n"
     code += f"runpy.run_module({{program!r}}, run_name='__main__', alter_sys=True)\\n"
-rehearsal = [sys.executable, "-m", "scripts.common.fake_cuda.rehearsal", "-c", code]
+os.environ["PYTHONPATH"] = "{ROOT}:{ROOT}/tests/support"
+rehearsal = [sys.executable, "-m", "fake_cuda.rehearsal", "-c", code]
 os.execv(sys.executable, rehearsal)
 """
 

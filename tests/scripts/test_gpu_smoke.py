@@ -219,9 +219,10 @@ def test_a_wrong_launch_config_is_found(tried: Any, monkeypatch: pytest.MonkeyPa
 
 def rehearsed(part: str, *options: str, **environment: str) -> list[str]:
     """What a part prints on a stub of a device, where all is well."""
-    words = ["scripts.common.fake_cuda.rehearsal", "-m", "scripts.bench.gpu_smoke", part]
+    words = ["fake_cuda.rehearsal", "-m", "scripts.bench.gpu_smoke", part]
     command = [sys.executable, "-m", *words, *options]
-    environment = os.environ | environment
+    imported = f"{ROOT}:{ROOT}/tests/support"
+    environment = os.environ | environment | {"PYTHONPATH": imported}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

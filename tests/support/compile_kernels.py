@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from fake_cuda.process import FakeCudaProcess
 from former_kernels import call_former
 from inductor_kernels import code_of_product, loaded, sources
 from ptx import Instance, Traffic
@@ -29,7 +30,6 @@ from fp8_dist import kernels
 from fp8_dist.kernels import CustomOp, cuda, encoding, gemm
 from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.folding import fold_gradient
-from scripts.common.fake_cuda.process import FakeCudaProcess
 
 assert cuda.HAS_TRITON
 

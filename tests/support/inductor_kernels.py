@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fake_cuda import inductor
+from fake_cuda.device import FakeCudaMode
 
 from fp8_dist.kernels import fusible_copies
-from scripts.common.fake_cuda import inductor
-from scripts.common.fake_cuda.device import FakeCudaMode
 
 
 def product_as_float8(

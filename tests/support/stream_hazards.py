@@ -4,7 +4,7 @@ CUDA kernels of one stream run in order; those of two streams do only where one 
 of the other. And the caching allocator hands a freed block to the next allocation on the stream
 that the block was allocated on, at once: what other streams still do with it must be known to that
 stream, or be declared by ``record_stream``. :class:`Hazards` follows both rules for all storages of
-fake CUDA tensors, on the simulated streams of ``scripts/common/fake_cuda/streams.py``.
+fake CUDA tensors, on the simulated streams of ``tests/support/fake_cuda/streams.py``.
 """
 
 import sys
@@ -15,12 +15,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from fake_cuda.counter import ALLOCATIONS, traffic
+from fake_cuda.streams import Clock, Stream, current_stream
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scripts.common.fake_cuda.counter import ALLOCATIONS, traffic
-from scripts.common.fake_cuda.streams import Clock, Stream, current_stream
 from scripts.common.saved_bytes import rewrites_ops
 
 ROOT = f"{Path(__file__).resolve().parents[2]}/"

@@ -1,7 +1,7 @@
 """Runs a program where torch has a CUDA device that computes nothing, to see that it runs at all.
 
-    python -m scripts.common.fake_cuda.rehearsal -m MODULE ARGS...
-    python -m scripts.common.fake_cuda.rehearsal -c CODE
+    python -m fake_cuda.rehearsal -m MODULE ARGS...
+    python -m fake_cuda.rehearsal -c CODE
 
 Tensors have no memory (``kernels.cpp``), launches do nothing, and each takes a millisecond on the
 device's clock.
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch._inductor import output_code
 
+from fake_cuda import device, streams
+from fake_cuda.inductor import compiled_code_launches_nothing
+from fake_cuda.process import built
+from fake_cuda.triton_kernels import launch_nothing
 from fp8_dist.moe import layers as experts
-from scripts.common.fake_cuda import device, streams
-from scripts.common.fake_cuda.inductor import compiled_code_launches_nothing
-from scripts.common.fake_cuda.process import built
-from scripts.common.fake_cuda.triton_kernels import launch_nothing
 
 _GUARD = "FP8_DIST_REHEARSAL"  # the guard, until torch is imported
 

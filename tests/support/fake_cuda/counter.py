@@ -19,8 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scripts.common.fake_cuda.layouts import block_mm_problems, scaled_mm_problems
-from scripts.common.fake_cuda.triton_kernels import forget_addresses
+from fake_cuda.layouts import block_mm_problems, scaled_mm_problems
+from fake_cuda.triton_kernels import forget_addresses
 from scripts.common.saved_bytes import rewrites_ops
 
 GEMMS = ("_scaled_mm", "_scaled_mm_v2", "mm", "addmm", "bmm")

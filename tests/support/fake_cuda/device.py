@@ -11,10 +11,10 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fake_cuda import streams
+from fake_cuda.triton_kernels import intercept_launches
 from fp8_dist import torch_internals
 from fp8_dist.kernels.cuda import gemm
-from scripts.common.fake_cuda import streams
-from scripts.common.fake_cuda.triton_kernels import intercept_launches
 from scripts.plan.world import HostValues
 
 # Of an H200, as far as libraries ask.

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fake_cuda.inductor import compiled_code_launches_nothing
+from fake_cuda.layer import LayerShape
+from fake_cuda.process import built
+from fake_cuda.triton_kernels import launch_nothing
 from fp8_dist import Float8Linear
 from fp8_dist.kernels import amax, cast_copies
 from scripts.bench.layers import Layer
 from scripts.bench.timing import Timed, medians
 from scripts.common.candidates import linear_of
-from scripts.common.fake_cuda.inductor import compiled_code_launches_nothing
-from scripts.common.fake_cuda.layer import LayerShape
-from scripts.common.fake_cuda.process import built
-from scripts.common.fake_cuda.triton_kernels import launch_nothing
 
 KERNELS_ALONE = "tensorwise's kernels alone"
 _COMPILED, _IN_GRAPH = ", compiled", ", in a graph"

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from scripts.common.fake_cuda.device import pretend
+from fake_cuda.device import pretend
 
 _TORCH = Path(torch.__file__).parent
 

@@ -6,13 +6,13 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from fake_cuda.counter import Counts, KernelCounter
+from fake_cuda.device import FakeCudaMode, fake_tensors
+from fake_cuda.inductor import compiled_code_is_counted
 from fp8_dist import Float8Linear, freeze_to_float8
 from fp8_dist.kernels.cuda import gemm
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
-from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
-from scripts.common.fake_cuda.inductor import compiled_code_is_counted
 
 
 class LayerShape(NamedTuple):

@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 
+from fake_cuda.blocks import flash_attention
+from fake_cuda.counter import KernelCounter
+from fake_cuda.device import FakeCudaMode
+from fake_cuda.inductor import compiled_code_is_counted
+from fake_cuda.world import RANKS, meshes
 from fp8_dist import Float8LinearConfig, convert_to_float8_training, text
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
-from scripts.common.fake_cuda.blocks import flash_attention
-from scripts.common.fake_cuda.counter import KernelCounter
-from scripts.common.fake_cuda.device import FakeCudaMode
-from scripts.common.fake_cuda.inductor import compiled_code_is_counted
-from scripts.common.fake_cuda.world import RANKS, meshes
 from scripts.common.llama import Llama, LlamaConfig
 
 _COUNTED = {

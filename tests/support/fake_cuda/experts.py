@@ -6,12 +6,12 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 
+from fake_cuda.counter import Counts, KernelCounter
+from fake_cuda.device import fake_tensors
 from fp8_dist.kernels import Groups, grouped
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.functions import cast_weight, grouped_product
 from scripts.common.candidates import BF16
-from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import fake_tensors
 
 
 class ExpertsShape(NamedTuple):

@@ -1,33 +1,34 @@
 """Kernels that a GPU would launch and bytes that it would move, without a GPU.
 
-    python -m scripts.bench.gpu_counts
+    PYTHONPATH=.:tests/support python -m fake_cuda.tables
 
-Tensors are fake ones, on a CUDA device that does not exist (scripts/common/fake_cuda). Eager code
+Tensors are fake ones, on a CUDA device that does not exist (tests/support/fake_cuda). Eager code
 runs on them as it would run on the device, and Inductor generates its code for it. What would
 launch a kernel is counted, with the bytes that it reads and writes: forward and backward of one
 linear layer beside nn.Linear and torchao; of a layer of experts; two blocks of Llama 8B under FSDP2
 over 8 ranks; and what updates the scales of all of its 224 weights after an optimizer step.
 
 Times on the device are a roofline: what those operations and bytes take at assumed rates
-(scripts/common/fake_cuda/roofline.py), and a least time for each kernel. The CPU time to dispatch a
+(`scripts.bench.gpu_report.Rates`), and a least time for each kernel. The CPU time to dispatch a
 layer's step is measured, on tensors without memory.
 """
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
+from fake_cuda.blocks import count_blocks, count_update
+from fake_cuda.counter import Counts, Kernel
+from fake_cuda.dispatch import Dispatched, seconds_to_dispatch
+from fake_cuda.experts import ExpertsShape, count_experts
+from fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
+from fake_cuda.process import FakeCudaProcess
 from fp8_dist.moe.config import ExpertsRecipe
+from scripts.bench.gpu_report import Rates
 from scripts.bench.timing import shape_type
 from scripts.common.candidates import BF16, OURS, TORCHAO
-from scripts.common.fake_cuda.blocks import count_blocks, count_update
-from scripts.common.fake_cuda.counter import Counts
-from scripts.common.fake_cuda.dispatch import Dispatched, seconds_to_dispatch
-from scripts.common.fake_cuda.experts import ExpertsShape, count_experts
-from scripts.common.fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
-from scripts.common.fake_cuda.process import FakeCudaProcess
-from scripts.common.fake_cuda.roofline import Rates, milliseconds
 from scripts.common.markdown import table
 from scripts.common.options import positive
 from scripts.common.report import finish, make_parser, start
@@ -111,6 +112,23 @@ def _gigabytes(counts: Counts) -> str:
     return f"{counts.bytes_besides_gemms / 1e9:.2f}"
 
 
+def milliseconds(counts: Counts, rates: Rates) -> Counter[str]:
+    """Time by kind of kernel: each takes what its flops or bytes take, one after the other."""
+    times: Counter[str] = Counter()
+    for kernel in counts.kernels:
+        at_least = kernel.launches * rates.launch * 1e-3
+        times[kernel.kind] += max(_milliseconds(kernel, rates), at_least)
+    return times
+
+
+def _milliseconds(kernel: Kernel, rates: Rates) -> float:
+    if kernel.kind == "gemm":
+        tflops = {"bf16": rates.bf16, "float8": rates.float8, "float8 fast": rates.float8_fast}
+        return kernel.flops / tflops[kernel.precision] * 1e-9
+    bandwidths = {"reduction": rates.reduction, "transposing copy": rates.transpose}
+    return kernel.bytes / bandwidths.get(kernel.kind, rates.elementwise) * 1e-9
+
+
 def experts_table(counted: Mapping[str, Counts], rates: Rates) -> str:
     """Kernels and bytes of experts, and their time beside bf16's."""
     bf16 = milliseconds(counted[BF16], rates).total()
@@ -139,7 +157,7 @@ def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.gpu_counts", __doc__)
+    parser = make_parser("fake_cuda.tables", __doc__)
     default = LayerShape()
     shape = "rows x in_features x out_features of the layer; default: 8192x4096x14336"
     parser.add_argument(

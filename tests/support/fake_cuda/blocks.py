@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fake_cuda.counter import Counts, KernelCounter
+from fake_cuda.device import FakeCudaMode, fake_tensors
+from fake_cuda.inductor import compiled_code_is_counted
+from fake_cuda.world import RANKS, meshes
 from fp8_dist import float8_layers
 from scripts.common.candidates import BF16
-from scripts.common.fake_cuda.counter import Counts, KernelCounter
-from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
-from scripts.common.fake_cuda.inductor import compiled_code_is_counted
-from scripts.common.fake_cuda.world import RANKS, meshes
 from scripts.common.llama import MODELS, Block, rope_tables
 from scripts.common.models import after_step, convert
 

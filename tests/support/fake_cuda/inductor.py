@@ -19,8 +19,8 @@ from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.graph import GraphLowering
 from torch._inductor.select_algorithm import extern_kernels
 
-from scripts.common.fake_cuda.counter import KernelCounter
-from scripts.common.fake_cuda.device import FakeCudaMode, fake_tensors
+from fake_cuda.counter import KernelCounter
+from fake_cuda.device import FakeCudaMode, fake_tensors
 
 Call = Callable[[list[Any]], Any]
 

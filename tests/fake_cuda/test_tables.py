@@ -1,0 +1,53 @@
+"""The tables of docs/gpu.md: their times, and that each candidate's step runs without memory."""
+
+from typing import Any
+
+import pytest
+from fake_cuda import tables
+from fake_cuda.counter import Counts, Kernel
+from fake_cuda.dispatch import KERNELS_ALONE, Dispatched, seconds_to_dispatch
+from fake_cuda.layer import LayerShape
+from fake_cuda.process import FakeCudaProcess
+from fake_cuda.tables import milliseconds
+
+from scripts.bench.gpu_report import Rates
+from scripts.common.candidates import BF16, OURS, TORCHAO
+
+GEMM = Kernel("_scaled_mm", "gemm", 1, 10**9, 10**9, 12 * 10**11, "float8")
+COUNTS = Counts([GEMM, Kernel("add", "tiny", 4, 100, 100)])
+
+
+def test_times_of_a_roofline() -> None:
+    assert milliseconds(COUNTS, Rates()) == pytest.approx({"gemm": 1.0, "tiny": 0.01})
+    faster = Rates(float8=2400.0, launch=5.0)
+    assert milliseconds(COUNTS, faster) == pytest.approx({"gemm": 0.5, "tiny": 0.02})
+
+
+def test_counts_of_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tables."""
+
+    def answer(self: FakeCudaProcess, function: Any, *args: Any, **options: Any) -> Any:
+        if function is tables.seconds_to_dispatch:
+            return dict.fromkeys(args[0], Dispatched(40e-6, None, None))
+        return COUNTS
+
+    monkeypatch.setattr(FakeCudaProcess, "run", answer)
+    assert tables.main(["--turns", "3"]) == 0
+    for table in capsys.readouterr().out.split("gpu ")[1:]:
+        assert f"| {BF16} " in table
+        assert "| tensorwise " in table
+
+
+@pytest.mark.full
+def test_every_candidate_is_timed() -> None:
+    names = (BF16, *OURS, *TORCHAO)
+    with FakeCudaProcess() as process:  # its device can't have fake tensors afterwards
+        seconds = process.run(seconds_to_dispatch, names, LayerShape(32, 64, 48), 1, 2)
+    assert tuple(seconds) == (*names, KERNELS_ALONE)
+    assert seconds[KERNELS_ALONE][1:] == (None, None)
+    # The host can't run a step in less.
+    for name in names:
+        assert min(each or 0.0 for each in seconds[name]) > 5e-6
+    assert seconds[KERNELS_ALONE].eager > 5e-6
