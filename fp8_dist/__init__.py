@@ -49,7 +49,6 @@ from fp8_dist.model.freeze import dequantized, freeze_to_float8, unfreeze_from_f
 from fp8_dist.model.load import load_float8_checkpoint
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.state import Float8State
-from fp8_dist.model.tune import tune
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.version import __version__
 
@@ -100,7 +99,6 @@ __all__ = [
     "selective_checkpoint_policy",
     "skip_head",
     "sync_float8_amax_and_scale_history",
-    "tune",
     "unfreeze_from_float8",
     "update_float8_scales",
 ]

@@ -28,10 +28,10 @@ With block scales, the operands are dequantized to bf16 for a bf16 result, and t
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from struct import Struct
 from typing import NamedTuple
 
@@ -39,15 +39,7 @@ import torch
 from torch import Tensor
 
 from fp8_dist.device import FLOAT8_DTYPES
-from fp8_dist.kernels.blocks import (
-    NAN_EXPONENT,
-    block_exponents,
-    cast_columns_of_blocks,
-    exponents_shape,
-    quantize_blocks,
-    reblock,
-)
-from fp8_dist.kernels.folding import UNIT, empty_group_folds, fold_groups
+from fp8_dist.kernels.blocks import NAN_EXPONENT
 from fp8_dist.kernels.gemm import (
     apply_scales,
     block_scaled_mm,
@@ -60,7 +52,6 @@ from fp8_dist.kernels.quantization import cast_copies, multiplied, quantize
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 
 _PART = 65536  # elements that are computed at a time
-_LONG_PART = 4 * _PART  # where fewer bytes per element are in use
 _FP32 = Struct("f")
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8_DTYPES}
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -127,13 +118,6 @@ def _amax(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     if not dims:
         return amax.portable(x, dims)
     # torch finds the maximum along a dim faster for integers than for floats.
-    kept = x.shape[: x.ndim - len(dims)]
-    are_last = tuple(dims) == tuple(range(len(kept), x.ndim))
-    if are_last and x.numel() > _LONG_PART and x.is_contiguous():
-        rows = x.view(math.prod(kept), -1)
-        parts = rows.split(max(1, _LONG_PART // rows.shape[1]))
-        found = [magnitudes(part).amax(1) for part in parts]
-        return torch.cat(found).view(x.dtype).to(torch.float32).view(*kept, *[1] * len(dims))
     largest = magnitudes(x).amax(tuple(dims), keepdim=True)
     return largest.view(x.dtype).to(torch.float32)
 
@@ -195,126 +179,13 @@ def _parts(x: Tensor, multiplier: Tensor, qdata: Tensor) -> Iterable[tuple[Tenso
         multipliers = multiplier.reshape(-1, 1).split(rows)
     elif multiplier.shape == (*[1] * (x.ndim - 1), columns):
         multipliers = repeat(multiplier.reshape(1, -1))
-    elif x.ndim > 2 and len(multiplier) == len(x):  # such as one scale per matrix
-        each = zip(x, multiplier, qdata, strict=True)
-        return chain.from_iterable(_parts(*matrix) for matrix in each)
     else:
         return [(x, multiplier, qdata)]
     parts, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
     return zip(parts, multipliers, results, strict=False)
 
 
-def _quantize_blocks(
-    x: Tensor,
-    exponents: Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-) -> Tensor:
-    rows, _, first_row, _ = blocks
-    if x.numel() <= _PART or first_row or _has_parts(x, rows):
-        return quantize_blocks.portable(x, exponents, dtype, blocks)
-    x = x.contiguous()
-    matrix, qdata = x.view(-1, x.shape[-1]), torch.empty_like(x, dtype=dtype)
-    results, numbers = qdata.view(matrix.shape), exponents.flatten(0, -2)  # of any strides
-    for part, of_rows in _slices(matrix, rows):
-        quantized = quantize_blocks.portable(matrix[part], numbers[of_rows], dtype, blocks)
-        results[part] = quantized
-    return qdata
-
-
-def _block_exponents(
-    x: Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
-) -> Tensor:
-    rows = blocks[0]
-    if x.numel() <= _LONG_PART or blocks[2] or not x.is_contiguous() or _has_parts(x, rows):
-        return block_exponents.portable(x, dtype, blocks, rule)
-    matrix, shape = x.view(-1, x.shape[-1]), exponents_shape(x.shape, blocks)
-    parts = [matrix[part] for part, _ in _slices(matrix, rows, _LONG_PART)]
-    found = [block_exponents.portable(part, dtype, blocks, rule) for part in parts]
-    return torch.cat(found).view(shape)
-
-
-def _has_parts(x: Tensor, rows: int) -> bool:
-    """Whether some matrices end inside of a block. Otherwise they are one matrix."""
-    return x.ndim > 2 and x.shape[-2] % rows > 0
-
-
-def _reblock(
-    qdata: Tensor,
-    exponents: Tensor,
-    blocks: Sequence[int],
-    rows: int,
-    rule: str | None,
-    transposed: bool = False,
-) -> tuple[Tensor, Tensor]:
-    if qdata.numel() <= _PART or blocks[0] > 1 or transposed:
-        return reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
-    result, found = torch.empty_like(qdata), []
-    for part, _ in _slices(qdata, rows):  # old blocks have one row, and so have their exponents
-        values = _dequantize(qdata[part], exponents[part], blocks, torch.float32)
-        result[part], numbers = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
-        found.append(numbers)
-    return result, torch.cat(found)
-
-
 _dequantize = partial(dequantized_with, upcast)
-
-
-def _slices(matrix: Tensor, rows: int, size: int = _PART) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows that consist of whole blocks, with the slices of their exponents."""
-    count = max(1, size // (rows * matrix.shape[1]))  # rows of blocks
-    for first in range(0, -(-len(matrix) // rows), count):
-        yield slice(first * rows, (first + count) * rows), slice(first, first + count)
-
-
-def _fold_groups(
-    g0: Tensor,
-    scale: Tensor,
-    weight_scale: Tensor | None,
-    input_scale: Tensor | None,
-    group: Tensor,
-    groups: int,
-    source: Tensor | None = None,
-) -> list[Tensor]:
-    if source is not None:
-        arguments = g0, scale, weight_scale, input_scale, group, groups
-        return fold_groups.portable(*arguments, source)
-    # In bf16, because float8 data times powers of two is exact, in whatever order. A product that
-    # is subnormal there is too small for float8.
-    made = empty_group_folds(g0, scale, weight_scale, input_scale, group, groups)
-    counts, dtype, unit = torch.bincount(group, minlength=groups).tolist(), g0.dtype, scale * UNIT
-    largest = g0.new_zeros((groups, g0.shape[1]), dtype=torch.int16)
-    of_input = None if input_scale is None else (unit * input_scale.view(-1, 1)).bfloat16()
-    of_weight = None if weight_scale is None else weight_scale.bfloat16()
-    for rows, e in _parts_of_groups(counts, g0.shape[1]):
-        values = upcast(g0[rows], torch.bfloat16)
-        if of_input is not None:
-            bits = (values * of_input[rows]).view(torch.int16).bitwise_and_(0x7FFF)
-            torch.maximum(largest[e], bits.amax(0), out=largest[e])
-        if of_weight is not None:
-            value = _amax(values.mul_(of_weight[e]), (1,)) * unit[rows]
-            multiplier, _ = scaling_from_amax.portable(value, dtype, True)
-            made[0][rows] = values.mul_((unit[rows] * multiplier).bfloat16())
-            made[1][rows] = 1 / (multiplier * UNIT)
-    if of_input is not None:
-        amaxes = largest.view(torch.bfloat16).to(torch.float32)
-        multiplier, found = scaling_from_amax.portable(amaxes, dtype, True)
-        torch.div(found, UNIT, out=made[-1])
-        multiplier = multiplier.bfloat16()
-        for rows, e in _parts_of_groups(counts, g0.shape[1]):
-            values = upcast(g0[rows], torch.bfloat16).mul_(of_input[rows])
-            made[-2][rows] = values.mul_(multiplier[e])
-    return made
-
-
-def _parts_of_groups(counts: Sequence[int], columns: int) -> Iterator[tuple[slice, int]]:
-    """Yield slices of rows of one group, with the group."""
-    size, begin = max(1, _LONG_PART // max(1, columns)), 0
-    for group, count in enumerate(counts):
-        end = begin + count
-        for first in range(begin, end, size):
-            yield slice(first, min(first + size, end)), group
-        begin = end
 
 
 def _emulated(
@@ -400,10 +271,6 @@ amax.register("cpu", _amax)
 scaling_from_amax.register("cpu", _scaling_from_amax)
 quantize.register("cpu", _quantize)
 cast_copies.register("cpu", _cast_copies)
-block_exponents.register("cpu", _block_exponents)
-quantize_blocks.register("cpu", _quantize_blocks)
-reblock.register("cpu", _reblock)
 dequantize_blocks.register("cpu", _dequantize)
-fold_groups.register("cpu", _fold_groups)
 scaled_mm.register("cpu", partial(scaled_mm_with, _emulated))
 block_scaled_mm.register("cpu", _block_scaled_mm)

@@ -48,18 +48,6 @@ def apply_scales(product: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     return product.mul_(scale_a * scale_b)
 
 
-@custom_op(
-    "scale_product(Tensor(a!) product, Tensor scale_a, Tensor scale_b) -> ()",
-    fake=lambda product, scale_a, scale_b: None,
-)
-def scale_product(product: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
-    """Multiply a product ``[M, N]``, contiguous, by both scales in place.
-
-    ``scale_a`` is 0-dim or ``[M, 1]``, and ``scale_b`` 0-dim or ``[1, N]``; both are fp32.
-    """
-    apply_scales(product, scale_a, scale_b)
-
-
 def emulated_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -231,8 +219,7 @@ def _native(
     # The tensorwise kernel writes fp32, which is scaled afterwards.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     product = run(one, one, out_dtype=torch.float32)
-    scale_product(product, scale_a, scale_b)
-    return product.to(out_dtype)
+    return apply_scales(product, scale_a, scale_b).to(out_dtype)
 
 
 def _has_rowwise_gemm(b: Tensor, out_dtype: torch.dtype) -> bool:

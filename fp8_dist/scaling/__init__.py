@@ -1,73 +1,42 @@
 """Scaling schemes: what a scale covers, and how data is cast, moved and multiplied with scales."""
 
-from fp8_dist.kernels import GemmOptions
-from fp8_dist.scaling.blocks import Blocks, BlockScheme, Fp32Blocks, as_matrix, turned
-from fp8_dist.scaling.dense import Dense, covering
-from fp8_dist.scaling.level import Level, Start
+from fp8_dist.kernels import GemmOptions as GemmOptions
+from fp8_dist.scaling.blocks import (
+    Blocks as Blocks,
+    BlockScheme as BlockScheme,
+    Fp32Blocks as Fp32Blocks,
+    as_matrix as as_matrix,
+    turned as turned,
+)
+from fp8_dist.scaling.dense import Dense as Dense, covering as covering
+from fp8_dist.scaling.level import Level as Level, Start as Start
 from fp8_dist.scaling.operators import (
-    by_scheme,
-    cast,
-    dequantize,
-    empty_scales,
-    empty_statistics,
-    flat,
-    matrices,
-    measure,
-    multiply,
-    operand_of,
-    unshared,
+    by_scheme as by_scheme,
+    cast as cast,
+    dequantize as dequantize,
+    empty_scales as empty_scales,
+    empty_statistics as empty_statistics,
+    flat as flat,
+    matrices as matrices,
+    measure as measure,
+    multiply as multiply,
+    operand_of as operand_of,
+    unshared as unshared,
 )
 from fp8_dist.scaling.reduction import (
-    Placed,
-    message_dtype,
-    reduced_statistics,
-    reduction_groups,
-    whole_statistics,
-    whole_statistics_of_each,
+    Placed as Placed,
+    message_dtype as message_dtype,
+    reduced_statistics as reduced_statistics,
+    reduction_groups as reduction_groups,
+    whole_statistics as whole_statistics,
+    whole_statistics_of_each as whole_statistics_of_each,
 )
 from fp8_dist.scaling.scheme import (
-    CastPlan,
-    Quantized,
-    Scales,
-    Scheme,
-    Statistics,
-    common_start,
-    scheme_named,
+    CastPlan as CastPlan,
+    Quantized as Quantized,
+    Scales as Scales,
+    Scheme as Scheme,
+    Statistics as Statistics,
+    common_start as common_start,
+    scheme_named as scheme_named,
 )
-
-__all__ = [
-    "BlockScheme",
-    "Blocks",
-    "CastPlan",
-    "Dense",
-    "Fp32Blocks",
-    "GemmOptions",
-    "Level",
-    "Placed",
-    "Quantized",
-    "Scales",
-    "Scheme",
-    "Start",
-    "Statistics",
-    "as_matrix",
-    "by_scheme",
-    "cast",
-    "common_start",
-    "covering",
-    "dequantize",
-    "empty_scales",
-    "empty_statistics",
-    "flat",
-    "matrices",
-    "measure",
-    "message_dtype",
-    "multiply",
-    "operand_of",
-    "reduced_statistics",
-    "reduction_groups",
-    "scheme_named",
-    "turned",
-    "unshared",
-    "whole_statistics",
-    "whole_statistics_of_each",
-]

@@ -20,7 +20,7 @@ from fp8_dist.mesh import (
     sharded_dim,
     taken,
 )
-from fp8_dist.scaling.level import Level, cut_blocks
+from fp8_dist.scaling.level import Level
 from fp8_dist.scaling.scheme import Scheme, Statistics
 
 
@@ -113,8 +113,7 @@ def reduced_statistics(
 
     Collectives: none if ranks share no block. Otherwise an all-reduce (MAX) over each of
     :func:`reduction_groups`, of the statistics of all levels whose blocks ranks share. A statistic
-    has 4 bytes, or 1 byte if all of them are uint8. If ranks share only blocks that shards cut
-    along the last dim, only the statistics of these blocks are reduced.
+    has 4 bytes, or 1 byte if all of them are uint8.
     """
     if layout is None:
         return local
@@ -128,10 +127,8 @@ def reduced_statistics(
     union = sorted({axis for over in axes for axis in over})
     if len(local) == 1:
         level, own = scheme.levels[0], local[0]
-        if (cut := _cut_columns(level, layout, union)) is not None:
-            return (_reduced_columns(own, level, layout, cut, groups),)
-        placed = Placed.of(own, level, layout, union)
-        if placed.shape == list(own.shape):  # every rank has a part of each block
+        if Placed.of(own, level, layout, union).shape == list(own.shape):
+            # Every rank has a part of each block.
             return (all_reduce_max(own, groups),)
     sent = [i for i, over in enumerate(axes) if over]
     places = [Placed.of(local[i], scheme.levels[i], layout, union) for i in sent]
@@ -193,32 +190,3 @@ def reduction_groups(
         return ()
     same = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
     return groups_over(layout.mesh, over, same)
-
-
-def _cut_columns(level: Level, layout: Layout, axes: Sequence[int]) -> tuple[int, ...] | None:
-    """The blocks along the last dim that shards cut; None if reducing these is not enough."""
-    last = len(layout.shape) - 1
-    if level.rows != 1 or (level.columns or 1) == 1 or level.leading != 1:
-        return None
-    if any(sharded_dim(layout.placements[axis], last + 1) != last for axis in axes):
-        return None
-    assert level.columns is not None
-    return cut_blocks(layout, last, level.columns)
-
-
-def _reduced_columns(
-    local: Tensor, level: Level, layout: Layout, cut: Sequence[int], groups: GroupNames
-) -> Tensor:
-    """Reduce only the statistics of the blocks ``cut`` of each row."""
-    first = level.pieces(layout)[-1][0][0]
-    # For each cut block of the part, its index among all cut blocks and its index in the part. They
-    # are used one by one, because indexing by a list would copy the list to the device.
-    ends = [(i, n - first) for i, n in enumerate(cut) if first <= n < first + local.shape[-1]]
-    whole = as_integers(local, message_dtype([local])).clone()
-    parts = whole.new_zeros((*whole.shape[:-1], len(cut)))
-    for slot, column in ends:
-        parts[..., slot] = whole[..., column]
-    found = all_reduce_max(parts, groups).view(whole.dtype)
-    for slot, column in ends:
-        whole[..., column] = found[..., slot]
-    return from_integers(whole, local.dtype)

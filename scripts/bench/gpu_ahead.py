@@ -53,9 +53,7 @@ class HopperDriver:
 def compiling(found: list[Any]) -> Iterator[None]:
     """In here kernels are compiled for each choice of block sizes, and not launched."""
 
-    def compiled(
-        tuned: launch.Tuned, grid: Any, key: Any, device: Any, *args: Any, **constants: Any
-    ) -> None:
+    def compiled(tuned: launch.Tuned, grid: Any, *args: Any, **constants: Any) -> None:
         for config in tuned.configs:
             options = config.all_kwargs() | {"enable_fp_fusion": False}
             found.append(tuned.kernel.run(*args, grid=(1,), warmup=True, **constants, **options))

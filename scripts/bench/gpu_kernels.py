@@ -10,6 +10,7 @@ longest kernels.
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -69,14 +70,21 @@ def launches(recipe: str) -> tuple[dict[str, Launch], Layer]:
     with launches_noted() as noted:
         layer.change_weight()
         layer.run()
-    different = {(id(tuned), args[1], str(constants)): (tuned, args, constants)
-                 for tuned, args, constants in noted}  # fmt: skip
+    different = {}
+    for tuned, args, constants in noted:
+        name, shapes = tuned.kernel.__name__, [tuple(x.shape) for x in tensors_of(args)]
+        kind = f"{max(shapes, key=math.prod)} {constants}".replace("'", "")
+        different[name, str(shapes), kind] = tuned, args, constants
     names, found = Counter[str](), {}
-    for launch in different.values():
-        name = f"{launch[0].kernel.__name__} {launch[1][1]}"
-        names[name] += 1  # constants may differ alone
-        found[name if names[name] == 1 else f"{name}, {names[name]}"] = launch
+    for (name, _, kind), launch in different.items():
+        names[name] += 1
+        found[f"{name} {names[name]}: {kind}"] = launch
     return found, layer
+
+
+def tensors_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors among a launch's arguments."""
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
 
 def found_launches(recipe: str) -> Result:
@@ -88,21 +96,19 @@ def found_launches(recipe: str) -> Result:
 
 def rate(recipe: str, launch: Launch, repeat: int) -> Result:
     """The choice, the time and the bytes of a launch."""
-    tuned, (grid, key, device, *args), constants = launch
-    cache = torch.empty(CACHE, dtype=torch.uint8, device=device)
-
-    def run() -> None:
-        tuned(grid, key, device, *args, **constants)
-
-    readings(run, WARM_UP)
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    chosen = tuned.chosen(key)
+    tuned, args, constants = launch
+    cache = torch.empty(CACHE, dtype=torch.uint8, device="cuda")
+    run = partial(tuned, *args, **constants)
+    with patch.object(tuned, "_fastest", {}) as found:
+        readings(run, WARM_UP)
+        seconds = readings(run, repeat, cache.zero_)
+    (chosen,) = found.values()
     sizes = " ".join(f"{name}={chosen[name]}" for name in chosen if name.isupper())
     return Result(
         recipe=recipe,
         shape=shape_text(SHAPE),
-        readings=readings(run, repeat, cache.zero_),
-        bytes=sum(t.numel() * t.itemsize for t in tensors),
+        readings=seconds,
+        bytes=sum(x.numel() * x.itemsize for x in tensors_of(args)),
         note=f"{sizes} warps={chosen['num_warps']}".strip(),
     )
 

@@ -186,15 +186,15 @@ def fold_calls(m: int, k: int) -> Calls:
 
 
 def block_calls(m: int, k: int) -> Calls:
-    """Casts with scales of blocks, to other blocks and back."""
+    """Casts with scales of blocks, and to other blocks."""
     x, cast, calls = special(m, k), kernels.cast_blocks, {}
-    kinds: tuple[tuple[Any, ...], ...] = (  # blocks, dtype, rule; new blocks, dtype of values
-        ((1, 128, 0, 0), E4M3, None, 128, BF16),
-        ((1, 32, 0, 5), E5M2, "ceil", 32, FP32),
-        ((128, 128, 0, 0), E4M3, "ceil", 128, FP32),
-        ((32, 32, 7, 31), E5M2, "floor", 32, BF16),
+    kinds: tuple[tuple[Any, ...], ...] = (  # blocks, dtype, rule; new blocks
+        ((1, 128, 0, 0), E4M3, None, 128),
+        ((1, 32, 0, 5), E5M2, "ceil", 32),
+        ((128, 128, 0, 0), E4M3, "ceil", 128),
+        ((32, 32, 7, 31), E5M2, "floor", 32),
     )
-    for blocks, dtype, rule, rows, wide in kinds:
+    for blocks, dtype, rule, rows in kinds:
         of = f"{blocks[0]}x{blocks[1]} {short_name(dtype)}"
         exponents, data = cast.portable(x, dtype, blocks, rule, [False])
         calls[f"cast_blocks {of} both layouts"] = call(cast, x, dtype, blocks, rule, BOTH)
@@ -203,9 +203,6 @@ def block_calls(m: int, k: int) -> Calls:
         calls[f"quantize_block_copies {of}"] = call(kernels.quantize_block_copies, *copies)
         known = data, exponents, blocks
         calls[f"reblock {of}"] = call(kernels.reblock, *known, rows, rule and "ceil", True)
-        calls[f"dequantize_blocks {of}"] = call(kernels.dequantize_blocks, *known, wide)
-    turned = data.t().contiguous().t(), exponents, blocks, BF16
-    calls["dequantize_blocks transposed"] = call(kernels.dequantize_blocks, *turned)
     blocks, dtype, *_ = kinds[0]
     exponents, data = cast.portable(x, dtype, blocks, None, [False])
     calls["quantize_blocks"] = call(kernels.quantize_blocks, x, exponents, dtype, blocks)
@@ -225,11 +222,6 @@ def gemm_calls(m: int, k: int) -> Calls:
     for repeats in (1, 32):
         name = f"tiled_exponents {repeats} times"
         calls[name] = call(gemm.tiled_exponents, a, b, repeats)
-    product, rows, columns = special(m, k, FP32), torch.rand(m, 1), torch.rand(1, k)
-    one, scale = torch.tensor(3.0), gemm.scale_product
-    calls["scale_product by rows and columns"] = call(scale, product, rows, columns)
-    calls["scale_product by columns"] = call(scale, product, one, columns)
-    calls["scale_product by rows"] = call(scale, product, rows, one)
     data = ordinary(m, k).to(E4M3)
     calls["transposed_copy"] = call(kernels.transposed_copy, data)
     calls["transposed_copy to 128"] = call(kernels.transposed_copy, data, 128)

@@ -1,11 +1,10 @@
-"""Compile Triton kernels for an architecture, as they would be launched, and print the results.
+"""Compile Triton kernels for architectures, as they would be launched, and print the results.
 
-    python tests/support/compile_kernels.py 90 [first] [FILE]
+    python tests/support/compile_kernels.py 90 100 gfx942
 
-JSON, one object for each kernel and choice of block sizes (``first``: for the first choice alone),
-with the keys of :class:`Compiled`. ``former``: the kernels of ``former_kernels.py`` instead of the
-library's; ``inductor``: those of Inductor that cast to both layouts, and compute a scale. It needs
-no GPU.
+JSON, one object for each compiled kernel, with the keys of :class:`Compiled`: for the first
+architecture each kernel with each choice of block sizes for all kinds of arguments, and what
+Inductor casts with; for the others each kernel once. It needs no GPU.
 """
 
 import json
@@ -16,13 +15,12 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 from fake_cuda.process import FakeCudaProcess
-from former_kernels import call_former
 from inductor_kernels import code_of_product, loaded, sources
-from ptx import Instance, Traffic
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -34,7 +32,7 @@ from fp8_dist.kernels.folding import fold_gradient
 assert cuda.HAS_TRITON
 
 M, K = 8192, 4096
-_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Compiled:
     """A kernel for one choice of block sizes.
 
     Attributes:
-        case: the operator that launches it, with its place among the launches of all operators.
+        architecture: what it is for.
         kernel: its name.
         choice: the block sizes.
         warps: of an instance.
@@ -50,11 +48,9 @@ class Compiled:
         shared: bytes of shared memory of an instance.
         registers: of a thread.
         spilled: bytes of a thread's memory for registers that do not fit.
-        instructions: that each warp issues (NVIDIA).
-        traffic: what an instance moves (NVIDIA).
     """
 
-    case: str
+    architecture: str
     kernel: str
     choice: str
     warps: int
@@ -62,117 +58,77 @@ class Compiled:
     shared: int
     registers: int
     spilled: int
-    instructions: int = 0
-    traffic: Traffic | None = None
 
 
 class Driver:
     """What compilers ask the driver of a GPU that is not here."""
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, architecture: str, index: int) -> None:
         self.amd = architecture.startswith("gfx")
         number = architecture if self.amd else int(architecture)
         self.target = GPUTarget(*(("hip", number, 64) if self.amd else ("cuda", number, 32)))
+        self.index = index  # Triton keeps what it compiled for a device
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.index
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 class Compiler:
-    """Compiles what would be launched."""
+    """Compiles what would be launched.
 
-    def __init__(self, amd: bool, only_first: bool) -> None:
-        self.amd = amd
-        self.only_first = only_first
-        self.case = ""
+    ``every``: each choice of block sizes for all kinds of arguments, not each kernel once.
+    """
+
+    def __init__(self, architecture: str, index: int, every: bool) -> None:
+        self.architecture = architecture
+        self.driver = Driver(architecture, index)
+        self.every = every
+        self.seen: set[Any] = set()
         self.results: list[Compiled] = []
 
-    def __call__(self, tuned: launch.Tuned, args: Any, constants: dict[str, Any]) -> None:
-        """Compile a kernel for these arguments, for each choice of block sizes."""
-        for config in tuned.configs[: 1 if self.only_first else None]:
+    def __call__(self, tuned: launch.Tuned, grid: Any, *args: Any, **constants: Any) -> None:
+        """Compile a kernel for these arguments."""
+        for config in tuned.configs[: None if self.every else 1]:
             chosen = config.all_kwargs() | {"enable_fp_fusion": False}
+            if not self.every and tuned in self.seen:
+                return
+            self.seen.add(tuned)
             found = tuned.kernel.run(*args, grid=(1,), warmup=True, **constants, **chosen)
             sizes = " ".join(f"{name}={size}" for name, size in config.kwargs.items())
-            labels = self.case, tuned.kernel.__name__, f"{sizes} warps={config.num_warps}"
-            make = self._of_amd if self.amd else self._of_nvidia
-            self.results.append(make(labels, config.num_warps, found, args))
+            self.note(found, tuned.kernel.__name__, f"{sizes} warps={config.num_warps}")
 
-    @staticmethod
-    def _of_amd(labels: Any, warps: int, found: Any, args: Any) -> Compiled:
-        assembly = found.asm["amdgcn"]
-        names = ("vgpr_count", "private_segment_fixed_size")
-        counts = [int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in names]  # type: ignore[index]
-        return Compiled(*labels, warps, assembly, found.metadata.shared, *counts)
-
-    @staticmethod
-    def _of_nvidia(labels: Any, warps: int, found: Any, args: Any) -> Compiled:
-        ptx = found.asm["ptx"]
-        sass = disassembled(ptx)
-        usage = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", sass)
-        registers, stack, local = map(int, usage.groups())  # type: ignore[union-attr]
-        integers = [a for a in args if isinstance(a, torch.Tensor) and a.dtype is torch.int64]
-        tables = {a.data_ptr(): a.numpy().ravel() for a in integers}
-        traffic = Instance(ptx, parameters_of(args), tables).run()
-        return Compiled(
-            *(*labels, warps, ptx, found.metadata.shared, registers, stack + local),
-            *(issued(sass, traffic.rounds), traffic),
-        )
+    def note(self, found: Any, kernel: str, choice: str) -> None:
+        """Add a compiled kernel, unless Triton has found it again."""
+        if found in self.seen:
+            return
+        self.seen.add(found)
+        if self.driver.amd:
+            assembly = found.asm["amdgcn"]
+            names = ("vgpr_count", "private_segment_fixed_size")
+            usage = [int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in names]  # type: ignore[index]
+        else:
+            assembly = found.asm["ptx"]
+            registers, stack, local = used(found.asm["cubin"])
+            usage = [registers, stack + local]
+        labels = self.architecture, kernel, choice, found.metadata.num_warps
+        self.results.append(Compiled(*labels, assembly, found.metadata.shared, *usage))
 
 
-def disassembled(ptx: str) -> str:
-    """Return the machine code of a kernel, whose loops are not unrolled, and its resources."""
-    (target,) = re.findall(r"^\.target (\w+)", ptx, re.M)
-    assembler = "ptxas-blackwell" if target.startswith("sm_10") else "ptxas"
-    rolled = re.sub(r"^(\$L__BB\w+:)", r'\1\n.pragma "nounroll";', ptx, flags=re.M)
-    with tempfile.TemporaryDirectory() as folder:
-        code = f"{folder}/code.cubin"
-        options = [f"--gpu-name={target}", "--fmad=false", "-o", code, "-"]
-        subprocess.run([_TOOLS / assembler, *options], input=rolled, text=True, check=True)
-        show = [_TOOLS / "cuobjdump", "-sass", "-res-usage", code]
-        return subprocess.run(show, capture_output=True, text=True, check=True).stdout
-
-
-def parameters_of(args: Any) -> list[int]:
-    """Return the entry's parameters: addresses of tensors, all apart, and integers."""
-    found: list[int] = []
-    for arg in args:
-        if isinstance(arg, tuple):
-            found += parameters_of(arg)
-        elif isinstance(arg, torch.Tensor):
-            found.append(arg.data_ptr())
-        elif arg is not None and arg != 1:  # what is 1 is compiled in
-            found.append(arg)
-    return found
-
-
-def issued(sass: str, rounds: list[int]) -> int:
-    """Return how many instructions a warp issues, with so many rounds of each loop."""
-    text = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?)\s*;", sass)
-    places = {int(place, 16): n for n, (place, _) in enumerate(text)}
-    # Then come slow paths of divisions, those of shuffles in divergent warps, and the last branch,
-    # to itself.
-    targets = [(n, each, places[int(to, 16)]) for n, each, to in _branches(text)]
-    ends = [to for n, each, to in targets if each.startswith("CALL") or to == n]
-    ends += [n for n, (_, each) in enumerate(text) if each.startswith("WARPSYNC.COLLECTIVE")]
-    text = text[: min(ends)]
-    loops = dict(sorted((to, n) for n, _, to in targets if to < n < len(text)))
-    assert len(loops) == len(rounds), "the assembler changed the loops"
-    times = [1] * len(text)
-    for (first, last), count in zip(loops.items(), rounds, strict=True):
-        times[first : last + 1] = [count] * (last + 1 - first)  # inner loops come after outer ones
-    return sum(n for n, (_, each) in zip(times, text, strict=True) if each != "NOP")
-
-
-def _branches(text: list[tuple[str, str]]) -> list[tuple[int, str, str]]:
-    """Return the index, the instruction and the target of each branch and call."""
-    found = [(n, each, re.search(r"0x(\w+)$", each)) for n, (_, each) in enumerate(text)]
-    return [(n, each, to[1]) for n, each, to in found if to and re.search("BRA|CALL", each)]
+def used(cubin: bytes) -> list[int]:
+    """Return the registers of a thread, and the bytes of its stack and its memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        show = [_CUOBJDUMP, "-res-usage", file.name]
+        text = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    return [*map(int, usage.groups())]  # type: ignore[union-attr]
 
 
 def call_all(run: Any) -> None:
@@ -208,7 +164,6 @@ def call_all(run: Any) -> None:
     run(kernels.reblock, data, numbers, (1, 128, 0, 0), 128, None, True)
     small, data32 = run(kernels.cast_blocks, x, e4m3, (1, 32, 0, 0), "ceil", [False])
     run(kernels.reblock, data32, small, (1, 32, 0, 0), 32, "ceil", True)
-    run(gemm.dequantize_blocks, data, numbers, (1, 128, 0, 0), torch.bfloat16)
     run(gemm.gemm_scales, numbers, numbers, 4)
     run(gemm.tiled_exponents, numbers, numbers, 1)
     codes, each = run(encoding.encode_float8, x, 1)
@@ -218,9 +173,6 @@ def call_all(run: Any) -> None:
     run(encoding.sum_of_rows, codes, each, x[:half], 1)
     run(encoding.sum_of_rows, x.view(2, -1, K), None, x[:half].float(), 1)
     run(kernels.transposed_copy, data)
-    product = torch.empty(half, K)
-    run(gemm.scale_product, product, rows[:half], columns)
-    run(gemm.scale_product, product, one, columns)
     # Packed sequences have any number of tokens.
     some = x[1:]
     run(kernels.cast_copies, some, [one], e4m3, False, [0, 0], both)
@@ -234,7 +186,7 @@ def call_all(run: Any) -> None:
     run(kernels.fold_groups, data, rows, s, rows.view(-1), group, 2, source)
 
 
-def compile_inductors(results: list[Compiled]) -> None:
+def compile_inductors(compiler: Compiler) -> None:
     """Compile the kernels that cast a product, for block sizes among which Inductor chooses."""
     e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
     with FakeCudaProcess() as process:
@@ -242,42 +194,37 @@ def compile_inductors(results: list[Compiled]) -> None:
     a, b = (torch.empty(M, K, dtype=bf16) for _ in range(2))
     copies = torch.empty(K, M, dtype=e4m3), torch.empty(M, K, dtype=e4m3)
     one, scale = torch.zeros(()), torch.zeros(())
-    tiles = ((32, 32, 4), (64, 64, 8), (16, 256, 8), (256, 16, 8))
     with tempfile.TemporaryDirectory() as folder:
         for name, source in sources(code).items():
             kernel = loaded(Path(folder), name, source)
             casts = "YBLOCK" in kernel.arg_names
             args = (a, b, one, *copies, M, K) if casts else (one, scale, 1)
-            for y, x, warps in tiles if casts else ((1, 1, 1),):
+            for y, x, warps in ((32, 32, 4), (16, 256, 8)) if casts else ((1, 1, 1),):
                 sizes = {"YBLOCK": y, "XBLOCK": x} if casts else {"XBLOCK": x}
                 found = kernel.run(*args, grid=(1,), warmup=True, num_warps=warps, **sizes)
-                labels = "cast" if casts else "scale", name, f"{sizes} warps={warps}"
-                results.append(Compiler._of_nvidia(labels, warps, found, args))
+                compiler.note(found, "inductor's cast" if casts else "inductor's scale", str(sizes))
 
 
-def main(architecture: str, *words: str) -> None:
-    target = Driver(architecture)
-    driver.set_active(target)
-    compiler = Compiler(target.amd, "first" in words)
-    launch.Tuned.__call__ = lambda tuned, grid, key, device, *args, **constants: compiler(  # type: ignore[method-assign]
-        tuned, args, constants
-    )
-    launch.rounds_to = lambda dtype, device: not target.amd
-    counts: dict[str, int] = {}
+def compiled(architecture: str, index: int) -> list[Compiled]:
+    """Compile for an architecture."""
+    compiler = Compiler(architecture, index, every=not index)
+    driver.set_active(compiler.driver)
+    launch.float8_constants.cache_clear()
 
     def run(op: CustomOp[..., Any], *args: Any) -> Any:
         """What is registered for GPUs, on tensors on the CPU."""
-        name = op.portable.__name__
-        counts[name] = counts.get(name, 0) + 1
-        compiler.case = f"{name} {counts[name]}"
         return op.implementations["cuda"](*args)
 
-    if "inductor" in words:
-        compile_inductors(compiler.results)
-    else:
-        (call_former if "former" in words else call_all)(run)
-    print(json.dumps([asdict(each) for each in compiler.results]))
+    with (
+        patch.object(launch.Tuned, "__call__", lambda *args, **rest: compiler(*args, **rest)),
+        patch.object(launch, "rounds_to", lambda dtype, device: not compiler.driver.amd),
+    ):
+        call_all(run)
+    if not index:
+        compile_inductors(compiler)
+    return compiler.results
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    found = [each for index, name in enumerate(sys.argv[1:]) for each in compiled(name, index)]
+    print(json.dumps([asdict(each) for each in found]))

@@ -24,7 +24,7 @@ from fp8_dist.kernels import (
     quantize_blocks,
     reblock,
 )
-from fp8_dist.kernels.gemm import dequantize_blocks, gemm_scales, tiled_exponents
+from fp8_dist.kernels.gemm import gemm_scales, tiled_exponents
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -196,24 +196,6 @@ def test_every_code_and_exponent_reblocked(
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
     check_operator(reblock, codes.repeat(256, 1), exponents, (1, 256, 0, 0), 1, rule, False)
     assert used == {"_reblock"}
-
-
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
-def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
-    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
-    every, numbers = codes.expand(256, 256).contiguous(), exponents.view(16, 16)
-    for data, scales, blocks in (
-        (every, exponents, (1, 256, 0, 0)),
-        (every[:, :250], numbers[:9, :9], (32, 32, 7, 30)),
-        (every[:250].t(), numbers[:9, :9], (32, 32, 30, 7)),
-        (every[::2, 1::2], numbers.t()[:4, :9], (32, 16, 0, 15)),
-        (every[:0], numbers[:0, :8], (1, 32, 0, 0)),
-        (every[:, :24], numbers[:9, :9].repeat(29, 1)[:256, :2], (1, 12, 0, 0)),  # no power of two
-    ):
-        found = implementation(dequantize_blocks)(data, scales, blocks, of)
-        assert same_values(found, dequantize_blocks.portable(data, scales, blocks, of))
 
 
 IMPLEMENTATIONS = pytest.mark.parametrize("name", ["cuda", "portable"])

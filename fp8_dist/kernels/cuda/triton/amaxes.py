@@ -21,7 +21,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     fused,
     matrix,
     programs,
-    size_class,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
@@ -121,9 +120,8 @@ def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
     shape = [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
     if of_rows:
         bits = torch.empty(shape, dtype=torch.int32, device=x.device)
-        _, M, K, _, stride_k = argument = matrix(flat)
-        key = (x.dtype, size_class(M, K), stride_k == 1)
-        _rows(lambda chosen: (programs(M, chosen["BM"]),), key, x.device, argument, bits)
+        rows = len(flat)
+        _rows(lambda chosen: (programs(rows, chosen["BM"]),), matrix(flat), bits)
     else:
         bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
         _find(flat, **{"whole" if dims is None else "columns": bits})
@@ -137,13 +135,10 @@ def _find(
     whole: torch.Tensor | None = None,
 ) -> None:
     """Find the bits of the amaxes of a matrix that are given, int32, filled with zeros."""
-    _, M, K, _, stride_k = argument = matrix(x)
-    wanted = (rows is None, columns is None, whole is None)
+    M, K = x.shape
     _tiles(
         lambda chosen: (programs(M, chosen["BM"] * STEPS), programs(K, chosen["BN"])),
-        (x.dtype, size_class(M, K), stride_k == 1, *wanted),
-        x.device,
-        *(argument, rows, columns, whole),
+        *(matrix(x), rows, columns, whole),
         STEPS=STEPS,
     )
 
@@ -195,8 +190,6 @@ def _amax_of_each(
     splits = min(256, programs(max(rows), 32))
     _many(
         lambda chosen: (len(rows), splits),
-        (first.dtype, size_class(len(rows), max(rows), max(columns)), of_rows),
-        device,
         *(_table_of(table, device, current_stream(device)), out.view(torch.int32)),
         DTYPE=DTYPES[first.dtype],
         ALIGNED=all(n % 16 == 0 for n in (*addresses, *columns)),

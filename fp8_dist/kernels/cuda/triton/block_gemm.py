@@ -1,4 +1,4 @@
-"""Operands of GEMMs with block scales: casts to other blocks, dequantized data, and scales."""
+"""Operands of GEMMs with block scales: casts to other blocks, and layouts of scales."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,6 @@ from fp8_dist.kernels.cuda.triton.blocks import (
     exponents_of_codes,
     multipliers_by,
     scales_by,
-    spread,
     takes_size,
 )
 from fp8_dist.kernels.cuda.triton.launch import (
@@ -22,7 +21,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     fused,
     matrix,
     programs,
-    size_class,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.rounding import (
@@ -32,13 +30,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     saturated,
     to_float8,
 )
-from fp8_dist.kernels.gemm import (
-    dequantize_blocks,
-    gemm_scales,
-    is_transposed,
-    tiled_exponents,
-    transposed_blocks,
-)
+from fp8_dist.kernels.gemm import gemm_scales, tiled_exponents
 from fp8_dist.kernels.quantization import rounded_up
 
 
@@ -115,49 +107,6 @@ def _reblock(
         tl.store(qdata + places, tl.permute(code, 3, 4, 5, 2, 1, 0), mask=mask)
     else:
         tl.store(qdata + (m + i) * K + k + j, code, mask=is_element)
-
-
-@triton.jit
-def _bf16_bits(v: tl.tensor) -> tl.tensor:
-    # Round to nearest even by integers, because the interpreter's conversion changes subnormals.
-    bits = v.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
-
-
-@tuned(blocks(4, BM=32, BN=128), blocks(8, BM=64, BN=128), blocks(8, BM=32, BN=256))
-@triton.jit
-def _dequantize(
-    x: tl.tuple,
-    exponents: tl.tuple,
-    out: tl.tensor,
-    first_row: tl.tensor,
-    first_column: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NARROW: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: a tile of [BM, BN], widened to whole blocks. Moves 3 bytes per element, 5 for
-    # fp32.
-    TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    data, M, K, stride_m, stride_k = x
-    scales, _, across, stride_r, stride_c = exponents
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), TILE_N) - first_column
-    c = indices(tl.program_id(1), TILE_N // COLUMNS)
-    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
-    code = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0)
-    is_block = (i < M)[:, None] & (c < across)[None, :]
-    found = scales + ((first_row + i) // ROWS)[:, None] * stride_r + c[None, :] * stride_c
-    found = tl.load(found, mask=is_block, other=127).to(tl.int32)
-    v = from_float8(code, BIAS, SOFT) * spread(scales_by(found), 1, COLUMNS)
-    if NARROW:
-        v = _bf16_bits(v)
-    tl.store(out + i[:, None] * K + j[None, :], v, mask=mask)
 
 
 @triton.jit
@@ -256,8 +205,6 @@ def _reblocked(
     if qdata.numel():
         _reblock(
             grid,
-            (size_class(M, K), qdata.stride(1) == 1, old_rows, columns, rows, transposed),
-            qdata.device,
             *(matrix(qdata), matrix(exponents), as_bytes(result), found),
             *(first_row, first_column),
             ROWS=old_rows,
@@ -270,43 +217,6 @@ def _reblocked(
     return result, found
 
 
-@fused(
-    dequantize_blocks,
-    lambda x, scales, blocks, dtype: (
-        scales.dtype is torch.uint8
-        and takes_size(*blocks[:2])
-        and dtype in (torch.bfloat16, torch.float32)
-    ),
-)
-def _dequantized(
-    x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """Dequantize in one launch; 3 bytes per element for bf16, 5 for fp32."""
-    if is_transposed(x):
-        return _dequantized(x.t(), scales.t(), transposed_blocks(blocks), dtype).t()
-    (M, K), (rows, columns, first_row, first_column) = x.shape, blocks
-    out = torch.empty(M, K, dtype=dtype, device=x.device)
-    narrow = dtype is torch.bfloat16
-
-    def grid(chosen: Blocks) -> tuple[int, ...]:
-        across = programs(first_column + K, max(columns, chosen["BN"]))
-        return programs(M, chosen["BM"]), across
-
-    if x.numel():
-        _dequantize(
-            grid,
-            (size_class(M, K), x.stride(1) == 1, rows, columns, narrow),
-            x.device,
-            *(matrix(x), matrix(scales), out.view(torch.int16) if narrow else out),
-            *(first_row, first_column),
-            ROWS=rows,
-            COLUMNS=columns,
-            NARROW=narrow,
-            **float8_constants(x.dtype, x.device),
-        )
-    return out
-
-
 @fused(gemm_scales, lambda a, b, multiple=1: a.dtype is torch.uint8)
 def _scales_of_both(
     a: torch.Tensor, b: torch.Tensor, multiple: int = 1
@@ -316,7 +226,7 @@ def _scales_of_both(
     of_a = torch.empty(a.shape[1], rows_a, dtype=torch.float32, device=a.device)
     of_b = torch.empty(b.shape[1], rows_b, dtype=torch.float32, device=a.device)
     arguments = matrix(a), of_a, rows_a, matrix(b), of_b, rows_b
-    _gemm_scales(_of_both(of_a, of_b), (), a.device, *arguments)
+    _gemm_scales(_of_both(of_a, of_b), *arguments)
     return of_a.t(), of_b.t()
 
 
@@ -331,7 +241,7 @@ def _tiles_of_both(
     ]
     of_a, of_b = (torch.empty(size, dtype=torch.uint8, device=a.device) for size in sizes)
     arguments = matrix(a), of_a, of_a.numel(), matrix(b), of_b, repeats
-    _tiled_exponents(_of_both(of_a, of_b), (), a.device, *arguments)
+    _tiled_exponents(_of_both(of_a, of_b), *arguments)
     return of_a, of_b
 
 

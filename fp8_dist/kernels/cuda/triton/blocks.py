@@ -26,7 +26,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     fused,
     matrix,
     programs,
-    size_class,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.launch import Blocks as Sizes
@@ -110,7 +109,7 @@ def spread(values: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.t
     return tl.reshape(wide, [R * ROWS, C * COLUMNS])
 
 
-@tuned(blocks(4, BM=32, BN=128), blocks(8, BM=64, BN=128), blocks(4, BM=64, BN=64))
+@tuned(blocks(4, BM=32, BN=128), blocks(4, BM=64, BN=64))
 @triton.jit
 def _cast_blocks(
     x: tl.tuple,
@@ -186,8 +185,7 @@ def _launch(
     """
     copies, argument = empty_layouts(x, dtype, transposed), matrix(x)
     layouts = as_layouts(copies, transposed)
-    _, M, K, _, stride_k = argument
-    wanted = (t is None for t in layouts)
+    _, M, K, *_ = argument
     rows, columns, first_row, first_column = of
 
     def grid(chosen: Sizes) -> tuple[int, int]:
@@ -197,8 +195,6 @@ def _launch(
     if x.numel():
         _cast_blocks(
             grid,
-            (x.dtype, size_class(M, K), stride_k == 1, rows, columns, *wanted),
-            x.device,
             *(argument, first_row, first_column, exponents, layouts),
             ROWS=rows,
             COLUMNS=columns,

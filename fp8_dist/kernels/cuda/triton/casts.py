@@ -25,7 +25,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     fused,
     matrix,
     programs,
-    size_class,
     tiles,
     tuned,
 )
@@ -44,6 +43,7 @@ from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import (
     ALIGNMENT,
     Tensors,
+    as_matrix,
     cast_and_measure,
     cast_copies,
     cast_rows,
@@ -128,7 +128,7 @@ def _cast(
         store_transposed(copies[1], code, i, j, M, K)
 
 
-@tuned(blocks(8), blocks(4), blocks(16))
+@tuned(blocks(8), blocks(4))
 @triton.jit
 def _cast_rows(
     x: tl.tuple,
@@ -185,16 +185,7 @@ def _cast_rows_and_columns(
     store_transposed(by_columns_t, code, i, j, M, K)
 
 
-@tuned(blocks(1))
-@triton.jit
-def _poison(amax: tl.tensor, known: tl.tensor, scale: tl.tensor, poisoned: tl.tuple) -> None:
-    # There is one instance, which moves a few numbers.
-    value = tl.load(amax)
-    tl.store(poisoned[0], tl.load(known) + value * 0.0)
-    tl.store(poisoned[1], tl.load(scale) + value * 0.0)
-
-
-@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
+@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64))
 @triton.jit
 def _transpose(
     x: tl.tensor,
@@ -215,7 +206,7 @@ def _transpose(
     store_tile(out + matrix * columns, tl.trans(data), j, i, K, columns)
 
 
-@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64), blocks(8, BM=128, BN=128))
+@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64))
 @triton.jit
 def _transpose_groups(
     x: tl.tensor,
@@ -257,8 +248,6 @@ def find_scaling(
     size = amax.numel()
     _scaling(
         lambda chosen: (programs(size, chosen["BLOCK"]),),
-        (),
-        amax.device,
         *(amax, multiplier, scale, size),
         FACTOR=factor,
         POWER_OF_2=power_of_2,
@@ -298,7 +287,7 @@ def _cast_to(
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    _, M, K, _, stride_k = argument = matrix(x)
+    M, K = as_matrix(x).shape
     of, stride = "tensor", 0
     if given.numel() != 1:
         of = "row" if given.shape[-1] == 1 else "column"
@@ -306,10 +295,7 @@ def _cast_to(
         stride = given.stride(0)
     _cast(
         tiles(M, K),
-        (x.dtype, size_class(M, K), stride_k == 1, layouts[0] is None, layouts[1] is None),
-        x.device,
-        *(argument, given, stride, layouts),
-        *(amax, scale),
+        *(matrix(x), given, stride, layouts, amax, scale),
         OF=of,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
@@ -346,12 +332,9 @@ def _cast_copies(
         and [*zip(of, transposed, strict=True)] == [(0, False), (1, True)]
         and [tuple(each.shape) for each in amaxes] == _shapes_of_scales(x)
     ):
-        _, M, K, _, stride_k = argument = matrix(x)
         _cast_rows_and_columns(
-            tiles(M, K),
-            (x.dtype, size_class(M, K), stride_k == 1),
-            x.device,
-            *(argument, *(each.contiguous() for each in amaxes)),
+            tiles(*as_matrix(x).shape),
+            *(matrix(x), *(each.contiguous() for each in amaxes)),
             *(as_bytes(each) for each in copies),
             *scales,
             POWER_OF_2=round_scales_to_power_of_2,
@@ -396,8 +379,6 @@ def _cast_by_rows(
         BM = max(1, _WIDEST // 2 // BN)
         _cast_rows(
             lambda chosen: (programs(M, BM), 1),
-            (x.dtype, size_class(M, K)),
-            x.device,
             *(argument, layouts[0], (amax, scale)),
             POWER_OF_2=power_of_2,
             **float8_constants(dtype, x.device),
@@ -414,8 +395,8 @@ def _cast_and_measure(
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
 ) -> Tensors:
-    """Cast and measure in three launches; 3 bytes per bf16 element, 4 for both layouts."""
-    scale, *poisoned = [torch.empty_like(known) for _ in range(3)]
+    """Cast and measure in four launches; 3 bytes per bf16 element, 4 for both layouts."""
+    scale = torch.empty_like(known)
     copies = empty_layouts(x, dtype, transposed)
     bits = torch.zeros((), dtype=torch.int32, device=x.device)
     _cast_to(
@@ -429,7 +410,8 @@ def _cast_and_measure(
         amax=bits,
     )
     amax = bits.view(torch.float32)
-    _poison(lambda chosen: (1,), (), x.device, amax, known, scale, tuple(poisoned))
+    # NaN if the amax is not finite.
+    poisoned = [torch.add(each, amax, alpha=0) for each in (known, scale)]
     return [amax, *poisoned, *copies]
 
 
@@ -440,8 +422,6 @@ def _transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor
     out = empty_transposed(x, multiple)
     _transpose(
         lambda chosen: (*tiles(out.shape[-1], K)(chosen), math.prod(others)),
-        (size_class(M, K),),
-        x.device,
         *(as_bytes(x), as_bytes(out), M, K),
         MULTIPLE=multiple,
     )
@@ -453,6 +433,5 @@ def _transposed_groups(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copy rows to columns in one launch; 2 bytes per element."""
     (P,), K = source.shape, x.shape[1]
     out = x.new_empty((K, P))
-    key = (size_class(P, K),)
-    _transpose_groups(tiles(P, K), key, x.device, as_bytes(x), source, as_bytes(out), P, K)
+    _transpose_groups(tiles(P, K), as_bytes(x), source, as_bytes(out), P, K)
     return out

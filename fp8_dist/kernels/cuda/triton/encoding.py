@@ -11,7 +11,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     fused,
     matrix,
     programs,
-    size_class,
     tuned,
 )
 from fp8_dist.kernels.cuda.triton.rounding import (
@@ -72,7 +71,7 @@ def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
     return row, b, b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
 
 
-@tuned(blocks(4, BB=8), blocks(4, BB=16), blocks(8, BB=32))
+@tuned(blocks(4, BB=8), blocks(4, BB=16))
 @triton.jit
 def _encode(
     x: tl.tuple,
@@ -114,7 +113,7 @@ def _decoded(
     return tl.where(c == 0x80, float("nan"), v) * scale[:, None]
 
 
-@tuned(blocks(4, BB=8), blocks(4, BB=16), blocks(8, BB=16))
+@tuned(blocks(4, BB=8), blocks(4, BB=16))
 @triton.jit
 def _sum(
     rows: tl.tuple,
@@ -159,8 +158,6 @@ def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tens
         rows = _rows(as_matrix(x))
         _encode(
             lambda chosen: (len(rows) * programs(count, chosen["BB"]),),
-            (x.dtype, seed >= 0, *size_class(x.numel())),
-            x.device,
             *(matrix(rows), codes, exponents, max(seed, 0)),
             STOCHASTIC=seed >= 0,
             **float8_constants(_FLOAT8, x.device),
@@ -183,8 +180,6 @@ def _sum_of_rows(
     if total.numel():
         _sum(
             lambda chosen: (total.numel() // size * programs(blocks_of(size), chosen["BB"]),),
-            (rows.dtype, own.dtype, *size_class(summands, total.numel())),
-            rows.device,
             _stacked(rows),
             None if exponents is None else _stacked(exponents),
             *(matrix(_rows(as_matrix(own))), total, summands, rank, size),

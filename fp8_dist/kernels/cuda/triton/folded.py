@@ -21,7 +21,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     fused,
     matrix,
     programs,
-    size_class,
     tiles,
     tuned,
 )
@@ -90,7 +89,7 @@ def _g0(
 
 
 # As wide as STRIPES, and 16 bytes of g1 for each thread.
-@tuned(blocks(4, BM=2, BN=2048), blocks(2, BM=2, BN=1024), blocks(1, BM=2, BN=512))
+@tuned(blocks(4, BM=2, BN=2048), blocks(2, BM=2, BN=1024))
 @triton.jit
 def _fold_rows(
     grad: tl.tuple,
@@ -173,18 +172,13 @@ def _fold_gradient(
     column_amax = None
     if input_scale is not None:
         column_amax = torch.zeros(N, dtype=torch.float32, device=device)
-    key = (grad.dtype, size_class(M, N), weight_scale is None, input_scale is None)
     _multipliers(
         lambda chosen: (programs(M, chosen["BM"]),),
-        key,
-        device,
         *(matrix(grad), weight_scale, of_rows, first[1]),
         BIAS=BIAS[dtype],
     )
     _fold_rows(
         lambda chosen: (programs(M, chosen["BM"] * STEPS), programs(N, chosen["BN"])),
-        key,
-        device,
         *(matrix(grad), of_rows, weight_scale, input_scale),
         None if first[0] is None else as_bytes(first[0]),
         None if column_amax is None else column_amax.view(torch.int32),
@@ -195,8 +189,6 @@ def _fold_gradient(
         qdata, scale = made[-2:]
         _fold_columns(
             tiles(M, N),
-            (grad.dtype, size_class(M, N), grad.stride(1) == 1),
-            device,
             *(matrix(grad), of_rows[0], input_scale, column_amax, as_bytes(qdata), scale),
             **float8_constants(dtype, device),
         )
@@ -204,7 +196,7 @@ def _fold_gradient(
 
 
 # A thread has W adjacent columns of all rows of a tile: threads share no column.
-@tuned(blocks(4, BM=8, BN=512), blocks(2, BM=8, BN=256), blocks(1, BM=8, BN=128))
+@tuned(blocks(4, BM=8, BN=512), blocks(2, BM=8, BN=256))
 @triton.jit
 def _fold_rows_of_groups(
     g0: tl.tensor,
@@ -321,8 +313,6 @@ def _fold_groups(
         column_amax = torch.zeros(groups, N, dtype=torch.float32, device=device)
     _fold_rows_of_groups(
         lambda chosen: (programs(M, chosen["BM"]),),
-        (size_class(M, N), weight_scale is None, input_scale is None),
-        device,
         *(as_bytes(g0), scale, *scales, group),
         *(None if t is None else as_bytes(t) for t in first),
         None if column_amax is None else column_amax.view(torch.int32),
@@ -335,8 +325,6 @@ def _fold_groups(
         find_scaling(column_amax, multiplier, of_columns, dtype, True, 1 / FOLDED_UNIT)
         _fold_columns_of_groups(
             tiles(P, N),
-            (size_class(P, N),),
-            device,
             *(as_bytes(g0), scale, scales[1], group, source, multiplier, as_bytes(qdata)),
             *(P, N),
             **float8_constants(dtype, device),

@@ -33,9 +33,6 @@ BIAS = {
 # Without fused multiply-add, every operation rounds, as in torch.
 _OPTIONS = {"enable_fp_fusion": False}
 
-# The number of compiled kernels that are kept of each kernel.
-_KEPT = 1024
-
 Blocks = dict[str, int]
 Layouts = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -69,114 +66,56 @@ def blocks(warps: int, **sizes: int) -> triton.Config:
 
 
 # Choices for kernels whose instances each cast one tile.
-TILES = (
-    blocks(4, BM=64, BN=64),
-    blocks(8, BM=64, BN=128),
-    blocks(8, BM=128, BN=64),
-    blocks(4, BM=32, BN=128),
-)
+TILES = (blocks(4, BM=64, BN=64), blocks(8, BM=128, BN=64))
 
 # Choices for kernels whose instances each read whole rows, for the amaxes of these.
-OF_ROWS = (
-    blocks(4, BM=8, BN=256),
-    blocks(4, BM=4, BN=1024),
-    blocks(8, BM=16, BN=256),
-    blocks(8, BM=2, BN=2048),
-)
+OF_ROWS = (blocks(4, BM=8, BN=256), blocks(4, BM=4, BN=1024))
 # Choices for kernels whose instances each read STEPS tiles, one below the other, for the amaxes of
 # columns. A tile is so wide that each thread has all of its rows: threads share no column.
-STRIPES = (blocks(4, BM=8, BN=1024), blocks(2, BM=8, BN=512), blocks(4, BM=4, BN=1024))
+STRIPES = (blocks(4, BM=8, BN=1024), blocks(2, BM=8, BN=512))
 STEPS = 8
 
 
 class Tuned:
-    """Kernel with several choices of block sizes. The first call with a key finds the fastest.
+    """Kernel with a few choices of block sizes. The first call of a kind finds the fastest.
 
-    The choice does not change the result. If nothing can be measured, in the interpreter, while a
-    CUDA graph is captured, and without memory to do it, the first choice is used.
-
-    Once the choice is made, the compiled kernel is kept. Calls with equal numbers, dtypes and
-    alignments launch it directly, without Triton's search for it, which takes longer.
+    The choice does not change the result. Calls are of one kind if they have about as many program
+    instances, with tensors of the same dtypes and about the same sizes, and the same constants.
     """
 
     def __init__(self, kernel: Any, configs: tuple[triton.Config, ...]) -> None:
         self.kernel = kernel
         self.configs = configs
         self._fastest: dict[Hashable, dict[str, Any]] = {}
-        self._compiled: dict[Hashable, tuple[Any, tuple[object, ...]]] = {}
-
-    def chosen(self, key: Hashable) -> dict[str, Any]:
-        """Return the block sizes and options of launches with a key; the first ones before any."""
-        return self._fastest.get(key) or self.configs[0].all_kwargs()
 
     def __call__(
-        self,
-        grid: Callable[[Blocks], tuple[int, ...]],
-        key: Hashable,
-        device: torch.device,
-        *args: object,
-        **constants: object,
+        self, grid: Callable[[Blocks], tuple[int, ...]], *args: object, **constants: object
     ) -> None:
-        """Launch on the current stream of the device.
+        """Launch on the current stream of the device of the first tensor.
 
-        Args:
-            grid: returns the numbers of program instances for the chosen block sizes.
-            key: the properties that the fastest choice depends on. The choices are measured once
-                for each key, so there should be few.
+        ``grid`` returns the numbers of program instances for the chosen block sizes.
         """
+        leaves = [leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))]
+        device = next(each.device for each in leaves if isinstance(each, torch.Tensor))
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self(grid, key, device, *args, **constants)
-        chosen = self._fastest.get(key)
+                return self(grid, *args, **constants)
+        sizes = map(int.bit_length, grid(self.configs[0].kwargs))
+        kind = device, *sizes, *map(_kind, leaves), *constants.values()
+        chosen = self._fastest.get(kind)
         if chosen is None:
-            return self._measure(grid, key, *args, **constants)
-        # Numbers are kept as they are, since Triton's code depends on some of their properties.
-        same = device.index, key, _specialization(args), *constants.values()
-        kept = self._compiled.get(same)
-        if kept is not None:
-            compiled, rest = kept
-            return compiled[(*grid(chosen), 1, 1)[:3]](*args, *rest)
-        found = self.kernel.run(*args, grid=grid, warmup=False, **constants, **chosen)
-        if found is not None and torch.version.hip is None:  # AMD's code depends on more
-            if len(self._compiled) >= _KEPT:
-                self._compiled.clear()
-            every = constants | chosen
-            rest = tuple(every[name] for name in self.kernel.arg_names[len(args) :])
-            self._compiled[same] = found, rest
+            tuner = triton.autotune(list(self.configs), key=[], do_bench=measure)(self.kernel)
+            tuner[grid](*args, **constants, **_OPTIONS)
+            self._fastest[kind] = tuner.best_config.all_kwargs()
+        else:
+            self.kernel[grid](*args, **constants, **chosen, **_OPTIONS)
         return None
 
-    def _measure(
-        self,
-        grid: Callable[[Blocks], tuple[int, ...]],
-        key: Hashable,
-        *args: object,
-        **constants: object,
-    ) -> None:
-        """Launch with each choice, and remember the fastest, where it can be measured."""
-        if not INTERPRETED and not torch.cuda.is_current_stream_capturing():
-            tuner = triton.autotune(list(self.configs), key=[], do_bench=measure)(self.kernel)
-            try:
-                tuner[grid](*args, **constants, **_OPTIONS)
-                self._fastest[key] = tuner.best_config.all_kwargs() | _OPTIONS
-                return
-            except torch.OutOfMemoryError:  # Triton clears the cache with 256 MB
-                self._fastest[key] = self.configs[0].all_kwargs() | _OPTIONS
-        first = self.configs[0].all_kwargs() | _OPTIONS
-        self.kernel.run(*args, grid=grid, warmup=False, **constants, **first)
 
-
-def _specialization(arguments: tuple[Any, ...]) -> tuple[object, ...]:
-    """Return the numbers among arguments, and the dtypes and alignments of the tensors."""
-    return tuple(
-        [
-            each
-            if each is None or isinstance(each, int)
-            else _specialization(each)
-            if isinstance(each, tuple)
-            else (each.dtype, each.data_ptr() % 128)
-            for each in arguments
-        ]
-    )
+def _kind(argument: object) -> Hashable:
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.numel().bit_length()
+    return argument is None
 
 
 def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
@@ -185,13 +124,18 @@ def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
 
 
 def measure(call: Callable[[], None], quantiles: list[float]) -> Any:
-    """Measure quantiles of the time of a launch, waiting for the device."""
-    return triton.testing.do_bench(call, warmup=2, rep=10, quantiles=quantiles)
+    """Measure quantiles of the time of a launch, waiting for the device.
 
-
-def size_class(*sizes: int) -> tuple[int, ...]:
-    """Return the bit length of each size, as part of a key."""
-    return tuple(map(int.bit_length, sizes))
+    Where nothing can be measured all choices are equal, and Triton takes the first: in the
+    interpreter, while a CUDA graph is captured, and without the 256 MB by which Triton clears the
+    cache.
+    """
+    if not INTERPRETED and not torch.cuda.is_current_stream_capturing():
+        try:
+            return triton.testing.do_bench(call, warmup=2, rep=10, quantiles=quantiles)
+        except torch.OutOfMemoryError:
+            pass
+    return [0.0] * len(quantiles)
 
 
 @cache
