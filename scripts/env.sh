@@ -1,9 +1,7 @@
 # Sourced by quickstart.sh, test.sh and others, before they change the folder: creates or reuses the
 # Python environment.
 #
-# Defines REPO_ROOT, ensure_env EXTRAS, which leaves the environment's interpreter in $PY, and
-# GPU_PACKED, the folder of what is compiled ahead for a day on a GPU, on any machine, with
-# library_sum, a checksum of the library's code.
+# Defines REPO_ROOT, and ensure_env EXTRAS, which leaves the environment's interpreter in $PY.
 #   PYTHON          the interpreter to make it with (default: python3); 3.11 or later
 #   FP8_DIST_VENV   where it lives (default: .venv in the repository)
 #   FP8_DIST_TORCH  another release of torch than that of constraints.txt, such as 2.11.0
@@ -11,11 +9,6 @@
 # With CDPATH set, cd prints where it went, or goes elsewhere.
 unset CDPATH
 REPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-GPU_PACKED=/tmp/fp8_dist_gpu_day
-
-library_sum() {
-    (cd "$REPO_ROOT" && find fp8_dist fsdp tensor_parallel -name '*.py' | sort | xargs cat | cksum)
-}
 
 # absolute PATH: prints it as it reads from the current folder.
 absolute() {

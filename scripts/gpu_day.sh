@@ -34,15 +34,10 @@ else
     ensure_env "dev" || exit 1
 fi
 if [ -f "$pack" ]; then
-    # Triton finds kernels only in a folder of the name in which they were compiled.
-    rm -rf "$GPU_PACKED"
-    mkdir -m 700 "$GPU_PACKED" && tar -xzf "$pack" -C "$GPU_PACKED" || exit 1
-    export PYTHONPATH="$GPU_PACKED/site${PYTHONPATH:+:$PYTHONPATH}"
-    FP8_DIST_COMMIT="$(cat "$GPU_PACKED/commit")"
-    [ "$(library_sum)" = "$(cat "$GPU_PACKED/library_sum")" ] || FP8_DIST_COMMIT+=", changed since"
-    export FP8_DIST_COMMIT TRITON_CACHE_DIR="$GPU_PACKED/triton"
-else
-    echo "there is no $pack: kernels are compiled during the call" >&2
+    packed="$(mktemp -d)" && tar -xzf "$pack" -C "$packed" || exit 1
+    export PYTHONPATH="$packed/site${PYTHONPATH:+:$PYTHONPATH}"
+    FP8_DIST_COMMIT="$(cat "$packed/commit")"
+    export FP8_DIST_COMMIT
 fi
 if ! "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     "$PY" -c 'import torch; print(f"torch {torch.__version__} finds no CUDA device", end="")' >&2

@@ -12,8 +12,7 @@ numbers. torch converts data with NaN or inf, and all data if this thread flushe
 
 *Casts.* A single amax and a single scale are computed as Python numbers, which are fp64 as in the
 formula. Operators on one-element tensors cost more, and would take most of the time of a small
-layer. Large tensors are cast part by part, so that the fp32 values of a part stay in the CPU's
-cache and their memory is reused.
+layer.
 
 *GEMMs.* Float8 data is exact in bf16, and so are its products in fp32.
 
@@ -28,10 +27,9 @@ With block scales, the operands are dequantized to bf16 for a bf16 result, and t
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import repeat
 from struct import Struct
 from typing import NamedTuple
 
@@ -48,10 +46,8 @@ from fp8_dist.kernels.gemm import (
     scaled_mm,
     scaled_mm_with,
 )
-from fp8_dist.kernels.quantization import cast_copies, multiplied, quantize
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 
-_PART = 65536  # elements that are computed at a time
 _FP32 = Struct("f")
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8_DTYPES}
 _FP32_MAX = torch.finfo(torch.float32).max
@@ -138,53 +134,6 @@ def _scalar(number: float) -> Tensor:
     return torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
 
 
-def _quantize(x: Tensor, multiplier: Tensor, dtype: torch.dtype, *, fits: bool = False) -> Tensor:
-    if x.numel() <= _PART:
-        return quantize.portable(x, multiplier, dtype, fits=fits)
-    x = x.contiguous()
-    qdata = torch.empty_like(x, dtype=dtype)
-    for part, m, result in _parts(x, multiplier, qdata):
-        result.copy_(multiplied(part, m, dtype, fits))
-    return qdata
-
-
-def _cast_copies(
-    x: Tensor,
-    amaxes: Sequence[Tensor],
-    dtype: torch.dtype,
-    round_scales_to_power_of_2: bool,
-    of: Sequence[int],
-    transposed: Sequence[bool],
-    *,
-    saturate: bool = False,
-) -> list[Tensor]:
-    # Calls of operators would cost more than the cast of a small tensor.
-    if any(transposed):
-        arguments = x, amaxes, dtype, round_scales_to_power_of_2, of, transposed
-        return cast_copies.portable(*arguments, saturate=saturate)
-    scalings = [_scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
-    copies = [_quantize(x, scalings[i][0], dtype, fits=not saturate) for i in of]
-    return [*(scale for _, scale in scalings), *copies]
-
-
-def _parts(x: Tensor, multiplier: Tensor, qdata: Tensor) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-    """Split a contiguous tensor into parts, each with its multiplier and its part of ``qdata``."""
-    if multiplier.numel() == 1:
-        parts, results = (t.view(-1).split(_PART) for t in (x, qdata))
-        return zip(parts, repeat(multiplier.view(())), results, strict=False)
-    columns = x.shape[-1]
-    rows = max(1, _PART // columns)
-    multipliers: Iterable[Tensor]
-    if multiplier.shape == (*x.shape[:-1], 1):
-        multipliers = multiplier.reshape(-1, 1).split(rows)
-    elif multiplier.shape == (*[1] * (x.ndim - 1), columns):
-        multipliers = repeat(multiplier.reshape(1, -1))
-    else:
-        return [(x, multiplier, qdata)]
-    parts, results = (t.view(-1, columns).split(rows) for t in (x, qdata))
-    return zip(parts, multipliers, results, strict=False)
-
-
 _dequantize = partial(dequantized_with, upcast)
 
 
@@ -269,8 +218,6 @@ def _lines_of_nan(
 
 amax.register("cpu", _amax)
 scaling_from_amax.register("cpu", _scaling_from_amax)
-quantize.register("cpu", _quantize)
-cast_copies.register("cpu", _cast_copies)
 dequantize_blocks.register("cpu", _dequantize)
 scaled_mm.register("cpu", partial(scaled_mm_with, _emulated))
 block_scaled_mm.register("cpu", _block_scaled_mm)

@@ -365,23 +365,13 @@ def gemm_scales(a: Tensor, b: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor
     return of_a.t().contiguous().t(), of_b.t().contiguous().t()
 
 
-@custom_op("tiled_exponents(Tensor a, Tensor b, int repeats=1) -> (Tensor, Tensor)")
-def tiled_exponents(a: Tensor, b: Tensor, repeats: int = 1) -> tuple[Tensor, Tensor]:
-    """Copy the exponents of two operands to the layout that Blackwell's GEMM reads.
-
-    The results are flat. They consist of tiles of 128 x 4 exponents, padded with zeros. A tile has
-    32 rows of 16 bytes. Row i has the 4 bytes of each of the exponents' rows i, i + 32, i + 64 and
-    i + 96.
-
-    Args:
-        a, b: the exponents of each operand, ``[R, C]``, any strides.
-        repeats: number of times that each row of ``b`` is repeated.
-    """
-    return in_tiles(a), in_tiles(b.repeat_interleave(repeats, dim=0))
-
-
 def in_tiles(exponents: Tensor) -> Tensor:
-    """Copy exponents ``[R, C]`` to the layout of :func:`tiled_exponents`."""
+    """Copy exponents ``[R, C]``, any strides, to the layout that Blackwell's GEMM reads.
+
+    The result is flat. It consists of tiles of 128 x 4 exponents, padded with zeros. A tile has 32
+    rows of 16 bytes. Row i has the 4 bytes of each of the exponents' rows i, i + 32, i + 64 and
+    i + 96.
+    """
     rows, columns = exponents.shape
     whole = padded(exponents, (0, -columns % 4, 0, -rows % 128))
     tiles = whole.reshape(-1, 4, 32, whole.shape[1] // 4, 4)

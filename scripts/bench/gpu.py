@@ -1,48 +1,68 @@
-"""Times layers, blocks and experts on this machine's GPU: stages of a day (see gpu_results).
+"""Rates of this machine's GPU, and times of layers, blocks and experts: stages of a day on one.
 
     python -m scripts.bench.gpu layers
     python -m scripts.bench.gpu blocks --results results.jsonl --begun blocks.begun
 
 A line is printed for each case. Its readings are times of the device, by CUDA events, while the
 host is ahead; those of "wall" are the host's, for a step among several: they are longer where the
-device waits for the host. What failed once is not tried again. Operations are those of the linear
-layers alone, three GEMMs each. Peak memory is a candidate's own, its parameters included.
+device waits for the host. Operations are those of the linear layers alone, three GEMMs each. Peak
+memory is a candidate's own, its parameters included.
 
+- versions: what this machine has.
+- rates: copies, and GEMMs of each kind. They calibrate docs/gpu.md.
+- kernels: each Triton kernel in a layer's step of each recipe, with the block sizes that it chose.
+  Bytes are those of the tensors that it takes, each once; the cache has none of them before.
+- trace: a layer's step, as trace.json.gz for chrome://tracing in ``--folder``.
 - layers: forward and backward of the widest layer of Llama 8B, with 8192, 2048 and 8191 rows; the
   weight has changed. Candidates take turns.
 - blocks: eight blocks of Llama 8B with a small vocabulary, one sequence, without FSDP2. "step" is
   forward and backward; "optimizer" is AdamW (fused) and the update of scales.
 - experts: forward and backward of a layer of experts, of equal and of unequal groups of rows.
+- training: fifty steps of a Llama in some recipes, eager and compiled.
 - nccl: a training step of a small model under FSDP2, alone in a group of NCCL.
 """
 
 import argparse
 import gc
+import importlib.metadata
+import json
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
+from fp8_dist.kernels.cuda.gemm import block_mm
+from fp8_dist.kernels.cuda.triton.launch import Tuned
 from fp8_dist.moe.config import ExpertsRecipe
-from scripts.bench.gpu_results import Result, add_options, read, run, shown
+from scripts.bench.gpu_results import Result, add_options, run, shown
 from scripts.bench.layers import Experts, Layer, Shape, layer_of, shape_text
 from scripts.common import report
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.llama import MODELS, Llama
 from scripts.common.models import after_step, build
 from scripts.common.options import positive
+from scripts.train import train
 
 Variant = tuple[str, bool]  # a candidate, and whether it is compiled
 Case = tuple[str, Callable[[], Result]]
+Launch = tuple[Tuned, tuple[Any, ...], dict[str, Any]]  # a kernel and its arguments
 Found = dict[str, Any]  # fields of a result
 
 WARM_UP = 3
@@ -62,17 +82,22 @@ BLOCKS: tuple[Variant, ...] = (
     ("rowwise_folded", False),
     ("torchao tensorwise", False),
 )
+RUNS: tuple[Variant, ...] = (
+    (BF16, False),
+    ("tensorwise", False),
+    ("rowwise_folded", False),
+    ("tensorwise", True),
+    (BF16, True),
+    ("rowwise_folded", True),
+)
+TRAINING = ("--model", "1b", "--steps", "50", "--batch-size", "8", "--seq-len", "512")
+TRAINING += ("--lr", "5e-4", "--warmup", "10")
 GROUPS = {"128 x 512 rows": 128 * (512,), "26 x (0, 1, 15, 17, 512) rows": 26 * (0, 1, 15, 17, 512)}
 EXPERTS = 2048, 1536  # features of a layer of experts
-
-
-def make_parser(
-    module: str, description: str | None, stage: str, repeat: int
-) -> argparse.ArgumentParser:
-    """A parser with the options of every stage that measures."""
-    parser = report.make_parser(module, description, repeat=repeat)
-    add_options(parser, stage)
-    return parser
+COPIED = 2**30  # bytes, more than a cache holds
+SHAPES: tuple[Shape, ...] = ((ROWS, D, FFN), (ROWS, FFN, D), (2048, D, FFN))
+E4M3 = torch.float8_e4m3fn
+LONGEST = 12  # kernels of a trace that are named
 
 
 def run_stage(
@@ -136,26 +161,168 @@ def free() -> None:
     torch.cuda.empty_cache()
 
 
-def failed_before(args: argparse.Namespace) -> set[str]:
-    """Names of cases that began in another process, and did not go well."""
-    if not (args.begun and args.begun.exists() and args.results):
-        return set()
-    lines = read(args.results) if args.results.exists() else []
-    well = {line.name for line in lines if line.stage == args.stage and not line.error}
-    return set(args.begun.read_text().splitlines()) - well
-
-
-def case(name: str, known: Result, measure: Callable[[], Found], failed: set[str]) -> Case:
+def case(
+    name: str, known: Result, measure: Callable[[], Found], failed: set[str] | None = None
+) -> Case:
     """A case whose line says of what it is though it fails; its name is then among the failed."""
 
     def function() -> Result:
         try:
             return replace(known, **measure())
         except Exception as error:  # torch, Triton and the compiler raise many types
-            failed.add(name)
+            if failed is not None:
+                failed.add(name)
             return replace(known, error=shown(error))
 
     return name, function
+
+
+def versions(args: argparse.Namespace) -> Iterator[Case]:
+    """The GPU, and the releases of what is installed."""
+
+    def found() -> Result:
+        gpu, texts = torch.cuda.get_device_properties(0), []
+        for name in ("torch", "triton", "torchao"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                texts.append(f"{name} {importlib.metadata.version(name)}")
+        gigabytes = f"{gpu.total_memory / 1e9:.0f} GB"
+        return Result(note=", ".join([gpu.name, gigabytes, f"Python {sys.version[:6]}", *texts]))
+
+    yield "versions", found
+
+
+def rate_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Copies, and the GEMMs of each shape."""
+    for name in copies():
+        yield name, partial(copy_rate, name, args.repeat)
+    for m, k, n in SHAPES:
+        known = Result(shape=shape_text((m, k, n)), flops=2.0 * m * k * n)
+        for name in gemms((16, 16, 16)):
+            measure = partial(gemm_rate, name, (m, k, n), args.repeat)
+            yield case(f"{known.shape}, {name}", known, measure)
+
+
+def copies() -> dict[str, tuple[Callable[[], object], int]]:
+    """Functions that move bytes, and how many: read and written."""
+    source = torch.empty(COPIED // 2, dtype=torch.bfloat16, device="cuda").fill_(1)
+    target, rows = torch.empty_like(source), COPIED // 2 // D
+    matrix = source.view(torch.uint8)[: rows * D].view(rows, D)
+    return {
+        "copy": (lambda: target.copy_(source), 2 * COPIED),
+        "amax": (lambda: source.view(-1, D).abs().amax(), COPIED),
+        "elementwise": (lambda: torch.mul(source, 2, out=target), 2 * COPIED),
+        "transposing copy of bytes": (lambda: matrix.t().contiguous(), 2 * matrix.numel()),
+    }
+
+
+def copy_rate(name: str, repeat: int) -> Result:
+    """The rate of one of the copies."""
+    run, moved = copies()[name]
+    readings(run, WARM_UP)
+    return Result(readings=readings(run, repeat), bytes=moved)
+
+
+def gemms(shape: Shape) -> dict[str, Callable[[], object]]:
+    """Products of ``[M, K]`` and ``[K, N]``, on random data."""
+    m, k, n = shape
+    a = torch.randn(m, k, device="cuda").bfloat16()
+    b = torch.randn(n, k, device="cuda").bfloat16().t()
+    a8, b8 = a.to(E4M3), b.t().to(E4M3).t()
+    one, rows, columns = (torch.ones(size, device="cuda") for size in ((), (m, 1), (1, n)))
+    sizes = (m, k // 128), (k // 128, n // 128)
+    exponents = [torch.full(size, 127, dtype=torch.uint8, device="cuda") for size in sizes]
+
+    def scaled(scale_a: Tensor, scale_b: Tensor, fast: bool) -> Callable[[], object]:
+        options: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        return lambda: torch._scaled_mm(a8, b8, scale_a, scale_b, **options)
+
+    def in_blocks() -> object:
+        product = block_mm(a8, b8, *exponents, (1, 128, 0, 0), (128, 128, 0, 0), torch.bfloat16)
+        if product is None:
+            raise RuntimeError("the device has no GEMM for blocks of 128")
+        return product
+
+    return {
+        "bf16": lambda: a @ b,
+        "float8, fast accumulation": scaled(one, one, True),
+        "float8": scaled(one, one, False),
+        "float8 by rows, fast accumulation": scaled(rows, columns, True),
+        "float8 by rows": scaled(rows, columns, False),
+        "float8 in blocks of 128": in_blocks,
+    }
+
+
+def gemm_rate(name: str, shape: Shape, repeat: int) -> Found:
+    """The times of one of the GEMMs."""
+    run = gemms(shape)[name]
+    readings(run, WARM_UP)
+    return {"readings": readings(run, repeat)}
+
+
+def kernel_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """The kernels of each recipe's step, between two copies."""
+    yield "copy, first", partial(copy_rate, "copy", args.repeat)
+    for recipe in OURS:
+        known = Result(recipe=recipe, shape=shape_text((ROWS, D, FFN)))
+        yield case(recipe, known, partial(kernel_rates, recipe, args.repeat))
+    yield "copy, last", partial(copy_rate, "copy", args.repeat)
+
+
+def kernel_rates(recipe: str, repeat: int) -> Found:
+    """The block sizes, the time and the rate of each different launch of a step."""
+    layer, launch = layer_of(recipe, (ROWS, D, FFN), "cuda"), Tuned.__call__
+    noted: dict[str, Launch] = {}
+
+    def note(tuned: Tuned, *args: Any, **constants: Any) -> None:
+        shapes = [tuple(x.shape) for x in tensors_of(args)]
+        noted[f"{tuned.kernel.__name__} {shapes} {constants}"] = tuned, args, constants
+        launch(tuned, *args, **constants)
+
+    with patch.object(Tuned, "__call__", note):
+        layer.change_weight()
+        layer.run()
+    each = (kernel_rate(*of, repeat) for of in noted.values())
+    return {"note": "; ".join(each)}
+
+
+def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among a launch's arguments."""
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+
+
+def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], repeat: int) -> str:
+    """The block sizes that a launch chooses, its time and its rate."""
+    cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # more than it holds
+    run = partial(tuned, *args, **constants)
+    with patch.object(tuned, "_fastest", {}) as found:
+        readings(run, WARM_UP)
+        seconds = statistics.median(readings(run, repeat, cache.zero_))
+    (chosen,) = found.values()
+    sizes = [f"{name}={size}" for name, size in chosen.items() if name.isupper()]
+    rate = sum(x.numel() * x.itemsize for x in tensors_of(args)) / seconds
+    words = [tuned.kernel.__name__, *sizes, f"warps={chosen['num_warps']}"]
+    return " ".join([*words, f"{1e6 * seconds:.1f} us", f"{rate / 1e9:,.0f} GB/s"])
+
+
+def trace_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """A trace of a step in the default recipe."""
+    yield "trace", partial(traced, "tensorwise", args.folder)
+
+
+def traced(recipe: str, folder: Path) -> Result:
+    """Write a trace of a recipe's step, and note its longest kernels."""
+    layer = layer_of(recipe, (ROWS, D, FFN), "cuda")
+    readings(layer.run, WARM_UP, layer.change_weight)
+    layer.change_weight()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        layer.run()
+        torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(folder / "trace.json.gz"))
+    every = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA]
+    every.sort(key=lambda e: -e.self_device_time_total)
+    longest = [f"{e.key[:70]} {e.self_device_time_total:.0f} us" for e in every[:LONGEST]]
+    return Result(recipe=recipe, note="; ".join(longest))
 
 
 def label(variant: Variant) -> str:
@@ -174,7 +341,7 @@ def layer_variants(rows: int) -> list[Variant]:
 
 def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Turns of all candidates on each shape, then the host's times of each."""
-    failed = failed_before(args)
+    failed: set[str] = set()
     # The graphs of many candidates are of one function.
     torch._dynamo.config.recompile_limit = 64
     for rows in args.rows:
@@ -236,17 +403,16 @@ def layer_run(shape: Shape, variant: Variant) -> tuple[Layer, Callable[[], objec
 
 def block_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Each candidate's step and optimizer, and bf16 again."""
-    failed = failed_before(args)
     variants = [each for each in BLOCKS if each[0] in (BF16, *OURS, *TORCHAO)]
     for variant, again in [*((variant, "") for variant in variants), ((BF16, False), ", again")]:
         about = {"tokens": args.tokens, "shape": f"{args.blocks} blocks x {args.tokens} tokens"}
         known = Result(recipe=variant[0], compiled=variant[1], **about)
         updates: list[float] = []
         measure = partial(measured_blocks, args, variant, updates)
-        yield case(f"{label(variant)}{again}, step", known, measure, failed)
+        yield case(f"{label(variant)}{again}, step", known, measure)
         if updates:
             measure = partial(dict, readings=tuple(updates))
-            yield case(f"{label(variant)}{again}, optimizer", known, measure, failed)
+            yield case(f"{label(variant)}{again}, optimizer", known, measure)
 
 
 def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[float]) -> Found:
@@ -309,7 +475,7 @@ def expert_cases(args: argparse.Namespace) -> Iterator[Case]:
             recipe = name.partition(",")[0]
             about = {"tokens": rows, "flops": 6.0 * rows * k * n, "shape": f"{title} x {k} x {n}"}
             measure = partial(measured_experts, recipe, groups, args.repeat)
-            yield case(f"{title}, {name}", Result(recipe=recipe, **about), measure, set())
+            yield case(f"{title}, {name}", Result(recipe=recipe, **about), measure)
 
 
 def measured_experts(name: str, groups: Sequence[int], repeat: int) -> Found:
@@ -323,11 +489,39 @@ def measured_experts(name: str, groups: Sequence[int], repeat: int) -> Found:
     return {"readings": found, "peak": torch.cuda.max_memory_allocated() - others}
 
 
+def training_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Runs of `scripts.train.train`: the same weights, text and number of steps in all recipes."""
+    options = dict(zip(TRAINING[::2], TRAINING[1::2], strict=True))
+    tokens = int(options["--batch-size"]) * int(options["--seq-len"])
+    for variant in RUNS:
+        known = Result(recipe=variant[0], compiled=variant[1], shape=options["--model"])
+        measure = partial(trained, variant, tokens)
+        yield case(label(variant), replace(known, tokens=tokens), measure)
+
+
+def trained(variant: Variant, tokens: int) -> Found:
+    """The steps behind the first ones, on the host's clock, and losses on the way."""
+    free()
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--recipe", variant[0], "--out", folder, *["--compile"] * variant[1]]
+        if train.main([*words, *TRAINING]):
+            raise RuntimeError("the training failed; the log says why")
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    told = sorted({len(rows) * part // 4 for part in (1, 2, 3, 4)})
+    losses = ", ".join(f"{rows[n - 1]['loss']:.4f} after {n}" for n in told)
+    return {
+        "readings": tuple(tokens / row["tokens_per_second"] for row in rows[WARM_UP:]),
+        "peak": int(max(row["memory_bytes"] for row in rows)),
+        "note": f"loss {losses} steps",
+    }
+
+
 def nccl_cases(args: argparse.Namespace) -> Iterator[Case]:
     """A group of one rank."""
     known = Result(recipe="tensorwise", shape="debug")
     measure = partial(measured_alone, torch.device("cuda", 0), args.repeat)
-    yield case("nccl, one rank", known, measure, set())
+    yield case("nccl, one rank", known, measure)
 
 
 def measured_alone(device: torch.device, repeat: int) -> Found:
@@ -350,26 +544,33 @@ def measured_alone(device: torch.device, repeat: int) -> Found:
 
 
 PARTS = {
+    "versions": versions,
+    "rates": rate_cases,
+    "kernels": kernel_cases,
+    "trace": trace_cases,
     "layers": layer_cases,
     "blocks": block_cases,
     "experts": expert_cases,
     "nccl": nccl_cases,
+    "training": training_cases,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
-    parser = make_parser("scripts.bench.gpu", __doc__, "", repeat=7)
+    parser = report.make_parser("scripts.bench.gpu", __doc__, repeat=7)
+    add_options(parser, "")
     add = parser.add_argument
     add("part", choices=PARTS, help="the stage")
     every = [ROWS, 2048, 8191]
     add("--rows", type=positive, nargs="+", default=every, help="of a layer; %(default)s")
     add("--turns", type=positive, default=3, help="of all candidates for a layer; %(default)s")
     add("--blocks", type=positive, default=8, help="of the model; %(default)s")
+    add("--folder", type=Path, default=Path("runs/gpu_day"), help="for a trace; %(default)s")
     add("--tokens", type=positive, default=8192, help="of the sequence; %(default)s")
 
     def cases(args: argparse.Namespace) -> Iterator[Case]:
-        args.stage, args.of = args.stage or args.part, args.of or args.part
+        args.stage = args.stage or args.part
         return PARTS[args.part](args)
 
     return run_stage(parser, argv, cases)

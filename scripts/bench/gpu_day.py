@@ -30,7 +30,6 @@ from scripts.common.options import command_parser, positive
 
 POLL = 0.05  # seconds between looks at a process
 PATIENCE = 5.0  # seconds until a process that is killed has ended
-AGAIN = 30.0  # seconds for what failed before
 SHOWN = 40  # errors that are printed at the end
 
 
@@ -73,20 +72,16 @@ def parts(name: str, count: int, module: str, *arguments: str) -> tuple[Stage, .
 SMOKE, SPEED, TESTS = "gpu_smoke", "gpu", "gpu_tests"
 SHARED = "tests/gpu/test_gpu_shared.py"
 
-START = Group(
-    15,
-    (stage("start", "gpu_probe", "--only", "versions"), stage("cache", "gpu_ahead", "--look")),
-)
+START = Group(10, (stage("start", SPEED, "versions"),))
 # The most valuable first. A group that ends early leaves its time to those behind it. FOLDER stands
 # for that of the results.
 CALLS: dict[str, tuple[Group, ...]] = {
     "A": (
         START,
-        Group(52, (*parts("kernels", 6, SMOKE, "kernels"), stage("gemms", SMOKE, "gemms"))),
+        Group(57, parts("kernels", 6, SMOKE, "kernels")),
         Group(
             104,
             (
-                stage("steps", SMOKE, "steps"),
                 stage("inductor", SMOKE, "inductor"),
                 stage("ranks", TESTS, SHARED, "--workers", "3", patience=100),
                 stage(
@@ -94,19 +89,19 @@ CALLS: dict[str, tuple[Group, ...]] = {
                 ),
             ),
         ),
-        Group(32, (stage("rates", "gpu_probe"),)),
+        Group(32, (stage("rates", SPEED, "rates"),)),
     ),
     "B": (
         START,
-        Group(35, (stage("kernel rates", "gpu_kernels"),)),
+        Group(40, (stage("kernel rates", SPEED, "kernels"),)),
         Group(110, (stage("layers", SPEED, "layers"),)),
         Group(92, (stage("blocks", SPEED, "blocks", patience=60),)),
     ),
     "C": (
         START,
-        Group(88, (stage("training", "gpu_train", patience=50),)),
+        Group(93, (stage("training", SPEED, "training", patience=50),)),
         Group(18, (stage("experts", SPEED, "experts"),)),
-        Group(12, (stage("trace", "gpu_kernels", "--trace", "FOLDER"),)),
+        Group(12, (stage("trace", SPEED, "trace", "--folder", "FOLDER"),)),
         Group(11, (stage("nccl", SPEED, "nccl"),)),
     ),
 }
@@ -240,29 +235,10 @@ def _ended_by(status: int) -> str:
     return f"ended with {name}"
 
 
-def groups_of(call: str, again: Path | None, factor: float) -> list[Group]:
-    """Return the groups of a call with so many times their seconds.
-
-    ``again``: results of another call, of which what failed is tried again behind the start.
-    """
-    start, *rest = CALLS[call]
-    groups = [start, *(again_of(again) if again else []), *rest]
-    return [
-        Group(factor * seconds, tuple(replace(s, patience=factor * s.patience) for s in stages))
-        for seconds, stages in ((group.seconds, group.stages) for group in groups)
-    ]
-
-
-def again_of(again: Path) -> list[Group]:
-    """Return a group of the stages that check something, and have errors in results."""
-    failed = {result.stage for result in read(again) if result.error}
-    every = [stage for group in CALLS["A"][1:-1] for stage in group.stages]
-    repeated = [
-        Stage(f"{s.name}, again", (*s.words, "--again", str(again), "--of", s.name), s.patience)
-        for s in every
-        if s.name in failed
-    ]
-    return [Group(AGAIN, tuple(repeated))] if repeated else []
+def scaled(group: Group, factor: float) -> Group:
+    """A group with so many times its seconds."""
+    stages = tuple(replace(each, patience=factor * each.patience) for each in group.stages)
+    return Group(factor * group.seconds, stages)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,12 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     since = "when the call began, in seconds since 1970; default: now"
     add("--since", type=float, default=time.time(), help=since)
     add("--python", default=sys.executable, help="interpreter of the stages")
-    add("--again", type=Path, metavar="FILE", help="first try again what failed in these results")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     folder = args.folder.resolve()
     seconds = args.seconds or SECONDS[args.call]
-    groups = groups_of(args.call, args.again, seconds / SECONDS[args.call])
+    factor = seconds / SECONDS[args.call]
+    groups = [scaled(group, factor) for group in CALLS[args.call]]
     with tempfile.TemporaryDirectory() as logs:
         day = Day(args.python, folder, Path(logs))
         before = len(read(day.results))
@@ -288,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, lambda *_: day.stopped.set())
         begin = time.monotonic() - (time.time() - args.since)
         try:
-            day.run(groups, begin, seconds + AGAIN * (args.again is not None))
+            day.run(groups, begin, seconds)
         finally:
             with tarfile.open(folder / f"log_{args.call}.tgz", "w:gz") as archive:
                 archive.add(logs, f"logs_{args.call}")

@@ -202,6 +202,7 @@ def block_calls(m: int, k: int) -> Calls:
         copies = x, exponents, dtype, blocks, BOTH
         calls[f"quantize_block_copies {of}"] = call(kernels.quantize_block_copies, *copies)
         known = data, exponents, blocks
+        calls[f"dequantize_blocks {of}"] = call(kernels.dequantize_blocks, *known, BF16)
         calls[f"reblock {of}"] = call(kernels.reblock, *known, rows, rule and "ceil", True)
     blocks, dtype, *_ = kinds[0]
     exponents, data = cast.portable(x, dtype, blocks, None, [False])
@@ -219,9 +220,6 @@ def gemm_calls(m: int, k: int) -> Calls:
     a, b = (torch.randint(256, (size, k // 32), dtype=torch.uint8) for size in (m, m // 4))
     calls = {"gemm_scales": call(gemm.gemm_scales, a, b, 4)}
     calls["gemm_scales transposed"] = call(gemm.gemm_scales, a.t(), b.t())
-    for repeats in (1, 32):
-        name = f"tiled_exponents {repeats} times"
-        calls[name] = call(gemm.tiled_exponents, a, b, repeats)
     data = ordinary(m, k).to(E4M3)
     calls["transposed_copy"] = call(kernels.transposed_copy, data)
     calls["transposed_copy to 128"] = call(kernels.transposed_copy, data, 128)

@@ -58,9 +58,8 @@ class Candidate(NamedTuple):
 
 
 def latest(results: Iterable[Result]) -> list[Result]:
-    """Keep the last result of each case, whose stage may have been tried again."""
-    named = (replace(result, stage=result.stage.removesuffix(AGAIN)) for result in results)
-    return list({(result.stage, result.name): result for result in named}.values())
+    """Keep the last result of each case."""
+    return list({(result.stage, result.name): result for result in results}.values())
 
 
 def of_stage(results: Sequence[Result], *stages: str) -> list[Result]:
@@ -80,7 +79,7 @@ def where(results: Sequence[Result]) -> str:
     """The cards, the commits and the releases."""
     cards = sorted({r.card for r in results} - {"CPU"})
     commits = sorted({r.commit for r in results})
-    notes = {r.note: None for r in results if r.name in ("versions", "look") and r.note}
+    notes = {r.note: None for r in results if r.name == "versions" and r.note}
     lines = [f"Card: {', '.join(cards) or 'none'}. Commit: {', '.join(commits)}."]
     return "\n".join([*lines, *(f"- {note}" for note in notes)])
 
@@ -98,12 +97,6 @@ def checks(results: Sequence[Result]) -> str:
     text = table(["stage", "went well", "skipped", "errors"], lines, "lr")
     errors = [f"- {r.stage}: {r.name}: {r.error}" for r in results if r.error]
     return "\n".join([text, *([""] if errors else []), *errors])
-
-
-def gemm_calls(results: Sequence[Result]) -> str:
-    """Each GEMM call, and what the device said."""
-    lines = [[r.name, r.note, r.error] for r in of_stage(results, "gemms")]
-    return table(["GEMM", "accepted, or not", "error"], lines) if lines else ""
 
 
 def rates(results: Sequence[Result]) -> str:
@@ -129,22 +122,6 @@ def rates(results: Sequence[Result]) -> str:
         lines.append([r.name, measured, f"{tera[kind]:g} {unit}" if kind in tera else ""])
         lines[-1].append(spread(r.readings)[1])
     return table(["what", "measured", "assumed", "ms, least to largest"], lines, "lr")
-
-
-def kernels(results: Sequence[Result]) -> str:
-    """GB/s of kernels, and as a share of the copies of the same run."""
-    found = [r for r in of_stage(results, "kernel rates") if r.readings and r.bytes]
-    copies = [r.bytes / r.median for r in found if r.name.startswith("copy,")]
-    if not found or not copies:
-        return ""
-    copy = statistics.mean(copies)
-    lines = []
-    for r in found:
-        rate = r.bytes / r.median
-        cells = [r.name, r.note, *spread(r.readings, 1e6), f"{rate / 1e9:,.0f}"]
-        lines.append([*cells, f"{rate / copy:.2f}"])
-    head = ["kernel", "block sizes", "us", "least to largest", "GB/s", "share of the copy"]
-    return table(head, lines, "llr")
 
 
 def candidates(results: Sequence[Result], ending: str = "") -> dict[str, dict[Candidate, Result]]:
@@ -213,9 +190,9 @@ def sections(results: Sequence[Result], page: str) -> Iterator[tuple[str, str]]:
     """Yield titles and texts."""
     yield "The machine", where(results)
     yield "Checks", checks(results)
-    yield "GEMMs that were tried", gemm_calls(results)
     yield "Rates", rates(results)
-    yield "Kernels of a layer's step", kernels(results)
+    kernels = [f"- {r.recipe}: {r.note}" for r in of_stage(results, "kernel rates") if r.note]
+    yield "Kernels of a layer's step", "\n".join(kernels)
     derived = derived_times(page)
     timed = of_stage(results, "layers")
     walls = [r for r in timed if r.name.endswith(", wall")]

@@ -131,9 +131,6 @@ def add_options(parser: argparse.ArgumentParser, stage: str) -> None:
     add("--begun", type=Path, metavar="FILE", help=begun)
     only = "the cases alone whose names contain one of these"
     add("--only", nargs="+", default=[""], metavar="TEXT", help=only)
-    again = "only the cases that failed in these results, of the stage --of"
-    add("--again", type=Path, metavar="FILE", help=again)
-    add("--of", default=stage, metavar="STAGE", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace, cases: Iterable[tuple[str, Case]]) -> int:
@@ -148,14 +145,10 @@ def run(args: argparse.Namespace, cases: Iterable[tuple[str, Case]]) -> int:
             measured waits for the device itself.
     """
     begun = set(args.begun.read_text().splitlines()) if args.begun and args.begun.exists() else ()
-    failed = None
-    if args.again:
-        failed = {r.name for r in read(args.again) if r.error and r.stage == args.of}
     identity = {"stage": args.stage, "card": card(), "commit": commit()}
     status = 0
     for name, function in _guarded(cases):
-        is_chosen = any(text in name for text in args.only)
-        is_chosen = is_chosen and name not in begun and (failed is None or name in failed)
+        is_chosen = any(text in name for text in args.only) and name not in begun
         if not is_chosen and name != BEHIND:
             continue
         if args.begun:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.gpu_results import FAILED, Result, add_options, append, card, commit, read
+from scripts.bench.gpu_results import FAILED, Result, add_options, append, card, commit
 from scripts.common.options import command_parser, positive
 
 
@@ -67,9 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser, "tests")
     args = parser.parse_args(argv)
     chosen = [*args.paths, *(f"--ignore={path}" for path in args.ignore)]
-    if args.again:
-        failed = [r.name for r in read(args.again) if r.error and r.stage == args.of]
-        chosen = [name for name in failed if "::" in name]
     resumed = bool(args.begun and args.begun.exists())
     if resumed:  # behind the tests that a process before this one began
         chosen += [f"--deselect={name}" for name in args.begun.read_text().splitlines()]

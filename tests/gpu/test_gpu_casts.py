@@ -15,7 +15,7 @@ from fp8_dist.kernels import (
     quantize_blocks,
     reblock,
 )
-from fp8_dist.kernels.gemm import dequantize_blocks, gemm_scales, tiled_exponents
+from fp8_dist.kernels.gemm import gemm_scales
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 
@@ -67,12 +67,6 @@ def test_casts_equal_those_of_the_cpu(dtype: torch.dtype, target: torch.dtype, k
         check(values(kind, dtype, (65, 96)), target, dim, power_of_2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels_that_are_kept_are_launched_for_other_tensors(dtype: torch.dtype) -> None:
-    for shape, dim in product([(64, 96), (65, 96), (96, 64)] * 3, (None, -1, 0)):
-        check(values("ordinary", dtype, shape), TARGETS[0], dim, power_of_2=False)
-
-
 # Whole blocks, blocks that sizes do not divide, parts that begin inside of a block.
 BLOCKS = [(1, 128, 0, 0), (1, 32, 0, 5), (128, 128, 0, 0), (32, 32, 7, 31)]
 
@@ -112,26 +106,13 @@ def test_casts_of_any_shape(shape: tuple[int, int]) -> None:
         assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
 
 
-@pytest.mark.parametrize("repeats", [1, 32])
-def test_scales_as_gemms_read_them(repeats: int) -> None:
+def test_scales_as_gemms_read_them() -> None:
     exponents = [torch.randint(256, shape, dtype=torch.uint8) for shape in ((300, 10), (70, 40))]
     for a, b in (exponents, [each.t() for each in exponents]):
         on_gpu = a.to(DEVICE), b.to(DEVICE)
-        found = tiled_exponents(*on_gpu, repeats)
-        assert all(map(same_values, found, tiled_exponents(a, b, repeats)))
         scales = gemm_scales(*on_gpu, 4)
         assert all(each.t().is_contiguous() for each in scales)
         assert all(map(same_values, scales, gemm_scales(a, b, 4)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("target", TARGETS)
-def test_dequantized_blocks(target: torch.dtype, dtype: torch.dtype) -> None:
-    """Every code by every exponent."""
-    codes = torch.arange(256, dtype=torch.uint8).view(target).expand(256, 256).contiguous()
-    exponents, blocks = torch.arange(256, dtype=torch.uint8).view(256, 1), (1, 256, 0, 0)
-    found = dequantize_blocks(codes.to(DEVICE), exponents.to(DEVICE), blocks, dtype)
-    assert same_values(found, dequantize_blocks.portable(codes, exponents, blocks, dtype))
 
 
 def assert_one_rounding(x: torch.Tensor, target: torch.dtype) -> None:

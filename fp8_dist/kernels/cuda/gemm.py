@@ -18,9 +18,9 @@ from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
 from fp8_dist.kernels.gemm import (
     block_scaled_mm,
     gemm_scales,
+    in_tiles,
     of_same_depth,
     row_major,
-    tiled_exponents,
 )
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up
 from fp8_dist.text import warn_once
@@ -134,8 +134,8 @@ def _blackwell_scaling(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[in
     The scales are tiled exponents of rows of ``a`` and of columns of ``b``. The exponents of a
     square block are repeated for each of its columns.
     """
-    tiles = tiled_exponents(scales_a, scales_b.t(), blocks_b[1])
-    of_a, of_b = (each.view(torch.float8_e8m0fnu) for each in tiles)
+    of_columns = scales_b.t().repeat_interleave(blocks_b[1], dim=0)
+    of_a, of_b = (in_tiles(each).view(torch.float8_e8m0fnu) for each in (scales_a, of_columns))
     recipe, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     return of_a, recipe, of_b, recipe, swizzle, swizzle
 

@@ -24,7 +24,7 @@ from fp8_dist.kernels import (
     quantize_blocks,
     reblock,
 )
-from fp8_dist.kernels.gemm import gemm_scales, tiled_exponents
+from fp8_dist.kernels.gemm import dequantize_blocks, gemm_scales, in_tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -198,6 +198,24 @@ def test_every_code_and_exponent_reblocked(
     assert used == {"_reblock"}
 
 
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
+def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
+    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
+    every, numbers = codes.expand(256, 256).contiguous(), exponents.view(16, 16)
+    for data, scales, blocks in (
+        (every, exponents, (1, 256, 0, 0)),
+        (every[:, :250], numbers[:9, :9], (32, 32, 7, 30)),
+        (every[:250].t(), numbers[:9, :9], (32, 32, 30, 7)),
+        (every[::2, 1::2], numbers.t()[:4, :9], (32, 16, 0, 15)),
+        (every[:0], numbers[:0, :8], (1, 32, 0, 0)),
+        (every[:, :24], numbers[:9, :9].repeat(29, 1)[:256, :2], (1, 12, 0, 0)),  # no power of two
+    ):
+        found = implementation(dequantize_blocks)(data, scales, blocks, of)
+        assert same_values(found, dequantize_blocks.portable(data, scales, blocks, of))
+
+
 IMPLEMENTATIONS = pytest.mark.parametrize("name", ["cuda", "portable"])
 
 
@@ -220,26 +238,16 @@ def test_scales_of_gemms(name: str, multiple: int) -> None:
             assert same_values(scales, expected)
 
 
-def tiles(exponents: torch.Tensor, repeats: int) -> torch.Tensor:
+def test_tiles_of_exponents() -> None:
     """Byte by byte, from the description of the layout by NVIDIA's cuBLAS documentation."""
-    rows, columns = len(exponents) * repeats, exponents.shape[1]
-    across = -(-columns // 4)
-    expected = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
-    for row, column in product(range(rows), range(columns)):
-        tile = row // 128 * across + column // 4
-        inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
-        expected[tile * 512 + inside] = exponents[row // repeats, column]
-    return expected
-
-
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("repeats", [1, 32])
-def test_tiles_of_exponents(name: str, repeats: int) -> None:
-    a = torch.randint(1, 255, (150, 10), dtype=torch.uint8)
-    b = torch.randint(1, 255, (320 // repeats, 5), dtype=torch.uint8)
-    expected = tiles(a, 1), tiles(b, repeats)
-    a, b = a.to(DEVICE), b.to(DEVICE)
-    for of_a, of_b in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
-        found = chosen(tiled_exponents, name)(of_a, of_b, repeats)
-        for mine, wanted in zip(found, expected, strict=True):
-            assert torch.equal(mine.cpu(), wanted)
+    for shape in ((150, 10), (320, 5)):
+        exponents = torch.randint(1, 255, shape, dtype=torch.uint8)
+        rows, columns = shape
+        across = -(-columns // 4)
+        expected = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
+        for row, column in product(range(rows), range(columns)):
+            tile = row // 128 * across + column // 4
+            inside = row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            expected[tile * 512 + inside] = exponents[row, column]
+        for each in (exponents, exponents.t().contiguous().t()):
+            assert torch.equal(in_tiles(each), expected)

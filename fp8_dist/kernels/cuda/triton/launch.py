@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fp8_dist.device import rounds_to
 from fp8_dist.kernels.custom_op import CustomOp
-from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix, rounded_up
+from fp8_dist.kernels.quantization import Tensors, as_matrix, rounded_up
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -176,9 +176,6 @@ def empty_layouts(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool
     """
     *leading, columns = x.shape
     rows = math.prod(leading)
-    if not rows % ALIGNMENT:
-        shapes = (*leading, columns), (columns, rows)  # torch.Size takes longer than a tuple
-        return [x.new_empty(shapes[each], dtype=dtype) for each in transposed]
     copies = [x.new_empty((columns, rounded_up(rows)), dtype=dtype) for _ in transposed]
     return [
         copy if each else copy.view(-1)[: x.numel()].view(x.shape)
