@@ -123,7 +123,7 @@ def _bf16_bits(v: tl.tensor) -> tl.tensor:
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
 
 
-@tuned(blocks(4, BM=32, BN=128), blocks(8, BM=64, BN=128))
+@tuned(blocks(4, BM=32, BN=128), blocks(4, BM=32, BN=64))
 @triton.jit
 def _dequantize(
     x: tl.tuple,
