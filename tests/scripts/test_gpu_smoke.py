@@ -60,7 +60,7 @@ def test_the_calls_reach_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     found = launches_of_calls(monkeypatch)
     assert all(found.values())
     assert set.union(*found.values()) == {*tuned_kernels()}
-    assert len(tuned_kernels()) > 20
+    assert len(tuned_kernels()) > 15
 
 
 def test_the_calls_are_of_every_operator() -> None:
