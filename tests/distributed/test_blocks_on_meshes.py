@@ -103,15 +103,15 @@ blockwise 300 x 260: 1 of 9 B over shard; 1 of 9 B over shard; -; gathers 78000 
 mxfp8 384 x 512: -; -; -; gathers 196608 B float8_e4m3fn + 192 B uint8
 mxfp8 300 x 260: 1 of 90 B over shard; 1 of 90 B over shard; -; gathers 78000 B float8_e4m3fn
 TP x3, row
-blockwise 384 x 512: 2 of 282 B over tp; 1 of 12 B over tp; 1 of 270 B over tp; gathers 51840 B float8_e4m3fn + 405 B uint8
-blockwise 300 x 260: 2 of 279 B over tp; 1 of 9 B over tp; 1 of 270 B over tp; gathers 40500 B float8_e4m3fn + 405 B uint8
-mxfp8 384 x 512: 2 of 462 B over tp; 1 of 192 B over tp; 1 of 270 B over tp; gathers 51840 B float8_e4m3fn + 1620 B uint8
-mxfp8 300 x 260: 2 of 360 B over tp; 1 of 90 B over tp; 1 of 270 B over tp; gathers 40500 B float8_e4m3fn + 1350 B uint8
+blockwise 384 x 512: 2 of 552 B over tp; 1 of 12 B over tp; 1 of 540 B over tp; gathers 51840 B float8_e4m3fn + 405 B uint8
+blockwise 300 x 260: 2 of 414 B over tp; 1 of 9 B over tp; 1 of 405 B over tp; gathers 40500 B float8_e4m3fn + 405 B uint8
+mxfp8 384 x 512: 2 of 2352 B over tp; 1 of 192 B over tp; 1 of 2160 B over tp; gathers 51840 B float8_e4m3fn + 1620 B uint8
+mxfp8 300 x 260: 2 of 1305 B over tp; 1 of 90 B over tp; 1 of 1215 B over tp; gathers 40500 B float8_e4m3fn + 1350 B uint8
 FSDP2 2 x TP 2, column
-blockwise 384 x 512: 1 of 12 B over world + 1 of 90 B over tp; 1 of 12 B over world; 1 of 90 B over tp; gathers 98304 B float8_e4m3fn + 46080 B float8_e4m3fn + 360 B uint8
-blockwise 300 x 260: 1 of 9 B over world + 1 of 90 B over tp; 1 of 9 B over world; 1 of 90 B over tp; gathers 39000 B float8_e4m3fn + 23400 B float8_e4m3fn + 270 B uint8
+blockwise 384 x 512: 1 of 12 B over world + 1 of 270 B over tp; 1 of 12 B over world; 1 of 270 B over tp; gathers 98304 B float8_e4m3fn + 46080 B float8_e4m3fn + 360 B uint8
+blockwise 300 x 260: 1 of 9 B over world + 1 of 270 B over tp; 1 of 9 B over world; 1 of 270 B over tp; gathers 39000 B float8_e4m3fn + 23400 B float8_e4m3fn + 270 B uint8
 mxfp8 384 x 512: -; -; -; gathers 98304 B float8_e4m3fn + 96 B uint8 + 46080 B float8_e4m3fn + 1440 B uint8
-mxfp8 300 x 260: 1 of 90 B over world + 1 of 90 B over tp; 1 of 90 B over world; 1 of 90 B over tp; gathers 39000 B float8_e4m3fn + 23400 B float8_e4m3fn + 810 B uint8""",
+mxfp8 300 x 260: 1 of 90 B over world + 1 of 900 B over tp; 1 of 90 B over world; 1 of 900 B over tp; gathers 39000 B float8_e4m3fn + 23400 B float8_e4m3fn + 810 B uint8""",
     )
 
 

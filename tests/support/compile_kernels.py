@@ -21,6 +21,7 @@ import torch
 import triton
 from fake_cuda.process import FakeCudaProcess
 from inductor_kernels import code_of_product, loaded, sources
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -78,7 +79,8 @@ class Driver:
 class Compiler:
     """Compiles what would be launched.
 
-    ``every``: each choice of block sizes for all kinds of arguments, not each kernel once.
+    ``every``: with each choice of block sizes, for all constants and optional arguments; not each
+    kernel once.
     """
 
     def __init__(self, architecture: str, index: int, every: bool) -> None:
@@ -90,20 +92,19 @@ class Compiler:
 
     def __call__(self, tuned: launch.Tuned, grid: Any, *args: Any, **constants: Any) -> None:
         """Compile a kernel for these arguments."""
+        missing = [each is None for each in tree_leaves(args, lambda each: each is None)]
+        kind = (tuned, *constants.values(), *missing) if self.every else tuned
+        if kind in self.seen:
+            return
+        self.seen.add(kind)
         for config in tuned.configs[: None if self.every else 1]:
             chosen = config.all_kwargs() | {"enable_fp_fusion": False}
-            if not self.every and tuned in self.seen:
-                return
-            self.seen.add(tuned)
             found = tuned.kernel.run(*args, grid=(1,), warmup=True, **constants, **chosen)
             sizes = " ".join(f"{name}={size}" for name, size in config.kwargs.items())
             self.note(found, tuned.kernel.__name__, f"{sizes} warps={config.num_warps}")
 
     def note(self, found: Any, kernel: str, choice: str) -> None:
-        """Add a compiled kernel, unless Triton has found it again."""
-        if found in self.seen:
-            return
-        self.seen.add(found)
+        """Add a compiled kernel."""
         if self.driver.amd:
             assembly = found.asm["amdgcn"]
             names = ("vgpr_count", "private_segment_fixed_size")
