@@ -8,14 +8,15 @@ Convert a model, shard it, train::
     optimizer = torch.optim.AdamW(model.parameters())
     attach_update(optimizer, model)
 
-``fp8_dist.debug``, ``fp8_dist.doctor``, ``fp8_dist.tensor_parallel`` and ``fp8_dist.integrations``
-are imported when they are first used.
+``fp8_dist.debug``, ``fp8_dist.doctor``, ``fp8_dist.report`` and ``fp8_dist.tensor_parallel`` are
+imported when they are first used.
 """
 
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from fp8_dist import integrations as integrations
 from fp8_dist.cast import cast_to_float8
 from fp8_dist.config import (
     CastConfig,
@@ -55,7 +56,6 @@ from fp8_dist.version import __version__
 if TYPE_CHECKING:
     from fp8_dist import debug as debug
     from fp8_dist import doctor as doctor
-    from fp8_dist import integrations as integrations
     from fp8_dist import moe as moe
     from fp8_dist import report as report
     from fp8_dist import tensor_parallel as tensor_parallel
@@ -103,7 +103,7 @@ __all__ = [
     "update_float8_scales",
 ]
 
-_IMPORTED_WHEN_USED = ("debug", "doctor", "integrations", "report", "tensor_parallel")
+_IMPORTED_WHEN_USED = ("debug", "doctor", "report", "tensor_parallel")
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
 

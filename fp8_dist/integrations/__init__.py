@@ -1,12 +1,31 @@
 """Integrations with the models and training loops of other libraries, in one package for each.
 
 The rest of the library does not depend on them. ``integrations.transformers`` and
-``integrations.torchtitan`` are imported when they are first used, and ``integrations.saving`` by
-``freeze_to_float8`` for models of transformers.
+``integrations.torchtitan`` are imported when they are first used. What the library needs for
+models of transformers, it finds registered here: the kind of their experts, and ``saving``.
 """
 
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
+
+from fp8_dist.model.freeze import AFTER_FREEZE
+from fp8_dist.moe.experts import KINDS, OWN, Kind
+
+
+@cache
+def _experts_of_transformers() -> Kind:
+    try:
+        kind: Kind = import_module(f"{__name__}.transformers.experts").KIND
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("transformers."):
+            return OWN  # they are not known in the installed release
+        raise
+    return kind
+
+
+KINDS["transformers"] = _experts_of_transformers
+AFTER_FREEZE["transformers"] = partial(import_module, f"{__name__}.saving")
 
 
 def __getattr__(name: str) -> ModuleType:

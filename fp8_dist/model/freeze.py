@@ -1,19 +1,22 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
-from importlib import import_module
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 
 from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.weight import Float8Weight, float8_weights, warn_of_ddp, weights_of
-from fp8_dist.moe.experts import FilterFn, check_arguments, is_of_transformers
+from fp8_dist.moe.experts import FilterFn, check_arguments, packages_of
 from fp8_dist.torch_internals import (
     fsdp_groups,
     fsdp_parameters,
     give_back_to_ddp,
     leave_out_of_ddp,
 )
+
+# By the package of a module's class, what to call after weights of a model were stored.
+AFTER_FREEZE: dict[str, Callable[[], object]] = {}
 
 
 @torch.no_grad()
@@ -97,8 +100,9 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
         )
     leave_out_of_ddp(module, _stored_parameters)  # which flattens parameters with others
-    if any(map(is_of_transformers, module.modules())):
-        import_module("fp8_dist.integrations.saving")  # of which save_pretrained makes use
+    packages = set().union(*map(packages_of, module.modules()))
+    for package in AFTER_FREEZE.keys() & packages:
+        AFTER_FREEZE[package]()
     return stored
 
 

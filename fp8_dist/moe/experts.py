@@ -1,12 +1,10 @@
 """Experts of a model in float8: their conversion, and what a forward takes from them.
 
-The modules keep their classes. A *kind* tells how a library's experts are recognized, and makes a
-module call the forward of ``fp8_dist.integrations``.
+The modules keep their classes. A *kind* tells how a package's experts are recognized, and makes a
+module call a forward in float8. ``fp8_dist.integrations`` registers kinds in ``KINDS``.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -79,28 +77,19 @@ class Kind:
         return {name: tensor}
 
 
-_OWN = Kind()
+OWN = Kind()
+# By the package of a module's class, a function that returns the kind of its experts.
+KINDS: dict[str, Callable[[], Kind]] = {}
 
 
-def is_of_transformers(module: nn.Module) -> bool:
-    """Whether a class of a module is one of transformers."""
-    return any(cls.__module__.partition(".")[0] == "transformers" for cls in type(module).__mro__)
+def packages_of(module: nn.Module) -> set[str]:
+    """The packages of a module's class and of its bases."""
+    return {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
 
 
 def _kind_of(module: nn.Module) -> Kind:
-    is_own = not is_of_transformers(module) or _OWN.weights(module)
-    return _OWN if is_own else _kind_of_transformers()
-
-
-@cache
-def _kind_of_transformers() -> Kind:
-    try:
-        kind: Kind = import_module("fp8_dist.integrations.transformers.experts").KIND
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("transformers."):
-            return _OWN  # they are not known in the installed release
-        raise
-    return kind
+    known = () if OWN.weights(module) else KINDS.keys() & packages_of(module)
+    return next((KINDS[package]() for package in known), OWN)
 
 
 class ExpertWeight(Float8Weight):

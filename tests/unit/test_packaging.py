@@ -107,6 +107,22 @@ def test_imports() -> None:
         assert not inner, name
 
 
+def test_modules_that_strings_name_are_not_above() -> None:
+    """As the import contract, which does not see imports by name."""
+    contract = PROJECT["tool"]["importlinter"]["contracts"][0]
+    layers = [re.split(r" \| ", layer) for layer in contract["layers"]]
+    height = {f"fp8_dist.{room}": -i for i, rooms in enumerate(layers) for room in rooms}
+    for name, tree in TREES.items():
+        if name == "fp8_dist":
+            continue
+        room = ".".join(name.split(".")[:2])
+        for node in ast.walk(tree):
+            value = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(value, str) and re.fullmatch(r"fp8_dist(\.\w+)+", value):
+                named = ".".join(value.split(".")[:2])
+                assert named == room or height[named] < height[room], f"{name}: {value}"
+
+
 def names_of_the_library() -> set[str]:
     """Names that the library gives to functions, classes, variables and its own attributes."""
     found = {"_asdict", "_fields", "_replace"}  # of every NamedTuple
@@ -240,7 +256,7 @@ def test_the_wheel_holds_the_library_alone_and_runs(installed: Path) -> None:
     (installed / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
     lines = (
         "import sys, fp8_dist",
-        "late = {'debug', 'doctor', 'integrations', 'report', 'tensor_parallel'}",
+        "late = {'debug', 'doctor', 'report', 'tensor_parallel'}",
         "assert late <= set(dir(fp8_dist)) and 'fsdp' in dir(fp8_dist)",
         "assert not [n for n in late if f'fp8_dist.{n}' in sys.modules]",
         "print(fp8_dist.debug.comm_audit.__name__, fp8_dist.tensor_parallel.llama_tp_plan.__name__)",

@@ -16,8 +16,7 @@ from reference import raised, same_bits, sqnr
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-import fp8_dist.moe.experts as moe_experts
-from fp8_dist import convert_to_linear
+from fp8_dist import convert_to_linear, integrations
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -191,10 +190,10 @@ convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got 'm
 def test_experts_of_transformers_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)  # as if it had none
     monkeypatch.delitem(sys.modules, "fp8_dist.integrations.transformers.experts")
-    moe_experts._kind_of_transformers.cache_clear()
+    integrations._experts_of_transformers.cache_clear()
     model = build("gpt_oss")
     text = raised(ValueError, lambda: convert_experts_to_float8_training(model))
-    moe_experts._kind_of_transformers.cache_clear()
+    integrations._experts_of_transformers.cache_clear()
     assert "those of transformers are known from its release 5 on" in text
 
 
