@@ -5,7 +5,7 @@ module call a forward in float8. ``fp8_dist.integrations`` registers kinds in ``
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -148,15 +148,14 @@ class ExpertWeight(Float8Weight):
             self.cache.parameter_replaced(self.parameter(), self.sharded)
         return super().known_for(shard, source, schemes, is_own)
 
-    def operand(self, parameter: torch.Tensor) -> Weight:
-        """The weight ``[E, N, K]`` for a forward and its backward.
+    def operand(self, parameter: torch.Tensor, is_parted: bool) -> Weight:
+        """The weight ``[E, N, K]`` for a forward and its backward; see :func:`weight_of`.
 
         Collectives: as :meth:`forward_casts`.
         """
         casts, tensor = self.forward_casts(parameter), local_part(parameter)
         if not self.is_transposed:
-            divided = feature_mesh(self.module) is not None
-            return Weight(tensor, casts, self, self.layout(parameter) if divided else None)
+            return Weight(tensor, casts, self, self.layout(parameter) if is_parted else None)
         (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
         if recast is not None:
             statistics, _, start, is_cut = recast
@@ -318,8 +317,57 @@ def _check(part: nn.Module, kind: Kind, fqn: str, config: Float8ExpertsConfig) -
         )
 
 
-def weight_of(module: nn.Module, name: str) -> Weight:
+class Division(NamedTuple):
+    """How ranks share experts.
+
+    Attributes:
+        experts: the number of experts of all ranks.
+        group: the ranks that have some experts each; ``None`` if this rank has all of them.
+        mesh: the mesh whose ranks have parts of each expert; ``None`` if experts are whole.
+    """
+
+    experts: int
+    group: ProcessGroup | None
+    mesh: DeviceMesh | None = None
+
+
+def division_of(module: nn.Module) -> Division:
+    """How the weights of converted experts are distributed in the forward.
+
+    Raises:
+        ValueError: they are not divided by whole experts, nor as :meth:`Kind.parts` says.
+    """
+    weights = weights_of(module)
+    first: Any = next(iter(weights.values()))
+    layouts = {name: weight.layout() for name, weight in weights.items()}
+    # Meshes are compared, because equal meshes may have several groups of the same ranks.
+    found = {(layout.shape[0], layout.mesh) if layout else None for layout in layouts.values()}
+    parts = {name: (placement,) for name, placement in first.kind.parts(module).items()}
+    is_parted = parts == {name: layout and layout.placements for name, layout in layouts.items()}
+    for name, layout in layouts.items():
+        if layout is not None and not is_parted and layout.placements != (Shard(0),):
+            raise ValueError(
+                f"{first.fqn}: {name} is placed as {list(layout.placements)} on {layout.mesh} in "
+                "the forward; experts are divided by Float8ExpertParallel or "
+                "Float8ExpertTensorParallel on one axis, and FSDP2 shards them over others"
+            )
+    if len(found) > 1:
+        raise ValueError(
+            f"{first.fqn}: the weights of the experts are distributed in different ways"
+        )
+    (shared,) = found
+    if shared is None:
+        return Division(len(local_tensor(first.parameter())), None)
+    experts, mesh = shared
+    if is_parted:
+        return Division(experts, None, mesh)
+    return Division(experts, mesh.get_group() if mesh.size() > 1 else None)
+
+
+def weight_of(module: nn.Module, name: str, is_parted: bool = False) -> Weight:
     """The weight of converted experts for a forward and its backward.
+
+    ``is_parted``: whether ranks have parts of each expert.
 
     Collectives: as :meth:`fp8_dist.linear.weight.Float8Weight.forward_casts`.
     """
@@ -328,7 +376,7 @@ def weight_of(module: nn.Module, name: str) -> Weight:
     compiling = torch.compiler.is_compiling()  # in a graph, the query of the casts does the rest
     if isinstance(parameter, DTensor) and not (weight.is_compared or compiling):
         weight.compare("the first forward")
-    operand, training = weight.operand(parameter), torch.is_grad_enabled()
+    operand, training = weight.operand(parameter, is_parted), torch.is_grad_enabled()
     if not compiling and not weight.leaves_something(parameter, training):
         weight.end_of_evaluation(parameter)
     return operand
@@ -338,50 +386,3 @@ def parts_of(module: nn.Module) -> dict[str, Placement]:
     """The placements that divide the features of converted experts; see :meth:`Kind.parts`."""
     weight: Any = next(iter(weights_of(module).values()))
     return weight.kind.parts(module)
-
-
-def feature_mesh(module: nn.Module) -> DeviceMesh | None:
-    """The mesh whose ranks have parts of each expert; ``None`` if this rank has whole experts."""
-    layouts = {name: weight.layout() for name, weight in weights_of(module).items()}
-    meshes = {layout.mesh for layout in layouts.values() if layout is not None}
-    if len(meshes) != 1:
-        return None
-    found = {name: layout.placements for name, layout in layouts.items() if layout is not None}
-    expected = {name: (placement,) for name, placement in parts_of(module).items()}
-    return meshes.pop() if found == expected else None
-
-
-def expert_group(module: nn.Module) -> tuple[int, ProcessGroup | None]:
-    """The number of experts of all ranks, and the ranks that share them.
-
-    The ranks are those of the mesh on which the weights are ``Shard(0)``; ``None`` if this rank has
-    all experts.
-
-    Raises:
-        ValueError: the weights are distributed in another way.
-    """
-    weights = [*weights_of(module).values()]
-    if feature_mesh(module) is not None:
-        return len(weights[0].parameter()), None
-    # Meshes are compared, because equal meshes may have several groups of the same ranks.
-    found = {_mesh_of(weight) for weight in weights}
-    if len(found) > 1:
-        raise ValueError(
-            f"{weights[0].fqn}: the weights of the experts are distributed in different ways"
-        )
-    experts, mesh = found.pop()
-    return experts, None if mesh is None or mesh.size() == 1 else mesh.get_group()
-
-
-def _mesh_of(weight: Float8Weight) -> tuple[int, DeviceMesh | None]:
-    """The number of experts of all ranks, and the mesh that divides them."""
-    layout = weight.layout()
-    if layout is None:
-        return len(local_tensor(weight.parameter())), None
-    if layout.placements != (Shard(0),):
-        raise ValueError(
-            f"{weight.fqn}: {weight.name} is placed as {list(layout.placements)} on {layout.mesh} "
-            "in the forward; experts are divided by Float8ExpertParallel or "
-            "Float8ExpertTensorParallel on one axis, and FSDP2 shards them over others"
-        )
-    return layout.shape[0], layout.mesh

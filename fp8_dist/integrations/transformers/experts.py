@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
@@ -18,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8_dist.linear.weight import weights_of
 from fp8_dist.moe.dispatch import route
-from fp8_dist.moe.experts import Kind, expert_group, experts_config, feature_mesh, weight_of
+from fp8_dist.moe.experts import Division, Kind, division_of, experts_config, weight_of
 from fp8_dist.moe.functions import combined_product, grouped_product, local_part
 from fp8_dist.moe.operators import add_bias
 from fp8_dist.text import warn_once
@@ -41,7 +40,7 @@ def experts_forward(
         ValueError: the experts are not converted.
     """
     _check_converted(self, "experts_implementation")
-    return _forward(self, hidden_states, top_k_index, top_k_weights, *expert_group(self))
+    return _forward(self, hidden_states, top_k_index, top_k_weights, division_of(self))
 
 
 def _forward(
@@ -49,26 +48,25 @@ def _forward(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    num_experts: int,
-    group: ProcessGroup | None,
+    division: Division,
 ) -> Tensor:
-    """The outputs of ``num_experts`` experts, which ``group`` shares."""
     config, (first, second) = experts_config(self), weights_of(self)
     assert config is not None
     _check_whole(self)
     _warn_if_set(self)
-    mesh = feature_mesh(self)
+    num_experts, group, mesh = division
+    is_parted = mesh is not None
     if mesh is not None:
         hidden_states, top_k_weights = _shared(hidden_states, mesh), _shared(top_k_weights, mesh)
     routing = route(top_k_index, num_experts, group)
-    up = [weight_of(self, first)]
+    up = [weight_of(self, first, is_parted)]
     (hidden,) = grouped_product(hidden_states, up, routing.groups, config, routing)
     bias = None
     if self.has_bias:
         first_bias, bias = (local_part(getattr(self, f"{name}_bias")) for name in (first, second))
         hidden = add_bias(hidden, first_bias, routing.groups)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-    slots = combined_product(hidden, weight_of(self, second), routing, config, bias)
+    slots = combined_product(hidden, weight_of(self, second, is_parted), routing, config, bias)
     slots = slots.view(*top_k_weights.shape, slots.shape[1])
     output = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
     if mesh is None:
@@ -179,11 +177,8 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
     class Float8EP(EPImplementation):
         """Expert parallelism of converted experts, whose rows travel in float8.
 
-        The ranks of a tensor-parallel group, which hold the same batch, send a slice of it each.
-
-        Collectives: in the forward and backward, those of :func:`experts_forward`; besides, with
-        tensor parallelism, an all-gather of the outputs and one of the gradients of the inputs. In
-        the constructor, one all-reduce of 16 bytes for each parameter's mesh.
+        Collectives: in the forward and backward, those of :func:`experts_forward`. In the
+        constructor, one all-reduce of 16 bytes for each parameter's mesh.
 
         Raises:
             ValueError: the experts are not converted, or the ranks' configs differ.
@@ -199,19 +194,8 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
         def __call__(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
-            experts = self.num_local_experts * self.ep_mesh.size(), self.ep_mesh.get_group()
-            if self.tp_mesh.size() == 1:
-                return _forward(self.experts, hidden_states, top_k_index, top_k_weights, *experts)
-            x, ids, weights = map(self._slice, (hidden_states, top_k_index, top_k_weights))
-            output = _forward(self.experts, x, ids, weights, *experts)
-            shape, stride = hidden_states.shape, (hidden_states.shape[1], 1)
-            part = DTensor.from_local(
-                output, self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-            )
-            return part.full_tensor()
-
-        def _slice(self, whole: Tensor) -> Tensor:
-            tensor = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)
-            return tensor.redistribute(placements=[Shard(0)]).to_local()
+            experts = self.num_local_experts * self.ep_mesh.size()
+            division = Division(experts, self.ep_mesh.get_group())
+            return _forward(self.experts, hidden_states, top_k_index, top_k_weights, division)
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)
