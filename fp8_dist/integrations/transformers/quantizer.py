@@ -2,10 +2,6 @@
 
 In transformers, a quantizer changes the layers of a model before its weights are loaded. This one
 makes float8 training layers, whose weights stay in high precision.
-
-In training, transformers' own tensor parallelism (``DistributedConfig(tp_size=...)``) passes
-DTensors to layers, which tell float8 layers what their scales cover. Without gradients, it passes
-local tensors to every ``nn.Linear``; the styles here pass DTensors to float8 layers then, too.
 """
 
 from collections.abc import Callable
@@ -15,8 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -24,8 +18,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.fsdp import rewrap_float8_weights
-from fp8_dist.integrations.transformers.tp_plan import without_numbers
-from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.linear.weight import float8_weights
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import LayerFilter
@@ -37,51 +29,9 @@ from fp8_dist.text import is_part
 
 METHOD = "fp8_dist"
 
-# The names of transformers' styles for linear layers, and the names of the float8 styles for them.
-_FLOAT8_NAMES: dict[str, str] = {}
-# Styles that replicate a layer's weight on all ranks.
-_WHOLE = ("replicate", "replicated_with_grad_allreduce")
-
 if _RENAMES := bool(find_spec("transformers.conversion_mapping")):  # in transformers 5
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-if find_spec("transformers.distributed.parallel_utils"):  # in later releases of transformers 5
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-    from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
-
-    class Float8Colwise(ColwiseParallel):
-        """Column parallelism; a float8 layer takes and returns DTensors also in evaluation."""
-
-        def should_use_local_tensors(self, module: nn.Module) -> bool:
-            return not isinstance(module, Float8Linear) and super().should_use_local_tensors(module)
-
-        def transform_inputs_pre_forward(
-            self, module: nn.Module, args: Any, kwargs: Any, mesh: DeviceMesh
-        ) -> Any:
-            x, *others = args
-            if isinstance(module, Float8Linear) and not isinstance(x, DTensor):
-                x = DTensor.from_local(x, mesh, [self.input_layouts], run_check=False)
-            return super().transform_inputs_pre_forward(module, (x, *others), kwargs, mesh)
-
-    class Float8Rowwise(RowwiseParallel):
-        """Row parallelism; a float8 layer takes and returns DTensors also in evaluation."""
-
-        def should_use_local_tensors(self, module: nn.Module) -> bool:
-            return not isinstance(module, Float8Linear) and super().should_use_local_tensors(module)
-
-    for _name, _style in list(ALL_PARALLEL_STYLES.items()):
-        for _plain, _float8 in ((ColwiseParallel, Float8Colwise), (RowwiseParallel, Float8Rowwise)):
-            if type(_style) is _plain:
-                _FLOAT8_NAMES[_name] = f"fp8_dist_{_name}"
-                ALL_PARALLEL_STYLES.register(
-                    _FLOAT8_NAMES[_name],
-                    _float8(
-                        input_layouts=_style.input_layouts,
-                        output_layouts=_style.output_layouts,
-                        use_local_output=_style.use_local_output,
-                    ),
-                )
 
 
 @register_quantization_config(METHOD)
@@ -118,12 +68,10 @@ class Fp8DistConfig(QuantizationConfigMixin):
             requested. ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches
             no module, if a checkpoint has weights in float8 that ``freeze`` does not store, or
             that have no scales or others than the recipe, if it has integers for a weight, or
-            scales for one in high precision, if ``convert_to_float8_training`` or
-            ``rewrap_float8_weights`` refuses the model, or if ``DistributedConfig(tp_plan={...})``
-            sets a style for unconverted layers.
-        NotImplementedError: ``from_pretrained`` raises it if transformers' tensor parallelism has a
-            style that passes local tensors to converted layers or experts (``packed_colwise``,
-            ``moe_tp_experts``) or, in older releases, no styles that can be replaced; if ``freeze``
+            scales for one in high precision, or if ``convert_to_float8_training`` or
+            ``rewrap_float8_weights`` refuses the model.
+        NotImplementedError: ``from_pretrained`` raises it for transformers' own tensor parallelism
+            (``DistributedConfig(tp_size=2)``; :func:`hf_tp_plan` makes a plan), and if ``freeze``
             meets weights that ``device_map`` offloads, a distributed model, or experts of an FP8
             checkpoint (:func:`fp8_dist.load_float8_checkpoint` loads the last two).
     """
@@ -253,9 +201,15 @@ class Fp8DistQuantizer(HfQuantizer):
         return [self.renaming, *found]
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
-        """Use styles for float8 layers. transformers distributes the converted model afterwards."""
-        _replace_styles(plan, _FLOAT8_NAMES)
-        _check_plan(model)
+        """Refuse transformers' own tensor parallelism, which passes layers local tensors."""
+        distributed = getattr(model.config, "distributed_config", None)
+        if distributed is not None and distributed.tp_size != 1:
+            raise NotImplementedError(
+                "Fp8DistConfig: transformers' tensor parallelism (tp_size) does not tell float8 "
+                "layers what their scales cover; load the model without it, and call "
+                "apply_tp_plan(model, mesh, hf_tp_plan(model)). ep_size divides experts, and "
+                "fsdp_size shards all weights"
+            )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         """Wrap the weights, which loading has replaced, and remove all marks of quantization."""
@@ -273,8 +227,6 @@ class Fp8DistQuantizer(HfQuantizer):
         if self.renames:  # save_pretrained would reverse it
             conversions = model._weight_conversions
             model._weight_conversions = [each for each in conversions if each is not self.renaming]
-        # Restore the names, because transformers looks for ``"colwise"`` when it makes a KV cache.
-        _replace_styles(model.tp_plan, {new: name for name, new in _FLOAT8_NAMES.items()})
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
@@ -318,43 +270,4 @@ def _check_names(model: nn.Module, names: list[str]) -> None:
             f"Fp8DistConfig.modules_to_not_convert: {', '.join(unknown)}: no module of the "
             f"{type(model).__name__} has such a name. Take names, or consecutive parts of names, "
             "of model.named_modules()"
-        )
-
-
-def _replace_styles(plan: dict[str, str], names: dict[str, str]) -> None:
-    plan.update({key: names.get(style, style) for key, style in plan.items()})
-
-
-def _check_plan(model: PreTrainedModel) -> None:
-    """Check that no style passes local tensors to float8 layers, whose scales would be per rank.
-
-    Expert parallelism takes precedence over the styles of experts, and passes whole experts.
-    """
-    distributed = getattr(model.config, "distributed_config", None)
-    if distributed is None or distributed.tp_size == 1:
-        return
-    if not _FLOAT8_NAMES:
-        raise NotImplementedError(
-            "Fp8DistConfig: the tensor parallelism of this release of transformers is not known "
-            "here; take a later release (5.23), or apply a plan of fp8_dist to the loaded model"
-        )
-    override = distributed.tp_plan if isinstance(distributed.tp_plan, dict) else {}
-    if plain := {key: style for key, style in override.items() if style in _FLOAT8_NAMES}:
-        remedy = {key: _FLOAT8_NAMES[style] for key, style in plain.items()}
-        raise ValueError(
-            f"Fp8DistConfig: DistributedConfig.tp_plan: {plain} are styles for layers that are not "
-            f"converted; write {remedy}"
-        )
-    plan = model.tp_plan | override
-    known = {*_FLOAT8_NAMES.values(), *_WHOLE}
-    experts = float8_experts(model) if distributed.ep_size == 1 else {}
-    names = [*float8_layers(model), *experts]
-    styles = {fqn: plan.get(without_numbers(fqn)) for fqn in names}
-    if unknown := [
-        f"{fqn} ({style})" for fqn, style in styles.items() if style not in (None, *known)
-    ]:
-        raise NotImplementedError(
-            "Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: "
-            f"{', '.join(unknown)}. Name them in modules_to_not_convert; experts can also be "
-            "divided by ep_size"
         )

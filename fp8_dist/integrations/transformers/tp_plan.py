@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.integrations.transformers import tp_styles
-from fp8_dist.integrations.transformers.layer_plans import layer_plan
 from fp8_dist.tensor_parallel.plans import (
     EmbeddingRowwiseParallel,
     check_plan_transport,
@@ -114,8 +113,7 @@ class Structure:
         declared = declared_plan(self.model)
         if not declared:
             self.refuse(
-                "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config",
-                of_sequences=bool(layer_plan(self.model)),
+                "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
             )
         by_pattern: dict[str, list[str]] = {}
         for name in sorted({*self.modules, *dict(self.model.named_parameters())}):
@@ -301,10 +299,6 @@ def hf_tp_plan(
     :class:`fp8_dist.tensor_parallel.Float8ExpertTensorParallel` to divide converted experts. Linear
     layers that are shared experts are sharded if the model declares it.
 
-    Encoders, encoder-decoders and vision models that declare no plan, but are known by name (BERT,
-    RoBERTa, ViT, T5, BART, Whisper and their kin), have one without sequence parallelism. Their
-    embeddings, norms and heads are whole on every rank, and each layer casts its own input.
-
     Args:
         model: a ``PreTrainedModel`` that is not parallelized. Convert it before this call.
         sequence_parallel: shard the stream between blocks along the sequence, and run norms on the
@@ -336,11 +330,6 @@ def hf_tp_plan(
             before it changes the model, if the ranks cannot share the heads evenly.
     """
     check_plan_transport(model, reduce_transport, "hf_tp_plan")
-    plan: dict[str, ParallelStyle] = {}
-    if not (declared_plan(model) or sequence_parallel or loss_parallel):
-        plan = layer_plan(model, reduce_transport)
-    if plan:
-        return plan
     structure = Structure(model, sequence_parallel)
     config: Any = getattr(model, "config", None)
     # The config of a model of several inputs contains that of its decoder.
@@ -362,7 +351,9 @@ def hf_tp_plan(
         )
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     embedding = tp_styles.SequenceEmbedding if sequence_parallel else EmbeddingRowwiseParallel
-    plan = {structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)}
+    plan: dict[str, ParallelStyle] = {
+        structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)
+    }
     if sequence_parallel:
         plan |= _stream_styles(structure)
     for block, styles in structure.blocks.items():

@@ -92,7 +92,12 @@ class BlockInput(ModuleInput, CheckedStyle):
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         yield from super().misfits(module, size)
-        yield from _uneven(self.parts, size)
+        for layer, count in self.parts.items():
+            if count % size:
+                yield (
+                    f"{layer!r} has {count} heads (or features), which {size} tensor-parallel "
+                    "ranks cannot share evenly: use a tensor-parallel size that divides them"
+                )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _pass_first_argument_alone(module)
@@ -103,22 +108,6 @@ class BlockInput(ModuleInput, CheckedStyle):
 
 class Float8BlockInput(BlockInput, PrepareFloat8ModuleInput):
     """:class:`BlockInput` in float8: one cast and one gather for the layers that read it."""
-
-
-class DividedHeads(CheckedStyle):
-    """The style of a module whose heads or features are divided over ranks, layer by layer."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, int] = {}  # as in BlockInput
-
-    def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        yield from _uneven(self.parts, size)
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        for name in ("num_heads", "n_heads"):  # by which some models give shapes to heads
-            if hasattr(module, name):
-                setattr(module, name, getattr(module, name) // device_mesh.size())
-        return module
 
 
 class ReplicatedBlock(ParallelStyle):
@@ -148,15 +137,6 @@ class ReplicatedBlock(ParallelStyle):
         module.register_forward_pre_hook(gather, with_kwargs=True)
         module.register_forward_hook(keep_part)
         return module
-
-
-def _uneven(parts: dict[str, int], size: int) -> Iterator[str]:
-    for layer, count in parts.items():
-        if count % size:
-            yield (
-                f"{layer!r} has {count} heads (or features), which {size} tensor-parallel ranks "
-                "cannot share evenly: use a tensor-parallel size that divides them"
-            )
 
 
 def _moved(x: torch.Tensor, mesh: DeviceMesh, source: _Places, target: _Places) -> DTensor:

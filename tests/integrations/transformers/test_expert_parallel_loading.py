@@ -42,7 +42,7 @@ def loaded(folder: str, sizes: dict[str, int]) -> list[object]:
     with launched():
         model, twin = load(folder, "rowwise_folded", **sizes), load(folder, "rowwise_folded")
         parts, wrong = sizes["fsdp_size"], []
-        part = dist.get_rank() // sizes.get("tp_size", 1)
+        part = dist.get_rank()
         with comm_audit() as audit:
             logits, grads = step(model, IDS.chunk(parts)[part])
         expected, of_twin = step(twin)
@@ -61,17 +61,12 @@ def loaded(folder: str, sizes: dict[str, int]) -> list[object]:
     [
         ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}),
         ("qwen3_moe", {"fsdp_size": 4, "ep_size": 2}),
-        # The ranks of tensor parallelism have the same tokens, of which each sends a part.
-        pytest.param(
-            *("gpt_oss", {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}), marks=pytest.mark.full
-        ),
     ],
 )
 def test_loaded_by_transformers(
     ranks: RankPools, tmp_path: Path, kind: str, sizes: dict[str, int]
 ) -> None:
-    size = sizes["fsdp_size"] * sizes.get("tp_size", 1)
-    assert ranks(size).run_same(loaded, saved(kind, tmp_path), sizes) == [[], 2, True]
+    assert ranks(sizes["fsdp_size"]).run_same(loaded, saved(kind, tmp_path), sizes) == [[], 2, True]
 
 
 def refused(folder: str) -> list[str]:
@@ -83,20 +78,15 @@ def refused(folder: str) -> list[str]:
                 raised(ValueError, lambda: load(folder, recipe, fsdp_size=2, ep_size=2))  # noqa: B023
                 for recipe in recipes
             ),
-            raised(NotImplementedError, lambda: load(folder, "mxfp8", tp_size=2)),
         ]
 
 
 def test_what_is_refused(ranks: RankPools, tmp_path: Path) -> None:
     folder = saved("qwen3_moe", tmp_path)
-    plain, differing, divided = ranks(2).run_same(refused, folder)
+    plain, differing = ranks(2).run_same(refused, folder)
     assert_expected_inline(
         plain,
         """ep_implementation='fp8_dist' is for experts in float8, but those of a Qwen3MoeExperts are not converted; call convert_experts_to_float8_training, or load the model with quantization_config=Fp8DistConfig(experts_recipe=...)""",
-    )
-    assert_expected_inline(
-        divided,
-        """Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: model.layers.0.mlp.experts (moe_tp_experts), model.layers.1.mlp.experts (moe_tp_experts). Name them in modules_to_not_convert; experts can also be divided by ep_size""",
     )
     assert differing.startswith("from_pretrained of model.layers.0.mlp.experts: the ranks of ")
     assert "mxfp9" in raised(ValueError, lambda: load(folder, "mxfp9"))

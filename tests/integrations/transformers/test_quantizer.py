@@ -2,9 +2,7 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +29,8 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.integrations.transformers import Float8Callback, Fp8DistConfig, quantizer
+from fp8_dist.integrations.transformers import Float8Callback, Fp8DistConfig
+from fp8_dist.integrations.transformers.quantizer import Fp8DistQuantizer
 from fp8_dist.mesh import local_tensor
 
 E4M3 = torch.float8_e4m3fn
@@ -149,48 +148,38 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     assert len(float8_layers(model)) == 14
 
 
-def distributed(checkpoint: str, folder: str, tp: int, fsdp: int, count: int) -> dict[str, Any]:
+def distributed(checkpoint: str, folder: str, count: int) -> dict[str, Any]:
     with launched():
-        config = DistributedConfig(tp_size=tp, fsdp_size=fsdp)
-        model = load(checkpoint, distributed_config=config)
+        model = load(checkpoint, distributed_config=DistributedConfig(fsdp_size=2))
         weights = [layer.weight for layer in float8_layers(model).values()]
         assert all(isinstance(weight, DTensor) for weight in weights)
         assert all(isinstance(local_tensor(weight), Float8AllGatherWeight) for weight in weights)
-        parts = (dist.get_rank() // tp,) if fsdp > 1 else (0, 1)
+        parts = (dist.get_rank(),)
         losses = torch.tensor(steps(model, parts, count))
         dist.all_reduce(losses)
         with comm_audit() as audit:
-            steps(model, parts[:1], 1)
+            steps(model, parts, 1)
         loss = evaluated(model)
         model.save_pretrained(folder)
     return {
         "losses": (losses / dist.get_world_size()).tolist(),
         "float8": sum(row.bytes for row in audit.rows if row.dtype is E4M3),
         "evaluated": loss,
-        "plan": sorted(set(model.tp_plan.values())),
     }
 
 
-@pytest.mark.parametrize(
-    ("tp", "fsdp", "count"),
-    [(2, 1, 5), *(pytest.param(*each, 20, marks=pytest.mark.full) for each in ((1, 2), (2, 2)))],
-)
-def test_distributed_by_transformers(
-    ranks: RankPools, checkpoint: Path, tmp_path: Path, tp: int, fsdp: int, count: int
-) -> None:
-    arguments = str(checkpoint), str(tmp_path), tp, fsdp, count
-    found = ranks(tp * fsdp).run_same(distributed, *arguments)
-    one = steps(load(checkpoint), (0, 1), count)
+def test_distributed_by_transformers(ranks: RankPools, checkpoint: Path, tmp_path: Path) -> None:
+    found = ranks(2).run_same(distributed, str(checkpoint), str(tmp_path), 5)
+    one = steps(load(checkpoint), (0, 1), 5)
     difference = (torch.tensor(found["losses"]) - torch.tensor(one)).abs()
     assert difference.max() < 1e-2
     assert difference.mean() < 2e-3
-    assert not any(style.startswith("fp8_dist") for style in found["plan"])
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not float8_layers(again)
     assert evaluated(again) == pytest.approx(found["evaluated"], abs=3e-3)
     # Weights are gathered twice, in two layers of 36,864.
-    assert found["float8"] == (4 * 36_864 // tp if fsdp > 1 else 0)
+    assert found["float8"] == 4 * 36_864
 
 
 def trained_by_trainer(checkpoint: str, folder: str) -> list[Any]:
@@ -212,31 +201,10 @@ def test_trainer_of_a_sharded_model(ranks: RankPools, checkpoint: Path, tmp_path
     assert losses[-1] < 4.3
 
 
-def refused_plans(checkpoint: str) -> list[str]:
-    def load_with(style: str) -> None:
-        plan = {"model.layers.*.mlp.up_proj": style}
-        load(checkpoint, distributed_config=DistributedConfig(tp_size=2, tp_plan=plan))
-
-    with launched():
-        return [
-            raised(ValueError, lambda: load_with("colwise")),
-            raised(NotImplementedError, lambda: load_with("packed_colwise")),
-        ]
-
-
-def test_plans_that_hand_layers_local_tensors(ranks: RankPools, checkpoint: Path) -> None:
+def test_transformers_own_tensor_parallelism_is_refused() -> None:
+    model, quantizer = llama(), Fp8DistQuantizer(Fp8DistConfig())
+    model.config.distributed_config = DistributedConfig(tp_size=2)
     assert_expected_inline(
-        "\n".join(ranks(2).run_same(refused_plans, str(checkpoint))),
-        """\
-Fp8DistConfig: DistributedConfig.tp_plan: {'model.layers.*.mlp.up_proj': 'colwise'} are styles for layers that are not converted; write {'model.layers.*.mlp.up_proj': 'fp8_dist_colwise'}
-Fp8DistConfig: these layers have a tensor-parallel style that float8 does not know: model.layers.0.mlp.up_proj (packed_colwise), model.layers.1.mlp.up_proj (packed_colwise). Name them in modules_to_not_convert; experts can also be divided by ep_size""",
+        raised(NotImplementedError, lambda: quantizer.update_parallel_plan(model, {})),
+        """Fp8DistConfig: transformers' tensor parallelism (tp_size) does not tell float8 layers what their scales cover; load the model without it, and call apply_tp_plan(model, mesh, hf_tp_plan(model)). ep_size divides experts, and fsdp_size shards all weights""",
     )
-
-
-def test_a_release_whose_tensor_parallelism_is_not_known() -> None:
-    config = SimpleNamespace(distributed_config=SimpleNamespace(tp_size=2, tp_plan=None))
-    with mock.patch.object(quantizer, "_FLOAT8_NAMES", {}):
-        text = raised(
-            NotImplementedError, lambda: quantizer._check_plan(SimpleNamespace(config=config))
-        )  # type: ignore[arg-type]
-    assert "Fp8DistConfig: the tensor parallelism of this release of transformers is not" in text

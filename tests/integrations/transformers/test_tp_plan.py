@@ -38,15 +38,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_releases import uneven_sequence_viewed
 from transformers import (
-    BertConfig,
-    BertModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from fp8_dist import convert_to_float8_training, float8_layers, skip_head
@@ -54,7 +50,6 @@ from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
-from fp8_dist.transport import Encoding
 
 # Gathers in high precision in a step with sequence parallelism, besides those of the head's input,
 # the logits, and the embedding's gradient. Routed experts: input, and gradient of the output.
@@ -352,28 +347,6 @@ def test_reductions_in_float8(
         assert (counts["all_to_all"], counts["reduce_scatter"]) == sums
 
 
-def encoder(transport: Encoding) -> tuple[torch.Tensor, int]:
-    """The states of a BERT of one layer, and the exchanges of a step."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    config = BertConfig(num_hidden_layers=1, vocab_size=64, hidden_dropout_prob=0.0, **sizes)
-    model = convert_to_float8_training(BertModel(config, add_pooling_layer=False))
-    mesh = device_mesh(tp=2)
-    plan = hf_tp_plan(model, sequence_parallel=False, reduce_transport=transport)
-    apply_tp_plan(model, mesh, plan)
-    with comm_audit(mesh) as audit:
-        states = model(input_ids=torch.arange(32).view(2, 16)).last_hidden_state
-        states.square().sum().backward()
-    return states.detach(), audit.count("all_to_all")
-
-
-def test_reductions_of_an_encoder_in_float8(ranks: RankPools) -> None:
-    """The outputs of attention and of the feed-forward; the gradients of four layers' inputs."""
-    (expected, none), (states, sums) = (ranks(2).run(encoder, t)[0] for t in (None, "float8"))
-    assert (none, sums) == (0, 6)
-    assert 20 < sqnr(expected, states) < 80  # the stream is not encoded
-
-
 def test_loss_parallel(ranks: RankPools) -> None:
     for found in ranks(2).run(step, "llama", loss_parallel=True):
         check("llama", found)
@@ -545,42 +518,6 @@ def test_heads_that_ranks_cannot_share(fake_world: DeviceMesh) -> None:
     ]
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert torch.equal(model(input_ids=batch(0)).logits, forward)
-
-
-def test_plans_layer_by_layer(fake_world: DeviceMesh) -> None:
-    """Of models that declare no plan; scripts.measure.hf_plans compares them with one device."""
-    config = T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=64)
-    model = T5ForConditionalGeneration(config)
-    assert refused(model) == [
-        "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
-    ]
-    remedy = raised(NotImplementedError, lambda: hf_tp_plan(model)).splitlines()[-1]
-    assert remedy.startswith("Try sequence_parallel=False, or write a plan")
-    decoder = model.decoder.block[0].layer
-    decoder[1] = convert_to_float8_training(decoder[1])
-    plan = hf_tp_plan(model, sequence_parallel=False)
-    shown = {n: type(style).__name__ for n, style in plan.items() if n.startswith("decoder")}
-    block = "decoder.block.0.layer"
-    assert shown == {
-        **dict.fromkeys((f"{block}.0.SelfAttention.{n}" for n in "qkv"), "ColwiseParallel"),
-        f"{block}.0.SelfAttention.o": "ResidualRowwiseParallel",
-        f"{block}.0.SelfAttention.relative_attention_bias": "ColwiseParallel",
-        **dict.fromkeys((f"{block}.1.EncDecAttention.{n}" for n in "qkv"), "Float8ColwiseParallel"),
-        f"{block}.1.EncDecAttention.o": "Float8ResidualRowwiseParallel",
-        f"{block}.2.DenseReluDense.wi": "ColwiseParallel",
-        f"{block}.2.DenseReluDense.wo": "ResidualRowwiseParallel",
-        f"{block}.0.SelfAttention": "DividedHeads",
-        f"{block}.1.EncDecAttention": "DividedHeads",
-        f"{block}.2.DenseReluDense": "DividedHeads",
-    }
-    apply_tp_plan(model, fake_world, plan)
-    assert decoder[0].SelfAttention.n_heads == 1
-    three = T5ForConditionalGeneration(T5Config(num_layers=1, num_heads=3, d_model=64))
-    message = raised(
-        ValueError,
-        lambda: apply_tp_plan(three, fake_world, hf_tp_plan(three, sequence_parallel=False)),
-    )
-    assert "SelfAttention': 'q' has 3 heads (or features), which 4 tensor-parallel ranks" in message
 
 
 def test_options_that_a_plan_does_not_have() -> None:
