@@ -16,11 +16,10 @@ from fp8_dist.linear.autograd import Gradients, differentiable_once
 from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
-from fp8_dist.linear.operands import reason_to_move_high
-from fp8_dist.mesh import Layout, has_pieces, local_tensor, reduced, sharded_dim
+from fp8_dist.linear.operands import planned
+from fp8_dist.mesh import Layout, local_tensor, reduced
 from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.text import warn_once
 from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
 
 
@@ -136,15 +135,8 @@ def cast_input(
     x = autocast(x)
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (layout,), run_check=False)
-    placements = tuple(x.placements)
-    sharded = [sharded_dim(placement, x.ndim) for placement in placements]
-    dims = [dim for dim in sharded if dim is not None]
-    if has_pieces(placements) or not scheme.can_move(dims, x.ndim):
-        warn_once(
-            "prepared in parts",
-            f"{owner.fqn}: PrepareFloat8ModuleInput leaves its input in high precision, because "
-            f"{reason_to_move_high(scheme, placements, x.ndim)}",
-        )
+    whole = (Replicate(),) * x.device_mesh.ndim
+    if planned(x, "input", (scheme,), whole, owner.config, owner.fqn).first is None:
         return x
     shared = number if torch.is_grad_enabled() else 0  # for layers whose backward may follow
     return _CastInput.apply(reduced(x), scheme, history, shared, owner)

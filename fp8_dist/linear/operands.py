@@ -137,20 +137,22 @@ def plan_operand(
     return OperandPlan(first, moves, within)
 
 
-def _plan_of(
+def planned(
     tensor: DTensor,
     operand: Operand,
     schemes: tuple[Scheme | None, ...],
     placements: Placements | None,
-    spec: LinearSpec,
+    config: Float8LinearConfig,
+    fqn: str,
 ) -> OperandPlan:
-    now, scope = tuple(tensor.placements), spec.config.amax_scope
+    """Run :func:`plan_operand`, and warn of an operand that can't move in float8 as it stands."""
+    now, scope = tuple(tensor.placements), config.amax_scope
     plan = plan_operand(schemes, now, placements, tensor.ndim, scope)
-    one_copy = spec.config.recipe.gather_scheme[operand]
+    one_copy = config.recipe.gather_scheme[operand]
     if plan.first is None and one_copy is not None and not torch.compiler.is_compiling():
         warn_once(
             f"scales in parts: {operand}",
-            f"{spec.fqn}: {operand} is gathered in high precision, because "
+            f"{fqn}: {operand} is gathered in high precision, because "
             f"{reason_to_move_high(one_copy, now, tensor.ndim)}",
         )
     return plan
@@ -194,7 +196,8 @@ def prepare_operand(
         return dict.fromkeys(gemms, _moved(tensor, placements)), amaxes
     uses, within = spec.config.recipe.uses[operand], None
     if isinstance(tensor, DTensor):
-        plan = _plan_of(tensor, operand, tuple([uses[gemm] for gemm in gemms]), placements, spec)
+        schemes = tuple([uses[gemm] for gemm in gemms])
+        plan = planned(tensor, operand, schemes, placements, spec.config, spec.fqn)
         if plan.first is not None and plan.moves:
             wanted = CastPlan((plan.first,))
             (cast,), amaxes = _copies(tensor, operand, wanted, spec, plan.within)
@@ -235,7 +238,8 @@ def prepare_gradients(
     scheme = spec.config.recipe.uses["grad_output"][next(iter(folds))]
     assert scheme is not None
     if isinstance(grad, DTensor):
-        _plan_of(grad, "grad_output", (scheme,), placements, spec)  # for its warning
+        # For its warning.
+        planned(grad, "grad_output", (scheme,), placements, spec.config, spec.fqn)
     operands: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
