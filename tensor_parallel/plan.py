@@ -14,14 +14,10 @@ from fnmatch import fnmatch
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -39,8 +35,6 @@ from fp8_dist.tensor_parallel.styles import (
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
-
-_OF_ACTIVATIONS = (PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput)
 
 
 def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> nn.Module:
@@ -69,9 +63,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             a module without a ``Float8Linear``; a head count is not divisible by the mesh's size; a
             :class:`CheckedStyle` does not fit its module; or modules that share a parameter would
             shard it in several ways.
-            The error lists all offenders, the same on all ranks, and nothing has been changed. The
-            exception is a shared parameter with a custom style, whose placement is checked
-            afterwards.
+            The error lists all offenders, the same on all ranks. Nothing has been changed, except
+            that shared parameters are checked afterwards.
     """
     check_axis(mesh, "apply_tp_plan")
     if not isinstance(plan, Mapping):
@@ -96,19 +89,21 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     ties = _ties(model)
     # Without duplicates: all projections of an attention module report its head counts.
     offenders = dict.fromkeys(_offenders(model, mesh.size(), plan, matches))
-    for tie in ties:
-        places = {name: _place(model, name, resolved) for name in tie}
-        if len({*places.values()} - {None}) > 1:
-            offenders[_refusal(places)] = None
     if offenders:
         listing = "\n".join(f"  - {offender}" for offender in offenders)
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
     parallelize_module(model, mesh, resolved)
     for tie in ties:
-        now = {name: _place_now(model.get_parameter(name)) for name in tie}
-        if len({*now.values()}) > 1:  # a style that does not derive from torch's
-            raise ValueError(f"apply_tp_plan: {_refusal(now)}")
+        places = {name: _place(model.get_parameter(name)) for name in tie}
+        if len({*places.values()}) > 1:
+            found = ", ".join(f"{name} {place}" for name, place in places.items())
+            raise ValueError(
+                f"apply_tp_plan: {' and '.join(map(repr, tie))} are one parameter (tied), which "
+                f"the plan would untie: {found}. Give its modules entries that divide it alike, "
+                "such as RowwiseParallel for an nn.Embedding and ColwiseParallel for an nn.Linear "
+                "(both Shard(0)), or give them parameters of their own before"
+            )
         shared = model.get_parameter(tie[0])
         for name in tie[1:]:
             module, _, attribute = name.rpartition(".")
@@ -196,36 +191,5 @@ def _ties(model: nn.Module) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-_Place = Placement | str  # a parameter's placement on the mesh, or "whole" for a plain tensor
-
-
-def _place(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) -> _Place | None:
-    """Return the placement of a parameter under the styles; None if it is not known."""
-    fqn, _, attribute = name.rpartition(".")
-    style = styles.get(fqn)
-    if style is None or isinstance(style, _OF_ACTIVATIONS):
-        return _place_now(model.get_parameter(name))
-    if isinstance(style, SequenceParallel):
-        return Replicate()
-    is_embedding = isinstance(model.get_submodule(fqn), nn.Embedding)
-    if isinstance(style, ColwiseParallel):
-        return Shard(1) if is_embedding else Shard(0)
-    if isinstance(style, RowwiseParallel):
-        if attribute != "weight":
-            return Replicate()
-        return Shard(0) if is_embedding else Shard(1)
-    return None
-
-
-def _place_now(parameter: nn.Parameter) -> _Place:
+def _place(parameter: nn.Parameter) -> Placement | str:
     return parameter.placements[-1] if isinstance(parameter, DTensor) else "whole"
-
-
-def _refusal(places: Mapping[str, _Place | None]) -> str:
-    found = ", ".join(f"{name} {place or 'unknown'}" for name, place in places.items())
-    return (
-        f"{' and '.join(map(repr, places))} are one parameter (tied), which the plan "
-        f"would untie: {found}. Give its modules entries that divide it alike, such as "
-        "RowwiseParallel for an nn.Embedding and ColwiseParallel for an nn.Linear (both Shard(0)), "
-        "or give them parameters of their own before"
-    )
