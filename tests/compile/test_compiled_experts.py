@@ -58,11 +58,7 @@ def wrong_in_graphs(
     [
         ("aot_eager", "blockwise", BF16),
         ("inductor", "rowwise_folded", torch.float32),
-        *(
-            pytest.param(backend, recipe, torch.float32, marks=full_tier)
-            for backend in ("aot_eager", "inductor")
-            for recipe in ("tensorwise", "mxfp8")
-        ),
+        pytest.param("aot_eager", "tensorwise", torch.float32, marks=full_tier),
     ],
 )
 def test_layer(backend: str, recipe: Any, dtype: torch.dtype) -> None:
@@ -86,10 +82,7 @@ def on_a_rank(layer: Layer, backend: str) -> tuple[set[str], int]:
     [
         ("aot_eager", "rowwise_folded", "high_precision", "uneven"),
         pytest.param("aot_eager", "mxfp8", "float8", "no tokens on rank 0", marks=full_tier),
-        pytest.param("inductor", "rowwise_folded", "float8", "one expert", marks=full_tier),
-        pytest.param("inductor", "mxfp8", "float8", "even", marks=full_tier),
-        pytest.param("inductor", "tensorwise", "high_precision", "uneven", marks=full_tier),
-        pytest.param("inductor", "blockwise", "high_precision", "even", marks=full_tier),
+        pytest.param("inductor", "mxfp8", "float8", "one expert", marks=full_tier),
     ],
 )
 def test_layer_on_ranks(
@@ -186,10 +179,8 @@ def test_scalars_that_graphs_do_not_capture(captured: bool) -> None:
     ("kind", "recipe", "backend"),
     [
         ("mixtral", "rowwise_folded", "aot_eager"),
-        pytest.param("qwen3_moe", "blockwise", "aot_eager", marks=full_tier),
         # Stored as [E, K, N], with biases.
         pytest.param("gpt_oss", "rowwise_folded", "aot_eager", marks=full_tier),
-        pytest.param("qwen3_moe", "rowwise_folded", "inductor", marks=full_tier),
         pytest.param("mixtral", "mxfp8", "inductor", marks=full_tier),
     ],
 )

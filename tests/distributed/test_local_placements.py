@@ -101,12 +101,9 @@ def differences(dp: int, update: bool, arguments: dict[str, Any]) -> list[str]:
     ("dp", "update", "arguments"),
     [
         *((1 + i % 2, True, {"config": of(r), "sequence_parallel": i % 4 < 2}) for i, r in RECIPES),
-        pytest.param(2, False, {}, marks=pytest.mark.full),
-        pytest.param(2, True, {"gather": False}, marks=pytest.mark.full),
         (2, True, {"gather": False, "config": of("delayed")}),
         (2, True, {"config": Float8LinearConfig(amax_scope="rank")}),
         # 45 rows of each part, which FSDP2 shards unevenly.
-        (2, True, {"config": of("rowwise_folded"), "net_arguments": {"hidden": 90}}),
         (2, False, {"config": of("rowwise_folded"), "net_arguments": {"hidden": 90}}),
     ],
 )

@@ -63,8 +63,7 @@ def converted(recipe: Any) -> Experts:
     return model
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "dim"), zip(RECIPES, (1, 0, 1, 0), strict=True))
 @on_ranks(4, returns=[])
 def test_bits_of_one_device(recipe: Any, dim: int) -> list[str]:
     """Differences from unconverted experts, which cast their weights in each call."""

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from fp8_dist.moe import (
     convert_experts_to_float8_training,
     float8_experts,
 )
-from fp8_dist.moe.config import ExpertsRecipe
 
 BF16 = torch.bfloat16
 
@@ -30,10 +29,8 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize(
     ("kind", "recipe", "dtype"),
     [
-        ("qwen3_moe", "rowwise_folded", torch.float32),
         ("mixtral", "tensorwise", BF16),
         ("olmoe", "blockwise", torch.float32),
-        ("deepseek_v3", "mxfp8", BF16),
         ("gpt_oss", "rowwise_folded", BF16),
     ],
 )
@@ -64,7 +61,7 @@ class AsOutputsByInputs(GptOssExperts):
     """Experts of GPT-OSS with weights that are stored as ``[E, N, K]``."""
 
 
-@pytest.mark.parametrize("recipe", get_args(ExpertsRecipe))
+@pytest.mark.parametrize("recipe", ["rowwise_folded", "blockwise"])
 def test_transposed_weights_have_the_bits_of_others(recipe: Any) -> None:
     model, twin = made("gpt_oss", recipe), made("gpt_oss", recipe)
     for layer in twin.model.layers:
@@ -134,8 +131,7 @@ def test_converting_twice() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(("kind", "gathers"), [("qwen3_moe", True), ("gpt_oss", False)])
 def test_convert_to_linear_gives_back_the_experts(kind: str, gathers: bool) -> None:
     model, config = build(kind), Float8ExpertsConfig(enable_fsdp_float8_all_gather=gathers)
 

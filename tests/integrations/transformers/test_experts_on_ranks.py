@@ -68,8 +68,6 @@ def expert_parallel(kind: str, fields: dict[str, Any], checkpointing: bool) -> l
 @pytest.mark.parametrize(
     ("kind", "fields", "checkpointing"),
     [
-        ("qwen3_moe", {"recipe": "rowwise_folded"}, True),
-        ("mixtral", {"recipe": "mxfp8"}, False),
         ("olmoe", {"recipe": "blockwise", "combine": "float8"}, False),
         ("deepseek_v3", {"recipe": "tensorwise"}, True),
         ("gpt_oss", {"recipe": "rowwise_folded"}, False),
@@ -136,24 +134,8 @@ def trained(kind: str, fields: dict[str, Any], dim: int, policy: bool) -> list[o
 @pytest.mark.parametrize(
     ("kind", "fields", "dim", "gathered", "policy"),
     [
-        ("qwen3_moe", {"recipe": "rowwise_folded"}, 0, {FP8, torch.float32}, False),
-        ("mixtral", {"recipe": "tensorwise", "combine": "float8"}, 1, {FP8}, True),
-        ("deepseek_v3", {"recipe": "blockwise"}, 1, {FP8}, False),
-        (
-            "olmoe",
-            {"recipe": "mxfp8", "enable_fsdp_float8_all_gather": False},
-            0,
-            {torch.float32},
-            False,
-        ),
-        pytest.param(
-            *("gpt_oss", {"enable_fsdp_float8_all_gather": False}, 0, {torch.float32}, False),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            *("gpt_oss", {"recipe": "mxfp8"}, 0, {FP8, torch.uint8, torch.float32}, False),
-            marks=pytest.mark.full,
-        ),
+        ("gpt_oss", {"enable_fsdp_float8_all_gather": False}, 0, {torch.float32}, False),
+        ("deepseek_v3", {"recipe": "mxfp8"}, 0, {FP8, torch.uint8, torch.float32}, False),
         # The scales of transposed weights lie across the rows that Shard(1) divides.
         ("gpt_oss", {"recipe": "rowwise_folded"}, 1, {FP8, BF16}, True),
         # One all-reduce for linear layers, on a flattened mesh, and experts together.
@@ -193,9 +175,7 @@ def gathered_in_high_precision(dim: int, reshard: bool, checkpointing: bool) -> 
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("dim", "reshard", "checkpointing"), [(0, True, False), (1, False, False), (1, True, True)]
-)
+@pytest.mark.parametrize(("dim", "reshard", "checkpointing"), [(1, False, False), (0, True, True)])
 def test_weights_gathered_in_high_precision(
     ranks: RankPools, dim: int, reshard: bool, checkpointing: bool
 ) -> None:
@@ -234,10 +214,10 @@ def test_trainer(ranks: RankPools, tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, abs=2e-3)
 
 
-def router_gradients(combine: str) -> list[float]:
+def router_gradients() -> list[float]:
     """SQNR of the gradients of a router and of its tokens, against fp64 from the same outputs."""
     torch.manual_seed(dist.get_rank())
-    model = parallel(made("qwen3_moe", combine=combine), device_mesh(ep=2)["ep"])
+    model = parallel(made("qwen3_moe", combine="float8"), device_mesh(ep=2)["ep"])
     block, seen = model.model.layers[0].mlp, []
     block.gate.register_forward_hook(lambda module, inputs, output: seen.append(output))
     x, grad = torch.randn(1, 9 + 6 * dist.get_rank(), 64, requires_grad=True), None
@@ -264,9 +244,8 @@ def router_gradients(combine: str) -> list[float]:
     return [sqnr(weight64.grad, router.grad), sqnr(rows64.grad + x.grad[0], total[0])]
 
 
-@pytest.mark.parametrize("combine", ["high_precision", "float8"])
-def test_gradients_of_the_router(ranks: RankPools, combine: str) -> None:
-    for found in ranks(2).run(router_gradients, combine):
+def test_gradients_of_the_router(ranks: RankPools) -> None:
+    for found in ranks(2).run(router_gradients):
         assert min(found) > 110
 
 

@@ -59,13 +59,13 @@ class Steps(NamedTuple):
     step: str
 
 
-def trained(recipe: Any, dp: int = 1, dim: int = 0) -> Steps:
-    """Train on ``dp`` x 2 ranks. ``dim``: of the weights, which FSDP2 shards over dp."""
+def trained(recipe: Any, dp: int = 1) -> Steps:
+    """Train on ``dp`` x 2 ranks."""
     mesh, wrong = device_mesh(dp=dp, tp=2), []
     model, twin = (Mixture(Float8ExpertsConfig(recipe), 6, 256) for _ in range(2))
     parallelize_module(model.experts, mesh["tp"], Float8ExpertTensorParallel())
     if dp > 1:
-        fully_shard(model.experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
+        fully_shard(model.experts, mesh=mesh["dp"])
         model.experts.set_gradient_divide_factor(1.0)
         model.experts.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.SGD(model.experts.parameters(), lr=1e-3)
@@ -124,13 +124,9 @@ all_reduce  tp    float32      3     6,118  24,472""",
         )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "dim"),
-    [("rowwise_folded", 0), pytest.param("tensorwise", 2, marks=pytest.mark.full)],
-)
-def test_with_fsdp2(ranks: RankPools, recipe: str, dim: int) -> None:
+def test_with_fsdp2(ranks: RankPools) -> None:
     with pieces_that_torch_moves():
-        found = ranks(4).run(trained, recipe, 2, dim)
+        found = ranks(4).run(trained, "rowwise_folded", 2)
         assert [steps.wrong for steps in found] == [[]] * 4
 
 
@@ -155,11 +151,11 @@ def test_statistics(ranks: RankPools) -> None:
         assert found == [row for row in expected if row not in others]
 
 
-def planned(sequence_parallel: bool) -> list[float]:
+def planned() -> list[float]:
     """The SQNR against one device of the logits, and of the worst gradient."""
     model, twin = made("qwen3_moe"), made("qwen3_moe")
     with pytest.warns(UserWarning, match="hf_tp_plan leaves routed experts as they are"):
-        plan = hf_tp_plan(model, sequence_parallel=sequence_parallel)
+        plan = hf_tp_plan(model)
     plan |= {fqn: Float8ExpertTensorParallel() for fqn in float8_experts(model)}
     apply_tp_plan(model, device_mesh(tp=2), plan)
     for experts in float8_experts(model).values():
@@ -169,10 +165,9 @@ def planned(sequence_parallel: bool) -> list[float]:
     return [sqnr(expected, logits), min(sqnr(of_twin[n], full(grads[n])) for n in of_twin)]
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_in_a_plan_of_transformers(ranks: RankPools, sequence_parallel: bool) -> None:
+def test_in_a_plan_of_transformers(ranks: RankPools) -> None:
     with pieces_that_torch_moves():
-        for found in ranks(2).run(planned, sequence_parallel):
+        for found in ranks(2).run(planned):
             assert min(found) > 100
 
 

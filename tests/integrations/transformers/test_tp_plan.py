@@ -206,9 +206,8 @@ def check(kind: str, found: Step) -> None:
     ("kind", "dp"),
     [
         *(("llama", 1), ("phi", 1), ("phi3", 1), ("glm4_moe", 1), ("llama4", 1), ("llama_tied", 2)),
-        *(long(kind, 2) for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")),
-        *(long(kind, 2) for kind in ("phi", "phi3", "eurobert", "mixtral", "qwen3_moe")),
-        *(long(kind, 2) for kind in ("glm4_moe", "llama4")),
+        *(long("qwen3", 2), long("mixtral", 2)),
+        *(long(kind, 1) for kind in ("gemma2", "gemma3", "eurobert")),
     ],
 )
 def test_sequence_parallel(ranks: RankPools, kind: str, dp: int) -> None:
@@ -217,7 +216,7 @@ def test_sequence_parallel(ranks: RankPools, kind: str, dp: int) -> None:
         assert found.gathers == gathers_of(kind)
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3", long("gemma3"), long("glm4_moe")])
+@pytest.mark.parametrize("kind", ["llama", "phi3", long("glm4_moe")])
 def test_without_sequence_parallelism(ranks: RankPools, kind: str) -> None:
     for found in ranks(2).run(step, kind, sequence_parallel=False):
         check(kind, found)
@@ -225,18 +224,11 @@ def test_without_sequence_parallelism(ranks: RankPools, kind: str) -> None:
         assert set(found.moved) == {"all_reduce", "all_gather"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "length"), [("llama", 15), ("glm4_moe", 3), long("gemma3", 3), long("phi", 15)]
-)
+@pytest.mark.parametrize(("kind", "length"), [("llama", 15), ("glm4_moe", 3), long("gemma3", 3)])
 def test_sequences_that_ranks_cannot_share_evenly(ranks: RankPools, kind: str, length: int) -> None:
     with uneven_sequence_viewed():  # of the head
         for found in ranks(2).run(step, kind, length=length):
             check(kind, found)
-
-
-def test_eager_attention(ranks: RankPools) -> None:
-    for found in ranks(2).run(step, "qwen3", config={"attn_implementation": "eager"}):
-        check("qwen3", found)
 
 
 def table_of_a_step() -> str:
@@ -276,10 +268,7 @@ def generate(kind: str, sequence_parallel: bool) -> tuple[list[list[int]], list[
 
 @pytest.mark.parametrize(
     ("kind", "sequence_parallel"),
-    [
-        *(("llama", True), ("phi", True), ("gemma3", False)),
-        *(long("llama", False), long("mixtral", True)),
-    ],
+    [("llama", True), ("phi", True), ("gemma3", False), long("mixtral", True)],
 )
 def test_generate(ranks: RankPools, kind: str, sequence_parallel: bool) -> None:
     with uneven_sequence_viewed() if kind == "mixtral" else nullcontext():
@@ -336,7 +325,7 @@ def encoded(kind: str, sequence_parallel: bool) -> tuple[float, float, Counter[s
 # ones.) Embedding and head reduce-scatter.
 @pytest.mark.parametrize(
     ("kind", "sequence_parallel", "sums"),
-    [("llama", True, (8, 2)), ("llama4", True, (8, 2)), ("llama", False, (8, 0))],
+    [("llama4", True, (8, 2)), ("llama", False, (8, 0))],
 )
 def test_reductions_in_float8(
     ranks: RankPools, kind: str, sequence_parallel: bool, sums: tuple[int, int]
