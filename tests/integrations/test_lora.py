@@ -113,7 +113,7 @@ def all_losses(recipe: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_merges_are_seen(ranks: RankPools, recipe: str) -> None:
     """A merge that goes unnoticed changes a loss by 10 % and more."""
     expected = torch.tensor(losses_of("one device", None))
@@ -162,15 +162,12 @@ def train(model: nn.Module, steps: int = 50, rank: int = 0) -> list[float]:
     return found
 
 
-STORED = ["tensorwise", "rowwise_folded", "blockwise", "mxfp8"]
-
-
 def trained_on_ranks(recipe: str, size: int) -> list[list[float]]:
     rank = device_mesh(dp=2, tp=size // 2).get_local_rank("dp")
-    return [train(adapted(recipe, order, size)[1], 50, rank) for order in ("", "before", "after")]
+    return [train(adapted(recipe, order, size)[1], 10, rank) for order in ("", "before", "after")]
 
 
-@pytest.mark.parametrize("recipe", STORED)
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_stored_base_trains_the_same_adapters(recipe: str) -> None:
     """Bit for bit, whether it is frozen before or after adapters are added."""
     expected = train(adapted(recipe, "")[1])
@@ -179,17 +176,14 @@ def test_a_stored_base_trains_the_same_adapters(recipe: str) -> None:
     assert train(adapted(recipe, "after")[1]) == expected
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=pytest.mark.full) for r in STORED[:3]] + STORED[3:]
-)
+@pytest.mark.parametrize(("recipe", "size"), [("mxfp8", 2), ("rowwise_folded", 4)])
 @pytest.mark.filterwarnings("ignore")
 def test_a_stored_base_on_ranks(ranks: RankPools, recipe: str, size: int) -> None:
     for plain, before, after in ranks(size).run(trained_on_ranks, recipe, size):
         assert plain == before == after
 
 
-@pytest.mark.parametrize("recipe", STORED)
+@pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8"])
 def test_merges_into_a_stored_base(recipe: str) -> None:
     """The sum is cast again, like the sum of weights in high precision."""
     base, peft = adapted(recipe, "after")
@@ -238,10 +232,9 @@ def merged_on_ranks(size: int) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("size", [2, 4])
-def test_merges_into_a_stored_base_on_ranks(ranks: RankPools, size: int) -> None:
+def test_merges_into_a_stored_base_on_ranks(ranks: RankPools) -> None:
     expected = merged_on_ranks(1)
-    assert ranks(size).run_same(merged_on_ranks, size) == pytest.approx(expected, rel=1e-3)
+    assert ranks(4).run_same(merged_on_ranks, 4) == pytest.approx(expected, rel=1e-3)
 
 
 def with_ddp(order: str) -> list[float]:
