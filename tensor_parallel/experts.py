@@ -6,11 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from fp8_dist.linear.agreement import check_placed
-from fp8_dist.linear.weight import float8_modules, weights_of
-from fp8_dist.mesh import check_axis, sharded_dim
+from fp8_dist.linear.weight import weights_of
+from fp8_dist.mesh import sharded_dim
 from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
-from fp8_dist.tensor_parallel.styles import CheckedStyle, described
+from fp8_dist.tensor_parallel.styles import CheckedStyle
 
 
 class _ExpertsStyle(CheckedStyle):
@@ -48,13 +47,6 @@ class _ExpertsStyle(CheckedStyle):
     def misfits_of_experts(self, module: nn.Module) -> Iterator[str]:
         """Yield the reasons that follow from the kind of experts or from their config."""
         yield from ()
-
-    def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        check_axis(mesh, "parallelize_module")
-        layers = float8_modules(module)
-        check_placed(layers, mesh, "parallelize_module", {"the style": described(self)})
-        for misfit in self.misfits(module, mesh.size()):
-            raise ValueError(f"parallelize_module: {misfit}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)

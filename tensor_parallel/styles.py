@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.weight import float8_modules, float8_weights
 from fp8_dist.mesh import check_axis
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel.inputs import ModuleInput, cast_input, check_transport
@@ -49,9 +50,10 @@ class CheckedStyle(ParallelStyle):
     def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Compare the module's layers between ranks, and raise ValueError if they don't fit."""
         check_axis(mesh, "parallelize_module")
-        layers = float8_layers(module)
-        if not layers or any(not layer.float8_weight.is_compared for layer in layers.values()):
-            check_placed(layers, mesh, "parallelize_module", {"the style": described(self)})
+        weights = float8_weights(module).values()
+        if not weights or any(not weight.is_compared for weight in weights):
+            facts = {"the style": described(self)}
+            check_placed(float8_modules(module), mesh, "parallelize_module", facts)
         for misfit in self.misfits(module, mesh.size()):
             raise ValueError(f"parallelize_module: {misfit}")
 
