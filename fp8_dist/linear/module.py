@@ -508,11 +508,8 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     return {n: m for n, m in found if isinstance(m, Float8Linear)}
 
 
-def why_unconvertible(layer: nn.Module, known: type[nn.Module] = nn.Linear) -> str:
-    """Return the reason why a linear layer can't be converted, or an empty string.
-
-    ``known``: the class whose forward the layer must have.
-    """
+def why_unconvertible(layer: nn.Linear) -> str:
+    """Return the reason why a linear layer can't be converted, or an empty string."""
     weight = layer._parameters.get("weight")
     if is_parametrized(layer) or weight is None:
         return "its weight is computed from other parameters (a parametrization, weight_norm)"
@@ -520,19 +517,19 @@ def why_unconvertible(layer: nn.Module, known: type[nn.Module] = nn.Linear) -> s
         return "it is lazy: run it once, so that it knows its sizes"
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
-    if type(layer).forward is not known.forward:
+    if type(layer).forward is not nn.Linear.forward:
         return f"its class {type(layer).__name__} has a forward of its own"
     if why := why_forward_is_kept(layer):
         return why
     own = {*dir(type(layer)), *layer._parameters, *layer._buffers, *layer._modules}
     own |= vars(layer).keys() - _OWN_ATTRIBUTES  # those can be hidden
-    if taken := own.intersection([*_OWN_ATTRIBUTES, *vars(Float8Linear)]).difference(dir(known)):
+    ours = {*_OWN_ATTRIBUTES, *vars(Float8Linear)}.difference(dir(nn.Linear))
+    if taken := own & ours:
         return f"its {min(taken)} has the name of an attribute of Float8Linear"
-    if known is nn.Linear:
-        try:
-            _float8_class(type(layer))  # type: ignore[arg-type]
-        except Exception as error:
-            return f"its class {type(layer).__name__} can't have subclasses: {error}"
+    try:
+        _float8_class(type(layer))  # type: ignore[arg-type]
+    except Exception as error:
+        return f"its class {type(layer).__name__} can't have subclasses: {error}"
     if not weight.dtype.is_floating_point:
         return f"its weight is {weight.dtype}, not floating point"
     if not Float8Weight.can_be(weight):
