@@ -20,7 +20,6 @@ from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
-    distribute_tensor,
 )
 
 from fp8_dist import (
@@ -34,10 +33,9 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.mesh import Layout, layout_over, local_tensor
+from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
-    Float8RowwiseParallel,
     apply_tp_plan,
     declare_placements,
     share_input,
@@ -111,46 +109,6 @@ def test_same_bits_and_collectives_as_the_styles(
     ranks: RankPools, dp: int, update: bool, arguments: dict[str, Any]
 ) -> None:
     assert ranks(2 * dp).run(differences, dp, update, arguments) == [[]] * (2 * dp)
-
-
-def weights_live_alike(axes: dict[str, int], shard_dim: int) -> list[bool]:
-    """Whether declared weights live where those of the styles do, sharded by FSDP2 over axes."""
-    mesh = device_mesh(**axes)
-    data = mesh[tuple(axis for axis in axes if axis != "tp")]
-    found = []
-    for at, style in ((Shard(0), Float8ColwiseParallel()), (Shard(1), Float8RowwiseParallel())):
-        styled, local = (convert_to_float8_training(nn.Sequential(nn.Linear(64, 96))) for _ in "ab")
-        apply_tp_plan(styled, mesh["tp"], {"0": style})
-        local[0].weight = nn.Parameter(torch.empty(styled[0].weight.to_local().shape))
-        declare_placements(local[0], mesh["tp"], weight=at, input=Shard(0), output=Shard(0))
-        for model in (styled, local):
-            by = partial(lambda dim, p: Shard(dim % p.ndim), shard_dim)
-            fully_shard(model, mesh=data, shard_placement_fn=by)
-        found.append(local[0].float8_weight.layout() == Layout.of(styled[0].weight))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("axes", "shard_dim"), [({"dp": 2, "tp": 2}, 1), ({"r": 2, "dp": 1, "tp": 2}, 0)], ids=str
-)
-def test_weights_live_where_those_of_the_styles_do(
-    ranks: RankPools, axes: dict[str, int], shard_dim: int
-) -> None:
-    assert ranks(4).run_same(weights_live_alike, axes, shard_dim) == [True, True]
-
-
-def has_the_axis() -> list[bool]:
-    """Whether a weight that FSDP2 has put on all axes lives where it says."""
-    mesh = device_mesh(dp=2, tp=2)
-    weight = distribute_tensor(torch.empty(64, 32), mesh, [Shard(1), Shard(0)])
-    layout, of_part = (
-        layout_over(tensor, mesh["tp"], Shard(0)) for tensor in (weight, weight.to_local())
-    )
-    return [layout == Layout.of(weight), of_part.mesh == mesh["tp"], of_part.shape == (64, 16)]
-
-
-def test_a_weight_that_is_on_the_axis_already(ranks: RankPools) -> None:
-    assert ranks(4).run_same(has_the_axis) == [True, True, True]
 
 
 class SharingMLP(nn.Module):

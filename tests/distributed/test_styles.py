@@ -114,18 +114,13 @@ def test_any_layouts(ranks: RankPools, kind: str, declare: bool) -> None:
         assert min(found.values()) > 120, found
 
 
-def distances_to_one_device(
-    plan: dict[str, Any], config: Float8LinearConfig, at: Placement
-) -> dict[str, float]:
-    """SQNR of every result of an MLP under a plan, its input and output placed ``at``."""
-    mesh, net, twin = device_mesh(tp=2), Net(layers=1), Net(layers=1)
-    convert_to_float8_training(net, config=config)
-    if config.gemm_enabled("output"):
-        convert_to_float8_training(twin, config=config)
+def distances_to_one_device() -> dict[str, float]:
+    """SQNR of every result of a converted MLP under torch's styles."""
+    net, twin = (convert_to_float8_training(Net(layers=1)) for _ in range(2))
     mlp, x = net.layers[0], torch.randn(2, 8, 64, requires_grad=True)
-    parallelize_module(mlp, mesh, plan)
-    given = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[at])
-    whole = DTensor.from_local(mlp(given.to_local()), mesh, [at]).full_tensor()
+    plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+    parallelize_module(mlp, device_mesh(tp=2), plan)
+    whole = mlp(x)
     whole.sum().backward()
     gradient, x.grad = x.grad, None
     expected = twin.layers[0](x)
@@ -135,31 +130,8 @@ def distances_to_one_device(
     return found | {"output": sqnr(expected, whole), "grad_input": sqnr(x.grad, gradient)}
 
 
-UNPREPARED = {
-    "w1": Float8ColwiseParallel(input_layouts=Shard(1)),
-    "w3": Float8ColwiseParallel(input_layouts=Shard(1)),
-    "w2": Float8RowwiseParallel(output_layouts=Shard(1)),
-}
-TORCHS = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
-HIGH_PRECISION = Float8LinearConfig(
-    cast_config_input=OFF, cast_config_weight=OFF, cast_config_grad_output=OFF
-)
-
-
-@pytest.mark.parametrize(
-    ("plan", "config", "at"),
-    [
-        # Disabled GEMMs communicate and compute in high precision.
-        (UNPREPARED, HIGH_PRECISION, Shard(1)),
-        # torch's own styles accept converted layers.
-        (TORCHS, Float8LinearConfig(), Replicate()),
-    ],
-    ids=["disabled", "torch's"],
-)
-def test_whole_modules(
-    ranks: RankPools, plan: dict[str, Any], config: Float8LinearConfig, at: Placement
-) -> None:
-    for found in ranks(2).run(distances_to_one_device, plan, config, at):
+def test_torchs_styles_accept_converted_layers(ranks: RankPools) -> None:
+    for found in ranks(2).run(distances_to_one_device):
         assert min(found.values()) > 120, found
 
 
