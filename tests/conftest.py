@@ -9,6 +9,8 @@ from pathlib import Path
 # the ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Each process would compile and load a test program for each vector extension of this CPU.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # torch raises there what it only warns of elsewhere: operators whose outputs share memory.
 os.environ.setdefault("CI", "1")
 
