@@ -50,22 +50,6 @@ class LlamaConfig:
     mixture: Mixture | None = None
     latent: Latent | None = None
 
-    def __post_init__(self) -> None:
-        if self.dim % self.n_heads:
-            raise ValueError(
-                f"dim={self.dim} is not a multiple of n_heads={self.n_heads}: choose a dim that is"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"the head dim {self.head_dim} (dim / n_heads) is odd: rotary embeddings rotate "
-                f"pairs of channels, choose an even one"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: every "
-                f"key/value head serves the same number of query heads"
-            )
-
     @property
     def head_dim(self) -> int:
         """Channels of one head (k)."""

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -35,8 +36,6 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--compile", action="store_true", help="torch.compile each transformer block")
     wire = "how FSDP2's gradients travel; default: in fp32, by its own reduce-scatter"
     add("--gradient-transport", choices=get_args(Transport), help=wire)
-    seeded = "of --gradient-transport, with a seed; 0 if none is given"
-    add("--stochastic-rounding", type=int, nargs="?", const=0, metavar="SEED", help=seeded)
     sums = (
         "how the sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
     )
@@ -77,16 +76,11 @@ def parse_options(
     args = parser.parse_args(argv)
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    _check_numbers(parser, args)
-    _check_mesh(parser, args, world_size)
-    _check_experts(parser, args)
-    _check_transport(parser, args)
+    if args.dp is None:
+        args.dp = max(world_size // (args.ep * args.tp), 1)
     args.out = args.out or Path("runs") / args.recipe
-    _check_checkpoints(parser, args)
-    if args.stats_every is not None and args.recipe == BF16:
-        parser.error("--stats-every is for float8 recipes: in bf16 nothing is cast")
-    if args.stats_gemms and args.stats_every is None:
-        parser.error("--stats-gemms needs --stats-every")
+    for problem in problems(args, world_size):
+        parser.error(problem)
     try:
         args.corpus = load_corpus(args.data, seq_len=args.seq_len)
     except ValueError as error:
@@ -94,85 +88,59 @@ def parse_options(
     return args
 
 
-def _check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:
+    """What is wrong with the options; the first one counts."""
     if args.warmup < 0:
-        parser.error(f"--warmup must not be negative, got {args.warmup}")
+        yield f"--warmup must not be negative, got {args.warmup}"
     if not (args.lr > 0 and math.isfinite(args.lr)):
-        parser.error(f"--lr must be positive and finite, got {args.lr}")
+        yield f"--lr must be positive and finite, got {args.lr}"
     if not 0 <= args.seed < 2**31:
-        parser.error(f"--seed must lie in [0, 2**31), got {args.seed}")
-
-
-def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Checks what a mixture of experts can't do, and what only it can."""
-    mixture = MODELS[args.model].mixture
-    if mixture is None:
-        if args.ep > 1:
-            parser.error(f"--ep {args.ep} needs a --model with experts")
-        return
-    if args.recipe not in (BF16, *get_args(ExpertsRecipe)):
-        known = ", ".join((BF16, *get_args(ExpertsRecipe)))
-        parser.error(f"--recipe {args.recipe} is not for experts: use one of {known}")
-    if mixture.experts % (args.ep * args.tp):
-        parser.error(
-            f"--ep {args.ep} times --tp {args.tp} does not divide the {mixture.experts} experts"
+        yield f"--seed must lie in [0, 2**31), got {args.seed}"
+    model, dp = MODELS[args.model], f"--dp {args.dp}"
+    if args.ep > 1:
+        dp += f" times --ep {args.ep}"
+    if (ranks := args.dp * args.ep * args.tp) != world_size:
+        yield (
+            f"{dp} times --tp {args.tp} is {ranks}, but there are {world_size} ranks: start that "
+            f"many (torchrun --nproc-per-node {ranks})"
         )
-    if args.seq_len % args.tp:
-        parser.error(f"--tp {args.tp} does not divide the --seq-len {args.seq_len}")
-    if args.compile:
-        parser.error("--compile is not for --model moe: FSDP2's hooks break its graphs")
-    if args.gradient_transport is not None:
-        parser.error("--gradient-transport is not for --model moe: experts have axes of their own")
-
-
-def _check_transport(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Checks that what is asked for about sums on the wire has an effect."""
-    rounding = args.stochastic_rounding
-    if rounding is not None and rounding < 0:
-        parser.error(f"--stochastic-rounding must not be negative, got {rounding}")
-    if args.gradient_transport is None:
-        if rounding is not None:
-            parser.error(
-                "--stochastic-rounding needs --gradient-transport: fp32 gradients are not rounded"
-            )
-    elif args.dp == 1:
-        parser.error(
-            "--gradient-transport needs --dp 2 or more: a single data-parallel rank sends no "
-            "gradients"
-        )
+    if args.batch_size % (args.dp * args.ep):
+        yield f"--batch-size {args.batch_size} is not a multiple of {dp}"
+    if model.n_kv_heads % args.tp:
+        heads = f"the {model.n_kv_heads} key/value heads of --model {args.model}"
+        yield f"--tp {args.tp} does not divide {heads}"
+    if model.mixture is not None:
+        yield from problems_of_experts(args, model.mixture.experts)
+    elif args.ep > 1:
+        yield f"--ep {args.ep} needs a --model with experts"
+    if args.gradient_transport is not None and args.dp == 1:
+        yield "--gradient-transport needs --dp 2 or more: a single rank sends no gradients"
     if args.reduce_transport is not None and (args.tp == 1 or args.recipe == BF16):
-        parser.error(
+        yield (
             "--reduce-transport needs --tp 2 or more and a float8 --recipe: it is for the "
             "reduce-scatters of float8 layers"
         )
-
-
-def _check_checkpoints(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Checks that a new run does not mix its files with those of an earlier one."""
-    folder = args.out / CHECKPOINTS
-    if not args.resume and (found := checkpoints_in(folder)):
-        parser.error(
-            f"--out has checkpoints of an earlier run, up to {next(iter(found.values()))}: "
-            "continue it with --resume auto, or choose another --out"
+    if args.stats_every is not None and args.recipe == BF16:
+        yield "--stats-every is for float8 recipes: in bf16 nothing is cast"
+    if args.stats_gemms and args.stats_every is None:
+        yield "--stats-gemms needs --stats-every"
+    if not args.resume and checkpoints_in(args.out / CHECKPOINTS):
+        # The files of two runs would mix.
+        yield (
+            "--out has checkpoints of an earlier run: continue it with --resume auto, or choose "
+            "another --out"
         )
 
 
-def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace, world_size: int) -> None:
-    """Checks what the axes must divide; fills in --dp."""
-    others = args.ep * args.tp
-    if args.dp is None:
-        args.dp = max(world_size // others, 1)
-    if args.dp * others != world_size:
-        times = f" times --ep {args.ep}" if args.ep > 1 else ""
-        parser.error(
-            f"--dp {args.dp}{times} times --tp {args.tp} is {args.dp * others}, but there are "
-            f"{world_size} ranks: start that many (torchrun --nproc-per-node {args.dp * others})"
-        )
-    if args.batch_size % (args.dp * args.ep):
-        times = f" times --ep {args.ep}" if args.ep > 1 else ""
-        parser.error(f"--batch-size {args.batch_size} is not a multiple of --dp {args.dp}{times}")
-    heads = MODELS[args.model].n_kv_heads
-    if heads % args.tp:
-        parser.error(
-            f"--tp {args.tp} does not divide the {heads} key/value heads of --model {args.model}"
-        )
+def problems_of_experts(args: argparse.Namespace, experts: int) -> Iterator[str]:
+    """What a mixture of so many experts can't do."""
+    if args.recipe not in (known := (BF16, *get_args(ExpertsRecipe))):
+        yield f"--recipe {args.recipe} is not for experts: use one of {', '.join(known)}"
+    if experts % (args.ep * args.tp):
+        yield f"--ep {args.ep} times --tp {args.tp} does not divide the {experts} experts"
+    if args.seq_len % args.tp:
+        yield f"--tp {args.tp} does not divide the --seq-len {args.seq_len}"
+    if args.compile:
+        yield "--compile is not for --model moe: FSDP2's hooks break its graphs"
+    if args.gradient_transport is not None:
+        yield "--gradient-transport is not for --model moe: experts have axes of their own"

@@ -34,11 +34,7 @@ DEFAULTS = {
     "out": ROOT / "runs/quickstart",
 }
 
-NO_TRANSPORTS = {
-    "gradient_transport": None,
-    "stochastic_rounding": None,
-    "reduce_transport": None,
-}
+NO_TRANSPORTS = {"gradient_transport": None, "reduce_transport": None}
 
 
 def parse_args(argv: list[str]) -> Namespace:

@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from fp8_dist import float8_layers
 from fp8_dist.debug import Anomaly, CommAudit, Float8Stats
-from fp8_dist.linear.weight import float8_weights
 from fp8_dist.report import RunWriter
 
 UNITS = {"loss": "nats per byte"}
@@ -31,9 +30,8 @@ def run_writer(
 ) -> RunWriter:
     """Prints what is trained, and where, and begins the folder of the run; for all ranks.
 
-    config.json has the options, `float8_layers` by name, `high_precision_gather`: how many elements
-    an FSDP2 gather of each other parameter moves, `memory`: what `memory_bytes` of metrics.jsonl
-    means, and versions.
+    config.json has the options, `float8_layers` by name, `memory`: what `memory_bytes` of
+    metrics.jsonl means, and versions.
 
     Args:
         args: the options of the run.
@@ -60,7 +58,6 @@ def run_writer(
         "device": str(device),
         "parameters": parameters,
         "float8_layers": list(float8_layers(model)),
-        "high_precision_gather": high_precision_gather(model, args.dp * args.ep),
         "memory": MEMORY[device.type],
     }
     # What an earlier run left goes first: half of a run must not look like a whole one.
@@ -93,16 +90,3 @@ def memory_bytes(device: torch.device) -> int:
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return peak
-
-
-def high_precision_gather(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Elements that an FSDP2 gather over so many ranks moves of each weight that is not float8.
-
-    Of rank 0, whose shard is the largest: FSDP2 pads the others to its size.
-    """
-    float8 = float8_weights(model)
-    return {
-        name: ranks * parameter.to_local().numel()
-        for name, parameter in model.named_parameters()
-        if name not in float8
-    }

@@ -68,12 +68,7 @@ class Trainer:
             param_dtype=torch.bfloat16 if args.compute == "bf16" else torch.float32,
         )
         if args.gradient_transport is not None:
-            rounding = args.stochastic_rounding
-            set_gradient_transport(
-                self.model,
-                args.gradient_transport,
-                stochastic_rounding=False if rounding is None else rounding,
-            )
+            set_gradient_transport(self.model, args.gradient_transport)
         self.after_step = after_step(args.recipe, sharded=True)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),

@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 from ranks import RankPools, device_mesh
-from test_train_recipes import QUICK
 
 from scripts.common.llama import MODELS, Latent, LlamaConfig
 from scripts.common.mixture import Mixture, Router
-from scripts.train import compare, train
+from scripts.train import train
 
+QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
 TINY = LlamaConfig(64, 2, 4, 2, 128, mixture=Mixture(8, 2, 64))
 # One block is dense, one has a shared expert; both have DeepSeek-V3's attention, whose `wkv_a` has a
 # number of rows that 4 ranks do not divide.
@@ -49,11 +49,7 @@ MESHES: tuple[dict[str, int], ...] = (
     ("model", "recipe", "meshes"),
     [
         ("tiny", "bf16", MESHES),
-        ("tiny", "rowwise_folded", MESHES),
-        ("tiny", "tensorwise", MESHES[:2]),
-        ("tiny", "blockwise", MESHES[:2]),
-        ("tiny", "mxfp8", MESHES[:2]),
-        ("latent", "bf16", (MESHES[0], MESHES[2])),
+        ("tiny", "rowwise_folded", MESHES[:2]),
         ("latent", "rowwise_folded", (MESHES[0], MESHES[2])),
     ],
 )
@@ -66,9 +62,6 @@ def test_recipe_on_meshes(
         options = ["--model", model, "--data", argparse.__file__, "--recipe", recipe]
         size = torch.tensor([*axes.values()]).prod().item()
         ranks(size).run(trained, axes, [*options, "--out", str(out)], timeout=180)
-        run = compare.read_run(out)
-        if model == "tiny":  # (hooks of latent attention's layers prefetch other parameters)
-            assert run["unexpected_gathers"] == []
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         found = {name: [line[name] for line in lines] for name in ("loss", "grad_norm")}
         one = one or found
@@ -81,20 +74,17 @@ def test_recipe_on_meshes(
     assert one["loss"][-1] < one["loss"][0]
 
 
-def test_a_run_is_continued(ranks: RankPools, tmp_path: Path) -> None:
-    axes, out = {"dp": 1, "ep": 2, "tp": 1}, tmp_path / "run"
+def test_a_run_is_continued_on_another_mesh(ranks: RankPools, tmp_path: Path) -> None:
+    out = tmp_path / "run"
     options = ["--model", "tiny", "--data", argparse.__file__, "--recipe", "mxfp8"]
     options += ["--out", str(out), "--checkpoint-every", "2", "--resume", "auto"]
-    ranks(2).run(trained, axes, options, timeout=180)
+    ranks(2).run(trained, {"dp": 1, "ep": 2, "tp": 1}, options, timeout=180)
 
     def losses() -> list[float]:
         lines = (out / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
     whole = losses()
-    shutil.rmtree(out / "checkpoints" / "step-00000003")
-    ranks(2).run(trained, axes, options, timeout=180)
-    assert losses() == whole
     shutil.rmtree(out / "checkpoints" / "step-00000003")
     ranks(1).run(trained, {"dp": 1, "tp": 1}, options, timeout=180)
     assert losses()[:2] == whole[:2]

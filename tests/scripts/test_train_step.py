@@ -1,4 +1,4 @@
-"""Training steps of the script on four ranks: their norms, their messages."""
+"""Training steps of the script on four ranks: how sums travel."""
 
 import os
 from contextlib import nullcontext
@@ -9,7 +9,6 @@ import torch
 from ranks import RankPools, device_mesh
 
 from fp8_dist.debug import CommAudit, comm_audit
-from fp8_dist.fsdp import clip_grad_norm_
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.train import train
 
@@ -24,23 +23,6 @@ def trainer(*options: str) -> train.Trainer:
         fixed = ["--model", "tiny", "--tp", "2", *QUICK, "--data", train.__file__]
         args = train.parse_args([*fixed, *options])
         return train.Trainer(args, device_mesh(dp=2, tp=2), torch.device("cpu"))
-
-
-def gradient_norms() -> tuple[float, float]:
-    """Runs on every rank: the norm that training clips by, and that of the full gradients."""
-    model = trainer().model
-    text = torch.arange(32).view(2, 16) + device_mesh(dp=2, tp=2).get_local_rank("dp")
-    model(text).logsumexp(-1).mean().backward()
-    full = [p.grad.full_tensor().flatten() for p in model.parameters()]
-    norm = clip_grad_norm_(model.parameters(), 1e9)
-    return norm.item(), torch.cat(full).double().norm().item()
-
-
-def test_gradient_norm_counts_every_element_once(ranks):
-    results = ranks(4).run(gradient_norms)
-    for ours, expected in results:
-        assert ours == pytest.approx(expected, rel=1e-5)
-        assert ours == results[0][0]
 
 
 def two_steps(ours: train.Trainer) -> tuple[list[float], CommAudit]:
@@ -77,19 +59,13 @@ def test_gradients_travel_as_the_options_say(ranks: RankPools) -> None:
     assert 2 < sent["all_to_all"] / elements < 2.02  # norms travel in fp32
     fp32 = ["--compute", "fp32"]
     assert run(*fp32)[0] != run(*fp32, "--gradient-transport", "bf16")[0]
-    found = [numbers]
-    float8 = ["--gradient-transport", "float8"]
-    rounded = [*float8, "--stochastic-rounding"]
-    for options in (float8, rounded, [*rounded, "7"]):
-        numbers, sent = run(*options)
-        assert "reduce_scatter" not in sent
-        assert 1 < sent["all_to_all"] / elements < 1.03
-        # The loss of the first step is that before all gradients.
-        assert numbers[0] == found[0][0]
-        assert numbers[2] == pytest.approx(found[0][2], rel=1e-3)
-        assert numbers not in found
-        found.append(numbers)
-    assert run(*rounded)[0] == found[2], "a seed repeats"
+    found, sent = run("--gradient-transport", "float8")
+    assert "reduce_scatter" not in sent
+    assert 1 < sent["all_to_all"] / elements < 1.03
+    # The loss of the first step is that before all gradients.
+    assert found[0] == numbers[0]
+    assert found[2] != numbers[2]
+    assert found[2] == pytest.approx(numbers[2], rel=1e-3)
 
 
 def test_sums_of_tensor_parallelism_travel_as_the_option_says(ranks: RankPools) -> None:
