@@ -10,14 +10,15 @@ import pytest
 import torch
 from ranks import RankPools
 
-from scripts.bench import experts, gpu, linear, precompute, step, timing
+from scripts.bench import gpu, linear, precompute, step, timing
 from scripts.bench.timing import Timed
 from scripts.common import report
-from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.candidates import BF16, TORCHAO
 from scripts.common.llama import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--batch-size", "2", "--seq-len", "16", "--repeat", "1"]
+NAMES = [BF16, "tensorwise", "delayed"]
+SMALL = ["--batch-size", "2", "--seq-len", "16", "--repeat", "1", "--candidates", *NAMES]
 
 
 def options(*words: str) -> argparse.Namespace:
@@ -79,36 +80,26 @@ def test_tables_and_targets(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert linear.main(["--shapes", "16x32x48", "--repeat", "1"]) == 0
+    names = [*NAMES, *TORCHAO[:1]]
+    assert linear.main(["--shapes", "16x32x48", "--repeat", "1", "--candidates", *names]) == 0
     printed = capsys.readouterr().out
-    for name in (BF16, *OURS, *TORCHAO, "delayed, weight cached"):
+    for name in (*names, "delayed, weight cached"):
         assert re.search(rf"^\| {name} +\|", printed, re.MULTILINE), name
-
-
-def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shape", "16x32x48", "--experts", "3", "--repeat", "1", "--assert"]
-    assert experts.main([*words, "1000000"]) == 0
-    assert experts.main([*words, "0.000001"]) == 1
-    printed = capsys.readouterr().out
-    for name in (BF16, *experts.RECIPES):
-        assert re.search(rf"^\| {name} +\|( +[\d.,]+x? \|){{5}}$", printed, re.MULTILINE), name
 
 
 def test_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main([*SMALL, "--stats", "--assert", "1000000"]) == 1
     printed = capsys.readouterr().out
-    for name in (BF16, *OURS, *TORCHAO, "tensorwise, with GEMMs"):
+    for name in (*NAMES, "tensorwise, with GEMMs"):
         assert re.search(rf"^\| {name} ", printed, re.MULTILINE), name
     assert "BROKEN" in printed
 
 
 def test_steps_on_a_mesh(ranks: RankPools) -> None:
-    names = [BF16, "delayed", *TORCHAO[:1]]
-    args = step.parse([*SMALL, "--candidates", *names])
-    for mesh in ({"dp": 2, "tp": 1}, {"dp": 1, "tp": 2}):
-        first, second = ranks(2).run(step.measure, args, mesh)
-        assert first == second  # the slowest rank's, on both
-        assert list(first["debug"]) == names
+    args = step.parse(SMALL)
+    first, second = ranks(2).run(step.measure, args, {"dp": 1, "tp": 2})
+    assert first == second  # the slowest rank's, on both
+    assert list(first["debug"]) == NAMES
 
 
 def test_steps_train() -> None:
