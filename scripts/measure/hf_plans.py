@@ -51,54 +51,30 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-# What a config has of these is set too.
-OTHERS: dict[str, Any] = {
-    "head_dim": 16,
-    "query_pre_attn_scalar": 16,
-    "sliding_window": 64,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "moe_num_experts": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "ffn_hidden_size": 128,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    # Encoder-decoders, sound and images.
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 128,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 128,
-    "decoder_ffn_dim": 128,
-    "num_mel_bins": 16,
-    "max_source_positions": 32,
-    "max_target_positions": 128,
-    "image_size": 32,
-    "patch_size": 8,
-    "depth": 2,
-    "embed_dim": 64,
-    "out_hidden_size": 64,
+# What a config has of these is set too, also in encoder-decoders and models of sound and images.
+_NAMES = {
+    1: "n_shared_experts first_k_dense_replace n_group topk_group",
+    2: (
+        "num_experts_per_tok num_experts_per_token n_layer num_layers num_decoder_layers "
+        "encoder_layers decoder_layers depth"
+    ),
+    4: (
+        "num_local_experts num_experts moe_num_experts n_routed_experts n_head num_heads "
+        "encoder_attention_heads decoder_attention_heads"
+    ),
+    8: "patch_size",
+    16: (
+        "head_dim query_pre_attn_scalar q_lora_rank kv_lora_rank qk_nope_head_dim "
+        "qk_rope_head_dim v_head_dim d_kv num_mel_bins"
+    ),
+    32: "max_source_positions image_size",
+    64: (
+        "sliding_window moe_intermediate_size shared_expert_intermediate_size n_embd "
+        "d_model embed_dim out_hidden_size"
+    ),
+    128: "ffn_hidden_size d_ff encoder_ffn_dim decoder_ffn_dim max_target_positions",
 }
+OTHERS = {name: size for size, names in _NAMES.items() for name in names.split()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,28 +150,34 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
 
 
-def refusal(names: tuple[str, str], sequence: bool) -> Found | None:
-    """Why a model has no plan, found without running it."""
+def refusal(names: tuple[str, str], mesh: DeviceMesh, sequence: bool) -> Found | None:
+    """Why a plan of a model is not run; found on the meta device."""
     for converted in (False, True):
         try:
-            hf_tp_plan(build(*names, converted, device="meta"), sequence_parallel=sequence)
+            parallel(build(*names, converted, device="meta"), mesh, sequence)
         except (NotImplementedError, ValueError) as error:
             return Found("refused", reason(error))
+        except Exception as error:
+            return failed(error)
     return None
 
 
-def parallel(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any) -> Found:
+def failed(error: Exception) -> Found:
+    return Found("failed", f"{type(error).__name__}: {reason(error)}")
+
+
+def parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> nn.Module:
+    """The model, parallelized by its plan."""
+    apply_tp_plan(model, mesh, hf_tp_plan(model, sequence_parallel=sequence))
+    return model
+
+
+def compare(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any) -> Found:
     """One plan of a model on ranks, against `twins`: gradients of the same on one device."""
     plain, float8 = twins
-    found = []
-    for converted in (False, True):
-        model = build(*names, converted=converted)
-        try:
-            plan = hf_tp_plan(model, sequence_parallel=sequence)
-            apply_tp_plan(model, mesh, plan)
-        except (NotImplementedError, ValueError) as error:
-            return Found("refused", reason(error))
-        found.append(gradients(model))
+    found = [
+        gradients(parallel(build(*names, converted), mesh, sequence)) for converted in (False, True)
+    ]
     # (Of parameters whose gradient is 0, but for rounding, nothing is told: biases of keys.)
     least = 1e-6 * max(a.norm().item() for a in plain)
     pairs = zip(plain, found[0], strict=True)
@@ -226,11 +208,11 @@ def try_all(kinds: Sequence[str]) -> dict[str, list[Found] | str]:
         names = every[kind]
         try:
             build(*names, device="meta")
-            refusals = [refusal(names, sequence) for sequence in (True, False)]
+            refusals = [refusal(names, mesh, sequence) for sequence in (True, False)]
             if all(refusals):
                 results[kind] = [each for each in refusals if each]
                 continue
-            twins = [gradients(build(*names, converted=converted)) for converted in (False, True)]
+            twins = [gradients(build(*names, converted)) for converted in (False, True)]
         except Exception as error:
             results[kind] = reason(error)
             continue
@@ -240,9 +222,9 @@ def try_all(kinds: Sequence[str]) -> dict[str, list[Found] | str]:
                 results[kind].append(refused)
                 continue
             try:
-                found = parallel(names, mesh, sequence, twins)
+                found = compare(names, mesh, sequence, twins)
             except Exception as error:
-                found = Found("failed", f"{type(error).__name__}: {reason(error)}")
+                found = failed(error)
             results[kind].append(found)
     return results
 

@@ -5,8 +5,8 @@ python -m scripts.measure.soak --steps 5000 --assert
 A turn trains a small Llama in one recipe on one mesh, evaluates every tenth step, and ends with its
 model deleted. All turns run twice, in the same two processes, so that what one leaves shows in the
 next. After a third of a turn and at its end the script measures resident memory, live tensors, the
-entries of all tables that the library keeps at the level of a module or a class, collectives that
-nobody waited for, and graphs.
+entries of all tables that the library keeps at the level of a module or a class, and collectives
+that nobody waited for.
 """
 
 import gc
@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from fp8_dist import Float8LinearRecipeName
-from scripts.common.llama import Llama, LlamaConfig
+from scripts.common.llama import LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.options import mesh_type, positive
@@ -53,17 +53,15 @@ class Usage:
         tensors: live tensors that Python knows.
         entries: of all tables of the library together.
         works: collectives whose result nobody has waited for.
-        graphs: that torch.compile has made.
     """
 
     rss: int
     tensors: int
     entries: int
     works: int
-    graphs: int
 
 
-def tables() -> dict[str, int]:
+def table_sizes() -> dict[str, int]:
     """The number of entries of each table at the level of a module or a class of the library."""
     found: dict[str, int] = {}
     for name, module in list(sys.modules.items()):
@@ -96,18 +94,9 @@ def usage() -> Usage:
     return Usage(
         rss=pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
         tensors=tensors,
-        entries=sum(tables().values()),
+        entries=sum(table_sizes().values()),
         works=torch._C._distributed_c10d._get_work_registry_size(),
-        graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"],
     )
-
-
-def make_model(recipe: str, mesh: DeviceMesh, checkpointed: bool, compiled: bool) -> Llama:
-    """A model on this rank."""
-    model = build(recipe, SIZES, mesh, compiled=compiled)
-    for i, block in enumerate(model.layers if checkpointed else ()):
-        model.layers[i] = checkpoint_wrapper(block)
-    return model
 
 
 def train(model: nn.Module, recipe: str, steps: range, progress: Any) -> None:
@@ -133,7 +122,7 @@ Turn = tuple[str, str, Usage, Usage]
 
 
 def soak(
-    steps: int, compiled: bool, recipes: Sequence[str] = RECIPES
+    steps: int, recipes: Sequence[str] = RECIPES
 ) -> tuple[list[Turn], dict[str, tuple[int, int]]]:
     """Runs on each rank: (recipe, mesh, usage after a third, usage at the end) of each turn.
 
@@ -150,7 +139,9 @@ def soak(
     kept: dict[int, dict[str, int]] = {}
     progress = tqdm(total=each * len(turns), unit="step", disable=dist.get_rank() != 0)
     for number, recipe, text in turns:
-        model = make_model(recipe, meshes[text], "checkpointed" in text, compiled)
+        model = build(recipe, SIZES, meshes[text])
+        if "checkpointed" in text:
+            model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
         # Twice: FSDP2 keeps buffers of its last gradients from the second on.
         train(model, recipe, range(each // 6), progress)
         train(model, recipe, range(each // 6, each // 3), progress)
@@ -159,14 +150,14 @@ def soak(
         found.append((recipe, text, early, usage()))
         del model
         gc.collect()
-        kept[number] = tables()
+        kept[number] = table_sizes()
     progress.close()
     return found, {name: (kept[0].get(name, 0), last) for name, last in kept[1].items()}
 
 
 def soak_table(found: Sequence[Turn]) -> str:
     """A line per turn: each figure after a third of it and at its end."""
-    head = ["recipe", "mesh", "RSS in MB", "live tensors", "table entries", "works", "graphs"]
+    head = ["recipe", "mesh", "RSS in MB", "live tensors", "table entries", "works"]
     lines = []
     for recipe, mesh, early, late in found:
         figures = zip(astuple(early), astuple(late), strict=True)
@@ -181,7 +172,6 @@ def checks_of(found: Sequence[Turn], kept: dict[str, tuple[int, int]]) -> list[C
         "resident memory": [n for n, a, b in ends if b.rss > a.rss + ALLOWED_MB],
         "live tensors": [n for n, a, b in ends if b.tensors > a.tensors],
         "entries of tables": [n for n, a, b in ends if b.entries > a.entries],
-        "graphs": [n for n, a, b in ends if b.graphs > a.graphs],
     }
     checks = [
         Check(f"no growth of {what} in a turn: {', '.join(where) or 'none'}", not where)
@@ -201,20 +191,16 @@ def checks_of(found: Sequence[Turn], kept: dict[str, tuple[int, int]]) -> list[C
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = make_parser("scripts.measure.soak", __doc__, asserts="anything grows")
-    add = parser.add_argument
-    add("--steps", type=positive, default=5000, help="of all turns together; %(default)s")
-    add("--compile", action="store_true", help="torch.compile each block")
+    steps = "of all turns together; %(default)s"
+    parser.add_argument("--steps", type=positive, default=5000, help=steps)
     args = start(parser, argv)
-    results = run_on_ranks(2, soak, args.steps, args.compile)
+    results = run_on_ranks(2, soak, args.steps)
     found, kept = results[0]
     lines = [[f"`{name}`", str(a), str(b)] for name, (a, b) in sorted(kept.items())]
-    name = "compiled" if args.compile else "eager"
-    blocks = {f"soak, {name}": soak_table(found)}
-    if not args.compile:
-        blocks["tables"] = table(["table", "after round 1", "after round 2"], lines)
+    tables = table(["table", "after round 1", "after round 2"], lines)
     by_rank = [checks_of(*result) for result in results]
     checks = [check for checks in zip(*by_rank, strict=True) for check in dict.fromkeys(checks)]
-    return finish(args, blocks, checks)
+    return finish(args, {"soak": soak_table(found), "tables": tables}, checks)
 
 
 if __name__ == "__main__":

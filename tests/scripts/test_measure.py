@@ -1,7 +1,6 @@
 """The measurements: their figures on small cases, and that they notice what they are there for."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -10,11 +9,10 @@ import torch
 from ranks import RankPool, RankPools, device_mesh
 
 from fp8_dist import CastConfig, cast_to_float8
-from fp8_dist.debug import AnomalyLimits, float8_stats
 from scripts.common.candidates import BF16, OURS, TORCHAO
 from scripts.common.models import build
 from scripts.common.saved_bytes import OTHER, saved_bytes
-from scripts.measure import communication, false_alarms, hf_plans, memory, soak
+from scripts.measure import communication, hf_plans, memory, soak
 from scripts.measure import sqnr as sqnr_script
 from scripts.measure.communication import FOLDED, FSDP, MESHES, OURS_PRECOMPUTED, TP, Row
 from scripts.measure.memory import SHARD, WEIGHT, Held
@@ -32,17 +30,14 @@ def our_rows(name: str) -> list[Row]:
         return communication.rows_of(name, chosen, device_mesh(dp=dp, tp=tp))
 
 
-@patch.multiple(communication, **SHALLOW)
+@patch.multiple(communication, **SHALLOW, MESHES={name: MESHES[name] for name in (FSDP, TP)})
 def test_collectives_of_a_step(ranks: RankPools) -> None:
-    rows: list[Row] = []
-    for name, (dp, tp) in MESHES.items():
-        rows += ranks(dp * tp).run_same(our_rows, name)
+    rows = [row for name in (FSDP, TP) for row in ranks(2).run_same(our_rows, name)]
     assert all(check.holds for check in communication.checks(rows))
     known = {(row.mesh, row.variant): row for row in rows}
     for key, change in (
         ((FSDP, OURS_PRECOMPUTED.name), {"counts": known[FSDP, FOLDED.name].counts}),
         ((FSDP, FOLDED.name), {"counts": known[FSDP, FOLDED.name].counts | {"all_reduce": 1}}),
-        ((TP, FOLDED.name), {"amax": 15}),
     ):
         changed = known | {key: known[key]._replace(**change)}  # type: ignore[arg-type]
         assert not all(c.holds for c in communication.checks([*changed.values()])), key
@@ -129,7 +124,7 @@ def test_memory_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's float8 GEMM, which torchao's layers call, takes seconds for larger ones on a CPU.
     monkeypatch.setattr(memory, "ROWS", 128)
     monkeypatch.setattr(memory, "FEATURES", 256)
-    kept = {name: memory.of_layer(name) for name in (BF16, *OURS, *TORCHAO)}
+    kept = {name: memory.of_layer(name) for name in (BF16, *OURS, *TORCHAO[:1])}
     x, w = memory.ROWS * memory.FEATURES, memory.FEATURES**2
     for name, held in kept.items():
         if name in OURS and name != memory.HIGH_PRECISION_INPUT:
@@ -146,14 +141,13 @@ def test_memory_of_checkpointed_blocks() -> None:
 
 
 def test_memory_of_models(ranks: RankPools) -> None:
-    found = ranks(2).run_same(memory.of_depths, (BF16, "tensorwise"), (1, 2, 3))
+    found = ranks(2).run_same(memory.of_models, (BF16, "tensorwise"))
     weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
-    assert {*memory.per_layer(found["tensorwise"], SHARD)} == {weights // 2}
-    assert {*memory.per_layer(found[BF16], SHARD)} == {0}
-    for by_depth in found.values():
-        added = memory.per_layer(by_depth, OTHER)
-        assert added[0] == added[1] > 0
-        assert all(held[WEIGHT] == 0 for held in by_depth.values())
+    assert memory.per_block(found["tensorwise"], SHARD) == weights // 2
+    assert memory.per_block(found[BF16], SHARD) == 0
+    for models in found.values():
+        assert memory.per_block(models, OTHER) > 0
+        assert all(held[WEIGHT] == 0 for held in models)
 
 
 def kept_unsharded() -> Held:
@@ -176,18 +170,18 @@ def test_an_unsharded_weight_is_noticed(ranks: RankPools) -> None:
 def test_nothing_grows() -> None:
     pool = RankPool(2)  # of its own: other tests leave collectives that nobody has waited for
     try:
-        results = pool.run(soak.soak, 72, False, ["tensorwise", "delayed"])
+        results = pool.run(soak.soak, 36, ["delayed"])
     finally:
         pool.close()
     for found, kept in results:
-        assert len(found) == 12
+        assert len(found) == 6
         broken = [c.sentence for c in soak.checks_of(found, kept) if not c.holds]
         # Resident memory moves by itself in so few steps.
         assert [sentence for sentence in broken if "resident memory" not in sentence] == []
 
 
 def test_what_a_soak_notices() -> None:
-    usage = soak.Usage(rss=400, tensors=100, entries=20, works=0, graphs=2)
+    usage = soak.Usage(rss=400, tensors=100, entries=20, works=0)
 
     def broken(late: soak.Usage, kept: dict[str, tuple[int, int]]) -> int:
         checks = soak.checks_of([("tensorwise", "dp=2", usage, late)], kept)
@@ -195,12 +189,12 @@ def test_what_a_soak_notices() -> None:
 
     assert broken(usage, {"table": (3, 3)}) == 0
     assert broken(usage, {"fp8_dist.text._warned": (3, 4)}) == 1
-    for more in ({"rss": 500}, {"tensors": 101}, {"entries": 21}, {"graphs": 3}, {"works": 1}):
+    for more in ({"rss": 500}, {"tensors": 101}, {"entries": 21}, {"works": 1}):
         assert broken(dataclasses.replace(usage, **more), {}) == 1
 
 
 def test_tables_of_modules_classes_and_caches_are_found() -> None:
-    found = soak.tables()
+    found = soak.table_sizes()
     assert "fp8_dist.text._warned" in found
     assert "fp8_dist.linear.operands.plan_operand (cache)" in found
 
@@ -209,18 +203,18 @@ def test_tables_of_modules_classes_and_caches_are_found() -> None:
 
 
 def test_plans_of_models(capsys: pytest.CaptureFixture[str]) -> None:
-    known = ["llama", "olmo", "qwen2_5_vl", "gemma3"]
+    known = ["llama", "olmo", "gemma3"]
     assert hf_plans.main(["--assert", "--only", *known, "qwen3_vl", "swin"]) == 0
     planned, without, untried = (
         part.partition("\n\n")[2] for part in capsys.readouterr().out.split("models ")[1:4]
     )
-    llama, olmo, *others = planned.splitlines()[2:6]
+    llama, olmo, gemma3 = planned.splitlines()[2:5]
     assert llama.startswith("| LlamaForCausalLM ")
     assert llama.count(" dB ") == 2
     assert "refused: " in olmo
     # Models of images and text: without sequence parallelism alone.
-    assert len(others) == len(known) - 2
-    assert all(row.count(" dB ") == 1 and "refused: " in row for row in others)
+    assert gemma3.count(" dB ") == 1
+    assert "refused: " in gemma3
     assert "Qwen3VLForConditionalGeneration" in without
     assert "SwinForImageClassification" in untried
 
@@ -231,17 +225,3 @@ def test_a_wrong_plan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hf_plans.main(["--assert", "--only", "llama"]) == 1
     with pytest.raises(SystemExit):
         hf_plans.main(["--only", "llama", "no_such_model"])
-
-
-def test_false_alarms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--steps", "2", "--recipes", "delayed", "blockwise_fp32", "--assert"]
-    assert false_alarms.main(options) == 0
-    assert "holds: 0 anomalies" in capsys.readouterr().out
-    strict = partial(float8_stats, limits=AnomalyLimits(sqnr=100.0))
-    monkeypatch.setattr(false_alarms, "float8_stats", strict)
-    assert false_alarms.main(options) == 1
-    printed = capsys.readouterr().out
-    assert (
-        "delayed: step 0: layers.0.attention.wq: weight (for output, grad_input): an SQNR"
-        in printed
-    )
