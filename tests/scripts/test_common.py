@@ -3,7 +3,7 @@
 import atexit
 import dataclasses
 import os
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -42,35 +42,25 @@ def test_sqnr() -> None:
     assert sqnr(exact, torch.tensor([3.0, 4.5])) == pytest.approx(20.0)
 
 
-def gloo_options() -> list[Any]:
-    """Those of the default group, and of another one."""
+def gloo_threads_and_devices() -> tuple[set[int], int]:
+    """Threads that run the collectives of a group; devices of the default group and another."""
     groups = [dist.group.WORLD, dist.new_group([0])]
-    return [group._get_backend(torch.device("cpu")).options for group in groups]
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    devices = {id(device) for each in options for device in each._devices}
+    return {each._threads for each in options}, len(devices)
 
 
-def gloo_threads() -> set[int]:
-    """How many threads run the collectives of a group."""
-    return {options._threads for options in gloo_options()}
-
-
-def test_gloo_runs_the_collectives_of_a_group_one_by_one(ranks: RankPools) -> None:
-    assert run_on_ranks(1, gloo_threads) == ranks(1).run(gloo_threads) == [{1}]
-
-
-def gloo_devices() -> int:
-    """How many TCP devices two groups have together."""
-    devices = [device for options in gloo_options() for device in options._devices]
-    return len(set(map(id, devices)))
-
-
-def test_the_gloo_groups_of_a_process_share_a_device(ranks: RankPools) -> None:
-    assert run_on_ranks(1, gloo_devices) == ranks(1).run(gloo_devices) == [1]
+def test_gloo_groups_run_collectives_one_by_one_and_share_a_device(ranks: RankPools) -> None:
+    ours, theirs = (
+        run(gloo_threads_and_devices) for run in (ranks(1).run, partial(run_on_ranks, 1))
+    )
+    assert ours == theirs == [({1}, 1)]
 
 
 def test_gloo_takes_the_interface_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     with pytest.raises(ProcessRaisedException, match="no_such_interface"):
-        run_on_ranks(1, gloo_threads)
+        run_on_ranks(1, gloo_threads_and_devices)
 
 
 def rank_that_aborts_at_its_end() -> tuple[int, int]:

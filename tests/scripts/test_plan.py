@@ -31,16 +31,14 @@ LATENT = replace(
 PEERS = [PEER] if PEER in TORCHAO else []
 PLANS = [
     *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("bf16", "rowwise_folded", *PEERS)),
-    *(Plan(SMALL, TP, 2, 32, variant) for variant in ("tensorwise", "delayed")),
-    *(Plan(SMALL, DP, 2, 32, variant) for variant in ("tensorwise", "rowwise_with_gw_hp")),
-    *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("blockwise", "mxfp8")),
-    *(Plan(UNEVEN, DP, 2, 32, variant) for variant in ("rowwise_folded", "mxfp8")),
-    *(Plan(MIXTURE, EP, 2, 32, variant) for variant in ("bf16", "tensorwise", "blockwise")),
-    Plan(FEW, EP, 2, 32, "rowwise_folded"),
-    *(Plan(LATENT, EP_TP, 2, 32, variant) for variant in ("bf16", "rowwise_folded", "mxfp8")),
     Plan(SMALL, DP_TP, 2, 32, "tensorwise", "bf16", "float8"),
-    Plan(UNEVEN, DP, 2, 32, "bf16", "bf16"),
+    *(Plan(SMALL, TP, 2, 32, variant) for variant in ("delayed", "mxfp8")),
+    *(Plan(UNEVEN, DP, 2, 32, variant) for variant in ("rowwise_folded", "mxfp8")),
+    Plan(SMALL, DP, 2, 32, "rowwise_with_gw_hp"),
     Plan(SMALL, DP, 2, 32, "tensorwise", "float8"),
+    Plan(MIXTURE, EP, 2, 32, "blockwise"),
+    Plan(FEW, EP, 2, 32, "rowwise_folded"),
+    Plan(LATENT, EP_TP, 2, 32, "mxfp8"),
 ]
 
 
@@ -109,13 +107,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("--mesh dp=4096,tp=8", "--mesh dp=4096,tp=8: more than 16,384 ranks"),
         ("--mesh dp=2,tp=16", "tp=16 does not divide the 8 key/value heads of the model"),
         ("--mesh dp:2", "argument --mesh: dp:2: 'dp:2' is not dp=SIZE or ep=SIZE or tp=SIZE"),
-        ("--mesh dp=0", "argument --mesh: dp=0: 'dp=0' is not dp=SIZE or ep=SIZE or tp=SIZE"),
-        (
-            "--mesh shard=2",
-            "argument --mesh: shard=2: 'shard=2' is not dp=SIZE or ep=SIZE or tp=SIZE",
-        ),
         ("--seq-len 8193", "--seq-len 8193 is above the model's max_seq_len=8192"),
-        ("--batch-size 0", "argument --batch-size: 0 is not positive"),
         ("--mesh dp=2,ep=2", "ep=2 needs a --model with experts"),
         (
             "--model deepseek_v3 --mesh ep=3 --recipe mxfp8",

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from processes import ending_all, run
+from processes import ending_all
 
 RANK = """
 import os, pathlib, sys, time
@@ -53,8 +53,3 @@ def test_nor_does_a_program_that_has_ended(tmp_path: Path) -> None:
         subprocess.run(command, env={**env, "ENDS": "1"}, check=True)
         ranks = started(tmp_path, 1)
     assert [rank.is_running() for rank in ranks] == [False]
-
-
-def test_output_and_status() -> None:
-    done = run([sys.executable, "-c", "print('out'); raise SystemExit('error')"], timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("out\n", "error\n", 1)
