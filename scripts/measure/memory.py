@@ -31,7 +31,7 @@ from scripts.common.report import Check, finish, make_parser, start
 from scripts.common.saved_bytes import OTHER, saved_bytes
 
 NAMES = (BF16, *OURS, *TORCHAO)
-# With these sizes the number of elements tells activations, weights and their shards apart.
+# With these sizes the number of elements tells activations and weights apart.
 ROWS, FEATURES = 1024, 512
 BATCH, SEQUENCE, RANKS = 2, 320, 2
 CONFIG = LlamaConfig(256, 1, 8, 8, 768, vocab_size=1024, max_seq_len=SEQUENCE)
@@ -39,8 +39,8 @@ DEPTHS = (2, 4)  # of models, which differ by what a block keeps
 MODES = ("plain", "selective", "full")
 LIMIT = 0.55  # of the bf16 input: half of it, and room for scales
 HIGH_PRECISION_INPUT = "rowwise_with_gw_hp"  # its GEMM of grad_weight is in high precision
-WEIGHT, SHARD = "weight", "shard"
-Held = Mapping[str, int]  # bytes by kind: OTHER (activations), WEIGHT, SHARD
+WEIGHT = "weight"
+Held = Mapping[str, int]  # bytes by kind: OTHER (activations), WEIGHT
 
 
 def kept_by(
@@ -66,7 +66,7 @@ def kept_by(
         return [t for t in results if isinstance(t, torch.Tensor)]
 
     kept = saved_bytes(forward, kinds, there, caches)
-    return {kind: kept[kind] for kind in (OTHER, WEIGHT, SHARD)}
+    return {kind: kept[kind] for kind in (OTHER, WEIGHT)}
 
 
 def change_weights(model: nn.Module) -> None:
@@ -119,10 +119,8 @@ def of_block(name: str, mode: str) -> Held:
 def of_models(names: Sequence[str]) -> dict[str, tuple[Held, Held]]:
     """Bytes that a rank keeps of each candidate's model at both depths; called on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
-    ranks = mesh["dp"].size()
-    tokens = torch.randint(CONFIG.vocab_size, (BATCH // ranks, SEQUENCE))
-    sizes = weight_sizes(Block(CONFIG))
-    kinds = {size // ranks: SHARD for size in sizes} | dict.fromkeys(sizes, WEIGHT)
+    tokens = torch.randint(CONFIG.vocab_size, (BATCH // mesh.size(), SEQUENCE))
+    kinds = dict.fromkeys(weight_sizes(Block(CONFIG)), WEIGHT)
 
     def held(name: str, depth: int) -> Held:
         model = build(name, dataclasses.replace(CONFIG, n_layers=depth), mesh)
@@ -131,10 +129,10 @@ def of_models(names: Sequence[str]) -> dict[str, tuple[Held, Held]]:
     return {name: (held(name, DEPTHS[0]), held(name, DEPTHS[1])) for name in names}
 
 
-def per_block(models: tuple[Held, Held], kind: str) -> int:
-    """Bytes of a kind that each block adds."""
+def per_block(models: tuple[Held, Held]) -> int:
+    """Bytes of activations that each block adds."""
     shallow, deep = models
-    return (deep[kind] - shallow[kind]) // (DEPTHS[1] - DEPTHS[0])
+    return (deep[OTHER] - shallow[OTHER]) // (DEPTHS[1] - DEPTHS[0])
 
 
 def layer_table(kept: Mapping[str, Held]) -> str:
@@ -163,12 +161,10 @@ def model_table(kept: Mapping[str, tuple[Held, Held]]) -> str:
     """A line per candidate."""
     lines = []
     for name, models in kept.items():
-        added, weights = per_block(models, OTHER), models[1][WEIGHT]
-        share = added / per_block(kept[BF16], OTHER)
-        cells = [f"{added:,}", f"{share:.3f}", f"{per_block(models, SHARD):,}", f"{weights:,}"]
-        lines.append([name, *cells])
-    head = ["model", "each block, B", "of bf16", "float8 shards of each, B"]
-    return table([*head, "unsharded weights, B"], lines, "lr")
+        added = per_block(models)
+        share = added / per_block(kept[BF16])
+        lines.append([name, f"{added:,}", f"{share:.3f}", f"{models[1][WEIGHT]:,}"])
+    return table(["model", "each block, B", "of bf16", "unsharded weights, B"], lines, "lr")
 
 
 def checks(layers: Mapping[str, Held], models: Mapping[str, tuple[Held, Held]]) -> list[Check]:
