@@ -15,7 +15,7 @@ from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.autograd import Gradients, differentiable_once
 from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.observing import Owner, is_observed, observe_prepared_cast
+from fp8_dist.linear.observing import Origin, Owner, is_observed
 from fp8_dist.linear.operands import planned
 from fp8_dist.mesh import Layout, local_tensor, reduced
 from fp8_dist.scaling import CastPlan, Scheme
@@ -139,7 +139,7 @@ def cast_input(
     if planned(x, "input", (scheme,), whole, owner.config, owner.fqn).first is None:
         return x
     shared = number if torch.is_grad_enabled() else 0  # for layers whose backward may follow
-    return _CastInput.apply(reduced(x), scheme, history, shared, owner)
+    return _CastInput.apply(reduced(x), scheme, history, shared)
 
 
 def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
@@ -175,19 +175,19 @@ class _CastInput(torch.autograd.Function):
         scheme: Scheme,
         history: AmaxHistory | None,
         shared: int,
-        owner: Owner,
     ) -> torch.Tensor:
         if history is not None:
             _, (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), shared)
         else:
             quantized = quantize(input, scheme)
+        prepared = as_float8_of(input, quantized)
         if is_observed():
-            return observe_prepared_cast(owner, input, quantized)
-        return as_float8_of(input, quantized)
+            local_tensor(prepared).origin = Origin(input.detach(), quantized)  # type: ignore[attr-defined]
+        return prepared
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return grad, None, None, None, None
+        return grad, None, None, None
 
 
 class _Spec(NamedTuple):

@@ -30,7 +30,6 @@ from fp8_dist.debug.measures import Measures, measure
 from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, matching, own_rank, slots_of
 from fp8_dist.debug.rows import CastStats
 from fp8_dist.device import is_float8
-from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.observing import Casts, Owner
 from fp8_dist.linear.weight import CONVERT_FIRST
 from fp8_dist.recipe import Gemm, Operand
@@ -252,7 +251,6 @@ class Capture(StepRecorder):
 
     def __init__(
         self,
-        model: nn.Module,
         slots: list[Slot],
         folder: Path,
         steps: Collection[int] | None,
@@ -266,14 +264,6 @@ class Capture(StepRecorder):
         self._folder, self._steps = folder, steps
         self._max_bytes, self._format = max_bytes, format
         self._slots = {slot.key: slot for slot in slots}
-        self._inputs = {slot.owner: slot for slot in slots if slot.operand == "input"}
-        # The names of prepared inputs that chosen layers take. Other ones are not copied.
-        self._prepared_by = {
-            name
-            for layer in float8_layers(model).values()
-            if layer.float8_weight in self._inputs
-            for name in layer.prepared_by
-        }
         self._calls: Counter[Slot] = Counter()
         self._full = ""  # the reason why nothing more is written, if so
         self._missing: list[Slot] = []  # the casts that were left out in this step
@@ -297,21 +287,6 @@ class Capture(StepRecorder):
         for gemms, low in lows.items():
             if slot := self._slots.get((owner, operand, gemms)):
                 self._save(slot, high, low)
-
-    def on_prepared_cast(
-        self, owner: Owner, high: torch.Tensor, low: Quantized
-    ) -> tuple[torch.Tensor, Quantized] | None:
-        if self._full or owner.fqn not in self._prepared_by:
-            return None
-        # Copy now, because compiled code may reuse the memory before a layer takes the input.
-        return _copies(high, low)
-
-    def on_prepared_use(self, owner: Owner, kept: tuple[torch.Tensor, Quantized] | None) -> None:
-        slot = self._inputs.get(owner)
-        if slot and kept:
-            self._save(slot, *kept)
-        elif slot and self._full:
-            self._missing.append(slot)
 
     def __repr__(self) -> str:
         return (
@@ -439,7 +414,7 @@ def capture(
     made.mkdir(parents=True, exist_ok=True)
     if chosen_ranks is not None and own_rank() not in chosen_ranks:
         slots = []
-    return Capture(model, slots, made, chosen_steps, max_bytes, format)
+    return Capture(slots, made, chosen_steps, max_bytes, format)
 
 
 def _chosen(model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns) -> list[Slot]:

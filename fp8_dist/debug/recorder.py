@@ -105,7 +105,7 @@ class StepRecorder(Observer, ABC):
         if self._block is not None:
             raise RuntimeError(f"this {self._name} is already recording; leave its block first")
         self.step += 1
-        # Observe on all ranks, so that compiled code has the same operators on all of them.
+        # Observe on all ranks, because a graph may order collectives unlike eager code.
         is_recorded = self._begin()
         self._block = observed_by(self, self._gemms) if is_recorded else nullcontext()
         self._block.__enter__()

@@ -20,7 +20,6 @@ from fp8_dist.debug.measures import (
     all_gather,
     combine_,
     gemm_results,
-    measure,
     measure_casts,
     measure_product,
     nothing,
@@ -43,7 +42,6 @@ from fp8_dist.linear.observing import Casts, Owner
 from fp8_dist.linear.weight import CONVERT_FIRST, weights_by_layer
 from fp8_dist.mesh import GroupNames, make_group
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
@@ -112,16 +110,6 @@ class Float8Stats(StepRecorder):
     def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
         if owner in self._ranks.owners and (found := gemm_results(gemm, *tensors)):
             self._add((owner, None, (gemm,)), measure_product(*found))
-
-    def on_prepared_cast(
-        self, owner: Owner, high: torch.Tensor, low: Quantized
-    ) -> torch.Tensor | None:
-        return measure(high, low, own_rank()) if owner in self._ranks.owners else None
-
-    def on_prepared_use(self, owner: Owner, kept: torch.Tensor | None) -> None:
-        if kept is not None and owner in self._ranks.owners:
-            (gemms,) = owner.casts_of("input")
-            self._add((owner, "input", gemms), kept)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain Python values. ``kind`` is ``"cast"`` or ``"gemm"``."""
@@ -318,18 +306,17 @@ def float8_stats(
     activation checkpointing repeats. They describe global tensors: the numbers are what one device
     would measure if it cast the data of all data-parallel ranks as its micro-batches.
 
-    This works with every recipe and all parallelism, in eager and compiled code. Compiled code is
-    compiled once more when it is first recorded. Outside of recorded blocks, neither eager code nor
-    graphs have additional operators.
+    This works with every recipe and all parallelism. In recorded blocks, all code runs eagerly,
+    even if ``torch.compile`` has compiled it. Outside of them, nothing costs more.
 
     Args:
         model: a model that is already converted and parallelized.
         every: record only steps whose numbers are multiples of this. The first step is 0.
         gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
-            float8 GEMM's result. Then all code in recorded blocks runs eagerly, and every rank
-            gathers full operands and results; the rows of experts are sent in high precision too.
-            Of experts of which ranks have parts, only grad_weight is measured. Inputs, including
-            those of checkpointed blocks, are kept in high precision until the backward.
+            float8 GEMM's result. Then every rank gathers full operands and results; the rows of
+            experts are sent in high precision too. Of experts of which ranks have parts, only
+            grad_weight is measured. Inputs, including those of checkpointed blocks, are kept in
+            high precision until the backward.
         mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a

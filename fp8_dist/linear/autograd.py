@@ -24,9 +24,9 @@ from fp8_dist.linear.observing import (
     are_gemms_observed,
     high_precision,
     is_observed,
-    note_gemm,
-    observe_copies,
+    observe,
     observe_gemm,
+    observe_multiply,
 )
 from fp8_dist.linear.operands import (
     Amaxes,
@@ -168,7 +168,8 @@ def _gemm(
         left = left.scheme.for_rows(left, where[0])
         right = right.scheme.for_rows(right, where[1])
     turn = gemm == "grad_weight", gemm == "output"
-    note_gemm(spec.fqn, gemm, left, right, turn, out_dtype, options)
+    if is_observed():
+        observe_multiply(spec.owner, gemm, left, right, out_dtype)
     return multiply(left, right, turn, out_dtype, options)
 
 
@@ -410,7 +411,7 @@ def _recast(
     _, (scales,), (qdata,) = cast(local, CastPlan((scheme,)), known, start, after=after)
     w = Quantized(qdata, scales, scheme, start, is_cut)
     if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
-        (w,) = observe_copies(spec.owner, "weight", local, [w], repeats=False)
+        observe(spec.owner, "weight", local, [w], repeats=False)
     return w
 
 

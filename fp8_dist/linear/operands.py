@@ -20,7 +20,7 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
-from fp8_dist.linear.observing import Owner, is_observed, observe_copies, observe_prepared_use
+from fp8_dist.linear.observing import Owner, is_observed, observe, observe_prepared
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.mesh import (
     Placements,
@@ -28,7 +28,6 @@ from fp8_dist.mesh import (
     local_tensor,
     redistributed,
     sharded_dim,
-    with_local,
 )
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics
@@ -192,7 +191,7 @@ def prepare_operand(
             value = spec.prepared_input.last_of(scales_of(high)[0])
             amaxes = {} if value is None else {PREPARED_INPUT: value}
         if is_observed():
-            tensor = with_local(tensor, observe_prepared_use(spec.owner, high))
+            observe_prepared(spec.owner, high)
         return dict.fromkeys(gemms, _moved(tensor, placements)), amaxes
     uses, within = spec.config.recipe.uses[operand], None
     if isinstance(tensor, DTensor):
@@ -271,7 +270,7 @@ def _copies(
     else:
         made = cast_copies(matrix, plan, within)[1]
     if is_observed():
-        made = observe_copies(spec.owner, operand, local_tensor(matrix), made, is_input)
+        observe(spec.owner, operand, local_tensor(matrix), made, is_input)
     return made, amaxes
 
 

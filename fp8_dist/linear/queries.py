@@ -8,7 +8,7 @@ is called, which queries the object that holds the state.
 
 A handle identifies that object. It is a tensor, and an input of the graph like any other, so layers
 can share a graph. Each query is an operator of its own. Those of weights are defined here, others
-next to the class that implements them (``amax_history``, ``observing``).
+next to the class that implements them (``amax_history``).
 """
 
 import itertools

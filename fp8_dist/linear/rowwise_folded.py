@@ -91,7 +91,7 @@ def folded_gradients(
         made = fold_gradient(matrix, scheme.dtype, s, t, transposed)
     operands = _in_pairs(made, scheme, right, transposed)
     if is_observed():
-        operands = _observed(operands, grad, placements, right, owner)
+        _observe(operands, grad, placements, right, owner)
     return operands
 
 
@@ -160,13 +160,13 @@ def _folded(
     return made
 
 
-def _observed(
+def _observe(
     operands: dict[Gemm, tuple[Quantized, Quantized]],
     grad: torch.Tensor,
     placements: Placements | None,
     right: Mapping[Gemm, Quantized],
     owner: Owner,
-) -> dict[Gemm, tuple[Quantized, Quantized]]:
+) -> None:
     """Show g1 and g2 to observers, with the high-precision gradient times the folded scales.
 
     If operands were gathered to ``placements``, only the part from this rank's gradient is shown.
@@ -180,8 +180,7 @@ def _observed(
         gathered = layout._replace(placements=placements, shape=shape).wrap(tensor)
         return local_tensor(gathered.redistribute(placements=layout.placements))
 
-    shown = {}
-    for gemm, (left, unscaled) in operands.items():
+    for gemm, (left, _) in operands.items():
         (qdata, (scale,), *_), folded_in = left, right[gemm].scales[0]
         if gemm == "grad_input":
             folds, scale = folded_in.reshape(-1), own(scale)
@@ -191,9 +190,7 @@ def _observed(
             folds = own(folded_in.reshape(*qdata.shape[:-1], 1))
         part = own(as_bytes(qdata)).view(qdata.dtype)
         folded, low = high.reshape(part.shape) * folds, Quantized(part, (scale,), left.scheme)
-        carrier = observe(owner, "grad_output", (gemm,), folded, low, False, left.scales[0])
-        shown[gemm] = (left._replace(scales=(carrier,)), unscaled)
-    return shown
+        observe(owner, "grad_output", folded, [low], repeats=False)
 
 
 def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:

@@ -36,7 +36,7 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import fuses_casts, is_captured, keep_for_current_stream
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.checks import check_gathered
-from fp8_dist.linear.observing import is_observed, observe_copies
+from fp8_dist.linear.observing import is_observed, observe
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import replaced_parameters
 from fp8_dist.linear.queries import (
@@ -131,18 +131,15 @@ class Float8Weight(StoredWeight):
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         """The casts of an operand that observers see; see :class:`observing.Owner`."""
         recipe = self.config.recipe
+        uses = [(gemm, scheme) for gemm, scheme in recipe.uses[operand].items() if scheme]
         if recipe.folds and operand == "grad_output":
             # Each cast has the scales of another operand folded in. The cast for grad_weight has
             # one scale per column.
-            uses = [(gemm, scheme) for gemm, scheme in recipe.uses[operand].items() if scheme]
             return {(gemm,): s if gemm == "grad_input" else s.second for gemm, s in uses}
-        return {self.gemms_of(operand, each): each for each in recipe.schemes[operand]}
-
-    def gemms_of(self, operand: Operand, scheme: Scheme) -> tuple[Gemm, ...]:
-        """The GEMMs that take the cast of an operand by a scheme."""
-        uses = self.config.recipe.uses[operand].items()
-        # A list, because dynamo does not support a generator here.
-        return tuple([gemm for gemm, each in uses if each == scheme])
+        return {
+            tuple(gemm for gemm, each in uses if each == scheme): scheme
+            for scheme in recipe.schemes[operand]
+        }
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the operands of the weight's layer are distributed over."""
@@ -199,8 +196,8 @@ class Float8Weight(StoredWeight):
                     float8 = cast_copies(tensor, plan, local=shard)[1]
                 else:
                     float8 = queried_copies(self, shard, plan, keeps)
-        if is_observed() and float8 and not is_exporting():
-            float8 = observe_copies(self, "weight", shard, float8)
+        if is_observed() and float8:
+            observe(self, "weight", shard, float8)
         casts = [None if place is None else float8[place] for place in places]
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
 
@@ -226,7 +223,7 @@ class Float8Weight(StoredWeight):
             if not is_captured(shard):
                 self.cache.whole_scales = whole
         if is_observed():
-            observe_copies(self, "weight", shard, [found])
+            observe(self, "weight", shard, [found])
         if not is_captured(shard):
             # The cache may drop its tensors while this stream still reads them.
             kept = (self.cache.known or {}).get(scheme, ())

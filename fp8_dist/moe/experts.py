@@ -119,10 +119,8 @@ class ExpertWeight(Float8Weight):
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         # Scales are folded into the float8 copy of a gradient, so it is cast once.
         schemes = self.schemes if operand == "weight" else self.config.recipe.schemes[operand]
-        return {self.gemms_of(operand, schemes[0]): schemes[0]}
-
-    def gemms_of(self, operand: Operand, scheme: Scheme) -> tuple[Gemm, ...]:
-        return tuple([gemm for gemm, taken in GEMM_OPERANDS.items() if operand in taken])
+        gemms = tuple([gemm for gemm, taken in GEMM_OPERANDS.items() if operand in taken])
+        return {gemms: schemes[0]}
 
     def note_sharded(self, parameter: torch.Tensor) -> None:
         layout = self.layout(parameter)

@@ -23,7 +23,7 @@ from fp8_dist.cast import cast_copies, quantize
 from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
 from fp8_dist.linear.autograd import flattened
-from fp8_dist.linear.observing import are_gemms_observed, is_observed, observe_copies, observe_gemm
+from fp8_dist.linear.observing import are_gemms_observed, is_observed, observe, observe_gemm
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
@@ -224,18 +224,17 @@ def _cast_rows(
     """Cast rows. ``layout``: their layout, if ranks have parts of each row."""
     rows = rows.detach().contiguous()
     low = quantize(rows if layout is None else layout.wrap(rows), config.rows)
-    return _observed(rows, low, operand, owners)
+    _observe(rows, low, operand, owners)
+    return low
 
 
-def _observed(
+def _observe(
     high: Tensor, low: Quantized, operand: Operand, owners: Iterable[Float8Weight | None]
-) -> Quantized:
-    """Show observers a cast, and return the one to use, for graphs."""
-    repeats = operand == "input"
+) -> None:
+    """Show observers a cast."""
     for owner in owners if is_observed() else ():
         if owner is not None:
-            (low,) = observe_copies(owner, operand, high, [low], repeats)
-    return low
+            observe(owner, operand, high, [low], repeats=operand == "input")
 
 
 class _Up(torch.autograd.Function):

@@ -40,9 +40,8 @@ class Float8Tensor(torch.Tensor):
             a graph must be plain data.)
         start: see :class:`fp8_dist.scaling.Quantized`.
         is_cut: see :class:`fp8_dist.scaling.Quantized`.
-        cast_number: a 0-dim int64 CPU tensor that distinguishes this cast from others on this rank,
-            for recorders such as ``fp8_dist.debug.float8_stats``. Tensors made from this one keep
-            it. None if nothing records.
+        origin: what was cast, for recorders such as ``fp8_dist.debug.float8_stats``. Tensors made
+            from this one keep it in eager code. None if nothing records.
 
     Args:
         scale: the scale, or a sequence of the scales of all levels.
@@ -60,7 +59,7 @@ class Float8Tensor(torch.Tensor):
     key: str
     start: Start
     is_cut: bool
-    cast_number: torch.Tensor | None
+    origin: Any
 
     @staticmethod
     def __new__(
@@ -69,7 +68,7 @@ class Float8Tensor(torch.Tensor):
         scale: torch.Tensor | Scales,
         orig_dtype: torch.dtype,
         scheme: Scheme | str | None = None,
-        cast_number: torch.Tensor | None = None,
+        origin: Any = None,
         start: Start = (0, 0),
         is_cut: bool = False,
     ) -> "Float8Tensor":
@@ -95,7 +94,7 @@ class Float8Tensor(torch.Tensor):
                 f"{tuple(qdata.shape)} with one scale per {scheme.covers}; they must be {shapes}"
             )
         self = make_wrapper(cls, qdata, orig_dtype)
-        self.qdata, self.orig_dtype, self.cast_number = qdata, orig_dtype, cast_number
+        self.qdata, self.orig_dtype, self.origin = qdata, orig_dtype, origin
         self.key, self.start, self.is_cut = scheme.key, start, is_cut
         self.set_scales(scales)
         return self
@@ -134,7 +133,7 @@ class Float8Tensor(torch.Tensor):
             "scale": scales_of(self),
             "orig_dtype": self.orig_dtype,
             "scheme": self.key,
-            "cast_number": self.cast_number,
+            "origin": self.origin,
             "start": self.start,
             "is_cut": self.is_cut,
         }
@@ -157,10 +156,7 @@ class Float8Tensor(torch.Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        tensors = ["qdata", *_SCALES[: self._levels]]
-        if self.cast_number is not None:
-            tensors.append("cast_number")
-        return tensors, {
+        return ["qdata", *_SCALES[: self._levels]], {
             "orig_dtype": self.orig_dtype,
             "scheme": self.key,
             "start": self.start,
@@ -172,7 +168,7 @@ class Float8Tensor(torch.Tensor):
         inner: dict[str, torch.Tensor], static: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
         scales = tuple([inner[name] for name in _SCALES if name in inner])
-        return Float8Tensor(inner["qdata"], scales, cast_number=inner.get("cast_number"), **static)
+        return Float8Tensor(inner["qdata"], scales, **static)
 
     _stable_hash_for_caching = stable_hash
     __torch_function__ = disabled_torch_function

@@ -251,11 +251,8 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
                 _check_whole_blocks(func, tensors, dim, block)
             scales.append(func(each, dim))
     out = func([_as_sent(x, x.qdata) for x in tensors], dim)
-    of_one_cast = all(x.cast_number is first.cast_number for x in tensors)
-    cast_number = first.cast_number if of_one_cast else None
-    return first.rewrap(
-        qdata=out.view(first.qdata.dtype), scale=tuple(scales), cast_number=cast_number
-    )
+    origin = first.origin if all(x.origin is first.origin for x in tensors) else None
+    return first.rewrap(qdata=out.view(first.qdata.dtype), scale=tuple(scales), origin=origin)
 
 
 def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block: int) -> None:

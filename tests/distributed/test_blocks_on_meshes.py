@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from expecttest import assert_expected_inline
+from gemm_records import record_gemms
 from ranks import RankPools, device_mesh
 from reference import float8_gemms, same_bits, scales_of
 from test_mesh_grid import (
@@ -42,7 +43,6 @@ from fp8_dist import (
     text,
 )
 from fp8_dist.debug import CommAudit, comm_audit
-from fp8_dist.linear.observing import record_gemms
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     PrepareFloat8ModuleInput,

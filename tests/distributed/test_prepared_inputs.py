@@ -149,35 +149,3 @@ def test_inputs_of_one_width_are_told_apart(
             x, memory, *_ = batch(c.call)
             mine_of = (x if c.fqn == "cross.q" else memory).chunk(2, 1)[rank]
             torch.testing.assert_close(c.high, mine_of, rtol=0, atol=0)
-
-
-def operators() -> list[tuple[int, int]]:
-    """Of each graph how many operators show uses of prepared inputs, anything."""
-    torch._dynamo.reset()
-    net = convert_to_float8_training(Net())
-    parallelized(net)
-    counts = []
-
-    def keep(graph: torch.fx.GraphModule, inputs: object) -> object:
-        names = " ".join(str(node.target) for node in graph.graph.nodes)
-        observed = ("observe_use", "observe")
-        counts.append(tuple(names.count(f"fp8_dist.{name}") for name in observed))
-        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
-
-    net.compile(
-        backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=keep), fullgraph=True
-    )
-    stats = float8_stats(net, every=2)
-    run(net, False, 1, tp=2)  # outside of any block
-    for _ in range(4):
-        with stats:
-            run(net, False, 1, tp=2)
-    return counts  # type: ignore[return-value]
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore")
-def test_graphs_have_the_operators_only_while_they_are_recorded(ranks: RankPools) -> None:
-    # Forward and backward: three inputs, five layers, five weights; five gradients.
-    off, on = [(0, 0), (0, 0)], [(5, 3 + 5 + 5), (0, 5)]
-    assert ranks(2).run(operators, timeout=180) == [off + on] * 2

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gemm_records import GemmRecord, record_gemms
 from reference import sqnr
 
 from fp8_dist import (
@@ -15,7 +16,6 @@ from fp8_dist import (
     ScalingGranularity,
     cast_to_float8,
 )
-from fp8_dist.linear.observing import GemmRecord, record_gemms
 from fp8_dist.tensor import Float8Tensor, scaled_mm
 
 pytestmark = pytest.mark.gpu

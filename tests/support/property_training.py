@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from gemm_records import GemmRecord, record_gemms
 from nets import MLP, Net, full, net_plan
 from property_cases import MESHES, TrainCase, ranks_of
 from property_casts import part_of
@@ -46,7 +47,6 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
-from fp8_dist.linear.observing import GemmRecord, record_gemms
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from gemm_records import GemmRecord, record_gemms
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist import Float8Tensor, float8_layers
-from fp8_dist.linear.observing import GemmRecord, record_gemms
 
 # Largest finite values of the two encodings, and the number of mantissa bits.
 FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}

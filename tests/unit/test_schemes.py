@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from delayed_steps import quantized
+from gemm_records import record_gemms
 from recipe_algebra import step
 from reference import raised, reference_cast, same_bits, sqnr
 from schemes import (
@@ -28,7 +29,6 @@ from torch.nn.functional import pad
 from two_level import TwoLevel
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, cast_to_float8
-from fp8_dist.linear.observing import record_gemms
 from fp8_dist.linear.operands import plan_operand, reason_to_move_high
 from fp8_dist.linear.queries import weight_copies
 from fp8_dist.mesh import Layout, global_offset

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn as nn
+from gemm_records import record_gemms
 from recipe_algebra import step
 from reference import Watching, raised, same_bits, sqnr
 
@@ -23,7 +24,6 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.linear.observing import record_gemms
 
 
 def twins(

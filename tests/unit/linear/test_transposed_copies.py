@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from gemm_records import GemmRecord, record_gemms
 from reference import same_bits
 
 from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist import recipe as recipes
 from fp8_dist.kernels import cast_blocks
-from fp8_dist.linear.observing import GemmRecord, record_gemms
 from fp8_dist.scaling import blocks
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]

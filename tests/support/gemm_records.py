@@ -1,0 +1,50 @@
+"""The operands of the float8 GEMMs that layers run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8_dist import Float8Tensor
+from fp8_dist.kernels import GemmOptions
+from fp8_dist.linear.observing import Observer, Owner, observed_by
+from fp8_dist.recipe import Gemm
+from fp8_dist.scaling import Quantized, matrices
+
+
+class GemmRecord(NamedTuple):
+    """One float8 GEMM of a layer: ``a @ b``, with local copies of the operands."""
+
+    fqn: str
+    gemm: Gemm
+    a: Float8Tensor  # [M, K]
+    b: Float8Tensor  # [K, N]
+    options: GemmOptions
+
+
+class _Recorder(Observer):
+    def __init__(self) -> None:
+        self.records: list[GemmRecord] = []
+
+    def on_multiply(
+        self,
+        owner: Owner,
+        gemm: Gemm,
+        left: Quantized,
+        right: Quantized,
+        out_dtype: torch.dtype,
+    ) -> None:
+        operands = matrices(left, right, (gemm == "grad_weight", gemm == "output"))
+        copies: list[Any] = [Float8Tensor.of(each, out_dtype).clone() for each in operands]
+        # FSDP2 frees the scales that it gathers with stored weights, and copies share 0-dim scales.
+        a, b = (each.rewrap(scale=tuple([s.clone() for s in each.scales])) for each in copies)
+        self.records.append(GemmRecord(owner.fqn, gemm, a, b, owner.config.gemm_options(gemm)))
+
+
+@contextmanager
+def record_gemms() -> Iterator[list[GemmRecord]]:
+    """Record the operands of every float8 GEMM of linear layers, in order. The block runs eagerly."""
+    recorder = _Recorder()
+    with observed_by(recorder):
+        yield recorder.records
