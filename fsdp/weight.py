@@ -141,10 +141,6 @@ class Float8AllGatherWeight(WrapperParameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is aten.new_empty.default:
-            # A fast path: FSDP2 calls this for each weight and rank without rows, up to thousands
-            # of times.
-            return func(cls.unwrap(args[0]), *args[1:], **(kwargs or {}))
         args_, kwargs_ = tree_map_only(cls, cls.unwrap, (args, kwargs or {}))
         out = func(*args_, **kwargs_)
         for tensor in tree_leaves(written_arguments(func, args, kwargs or {})):
