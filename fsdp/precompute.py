@@ -34,7 +34,7 @@ from fp8_dist.linear.weight import (
     float8_weights,
     note_made,
 )
-from fp8_dist.linear.weight_cache import Known, ScaleState
+from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
 from fp8_dist.scaling import Dense, Placed, Scales, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -189,10 +189,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
     _check_weights(chosen)
     parameters = {weight: weight.parameter() for weight in chosen.values()}
     weights = {w: p for w, p in parameters.items() if not w.may_change_unnoticed(p)}
-    for weight, known, whole_scales, is_of_gathered in _known(weights):
-        weight.cache.store(
-            weights[weight], known, ScaleState.PRECOMPUTED, whole_scales, is_of_gathered
-        )
+    _store_scales(weights)
     note_made(weights)
 
 
@@ -272,13 +269,12 @@ def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
     return iter(all_reduce_max(torch.cat(parts), groups).split(sizes)[1::3])
 
 
-def _known(
-    weights: Mapping[Float8Weight, Tensor],
-) -> Iterator[tuple[Float8Weight, Known, Scales | None, bool]]:
-    """Yield each weight, its statistics by scheme, and all of its scales if no gather carries them.
+def _store_scales(weights: Mapping[Float8Weight, Tensor]) -> None:
+    """Store the statistics of weights, given with their parameters, in their caches.
 
-    The last result is whether the statistics are those of what FSDP2 gathers in high precision; of
-    the schemes of which a forward needs other ranks. ``weights`` maps each weight to its parameter.
+    These are the statistics by scheme of each shard, or those of what FSDP2 gathers in high
+    precision, if a forward needs other ranks for them. If no gather carries the scales, all of them
+    are stored too.
     """
     local = local_statistics(weights)
     parts = _reduced(local.values())
@@ -298,4 +294,5 @@ def _known(
                 of_gathered[scheme] = scheme.local_part(whole, own.gathered)
             elif own.everywhere:
                 whole_scales = scheme.scales_from(whole)
-        yield weight, of_gathered or known, whole_scales, bool(of_gathered)
+        found, is_of_gathered = of_gathered or known, bool(of_gathered)
+        weight.cache.store(parameter, found, ScaleState.PRECOMPUTED, whole_scales, is_of_gathered)
