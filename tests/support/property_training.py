@@ -321,9 +321,14 @@ class World:
 
     def check_weights(self) -> None:
         mine = dict(self.net.named_parameters())
-        for name, theirs in self.twin.named_parameters():
-            if not same_values(mine[name], theirs):
-                raise WrongResult(f"{name} is {mine[name]}, twin {theirs}")
+        pairs = [(name, full(mine[name]), p) for name, p in self.twin.named_parameters()]
+
+        def check() -> None:
+            for name, ours, theirs in pairs:
+                if not same_values(ours, theirs):
+                    raise WrongResult(f"{name} is {ours}, twin {theirs}")
+
+        self.together(check)
 
     def check_output(
         self,
