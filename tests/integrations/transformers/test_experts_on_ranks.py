@@ -135,7 +135,7 @@ def trained(kind: str, fields: dict[str, Any], dim: int, policy: bool) -> list[o
     ("kind", "fields", "dim", "gathered", "policy"),
     [
         ("gpt_oss", {"enable_fsdp_float8_all_gather": False}, 0, {torch.float32}, False),
-        ("deepseek_v3", {"recipe": "mxfp8"}, 0, {FP8, torch.uint8, torch.float32}, False),
+        ("deepseek_v3", {"recipe": "mxfp8"}, 0, {FP8, torch.uint8}, False),
         # The scales of transposed weights lie across the rows that Shard(1) divides.
         ("gpt_oss", {"recipe": "rowwise_folded"}, 1, {FP8, BF16}, True),
         # One all-reduce for linear layers, on a flattened mesh, and experts together.
