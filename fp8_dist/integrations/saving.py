@@ -31,7 +31,9 @@ def _save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         for fqn, weight in float8_weights(self).items()
         if weight.is_stored
     }
-    has_codes = state is None or any(is_float8(each.dtype) for each in _tensors(state).values())
+    has_codes = state is None or any(
+        isinstance(each, torch.Tensor) and is_float8(each.dtype) for each in state.values()
+    )
     # A model with adapters of transformers' own saves these alone.
     if not stored or not has_codes or getattr(self, "_hf_peft_config_loaded", False):
         return _save(self, *args, **kwargs)
@@ -48,10 +50,6 @@ def _save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
 
 PreTrainedModel.save_pretrained = _save_pretrained
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: each for key, each in state.items() if isinstance(each, torch.Tensor)}
 
 
 def _check(
