@@ -134,7 +134,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
     Call it on all ranks after ``optimizer.step()``, or let :func:`fp8_dist.attach_update` do
     so. The next forward and backward then need no amax collectives for weights, whether these are
-    sharded by FSDP2, by tensor parallelism, by both, or not at all.
+    sharded by FSDP2, by tensor parallelism, or by both. A weight that is not distributed needs no
+    other rank, and is left out.
 
     Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
 
@@ -188,9 +189,9 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
             fsdp_init_shards(part)
     _check_weights(chosen)
     parameters = {weight: weight.parameter() for weight in chosen.values()}
-    weights = {w: p for w, p in parameters.items() if not w.may_change_unnoticed(p)}
-    _store_scales(weights)
-    note_made(weights)
+    needed = {w: p for w, p in parameters.items() if w.layout(p) is not None}
+    _store_scales({w: p for w, p in needed.items() if not w.may_change_unnoticed(p)})
+    note_made(chosen.values())
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:

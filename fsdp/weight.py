@@ -37,7 +37,6 @@ from fp8_dist.linear.weight import (
     weights_of,
     wrap_weights,
 )
-from fp8_dist.linear.weight_cache import WeightCache
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
@@ -47,7 +46,6 @@ from fp8_dist.torch_internals import (
     fsdp_gather_without_hooks,
     fsdp_groups,
     fsdp_parameters,
-    in_backward,
     tensor_version,
     tree_leaves,
     tree_map_only,
@@ -67,7 +65,6 @@ class _Metadata(NamedTuple):
     is_cut: bool
     size: torch.Size
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
-    cache: WeightCache
 
 
 class _Writes:
@@ -188,10 +185,6 @@ class Float8AllGatherWeight(WrapperParameter):
             )
         weight.gathered_over = mesh
         _check_other_shards(weight)
-        cache = weight.cache
-        # FSDP2 gathers under no_grad, so only the module's mode shows an evaluation.
-        if not (module.training or in_backward()):
-            cache.begin_evaluation()
         cast, whole = weight.gather_cast(self.plain)
         data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
         # A view of the float8 dtype, so that an audit can find the payload's dtype.
@@ -207,7 +200,7 @@ class Float8AllGatherWeight(WrapperParameter):
         start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
         inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
         # The metadata must not refer to the cast, whose memory it would keep.
-        how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered, cache)
+        how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered)
         return inputs, how
 
     def fsdp_post_all_gather(
@@ -220,9 +213,7 @@ class Float8AllGatherWeight(WrapperParameter):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
         data, *arrived = all_gather_outputs
-        scheme, known, start, is_cut, size, gathered, cache = metadata
-        if not (in_backward() or torch.is_grad_enabled()):
-            cache.end_of_evaluation()
+        scheme, known, start, is_cut, size, gathered = metadata
         scales, shapes = list(known), scheme.scale_shapes(size, start)
         for i, scale in zip(gathered, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])

@@ -36,7 +36,7 @@ from fp8_dist.linear.weight import (
     save_weights,
 )
 from fp8_dist.mesh import Placements, local_tensor, reduced
-from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
+from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     is_exporting,
@@ -267,8 +267,6 @@ class Float8Linear(nn.Linear):
             input = autocast(input)
             input = input if plain else reduced(input)
         training = torch.is_grad_enabled()
-        if not compiling and not self.float8_weight.leaves_something(weight, training):
-            self.float8_weight.end_of_evaluation(weight)
         owner = self.float8_weight
         placements = self.output_placements
         histories = self.histories if owner.is_trained(own) else {}
@@ -279,8 +277,8 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """nn.Linear's text, the recipe, and the operands gathered in float8.
 
-        The recipe is followed by the options that differ from it. If no recipe has these casts,
-        they are listed. It is also shown if the weight is stored in float8
+        The recipe is followed by the options that differ from it; it is ``custom`` if no recipe has
+        these casts. It is also shown if the weight is stored in float8
         (:func:`fp8_dist.freeze_to_float8`), and how sums travel, if they are encoded.
         """
         shown = super().extra_repr()
@@ -429,15 +427,15 @@ def _plain_class(own: Any) -> Any:
 
 @lru_cache
 def config_text(config: Float8LinearConfig) -> str:
-    """The recipe or the casts, the options that differ from it, and the float8 gathers."""
+    """The recipe, the options that differ from it, and the float8 gathers."""
     recipes = {name: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
     by_recipe = [
         [f"recipe={name.value}", *_options_beside(config, recipe)]
         for name, recipe in recipes.items()
         if _casts(config) == _casts(recipe)
     ]
-    by_casts = [f"casts={_casts_text(config)}", *_options_beside(config, Float8LinearConfig())]
-    shown = min(by_recipe, key=len, default=by_casts)
+    custom = ["recipe=custom", *_options_beside(config, Float8LinearConfig())]
+    shown = min(by_recipe, key=len, default=custom)
     gathers = ["weight"] if config.fsdp_float8_all_gather else []
     of_inputs: tuple[Operand, ...] = ("input", "grad_output")
     gathers += [operand for operand in of_inputs if config.recipe.gather_scheme[operand]]
@@ -447,23 +445,6 @@ def config_text(config: Float8LinearConfig) -> str:
 def _casts(config: Float8LinearConfig) -> list[object]:
     uses = GEMM_OPERANDS.items()
     return [config.cast_config(operand, gemm) for gemm, operands in uses for operand in operands]
-
-
-def _casts_text(config: Float8LinearConfig) -> str:
-    names: list[tuple[str, Operand, Gemm]] = [
-        ("i", "input", "output"),
-        ("w", "weight", "output"),
-        ("go", "grad_output", "grad_input"),
-        ("i_gw", "input", "grad_weight"),
-        ("w_gi", "weight", "grad_input"),
-        ("go_gw", "grad_output", "grad_weight"),
-    ]
-    casts: dict[str, str] = {}
-    for name, operand, gemm in names:
-        cast = config.cast_config(operand, gemm).short_str(operand)
-        if cast != casts.get(name.partition("_")[0]):
-            casts[name] = cast
-    return ",".join(f"{name}:{cast}" for name, cast in casts.items())
 
 
 def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> list[str]:
@@ -483,10 +464,11 @@ def invalidate_float8_scales(module: nn.Module) -> None:
     What passes have recorded for DELAYED scales since the last sync is forgotten too, as after a
     dry run whose gradients were set to zero (instead of None, which is noticed).
 
-    Call it, on all ranks, after changes that can't be noticed. These are writes to a numpy array
-    that shares memory with a weight. If FSDP2 does not gather the weight in float8, they are also
-    writes into its ``.data``, collectives into it (``dist.broadcast``), and for DTensors in-place
-    foreach ops outside an optimizer. The table of docs/state.md lists all of them.
+    Call it, on all ranks, after changes that can't be noticed. If FSDP2 gathers the weight in
+    float8, these are writes through the tensors of ``state_dict()`` by foreach ops, ``.data`` or
+    collectives, and through numpy. With tensor parallelism, after precompute, they are also writes
+    into the weight's ``.data``, collectives into it, and in-place foreach ops outside an optimizer.
+    The table of docs/state.md lists all of them.
 
     Collectives: none.
     """

@@ -20,7 +20,7 @@ import torch
 
 from fp8_dist.cast import Copies, as_copies, flat_copies
 from fp8_dist.kernels import CustomOp, empty_copies
-from fp8_dist.linear.weight_cache import Known, ScaleState
+from fp8_dist.linear.weight_cache import Known
 from fp8_dist.scaling import (
     CastPlan,
     by_scheme,
@@ -78,7 +78,7 @@ def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     return define
 
 
-def queried_statistics(weight: Any, shard: torch.Tensor, source: ScaleState | None) -> Known:
+def queried_statistics(weight: Any, shard: torch.Tensor, gathers: bool) -> Known:
     """``weight.known_for`` by an operator.
 
     One call finds the statistics of all schemes. In a graph, a separate call for the casts of the
@@ -87,21 +87,16 @@ def queried_statistics(weight: Any, shard: torch.Tensor, source: ScaleState | No
     """
     schemes = weight.schemes
     keys, start = [scheme.key for scheme in schemes], common_start(schemes, weight.layout())
-    if source is ScaleState.FROM_GATHER:
-        flat = shard_statistics.overload(shard, weight.handle, keys, start)
-    else:
-        flat = weight_statistics.overload(shard, weight.handle, keys, start, source is not None)
+    query = shard_statistics if gathers else weight_statistics
+    flat = query.overload(shard, weight.handle, keys, start)
     return dict(zip(schemes, by_scheme(schemes, flat)[0], strict=True))
 
 
-def queried_copies(weight: Any, shard: torch.Tensor, plan: CastPlan, keep: bool) -> Copies:
-    """Cast the shard of a weight in a compiled graph.
-
-    ``keep``: whether the forward belongs to a training step, so that new statistics are kept.
-    """
+def queried_copies(weight: Any, shard: torch.Tensor, plan: CastPlan) -> Copies:
+    """Cast the shard of a weight in a compiled graph."""
     (schemes, of, transposed), layout = plan, weight.layout()
     keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
-    flat = weight_copies.overload(shard, weight.handle, keys, start, of, transposed, keep)
+    flat = weight_copies.overload(shard, weight.handle, keys, start, of, transposed)
     scales, data = by_scheme(schemes, flat)
     return as_copies(shard, plan, data, scales, layout)
 
@@ -120,24 +115,19 @@ def _is_own(weight: Any, x: torch.Tensor) -> bool:
     )
 
 
-@query(
-    "weight_statistics(Tensor x, Tensor handle, str[] schemes, int[] start, bool keep) -> Tensor[]"
-)
+@query("weight_statistics(Tensor x, Tensor handle, str[] schemes, int[] start) -> Tensor[]")
 def weight_statistics(
-    x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int], keep: bool
+    x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int]
 ) -> list[torch.Tensor]:
     """The statistics of a weight for each scheme, in a flat list, for a forward."""
     weight = owner_of(handle)
     weight.compare("the first forward")
-    if not keep:
-        weight.begin_evaluation()
-    source = ScaleState.FROM_FORWARD if keep else None
-    return _copied(weight, x, schemes, source, _is_own(weight, x))
+    return _copied(weight, x, schemes, False, _is_own(weight, x))
 
 
 @query(
     "weight_copies(Tensor x, Tensor handle, str[] schemes, int[] start, int[] of, "
-    "bool[] transposed, bool keep) -> Tensor[]"
+    "bool[] transposed) -> Tensor[]"
 )
 def weight_copies(
     x: torch.Tensor,
@@ -146,29 +136,17 @@ def weight_copies(
     start: list[int],
     of: list[int],
     transposed: list[bool],
-    keep: bool,
 ) -> list[torch.Tensor]:
     """The scales of a weight for each scheme, then its copies, in a flat list, for a forward.
-
-    A graph may reuse the memory of these tensors, so none of them is cached.
 
     Args:
         start: the :func:`common_start` of the schemes.
         of, transposed: as in a :class:`CastPlan`.
-        keep: whether new statistics serve later forwards.
     """
     weight = owner_of(handle)
     weight.compare("the first forward")
-    parameter = weight.parameter()
-    is_own, leaves_something = _is_own(weight, x), weight.leaves_something(parameter, keep)
-    if not leaves_something:
-        weight.begin_evaluation()
-    keeps = keep and is_own
-    source = ScaleState.FROM_FORWARD if keeps else None
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
-    known, float8 = weight.cast_shard(parameter, x, plan, source, is_own)
-    if keeps and not leaves_something:
-        weight.end_of_evaluation(parameter)
+    known, float8 = weight.cast_shard(weight.parameter(), x, plan, is_own=_is_own(weight, x))
     # Scales may share memory with statistics, which are kept, and a graph may write into its
     # results.
     return unshared(flat_copies(plan, float8), [each for own in known.values() for each in own])
@@ -181,26 +159,26 @@ def shard_statistics(
     x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int]
 ) -> list[torch.Tensor]:
     """The statistics of a weight for each scheme, in a flat list, for FSDP2's gather."""
-    return _copied(owner_of(handle), x, schemes, ScaleState.FROM_GATHER, True)
+    return _copied(owner_of(handle), x, schemes, True, True)
 
 
 def _copied(
-    weight: Any, x: torch.Tensor, keys: list[str], source: ScaleState | None, is_own: bool
+    weight: Any, x: torch.Tensor, keys: list[str], gathers: bool, is_own: bool
 ) -> list[torch.Tensor]:
     """The known statistics of a weight, copied, because a graph may write into results."""
     schemes = [scheme_named(key) for key in keys]
-    known = weight.known_for(x, source, schemes, is_own)
+    known = weight.known_for(x, schemes, gathers, is_own)
     return [each.to(x.device, copy=True) for scheme in schemes for each in known[scheme]]
 
 
 weight_statistics.register_fake(
-    lambda x, handle, schemes, start, keep: empty_statistics(x, schemes, start)
+    lambda x, handle, schemes, start: empty_statistics(x, schemes, start)
 )
 shard_statistics.register_fake(
     lambda x, handle, schemes, start: empty_statistics(x, schemes, start)
 )
 weight_copies.register_fake(
-    lambda x, handle, schemes, start, of, transposed, keep: [
+    lambda x, handle, schemes, start, of, transposed: [
         *empty_scales(x, schemes, start),
         *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
     ]

@@ -63,7 +63,6 @@ from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     backward_id,
     dtensor_local,
-    in_backward,
     innermost,
     is_exporting,
     is_selectively_checkpointed,
@@ -164,25 +163,20 @@ class Float8Weight(StoredWeight):
             check_gathered(self.schemes, local, self.fqn)
             gathered = quantized_as(local, self.schemes[0])
             return WeightCasts(gathered, gathered)
-        compiling, training = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        # A graph does not call end_of_evaluation, so scales found without gradients are not kept.
-        keeps = training or not compiling
-        if not compiling and not self.leaves_something(parameter, training):
-            self.begin_evaluation()
+        compiling = torch.compiler.is_compiling()
         shard = self.gather_type.unwrap(local)
         if not compiling:
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
-        both = training and needs_grad_input and not self.is_exchanged
+        both = torch.is_grad_enabled() and needs_grad_input and not self.is_exchanged
         plan, places = self.copies(_GEMMS if both else _GEMMS[:1], shard.device)
         float8: Copies = ()
         recast = None
         if self.is_exchanged:
-            source = ScaleState.FROM_FORWARD if keeps else None
-            float8, recast = self._casts_of_unsharded(shard, plan, source)
+            float8, recast = self._casts_of_unsharded(shard, plan)
         elif not plan.of:
             return WeightCasts()
         elif not compiling:
-            _, float8 = self.cast_shard(parameter, shard, plan, ScaleState.FROM_FORWARD)
+            _, float8 = self.cast_shard(parameter, shard, plan)
         else:
             layout = self.layout(parameter)
             # On a GPU, a graph that measures a weight without a query can be replayed as a CUDA
@@ -195,7 +189,7 @@ class Float8Weight(StoredWeight):
                     tensor = shard if layout is None else layout.wrap(shard)
                     float8 = cast_copies(tensor, plan, local=shard)[1]
                 else:
-                    float8 = queried_copies(self, shard, plan, keeps)
+                    float8 = queried_copies(self, shard, plan)
         if is_observed() and float8:
             observe(self, "weight", shard, float8)
         casts = [None if place is None else float8[place] for place in places]
@@ -214,8 +208,8 @@ class Float8Weight(StoredWeight):
             # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
             self.made.wait()
         (scheme,), layout, whole = self.schemes, self.layout(), None
-        plan, source = CastPlan((scheme,)), ScaleState.FROM_GATHER
-        _, (found,) = self.cast_shard(self.parameter(), shard, plan, source)
+        plan = CastPlan((scheme,))
+        _, (found,) = self.cast_shard(self.parameter(), shard, plan, gathers=True)
         if layout is not None and self.needs_whole_scales(layout):
             whole = None if is_captured(shard) else self.cache.whole_scales
             if whole is None:
@@ -229,31 +223,6 @@ class Float8Weight(StoredWeight):
             kept = (self.cache.known or {}).get(scheme, ())
             keep_for_current_stream([*found.scales, *kept])
         return found, whole
-
-    def leaves_something(self, parameter: torch.Tensor, training: bool) -> bool:
-        """Whether later forwards may reuse the scales of a forward; not in evaluation."""
-        return training and (self.is_exchanged or not self.may_change_unnoticed(parameter))
-
-    def begin_evaluation(self) -> None:
-        """Drop the scales of other passes before a pass that must not use them.
-
-        They are kept in a backward, which also runs without gradients but uses those of its
-        forward. A precomputed scale is dropped too if the weight may have changed unnoticed, or if
-        this rank has the whole weight and can compute the scale again without other ranks.
-        """
-        if not in_backward():
-            parameter = self.parameter()
-            forgets = self.layout(parameter) is None or self.may_change_unnoticed(parameter)
-            self.cache.begin_evaluation(forgets and not self.is_exchanged)
-
-    def end_of_evaluation(self, parameter: torch.Tensor) -> None:
-        """Drop the scales of a forward if later forwards must not use them.
-
-        For a weight that FSDP2 gathers in float8, the gather does this instead: all ranks take part
-        in a gather, but not in a forward if an expert has no tokens.
-        """
-        if not isinstance(local_tensor(parameter), Float8Tensor):
-            self.cache.end_of_evaluation()
 
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
@@ -283,20 +252,20 @@ class Float8Weight(StoredWeight):
         parameter: torch.Tensor,
         shard: torch.Tensor,
         plan: CastPlan,
-        source: ScaleState | None,
+        gathers: bool = False,
         is_own: bool = True,
     ) -> tuple[Known, Copies]:
-        """Cast a shard by its statistics, cached or new; not in graphs. Return both.
+        """Cast a shard by its statistics, known or new; not in graphs. Return both.
 
-        ``source``, ``is_own``: as in :meth:`known_for`.
+        ``gathers``, ``is_own``: as in :meth:`known_for`.
         """
         with torch.inference_mode(False):  # autograd can't save inference tensors
             shard, layout = shard.detach(), self.layout(parameter)
             fresh = is_own and self.is_fresh(parameter, shard)
-            of_whole = source is ScaleState.FROM_GATHER and self.needs_whole_scales(layout)
+            of_whole = gathers and self.needs_whole_scales(layout)
             if fresh or of_whole or is_selectively_checkpointed():
                 # The weight may have changed unnoticed, so its values may exceed known statistics.
-                known = self._known(shard, source, plan.schemes)
+                known = self._known(shard, plan.schemes, gathers)
                 return known, cast_by(shard, plan, [known[s] for s in plan.schemes], layout)
             tensor = shard if layout is None else layout.wrap(shard)
             if self.history is not None:
@@ -306,7 +275,7 @@ class Float8Weight(StoredWeight):
             else:
                 each, float8 = cast_copies(tensor, plan, local=shard)
             known = dict(zip(plan.schemes, each, strict=True))
-            self._note(parameter, shard, known, source, None)
+            self._note(parameter, shard, known, gathers, None)
             return known, float8
 
     def needs_whole_scales(self, layout: Layout | None) -> bool:
@@ -319,12 +288,12 @@ class Float8Weight(StoredWeight):
         return moves and not scheme.rides_in_gather(layout, gathered)
 
     def _casts_of_unsharded(
-        self, shard: torch.Tensor, plan: CastPlan, source: ScaleState | None
+        self, shard: torch.Tensor, plan: CastPlan
     ) -> tuple[Copies, Recast | None]:
         """Cast what FSDP2 gathered in high precision for the output, and plan the second cast."""
         layout, second = self.layout(), self.copies(_GEMMS[1:], shard.device).plan
         with torch.inference_mode(False), torch.no_grad():
-            known = self._known(shard, source, self.schemes)
+            known = self._known(shard, self.schemes)
             float8: Copies = ()
             if plan.of:
                 float8 = cast_by(shard, plan, [known[plan.schemes[0]]], layout)
@@ -334,75 +303,69 @@ class Float8Weight(StoredWeight):
         return float8, Recast(known[scheme], scheme, scheme.start(layout), scheme.is_cut(layout))
 
     def _known(
-        self, shard: torch.Tensor, source: ScaleState | None, schemes: Sequence[Scheme]
+        self, shard: torch.Tensor, schemes: Sequence[Scheme], gathers: bool = False
     ) -> Known:
         """:meth:`known_for` on the device of the shard, by an operator where required."""
         if must_query():
-            return queried_statistics(self, shard, source)
-        found, device = self.known_for(shard, source, schemes), shard.device
+            return queried_statistics(self, shard, gathers)
+        found, device = self.known_for(shard, schemes, gathers), shard.device
         return {s: tuple([n.to(device) for n in own]) for s, own in found.items()}
 
     def known_for(
         self,
         shard: torch.Tensor,
-        source: ScaleState | None,
         schemes: Sequence[Scheme],
+        gathers: bool = False,
         is_own: bool = True,
     ) -> Known:
-        """Return the statistics of a shard, cached or new, from its values or from a history.
+        """Return the statistics of a shard, known or new, from its values or from a history.
 
         Args:
-            source: the state under which new statistics are stored; None if they are not stored.
             schemes: those that are needed. A forward without grad_input needs one of two.
-            is_own: whether the shard is the parameter's; otherwise nothing is cached.
+            gathers: whether FSDP2's gather needs them. Then new ones are kept.
+            is_own: whether the shard is the parameter's; otherwise nothing is known.
         """
         parameter, known, whole = self.parameter(), dict[Scheme, Statistics](), None
-        fresh = is_own and self.is_fresh(parameter, shard)
-        if fresh:
+        if is_own and self.is_fresh(parameter, shard):
             known |= self.cache.known or {}
         missing = [scheme for scheme in schemes if scheme not in known]
         for scheme in missing:
-            known[scheme], whole = self._statistics_of(parameter, shard, scheme, source)
-        # Precomputed statistics stay: precompute leaves out those that need no other rank.
-        if missing and not (fresh and self.cache.state is ScaleState.PRECOMPUTED):
-            self._note(parameter, shard, known, source if is_own else None, whole)
+            known[scheme], whole = self._statistics_of(parameter, shard, scheme, gathers)
+        if missing:
+            self._note(parameter, shard, known, gathers, whole)
         return known
 
     def is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
-        """Whether the cached scales and casts of a parameter may be used.
+        """Whether what is known of a parameter may be used.
 
-        They may not be used while a CUDA graph is captured. The graph must contain the computation
-        of scales and casts, because it is replayed with other values.
+        It may not be used while a CUDA graph is captured. The graph must contain the computation of
+        scales and casts, because it is replayed with other values.
         """
-        return not is_captured(shard) and self.cache.is_fresh(parameter)
+        if is_captured(shard) or self.may_change_unnoticed(parameter):
+            return False
+        return self.cache.is_fresh(parameter)
 
     def _note(
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
         new: Known,
-        source: ScaleState | None,
+        gathers: bool,
         whole: Scales | None,
     ) -> None:
-        """Store the statistics of a parameter's values in the cache."""
+        """Note that the statistics of a parameter's values were computed; a gather keeps them."""
         if is_captured(shard):
             return  # the statistics belong to the graph
         self.cache.warn_if_stale(parameter, self.fqn)
-        # A tensor in the parameter's place, such as FSDP1's view of the gathered tensor, changes
-        # unnoticed.
-        if source is None or not _is_parameter(parameter):
-            return
-        if self.history is None:
-            self.cache.store(parameter, new, source, whole)
-        else:  # a scale that follows from a history costs little to find again
-            self.cache.watch(parameter)
+        if gathers and self.history is None:  # what follows from a history costs little to find
+            self.cache.store(parameter, new, ScaleState.FROM_GATHER, whole)
 
     def _statistics_of(
         self,
         parameter: torch.Tensor,
         shard: torch.Tensor,
         scheme: Scheme,
-        source: ScaleState | None,
+        gathers: bool,
     ) -> tuple[Statistics, Scales | None]:
         """The statistics of a shard, and the scales of the whole weight if a gather needs them."""
         layout = self.layout(parameter)
@@ -411,7 +374,7 @@ class Float8Weight(StoredWeight):
             history = self._history_of(parameter)
             statistics, history.last = history.statistics_of(tensor)
             return statistics, None
-        if source is not ScaleState.FROM_GATHER or not self.needs_whole_scales(layout):
+        if not gathers or not self.needs_whole_scales(layout):
             return statistics_of(shard, scheme, layout), None
         assert layout is not None
         whole = self._whole_statistics(shard, scheme, layout)
@@ -442,6 +405,7 @@ class Float8Weight(StoredWeight):
 
         That of the weight is the one of its last cast.
         """
+        self.cache.watch(self.parameter() if self.sharded is None else self.sharded)
         history, begins = self.history, not self.may_have_gradient()
         if history is not None and history.last is not None:
             # It may be from FSDP2's stream, which waits for this one before it makes another.
@@ -619,8 +583,3 @@ def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:
 def float8_modules(module: nn.Module) -> dict[str, nn.Module]:
     """The modules in ``module`` that have float8 parameters, by name."""
     return {fqn: part for fqn, part in module.named_modules() if weights_of(part)}
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    # isinstance with Parameter is slow.
-    return type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)

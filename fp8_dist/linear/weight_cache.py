@@ -1,29 +1,26 @@
 """Cache of a weight's scales, and its invalidation when the weight changes.
 
-A scale may be used only for the values that it was computed from.
-Changes of a weight are noticed as follows. The table of docs/state.md also lists the writes that
-are not noticed, because Python sees no trace of them, and what happens then:
+Precompute and FSDP2's gather store scales; a forward stores none, because ranks without tokens for
+an expert skip it. A scale may be used only for the values that it was computed from. Changes of a
+weight are noticed as follows. The table of docs/state.md also lists the writes that are not
+noticed, because Python sees no trace of them, and what happens then:
 
 * Any ``torch.optim`` step: a global post-step hook invalidates the optimizer's parameters, because
   foreach and fused steps change a DTensor without raising version counters. For other
   parameters the hook drops the scales that a forward or a gather has found: mixed-precision
   optimizers copy master weights back through ``.data``, which no counter sees.
-* FSDP2 exchanges sharded and unsharded parameters: the layer notices each exchange. At the next
-  exchange the values of an unsharded parameter are unknown, except in the backward. There they are
-  the ones that the forward gathered, unless the version of either parameter shows a write since.
-  Scales that precompute found for what FSDP2 gathers in high precision hold as long as neither
-  version shows a write.
+* FSDP2 exchanges sharded and unsharded parameters: the layer notices each exchange. Scales that
+  precompute found for what FSDP2 gathers in high precision hold as long as the version of neither
+  parameter shows a write.
 * In-place ops: version counters show them, from the moment when the amax is computed. A weight that
-  FSDP2 gathers in float8 also counts writes that torch does not count. For other frozen weights a
-  forward caches nothing, because no optimizer step invalidates them (PEFT merges adapters through
+  FSDP2 gathers in float8 also counts writes that torch does not count. For other frozen weights
+  nothing is kept, because no optimizer step invalidates them (PEFT merges adapters through
   ``.data``).
 * ``parameter.data = tensor``, unless the parameter is a DTensor (torch leaves those unchanged), and
   ``swap_tensors``: the storage is another one.
 * ``load_state_dict``, ``module.to()``, a replaced parameter: the layer clears the cache, or the
   identity of the parameter differs.
 
-An evaluation uses no old scale, except for a precomputed or a DELAYED one.
-FSDP2 gathers without gradients in training too, so there ``model.eval()`` marks an evaluation.
 Every change, noticed or not, must be made on all ranks: if only one rank drops its scales, it waits
 for an all-reduce that the other ranks do not join.
 
@@ -40,7 +37,7 @@ from fp8_dist.linear.optimizer_steps import watch_steps
 from fp8_dist.mesh import local_tensor
 from fp8_dist.scaling import Scales, Scheme, Statistics
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import in_backward, innermost, storage_address, version_of
+from fp8_dist.torch_internals import innermost, storage_address, version_of
 
 # The statistics of a weight for each scheme.
 Known = dict[Scheme, Statistics]
@@ -55,7 +52,6 @@ class ScaleState(Enum):
     PRECOMPUTED = auto()
     STALE = auto()  # precomputed, but the weight has changed since: the next use warns
     FROM_GATHER = auto()  # computed when FSDP2 gathered the sharded parameter
-    FROM_FORWARD = auto()  # computed by a forward, for the layer's parameter at that time
 
 
 # Tuples instead of sets, because the hash of an enum member is computed in Python.
@@ -66,25 +62,19 @@ _WITHOUT_SCALES = (ScaleState.UNKNOWN, ScaleState.STALE)
 class WeightCache:
     """Scales for the current values of one weight.
 
-    =========================  =============  =============  ===========  =========================
-    event                      UNKNOWN        PRECOMPUTED    STALE        FROM_GATHER, FROM_FORWARD
-    =========================  =============  =============  ===========  =========================
-    ``store`` PRECOMPUTED      PRECOMPUTED    PRECOMPUTED    PRECOMPUTED  PRECOMPUTED
-    ``store`` FROM_...         FROM_...       FROM_... (a)   FROM_...     FROM_...
-    ``drop``; a step of its                   STALE                       UNKNOWN
+    =========================  ===========  ===========  ===========  ===========
+    event                      UNKNOWN      PRECOMPUTED  STALE        FROM_GATHER
+    =========================  ===========  ===========  ===========  ===========
+    ``store`` PRECOMPUTED      PRECOMPUTED  PRECOMPUTED  PRECOMPUTED  PRECOMPUTED
+    ``store`` FROM_GATHER      FROM_GATHER  FROM_GATHER  FROM_GATHER  FROM_GATHER
+    ``drop``; a step of its                 STALE                     UNKNOWN
     optimizer; a new version
-    step of another optimizer                                             UNKNOWN
-    ``parameter_replaced``                                                UNKNOWN (b)
-    ``begin_evaluation``                      UNKNOWN (c)                 UNKNOWN
-    ``end_of_evaluation``                                                 UNKNOWN (d)
-    ``warn_if_stale``                                        UNKNOWN
-    ``reset``                  UNKNOWN        UNKNOWN        UNKNOWN      UNKNOWN
-    =========================  =============  =============  ===========  =========================
+    step of another optimizer                                         UNKNOWN
+    ``warn_if_stale``                                    UNKNOWN
+    ``reset``                  UNKNOWN      UNKNOWN      UNKNOWN      UNKNOWN
+    =========================  ===========  ===========  ===========  ===========
 
-    In an empty cell the state does not change. (a) The layer used another tensor than the parameter
-    that the scales were precomputed for. (b) Only FROM_FORWARD, and not if a backward gathers again
-    what the forward gathered. (c) With ``forget_precomputed``. (d) At the next use, unless it is in
-    a backward.
+    In an empty cell the state does not change.
 
     Attributes:
         state: see the table.
@@ -103,7 +93,6 @@ class WeightCache:
         self._param: torch.Tensor | None = None
         self._values: _Values | None = None
         self._storage: StorageWeakRef | None = None
-        self._of_evaluation = False  # a pass without gradients has ended; see end_of_evaluation
         # The sharded parameter that FSDP2 gathered, and the unsharded one.
         self._origin: _Values | None = None
         self._gathered: _Values | None = None
@@ -121,12 +110,9 @@ class WeightCache:
         """Store the statistics for the current values of ``param``.
 
         Args:
-            state: FROM_GATHER, FROM_FORWARD, or PRECOMPUTED.
+            state: FROM_GATHER or PRECOMPUTED.
             is_of_gathered: whether they are those of what FSDP2 gathers from ``param``.
         """
-        origin = self._origin
-        self.drop()
-        self._origin = origin
         self.state, self.known, self.whole_scales = state, known, whole_scales
         self._is_of_gathered = is_of_gathered
         self._values = _values(param)
@@ -148,8 +134,6 @@ class WeightCache:
             return False
         if not self._has_same_values(source):
             self.drop()
-        elif self._is_of_ended_evaluation():
-            self._forget_found()
         return self.state not in _WITHOUT_SCALES
 
     def _source_of(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -166,10 +150,6 @@ class WeightCache:
             return None
         return source
 
-    def _is_of_ended_evaluation(self) -> bool:
-        """Whether the scale was found in an evaluation that has ended."""
-        return self._of_evaluation and not in_backward()
-
     def _has_same_values(self, param: torch.Tensor) -> bool:
         return _is_same(param, self._values) and self._has_same_storage(param)
 
@@ -177,50 +157,13 @@ class WeightCache:
         storage = self._storage
         return storage is not None and storage.cdata == storage_address(innermost(param))
 
-    def begin_evaluation(self, forget_precomputed: bool = False) -> None:
-        """Drop the scales of other passes before a pass without gradients.
-
-        A model may be changed unnoticed before it is evaluated (an EMA by foreach ops). A
-        precomputed scale is kept by default, because all ranks would have to compute a new one.
-        """
-        if self.state not in _OF_PRECOMPUTE:
-            self._forget_found()
-        elif forget_precomputed and self.state is not ScaleState.STALE:
-            self.drop()
-            self.state = ScaleState.UNKNOWN
-
-    def end_of_evaluation(self) -> None:
-        """Invalidate the scales that were computed in an evaluation when it ends.
-
-        A backward may still use them, because the pass without gradients may have been the forward
-        of reentrant activation checkpointing.
-        """
-        self._of_evaluation = self.state not in _OF_PRECOMPUTE
-
-    def _forget_found(self) -> None:
-        """Drop the scale that a forward or a gather has computed."""
-        self.state, self._of_evaluation = ScaleState.UNKNOWN, False
-        self.known = self.whole_scales = None
-
     def parameter_replaced(self, by: torch.Tensor | None, gathered: torch.Tensor | None) -> None:
-        """Called when the layer's parameter is replaced. It may return with other values.
-
-        A sharded parameter that FSDP2 replaces does not change in the meantime.
+        """Called when the layer's parameter is replaced.
 
         Args:
             by: the new parameter.
-            gathered: the sharded parameter, if FSDP2 gathered ``by`` from it. The scales that a
-                forward computed for ``by`` are valid again in the backward, where a checkpointed
-                block needs them once more. They are not if they were dropped in between, or if one
-                of the two parameters was written to.
+            gathered: the sharded parameter, if FSDP2 gathered ``by`` from it.
         """
-        if self.state in (ScaleState.UNKNOWN, ScaleState.FROM_FORWARD):
-            if self._origin is not None and self._origin[0] is by:
-                return  # sharded again
-            same = _is_same(gathered, self._origin) and _is_same(by, self._gathered)
-            if same and in_backward():
-                return
-            self.drop()
         self._origin, self._gathered = _values(gathered), _values(by)
 
     def optimizer_stepped(self, updated: set[int]) -> None:
@@ -234,14 +177,13 @@ class WeightCache:
         """Drop scales. Precomputed ones become STALE."""
         of_precompute = self.state in _OF_PRECOMPUTE
         self.state = ScaleState.STALE if of_precompute else ScaleState.UNKNOWN
-        self.known = self.whole_scales = self._origin = None
-        self._of_evaluation = False
+        self.known = self.whole_scales = None
 
     def reset(self) -> None:
         """Forget everything, because the parameter is about to be replaced."""
         self.drop()
         self.state = ScaleState.UNKNOWN
-        self._param = self._values = self._gathered = None
+        self._param = self._values = self._origin = self._gathered = None
 
     def warn_if_stale(self, param: torch.Tensor, name: str) -> None:
         """Warn once if the precomputed scale of ``param`` is STALE."""

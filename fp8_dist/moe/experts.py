@@ -23,7 +23,7 @@ from fp8_dist.linear.weight import (
     weights_of,
     wrap_weights,
 )
-from fp8_dist.linear.weight_cache import Known, ScaleState
+from fp8_dist.linear.weight_cache import Known
 from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part, turned
@@ -137,14 +137,14 @@ class ExpertWeight(Float8Weight):
     def known_for(
         self,
         shard: torch.Tensor,
-        source: ScaleState | None,
         schemes: Sequence[Scheme],
+        gathers: bool = False,
         is_own: bool = True,
     ) -> Known:
         # The module keeps its class, which does not tell of exchanges.
         if self.is_exchanged:
             self.cache.parameter_replaced(self.parameter(), self.sharded)
-        return super().known_for(shard, source, schemes, is_own)
+        return super().known_for(shard, schemes, gathers, is_own)
 
     def operand(self, parameter: torch.Tensor, is_parted: bool) -> Weight:
         """The weight ``[E, N, K]`` for a forward and its backward; see :func:`weight_of`.
@@ -374,9 +374,7 @@ def weight_of(module: nn.Module, name: str, is_parted: bool = False) -> Weight:
     compiling = torch.compiler.is_compiling()  # in a graph, the query of the casts does the rest
     if isinstance(parameter, DTensor) and not (weight.is_compared or compiling):
         weight.compare("the first forward")
-    operand, training = weight.operand(parameter, is_parted), torch.is_grad_enabled()
-    if not compiling and not weight.leaves_something(parameter, training):
-        weight.end_of_evaluation(parameter)
+    operand: Weight = weight.operand(parameter, is_parted)
     return operand
 
 

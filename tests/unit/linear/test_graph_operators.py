@@ -28,7 +28,7 @@ def arguments_of(layer: Float8Linear) -> tuple[Any, ...]:
     keys = [scheme.key for scheme in layer.config.recipe.schemes["weight"]]
     of = [i for i in range(len(keys)) for _ in range(2)]
     handle, layouts = layer.float8_weight.handle, [False, True] * len(keys)
-    return layer.weight, handle, keys, [0, 0], of, layouts, True
+    return layer.weight, handle, keys, [0, 0], of, layouts
 
 
 def kept(layer: Float8Linear) -> Iterator[torch.Tensor]:

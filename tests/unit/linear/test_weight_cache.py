@@ -32,27 +32,15 @@ def forward(layer: Float8Linear) -> None:
 precompute = precompute_float8_dynamic_scale
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_precompute_in_inference_mode_serves_training(recipe: str) -> None:
-    layer = Float8Linear(32, 16, config=Float8LinearConfig.from_recipe_name(recipe))
-    forward(layer)
-    expected, layer.weight.grad = layer.weight.grad, None
-    with torch.inference_mode():
-        precompute(layer)
-    forward(layer)
-    assert layer.weight.grad is not None
-    assert torch.equal(layer.weight.grad, expected)
-
-
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
 )
 def test_a_copy_has_a_weight_of_its_own(copied: Callable[[Float8Linear], Float8Linear]) -> None:
     layer = Float8Linear(32, 16)
-    precompute(layer)
+    layer.float8_weight.gather_cast(layer.float8_weight.shard())
     twin = copied(layer)
     assert twin.float8_weight.cache.state is ScaleState.UNKNOWN
-    assert layer.float8_weight.cache.state is ScaleState.PRECOMPUTED
+    assert layer.float8_weight.cache.state is ScaleState.FROM_GATHER
     # (A shallow copy of a module shares the dict of its parameters.)
     twin._parameters = {**twin._parameters, "weight": nn.Parameter(torch.full((16, 32), 2.0))}
     assert (twin.float8_weight.shard() == 2).all()
@@ -92,14 +80,6 @@ def test_models_train_in_several_threads() -> None:
             optimizer.step()
 
     assert in_threads(train) == []
-
-
-def test_precompute_of_weights_on_several_devices() -> None:
-    layers = [Float8Linear(16, 16, device=device) for device in ("cpu", "meta")]
-    precompute_float8_dynamic_scale(nn.Sequential(*layers))
-    for layer in layers:
-        (statistics,) = (layer.float8_weight.cache.known or {}).values()
-        assert all(each.device == layer.weight.device for each in statistics)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "delayed"])
