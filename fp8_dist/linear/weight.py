@@ -209,12 +209,16 @@ class Float8Weight(StoredWeight):
             self.made.wait()
         (scheme,), layout, whole = self.schemes, self.layout(), None
         plan = CastPlan((scheme,))
-        _, (found,) = self.cast_shard(self.parameter(), shard, plan, gathers=True)
-        if layout is not None and self.needs_whole_scales(layout):
-            whole = None if is_captured(shard) else self.cache.whole_scales
-            if whole is None:
+        needs_whole = layout is not None and self.needs_whole_scales(layout)
+        if layout is not None and needs_whole and is_captured(shard):
+            statistics = self._whole_statistics(shard, scheme, layout)
+            whole = scheme.scales_from(statistics)
+            (found,) = cast_by(shard, plan, [scheme.local_part(statistics, layout)], layout)
+        else:
+            _, (found,) = self.cast_shard(self.parameter(), shard, plan, gathers=True)
+            whole = self.cache.whole_scales if needs_whole else None
+            if layout is not None and needs_whole and whole is None:
                 whole = scheme.scales_from(self._whole_statistics(shard, scheme, layout))
-            if not is_captured(shard):
                 self.cache.whole_scales = whole
         if is_observed():
             observe(self, "weight", shard, [found])

@@ -187,7 +187,8 @@ def test_no_amax_travels_after_the_first_step() -> None:
     gathered = Counter[str]()
     for row in step.rows:
         gathered[f"{row.dtype} over {row.axis}"] += row.bytes * (row.op == "all_gather")
-    assert reduces == [26, 0, 0]
+    first, *others = reduces
+    assert first > sum(others) == 0
     assert +gathered == {
         "torch.float8_e4m3fn over dp": 73_728,
         "torch.float32 over dp": 3_584,
