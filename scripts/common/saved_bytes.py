@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -30,18 +29,6 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of what tensors hold on this rank, padding left out."""
     plain = [p for tensor in tensors for p in plain_tensors(tensor)]
     return sum(p.numel() * p.dtype.itemsize for p in plain)
-
-
-def rewrites_ops(types: Iterable[type]) -> bool:
-    """Whether one of these tensor types replaces an op by others, which a mode sees in its place.
-
-    A mode returns NotImplemented then. Fake tensors, which DTensor asks for shapes, do not count.
-    """
-    return any(
-        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        and not issubclass(kind, FakeTensor)
-        for kind in types
-    )
 
 
 def saved_bytes(

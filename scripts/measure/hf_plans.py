@@ -1,4 +1,4 @@
-"""Tries `hf_tp_plan` on every model of transformers that is made from a small config.
+"""Tries `hf_tp_plan` on every language model of transformers that is made from a small config.
 
     python -m scripts.measure.hf_plans --assert
     python -m scripts.measure.hf_plans --only llama qwen3 gpt_oss
@@ -89,9 +89,8 @@ def every_model() -> dict[str, tuple[str, str]]:
     """The class of each model and of its config, by the type of model."""
     configs = configuration_auto.CONFIG_MAPPING_NAMES
     # Of a type with several classes, the last one is tried.
-    kinds = "IMAGE_CLASSIFICATION MASKED_LM CAUSAL_LM IMAGE_TEXT_TO_TEXT"
-    kinds += " SEQ_TO_SEQ_CAUSAL_LM SPEECH_SEQ_2_SEQ"
-    found = [getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds.split()]
+    kinds = ("MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+    found = [getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds]
     classes = {kind: name for each in found for kind, name in each.items() if kind in configs}
     # A class that serves several types of model is tried once.
     by_class = {name if isinstance(name, str) else name[0]: k for k, name in classes.items()}
@@ -129,23 +128,10 @@ def build(model: str, config: str, converted: bool = False, device: str = "cpu")
     return made
 
 
-def inputs(model: Any) -> dict[str, torch.Tensor]:
-    """A batch of the model's main input, and labels."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 256, (4, 16), generator=generator)
-    if model.main_input_name == "pixel_values":
-        images = torch.randn(4, 3, 32, 32, generator=generator)
-        if "ImageClassification" in type(model).__name__:
-            return {"pixel_values": images, "labels": torch.zeros(4, dtype=torch.long)}
-    if model.main_input_name == "input_features":
-        sound = torch.randn(4, 16, 64, generator=generator)
-        return {"input_features": sound, "labels": ids}
-    return {"input_ids": ids, "labels": ids}
-
-
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients of a loss on some inputs, whole; zeros for parameters without one."""
-    model(**inputs(model)).loss.backward()
+    """Gradients of a loss on some tokens, whole; zeros for parameters without one."""
+    ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
     found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
 

@@ -52,10 +52,6 @@ def files(folder: str, pattern: str = "*.py") -> list[Path]:
     return [p for p in paths if not any(parent.is_symlink() for parent in (p, *p.parents))]
 
 
-def all_lines(paths: list[Path]) -> int:
-    return sum(len(path.read_text().splitlines()) for path in paths)
-
-
 def main() -> None:
     """Prints the tables."""
     library = [path for folder in LIBRARY for path in files(folder)]
@@ -68,7 +64,8 @@ def main() -> None:
     tests = [path for path in files("tests") if "support/fake_cuda" not in str(path)]
     kinds = {"tests, without support/fake_cuda": tests, "scripts": files("scripts")}
     kinds["docs"] = files("docs", "*.md")
-    rows = [[kind, f"{all_lines(paths):,}"] for kind, paths in kinds.items()]
+    counts = {k: sum(len(p.read_text().splitlines()) for p in ps) for k, ps in kinds.items()}
+    rows = [[kind, f"{count:,}"] for kind, count in counts.items()]
     print(table(["", "lines"], rows, "lr"), end="\n\n")
     print(f"functions with more than {MOST_ARGUMENTS} arguments:")
     print("\n".join(name for path in library for name in many_arguments(path)))

@@ -1,4 +1,4 @@
-"""Compares runs of scripts.train.train with a bf16 run: bytes on the wire, losses, a plot.
+"""Compares runs of scripts.train.train with a bf16 run: bytes on the wire, losses, a report.
 
 python -m scripts.train.compare runs/bf16 runs/tensorwise --assert
 """
@@ -9,12 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-import matplotlib as mpl
-
-mpl.use("Agg")  # before pyplot chooses: there may be no display
-import matplotlib.pyplot as plt
-
 from fp8_dist.recipe import Operand
+from fp8_dist.report.page import write
 from scripts.common.candidates import BF16, config_of
 from scripts.common.markdown import table
 from scripts.common.options import command_parser
@@ -22,7 +18,6 @@ from scripts.common.options import command_parser
 LAST_STEPS = 20
 MAX_DIFFERENCE = 0.01
 MAX_FRACTION_OF_FIRST = 0.7
-SMOOTHING_STEPS = 5
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -121,23 +116,6 @@ def verdict(baseline: dict[str, Any], run: dict[str, Any]) -> str:
     )
 
 
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Draws the losses of runs, each the mean of up to `SMOOTHING_STEPS` steps."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for i, run in enumerate(runs):
-        losses, steps = run["losses"], range(1, len(run["losses"]) + 1)
-        windows = [losses[max(0, step - SMOOTHING_STEPS) : step] for step in steps]
-        # Narrower than those before, which it may cover.
-        width = max(1.5, 6 - 2.25 * i)
-        axes.plot(steps, [*map(fmean, windows)], linewidth=width, label=run["name"])
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
-    axes.set_title(f"Training loss, mean of the last {SMOOTHING_STEPS} steps")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = command_parser("scripts.train.compare", __doc__)
@@ -145,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="run", help="folder of a run to judge"
     )
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of loss.png")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of report.html")
     parser.add_argument(
         "--assert", dest="strict", action="store_true", help="fail when a verdict is bad"
     )
@@ -154,9 +132,9 @@ def main(argv: list[str] | None = None) -> int:
     if len({run["name"] for run in found}) < len(found):
         parser.error(f"runs are alike: {', '.join(run['name'] for run in found)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    plot(found, args.out / "loss.png")
     print(report(baseline, runs))
-    print(f"written: {args.out / 'loss.png'}")
+    write(args.out / "report.html", [args.baseline, *args.runs])
+    print(f"written: {args.out / 'report.html'}")
     return 1 if args.strict and any(problems(baseline, run) for run in runs) else 0
 
 

@@ -33,13 +33,8 @@ def run_writer(
     config.json has the options, `float8_layers` by name, `memory`: what `memory_bytes` of
     metrics.jsonl means, and versions.
 
-    Args:
-        args: the options of the run.
-        model: the model.
-        stats: what `--stats-every` asks for.
-        device: where the model is.
-        reason: why not on a GPU, "" if there is nothing to say.
-        first: the first step that will be written.
+    reason: why the device is not a GPU, "" if there is nothing to say. first: the first step that
+    will be written.
     """
     corpus = args.corpus
     parameters = sum(p.numel() for p in model.parameters())

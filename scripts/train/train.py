@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
-from fp8_dist.debug import Float8Stats, comm_audit, float8_stats
+from fp8_dist.debug import comm_audit, float8_stats
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.gloo import leave, use_one_thread_per_group
@@ -118,13 +118,7 @@ class Trainer:
 
 
 def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
-    """Returns the factor of the peak learning rate: up linearly, then down to (almost) 0.
-
-    Args:
-        step: counts from 0.
-        warmup: steps until the peak.
-        steps: of the whole run.
-    """
+    """Factor of the peak learning rate at a step, from 0: up linearly, then down to almost 0."""
     if step < warmup:
         return (step + 1) / warmup
     return (steps - step) / max(steps - warmup, 1)
@@ -149,7 +143,10 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
             print(f"checkpoint: continues in {folder} after step {done}", flush=True)
     if done >= args.steps:
         return
-    stats = stats_of(trainer)
+    stats = None
+    if args.stats_every is not None:
+        kinds = {"every": args.stats_every, "gemms": args.stats_gemms}
+        stats = float8_stats(trainer.model, **kinds, on_anomaly=print_anomaly)
     writer = run_writer(args, trainer.model, stats, device, reason, first=done + 1)
     progress = tqdm(
         range(done + 1, args.steps + 1),
@@ -185,16 +182,6 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         if args.checkpoint_every is not None and (last or step % args.checkpoint_every == 0):
             writer.sync()
             checkpoints.save(folder, step, trainer.model, trainer.optimizer)
-
-
-def stats_of(trainer: Trainer) -> Float8Stats | None:
-    """Statistics of every so many steps, if they are asked for; for all ranks."""
-    args = trainer.args
-    if args.stats_every is None:
-        return None
-    return float8_stats(
-        trainer.model, every=args.stats_every, gemms=args.stats_gemms, on_anomaly=print_anomaly
-    )
 
 
 def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]:

@@ -15,13 +15,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from fake_cuda.counter import ALLOCATIONS, traffic
+from fake_cuda.counter import ALLOCATIONS, rewrites_ops, traffic
 from fake_cuda.streams import Clock, Stream, current_stream
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from scripts.common.saved_bytes import rewrites_ops
 
 ROOT = f"{Path(__file__).resolve().parents[2]}/"
 LIBRARY = tuple(ROOT + folder for folder in ("fp8_dist/", "fsdp/", "tensor_parallel/"))

@@ -11,17 +11,17 @@ not run: a launch counts as reading or writing each of its tensor arguments once
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fake_cuda.layouts import block_mm_problems, scaled_mm_problems
 from fake_cuda.triton_kernels import forget_addresses
-from scripts.common.saved_bytes import rewrites_ops
 
 GEMMS = ("_scaled_mm", "_scaled_mm_v2", "mm", "addmm", "bmm")
 GROUPED_GEMMS = ("_grouped_mm", "_scaled_grouped_mm")
@@ -34,6 +34,18 @@ _LARGE = 2**20  # bytes; below, a launch takes longer than the data
 # torch's multi-tensor kernels: elements of a chunk, and chunks of one launch; tensors of one launch
 # by the number of lists.
 _CHUNK, _CHUNKS, _TENSORS = 65536, 320, (110, 64, 48, 36, 30)
+
+
+def rewrites_ops(types: Iterable[type]) -> bool:
+    """Whether one of these tensor types replaces an op by others, which a mode sees in its place.
+
+    A mode returns NotImplemented then. Fake tensors, which DTensor asks for shapes, do not count.
+    """
+    return any(
+        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        and not issubclass(kind, FakeTensor)
+        for kind in types
+    )
 
 
 class Kernel(NamedTuple):
