@@ -39,22 +39,16 @@ def layer_on_fake_cuda(name: str, shape: LayerShape, mode: FakeCudaMode) -> Laye
     return Layer(module, x, grad)
 
 
-def count_layer(
-    name: str, shape: LayerShape, weight_changed: bool, gemm_of: str = "hopper"
-) -> Counts:
-    """Forward and backward of a candidate's layer that has run before.
+def count_layer(name: str, shape: LayerShape, gemm_of: str = "hopper") -> Counts:
+    """Forward and backward of a candidate's layer whose weight an update has changed.
 
-    Args:
-        weight_changed: since then, as by an optimizer step. Otherwise the library's float8 copy of
-            the weight serves again, as for a second micro-batch.
-        gemm_of: the device whose GEMMs with scales of blocks there are: "hopper" or "blackwell".
+    ``gemm_of``: the device whose GEMMs with scales of blocks there are: "hopper" or "blackwell".
     """
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, shape, mode)
     with fake_tensors(mode), patch.object(gemm, "device_kind", lambda device: gemm_of):
         layer.run()
-        if weight_changed:
-            layer.change_weight()
+        layer.change_weight()
         layer.clear()
         with KernelCounter() as counter:
             layer.run()

@@ -40,39 +40,35 @@ KINDS = ("gemm", "elementwise", "reduction", "transposing copy", "tiny")
 
 @dataclasses.dataclass
 class Row:
-    """The counts of a candidate's layer; None: the same, or it does not apply."""
+    """The counts of a candidate's layer."""
 
     name: str
     eager: Counts
     compiled: Counts
-    cached: Counts | None = None  # eager, the weight has not changed
 
 
 def count(process: FakeCudaProcess, shape: LayerShape) -> list[Row]:
     """All candidates at one shape."""
     rows = []
     for name in (BF16, *OURS, *TORCHAO):
-        eager = process.run(count_layer, name, shape, True)
-        row = Row(name, eager, process.run(count_compiled_layer, name, shape))
-        if name in OURS:
-            row.cached = process.run(count_layer, name, shape, False)
-        rows.append(row)
+        each = (process.run(count, name, shape) for count in (count_layer, count_compiled_layer))
+        rows.append(Row(name, *each))
     return rows
 
 
 def counts_table(rows: Sequence[Row]) -> str:
     """Kernels and bytes."""
-    header = ["layer", "kernels", "weight cached", "compiled"]
-    header += ["GB besides GEMMs", "weight cached", "compiled", "transposing copies", "compiled"]
+    header = ["layer", "kernels", "compiled", "GB besides GEMMs", "compiled"]
+    header += ["transposing copies", "compiled"]
     lines = []
     for row in rows:
-        each = (row.eager, row.cached, row.compiled)
+        each = (row.eager, row.compiled)
         lines.append(
             [
                 row.name,
-                *("" if counts is None else str(counts.launches) for counts in each),
-                *("" if counts is None else _gigabytes(counts) for counts in each),
-                *(str(len(c.of_kind("transposing copy"))) for c in (row.eager, row.compiled)),
+                *(str(counts.launches) for counts in each),
+                *(_gigabytes(counts) for counts in each),
+                *(str(len(counts.of_kind("transposing copy"))) for counts in each),
             ]
         )
     return table(header, lines, "lr")
