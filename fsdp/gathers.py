@@ -40,7 +40,7 @@ def _before_first_gather(group: Any) -> None:
             if parameter.has_hooks:
                 _check_reshards(group, weight.fqn)
             weight.waits_in_fsdp = parameter.has_unreduced
-            if not weight.is_exchanged:
+            if not weight.under_fsdp:
                 weight.note_sharded(parameter.parameter)
 
 

@@ -117,7 +117,7 @@ def _placed(shard: _Shard, local: Statistics, scheme: Scheme) -> WeightStatistic
     gathered, everywhere, sharded = shard.gathered, tuple[int, ...](), sharded_axes(layout)
     if shard.is_float8:
         moving = scheme.moving_levels(layout, gathered)
-        everywhere = () if moving and scheme.rides_in_gather(layout, gathered) else moving
+        everywhere = () if moving and scheme.scales_fit_gather(layout, gathered) else moving
     elif gathered is not None and any(scheme.axes(gathered)):
         everywhere = tuple(range(len(local)))
     axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])

@@ -23,7 +23,7 @@ from fp8_dist.debug.collectives import Collective, read_collective
 from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.device import is_float8
 from fp8_dist.kernels.encoding import encode_float8, pack_rows
-from fp8_dist.linear.queries import QUERIES
+from fp8_dist.linear.runtime_ops import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import aligned
 from fp8_dist.torch_internals import (

@@ -41,7 +41,7 @@ from torch.nn.functional import pad
 from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
 from fp8_dist.device import is_captured
 from fp8_dist.kernels import amax, cast_and_measure, empty_copies
-from fp8_dist.linear.queries import must_query, owner_of, query, register_handle
+from fp8_dist.linear.runtime_ops import must_query, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, groups_over, local_tensor
 from fp8_dist.scaling import CastPlan, Dense, Statistics, reduction_groups
 from fp8_dist.torch_internals import is_selectively_checkpointed

@@ -94,8 +94,8 @@ def float8_linear(
     return _FinishOutput.apply(output, bias, spec)
 
 
-class Form(NamedTuple):
-    """An operand without its tensors; see :class:`fp8_dist.scaling.Quantized`."""
+class OperandSpec(NamedTuple):
+    """Where an operand's tensors are in the saved list; see :class:`fp8_dist.scaling.Quantized`."""
 
     places: Sequence[int]  # the indices of its tensors in a flat list
     scheme: Scheme | None = None  # None for an operand in high precision
@@ -112,13 +112,13 @@ class Form(NamedTuple):
         return Quantized(first, tuple(scales), self.scheme, self.start, self.is_cut)
 
 
-_Forms = tuple[Form | None, ...]
+_Specs = tuple[OperandSpec | None, ...]
 
 
-def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Forms]:
+def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Specs]:
     """List the tensors of operands, each once: dynamo refuses duplicates."""
     flat: list[torch.Tensor] = []
-    forms: list[Form | None] = []
+    forms: list[OperandSpec | None] = []
     for operand in operands:
         rest: list[Any] = []
         if operand is None:
@@ -131,7 +131,7 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Fo
             tensors, *rest = operand
         else:
             tensors = (operand,)
-        forms.append(Form(tuple([_place(tensor, flat) for tensor in tensors]), *rest))
+        forms.append(OperandSpec(tuple([_place(tensor, flat) for tensor in tensors]), *rest))
     return flat, tuple(forms)
 
 
@@ -258,7 +258,7 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        forms: _Forms,
+        forms: _Specs,
         *flat: Any,
     ) -> torch.Tensor:
         x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
@@ -396,7 +396,7 @@ def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.
 def _recast(
     weight: torch.Tensor,
     statistics: Sequence[torch.Tensor],
-    form: Form,
+    form: OperandSpec,
     grad: torch.Tensor,
     spec: LinearSpec,
 ) -> Quantized:

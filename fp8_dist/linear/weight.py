@@ -17,9 +17,9 @@ Where the parameter is cast depends on how it is distributed:
   backward casts it again, because FSDP2 frees it in between.
 * Nowhere, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
 
-Statistics that ``cache`` has for the parameter's values are used; others are computed and stored
-there. Compiled graphs and selective activation checkpointing query them by operators (``queries``).
-On a GPU a graph measures a weight that is not distributed itself.
+Statistics that ``cache`` has for the parameter's values are used; others are computed. Compiled
+graphs and selective activation checkpointing query them by operators (``runtime_ops``). On a GPU a
+graph measures a weight that is not distributed itself.
 """
 
 import warnings
@@ -39,7 +39,7 @@ from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.observing import is_observed, observe
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import replaced_parameters
-from fp8_dist.linear.queries import (
+from fp8_dist.linear.runtime_ops import (
     must_query,
     queried_copies,
     queried_statistics,
@@ -86,11 +86,11 @@ class Float8Weight(StoredWeight):
 
     Attributes:
         config: the config of the layer.
-        handle: identifies this object in operators (``queries``).
+        handle: identifies this object in operators (``runtime_ops``).
         cache: statistics, while they are known to be fresh.
-        is_exchanged: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
-        made: on a GPU, an event of the stream that ran precompute or sync. After it, the scales of
-            the weight are ready for other streams.
+        under_fsdp: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
+        scales_ready: on a GPU, an event of the stream that ran precompute or sync. After it, the
+            scales of the weight are ready for other streams.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class Float8Weight(StoredWeight):
         self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
         # If set, no cast of the unsharded parameter may outlive it.
-        self.is_exchanged = False
-        self.made: torch.cuda.Event | None = None
+        self.under_fsdp = False
+        self.scales_ready: torch.cuda.Event | None = None
 
     def __reduce__(self) -> Any:
         return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether it is cast, by scales that follow from its values."""
+        """Whether it is cast with a DYNAMIC scale."""
         is_cast = bool(self.schemes) and not self.is_stored
         return is_cast and "weight" not in self.config.recipe.delayed
 
@@ -167,11 +167,11 @@ class Float8Weight(StoredWeight):
         shard = self.gather_type.unwrap(local)
         if not compiling:
             self._warn_if_flags_have_no_effect(parameter, shard is not local)
-        both = torch.is_grad_enabled() and needs_grad_input and not self.is_exchanged
+        both = torch.is_grad_enabled() and needs_grad_input and not self.under_fsdp
         plan, places = self.copies(_GEMMS if both else _GEMMS[:1], shard.device)
         float8: Copies = ()
         recast = None
-        if self.is_exchanged:
+        if self.under_fsdp:
             float8, recast = self._casts_of_unsharded(shard, plan)
         elif not plan.of:
             return WeightCasts()
@@ -204,9 +204,9 @@ class Float8Weight(StoredWeight):
         Collectives: as :meth:`forward_casts`. If scales of the whole weight are needed and not
         known, those of :func:`fp8_dist.scaling.whole_statistics`.
         """
-        if self.made is not None and not is_captured(shard):
+        if self.scales_ready is not None and not is_captured(shard):
             # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
-            self.made.wait()
+            self.scales_ready.wait()
         (scheme,), layout, whole = self.schemes, self.layout(), None
         plan = CastPlan((scheme,))
         needs_whole = layout is not None and self.needs_whole_scales(layout)
@@ -232,7 +232,7 @@ class Float8Weight(StoredWeight):
         """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
-        self.is_exchanged |= gathered
+        self.under_fsdp |= gathered
         self.sharded = old if gathered else None
         if self.sharded is not None and self.config.fsdp_float8_all_gather:
             self._warn_if_type_is_lost(local_tensor(self.sharded))
@@ -289,7 +289,7 @@ class Float8Weight(StoredWeight):
             return False
         gathered = self.gathered_layout(layout)
         moves = bool(scheme.moving_levels(layout, gathered))
-        return moves and not scheme.rides_in_gather(layout, gathered)
+        return moves and not scheme.scales_fit_gather(layout, gathered)
 
     def _casts_of_unsharded(
         self, shard: torch.Tensor, plan: CastPlan
@@ -438,7 +438,7 @@ class Float8Weight(StoredWeight):
         if wrapped and flag == "auto":
             return  # "auto" also allows for models that FSDP2 does not shard
         # _warn_if_type_is_lost has warned of what FSDP2 has exchanged.
-        lost = self.config.fsdp_float8_all_gather and not self.is_exchanged
+        lost = self.config.fsdp_float8_all_gather and not self.under_fsdp
         if wrapped or (lost and self.is_computed(parameter)):
             warn_once(
                 "float8 gather without FSDP2",
@@ -569,7 +569,7 @@ def note_made(weights: Iterable[Float8Weight]) -> None:
     if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
         event = torch.cuda.current_stream().record_event()
         for weight in on_gpu:
-            weight.made = event
+            weight.scales_ready = event
 
 
 def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:

@@ -132,7 +132,7 @@ class ExpertWeight(Float8Weight):
                 "parallelism has given each rank several pieces, and torch would save them in "
                 "another order; shard another dim (shard_placement_fn)"
             )
-        self.sharded, self.is_exchanged = parameter, True
+        self.sharded, self.under_fsdp = parameter, True
 
     def known_for(
         self,
@@ -142,7 +142,7 @@ class ExpertWeight(Float8Weight):
         is_own: bool = True,
     ) -> Known:
         # The module keeps its class, which does not tell of exchanges.
-        if self.is_exchanged:
+        if self.under_fsdp:
             self.cache.parameter_replaced(self.parameter(), self.sharded)
         return super().known_for(shard, schemes, gathers, is_own)
 

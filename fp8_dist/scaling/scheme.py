@@ -266,7 +266,7 @@ class Scheme:
         return tuple([i for i, by_dim in enumerate(divided) if any(by_dim)])
 
     @cached_but_in_graphs
-    def rides_in_gather(self, layout: Layout, gathered: Layout | None) -> bool:
+    def scales_fit_gather(self, layout: Layout, gathered: Layout | None) -> bool:
         """Whether FSDP2's gather can carry scales: equal shards of dim 0 that cut no block."""
         even = len(local_sizes(layout, 0)) == 1
         return _gathered_dims(layout, gathered) == {0} and even and not _cuts_blocks(self, layout)

@@ -29,7 +29,7 @@ from fp8_dist.kernels import (
     quantize_block_copies,
 )
 from fp8_dist.linear.amax_history import history_copies
-from fp8_dist.linear.queries import QUERIES, shard_statistics, weight_copies
+from fp8_dist.linear.runtime_ops import QUERIES, shard_statistics, weight_copies
 from fp8_dist.scaling.operators import cast_operator
 
 # The queries of scales, passes over tensors, GEMMs, and collectives.

@@ -30,7 +30,7 @@ from two_level import TwoLevel
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, cast_to_float8
 from fp8_dist.linear.operands import plan_operand, reason_to_move_high
-from fp8_dist.linear.queries import weight_copies
+from fp8_dist.linear.runtime_ops import weight_copies
 from fp8_dist.mesh import Layout, global_offset
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.scaling import (
@@ -191,7 +191,7 @@ def test_what_fsdp_gathers_beside_the_data() -> None:
     # Levels of which shards have different scales; whether the gather carries them.
     found = {
         scheme.covers: [
-            (scheme.moving_levels(each, None), scheme.rides_in_gather(each, None))
+            (scheme.moving_levels(each, None), scheme.scales_fit_gather(each, None))
             for each in (even, uneven, columns)
         ]
         for scheme in (TENSOR, ROW, Blocks(E4M3, 1, 4), Blocks(E4M3, 4, 4), Blocks(E4M3, 8, 8))

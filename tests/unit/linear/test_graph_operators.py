@@ -13,7 +13,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.linear.amax_history import history_copies
-from fp8_dist.linear.queries import weight_copies
+from fp8_dist.linear.runtime_ops import weight_copies
 
 E4M3 = torch.float8_e4m3fn
 
