@@ -70,7 +70,14 @@ def test_a_call(tmp_path: Path) -> None:
     python.write_text(PYTHON)
     python.chmod(0o755)
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts/gpu_day.sh"), "A", str(tmp_path / "found")],
+        [
+            "bash",
+            str(ROOT / "scripts/gpu_day.sh"),
+            "A",
+            str(tmp_path / "found"),
+            "--seconds",
+            "3000",
+        ],
         env=os.environ | {"PY": str(python), "GPU_PACK": str(tmp_path / "no pack")},
         capture_output=True,
         text=True,

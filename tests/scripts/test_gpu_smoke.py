@@ -96,10 +96,8 @@ def test_processes_share_the_calls(tried: Any) -> None:
 
 
 def test_kernels_have_the_bits_of_the_portable_code(tried: Any) -> None:
-    found = tried("kernels", "--only", "odd, choice 0")
-    assert len(found) == len(operator_calls("cpu", odd=True))
+    found = tried("kernels", "--only", "gemm_scales, odd", "cast_blocks 32x32", "amax_of_each, odd")
     assert found["gemm_scales, odd, choice 0"] == "_gemm_scales BLOCK=1024 warps=4"
-    assert tried("kernels", "--only", "cast_blocks 32x32")  # with all choices
 
 
 @triton.jit
