@@ -540,6 +540,24 @@ def _has_unreduced(group: Any, parameter: Any) -> bool:
     return any(each is not None for each in waiting)
 
 
+def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether any of these parameters may have a gradient, also one that FSDP or a hook holds."""
+    held = {
+        id(parameter._unsharded_param): parameter.sharded_param.grad is not None
+        or _has_unreduced(group, parameter)
+        for group in fsdp_groups()
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    }
+    return any(
+        leaf.grad is not None
+        or has_hooks_after_accumulation(leaf)
+        or getattr(leaf, "_saved_grad_shard", None) is not None  # of FSDP1
+        or held.get(id(leaf), False)
+        for leaf in leaves
+    )
+
+
 def fsdp_gather_without_hooks(users: set[tuple[nn.Module, str]]) -> None:
     """Let FSDP2 gather parameters whose local tensors had hooks for the all-gather until now.
 

@@ -66,8 +66,7 @@ def share_input(
         assert declared is not None
         placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
     if scheme is not None:
-        at, mesh = placed.placements[0], placed.device_mesh
-        history = first.histories.get("input") if first.weight.requires_grad else None
+        at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
         for layer in layers:
             if layer.prepared_input is not history:
                 layer.prepared_input = history

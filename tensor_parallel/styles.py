@@ -310,9 +310,8 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             layer: Any = module.get_submodule(name)
             if not isinstance(layer, Float8Linear):  # convert_to_linear
                 return args, kwargs
-            trained = layer.weight.requires_grad
-            history = layer.histories.get(PREPARED_INPUT) if trained else None
-            how = (device_mesh, scheme, history, layer.float8_weight)
+            history, owner = layer.histories.get(PREPARED_INPUT), layer.float8_weight
+            how = (device_mesh, scheme, history, owner)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             each = enumerate(zip(args, layouts, strict=False), 1)
             cast_args = [cast_input(x, at, *how, n) for n, (x, at) in each]

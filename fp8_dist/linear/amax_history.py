@@ -5,9 +5,8 @@ A cast then needs no all-reduce. Each rank records the amaxes of a step.
 once and computes the next scales from the histories.
 
 Until a history holds a value (before the first sync, and as long as an operand is all zeros) each
-tensor is scaled by its own amax. So are the operands of a layer whose weight is not trained: it is
-frozen, or computed from other parameters. Between two syncs an operand's scale does not change. The
-recorded amax is the maximum over all micro-batches of a step.
+tensor is scaled by its own amax. Between two syncs an operand's scale does not change. The recorded
+amax is the maximum over all micro-batches of a step.
 
 Note [Passes that count]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -19,15 +18,19 @@ steps. Therefore:
 
 * A cast records nothing. Its amax belongs to the pass, as one of the tensors that autograd saves
   for it. The backward that gives the weight its gradient records the amaxes
-  (``Float8Weight.record_amaxes``). Forwards whose backward does not run leave nothing, and neither
-  do backwards for the gradients of inputs alone.
+  (``Float8Weight.record_amaxes``). If the weight is frozen, this is a backward that accumulates any
+  gradient; if the layer has no backward at all, because its input needs no gradient either, it is
+  the forward. Forwards whose backward does not run leave nothing, and neither do backwards for the
+  gradients of inputs alone.
 * A gradient may be thrown away after the backward (``zero_grad``). So when a backward finds that
-  the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone.
+  the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone. If
+  the weight is frozen or computed, the parameters that get gradients tell.
 
-Not noticed are gradients that are set to zero instead of None or taken by hooks:
-:func:`fp8_dist.invalidate_float8_scales` drops what was recorded since the last sync. Code that
-takes gradients from ``.grad`` itself, or asks ``torch.autograd.grad`` for them, begins anew with
-each pass. A compiled graph does not see which gradients a backward was asked for.
+Not noticed are gradients that are set to zero instead of None or taken by hooks, and passes of
+layers without a backward: :func:`fp8_dist.invalidate_float8_scales` drops what was recorded since
+the last sync. Code that takes gradients from ``.grad`` itself, or asks ``torch.autograd.grad`` for
+them, begins anew with each pass. A compiled graph sees neither which gradients a backward was asked
+for nor those of other parameters than its weights.
 """
 
 import math
@@ -79,7 +82,7 @@ class AmaxHistory:
         self.statistic: torch.Tensor | None = None
         self.mesh = mesh
         self.last: torch.Tensor | None = None
-        self._recorded_in: int | None = None  # the last backward
+        self._recorded_in: int | None = None  # the last backward with a weight that is trained
         self._handle = register_handle(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,14 +135,14 @@ class AmaxHistory:
             before = None if shared == 1 else self.last
             self.last = value if before is None else torch.maximum(before, value)
 
-    def record(self, value: torch.Tensor, backward: int, begins: bool) -> None:
+    def record(self, value: torch.Tensor, backward: int | None, begins: bool) -> None:
         """Record the amax of a pass that counts.
 
         Args:
-            backward: the number of the backward.
+            backward: the number of the backward; ``None`` if ``begins`` is not known.
             begins: whether the pass begins to accumulate gradients.
         """
-        if backward != self._recorded_in:
+        if backward not in (None, self._recorded_in):
             # A layer that is called several times has no gradient before the last of its backwards.
             self._recorded_in = backward
             self.current = None if begins else self.current

@@ -49,7 +49,7 @@ from fp8_dist.mesh import (
 )
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, cast, multiply
-from fp8_dist.torch_internals import backward_runs
+from fp8_dist.torch_internals import backward_id, backward_runs, have_gradients
 from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -236,12 +236,41 @@ def _leaves(node: Any) -> list[Any]:
     return leaves
 
 
-def _gives_gradient(node: Any) -> bool:
-    """Whether a backward gives the weight of a layer, which is trained, its gradient.
+class _Pass(NamedTuple):
+    """A backward, as the first layer sees it that it reaches, which has the leaves of all."""
 
-    A graph computes the same gradients in any backward.
+    number: int = -1
+    accumulates: bool = False  # gradients of leaves
+    begins: bool = False  # the parameters among these leaves have no gradient yet
+
+
+_last_pass = _Pass()
+
+
+def _pass_of(node: Any) -> _Pass:
+    """The backward that runs a node."""
+    global _last_pass
+    if _last_pass.number != backward_id():
+        leaves = [leaf.variable for leaf in _leaves(node) if backward_runs(leaf)]
+        parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+        begins = bool(parameters) and not have_gradients(parameters)
+        _last_pass = _Pass(backward_id(), bool(leaves), begins)
+    return _last_pass
+
+
+def _counts(node: Any) -> tuple[bool, bool | None]:
+    """Whether the backward of a layer belongs to a pass that counts (Note [Passes that count]).
+
+    The second result is whether the pass begins to accumulate gradients; None if the weight's own
+    gradient tells. A graph computes the same gradients in any backward, so there each counts.
     """
-    return torch.compiler.is_compiling() or backward_runs(node.next_functions[1][0]) is not False
+    if torch.compiler.is_compiling():
+        return True, None
+    of_weight = node.next_functions[1][0]
+    if of_weight is None:  # it is frozen
+        return _pass_of(node).accumulates, _pass_of(node).begins
+    is_leaf = isinstance(getattr(of_weight, "variable", None), torch.Tensor)
+    return backward_runs(of_weight) is not False, None if is_leaf else _pass_of(node).begins
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -273,6 +302,8 @@ class _LinearFunction(torch.autograd.Function):
         x, amaxes = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
         of_output, of_grad_input, of_recast = forms
         w = local_tensor(weight) if of_output is None else of_output.operand(flat)
+        if spec.training and spec.histories and not any(ctx.needs_input_grad[:3]):
+            w = _recorded(w, spec.owner, amaxes)  # there is no backward
         # Wait for the gather of the input only here, where the weight's cast has been issued.
         uses = spec.config.recipe.uses["input"]
         left = wait_local(x["output"], uses["output"])
@@ -317,12 +348,17 @@ class _LinearFunction(torch.autograd.Function):
         grad = reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
         spec, layouts = ctx.spec, ctx.layouts
-        if not (needs_input or needs_weight):
+        records, begins = _counts(ctx) if spec.histories else (False, None)
+        if not (needs_input or needs_weight or records):
             return None, None, grad_bias, *unused
         saved, (of_x, of_w, *others) = ctx.saved_tensors, ctx.forms
         first = len(others) - len(ctx.names)
         of_statistics, of_amaxes = others[:first], others[first:]
         amaxes = {n: form.operand(saved) for n, form in zip(ctx.names, of_amaxes, strict=True)}
+        if not (needs_input or needs_weight):
+            # Only the bias is trained, of a plain layer. (That of a DTensor is added elsewhere.)
+            grad_bias = _recorded(grad_bias, spec.owner, amaxes, begins)
+            return None, None, grad_bias, *unused
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
         x = of_x.operand(saved) if needs_weight else None
         w = of_w.operand(saved) if needs_input else None
@@ -330,11 +366,11 @@ class _LinearFunction(torch.autograd.Function):
             statistics = [form.operand(saved) for form in of_statistics]
             w = _recast(w, statistics, ctx.recast, grad, spec)
         operands, of_grad = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
-        if spec.histories and _gives_gradient(ctx):
+        if records:
             in_float8 = [gemm for gemm, (_, x) in operands.items() if isinstance(x, Quantized)]
             gemm = [*in_float8, *operands][0]
             left, right = operands[gemm]
-            operands[gemm] = left, _recorded(right, spec.owner, amaxes | of_grad)
+            operands[gemm] = left, _recorded(right, spec.owner, amaxes | of_grad, begins)
         grad_input = grad_weight = moving = None
         if needs_input:
             left, right = operands["grad_input"]
@@ -415,14 +451,14 @@ def _recast(
     return w
 
 
-def _recorded(operand: Any, owner: Any, amaxes: Amaxes) -> Any:
+def _recorded(operand: Any, owner: Any, amaxes: Amaxes, begins: bool | None = None) -> Any:
     """Record the amaxes of a pass that counts (Note [Passes that count]); return the operand.
 
     ``operand``: an operand of the pass that is not in flight. A graph would leave the recording out
     if nothing depended on it.
     """
     if not torch.compiler.is_compiling():
-        owner.record_amaxes(amaxes)
+        owner.record_amaxes(amaxes, begins)
         return operand
     if isinstance(operand, Quantized):
         first, *rest = operand.scales  # a scale is small

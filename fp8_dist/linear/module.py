@@ -268,8 +268,7 @@ class Float8Linear(nn.Linear):
             input = input if plain else reduced(input)
         training = torch.is_grad_enabled()
         owner = self.float8_weight
-        placements = self.output_placements
-        histories = self.histories if owner.is_trained(own) else {}
+        placements, histories = self.output_placements, self.histories
         how = self.prepared_input, transport
         spec = LinearSpec(self.config, placements, fqn, histories, owner, training, *how)
         return float8_linear(input, weight, bias, weight_casts, spec)

@@ -389,34 +389,36 @@ class Float8Weight(StoredWeight):
         return whole_statistics(scheme, local, layout)
 
     def _history_of(self, parameter: torch.Tensor) -> AmaxHistory:
-        """The amax history of the parameter; one that is not trained is scaled by its own amax.
+        """The amax history of the parameter; a frozen one is scaled by its own amax.
 
         An optimizer step changes a weight only little, so that the scale from its history still
         fits. Merging adapters may change a frozen weight a lot.
         """
         history = self.history
         assert history is not None
-        if not self.is_trained(parameter):
+        if not parameter.requires_grad:
             history.statistic = None
         return history
 
-    def is_trained(self, parameter: torch.Tensor) -> bool:
-        """Whether the weight of a forward gets gradients itself: only then are scales DELAYED."""
-        return parameter.requires_grad and not self.is_computed(parameter)
-
-    def record_amaxes(self, amaxes: dict[str, torch.Tensor]) -> None:
+    def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:
         """Record the amaxes of a pass in its backward, by history; see Note [Passes that count].
 
         That of the weight is the one of its last cast.
+
+        ``begins``: whether the pass begins to accumulate gradients. ``None``: if the weight is
+        trained, its own gradient tells; otherwise nothing is known.
         """
         self.cache.watch(self.parameter() if self.sharded is None else self.sharded)
-        history, begins = self.history, not self.may_have_gradient()
+        parameter, history = self.parameter(), self.history
+        if begins is None and parameter.is_leaf and parameter.requires_grad:
+            begins = not self.may_have_gradient()
+        backward = None if begins is None else backward_id()
         if history is not None and history.last is not None:
             # It may be from FSDP2's stream, which waits for this one before it makes another.
             amaxes = {**amaxes, "weight": history.last}
         for name, value in amaxes.items():
             shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
-            (shared or self._histories[name]).record(value, backward_id(), begins)
+            (shared or self._histories[name]).record(value, backward, bool(begins))
 
     def forget_recorded(self) -> None:
         """Drop the amaxes that were recorded since the last sync."""

@@ -38,6 +38,7 @@ from fp8_dist import (
     Float8LinearConfig,
     ScalingType,
     convert_to_float8_training,
+    invalidate_float8_scales,
     precompute_float8_dynamic_scale,
 )
 from fp8_dist import sync_float8_amax_and_scale_history as sync
@@ -191,8 +192,8 @@ def test_operands_that_no_gemm_takes() -> None:
         for _ in range(3):
             linear(x).sum().backward()
             sync(linear)
-        kept = 3 if frozen == "input" else 0
-        assert [len(values) for values in amaxes(linear).values()] == [kept] * 3
+        expected = {".input": 3, ".weight": 3, ".grad_output": 0 if frozen == "both" else 3}
+        assert {name: len(values) for name, values in amaxes(linear).items()} == expected
 
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.fp8_dist.amax.default])
@@ -256,22 +257,37 @@ def test_gradients_that_a_hook_accumulates_elsewhere() -> None:
     assert recorded(linear)[".input"] == 3.0
 
 
-@pytest.mark.parametrize("how", ["frozen", "computed"])
-def test_a_layer_whose_weight_is_not_trained_has_dynamic_scales(how: str) -> None:
-    linear, twin = layer(), layer(Float8LinearConfig())
-    twin.load_state_dict(linear.state_dict())
-    x = torch.randn(6, 32, requires_grad=True)
-    linear(x).sum().backward()
-    sync(linear)
-    for each in (linear, twin):
-        weight_norm(each) if how == "computed" else each.requires_grad_(False)
-    for factor in (9.0, 1.0):
-        inputs = [(x.detach() * factor).requires_grad_() for _ in range(2)]
-        for each, own in zip((linear, twin), inputs, strict=True):
-            each(own).sum().backward()
-        ours, theirs = (each.grad for each in inputs)
-        assert same_bits(ours, theirs)
+@pytest.mark.parametrize("how", ["frozen", "of an adapter", "computed"])
+def test_weights_whose_own_gradient_tells_nothing(how: str) -> None:
+    linear, adapter = layer(), nn.Linear(32, 48)
+    if how == "computed":
+        weight_norm(linear)
+    else:
+        linear.weight.requires_grad_(False)
+    run = linear if how != "of an adapter" else lambda x: linear(x) + adapter(x)
+    before = nn.Linear(32, 32)  # something to train below it
+    net = nn.ModuleList([linear, adapter, before])
+    passes: list[float] = []
+    for factors in ((1e9, 1e3), (3.0, 2.0, 1.0)):
+        net.zero_grad()  # of the passes before
+        passes = [before(torch.ones(6, 32) * f).abs().max().item() for f in factors]
+        for factor in factors:
+            run(before(torch.ones(6, 32) * factor)).sum().backward()
+            run(before(torch.ones(6, 32) * 1e9))
+            torch.autograd.grad(run(x := torch.full((6, 32), 1e9, requires_grad=True)).sum(), x)
+    assert recorded(linear)[".input"] == max(passes)
+    invalidate_float8_scales(linear)
     assert set(recorded(linear).values()) == {None}
+
+
+def test_a_layer_without_a_backward_records_in_its_forward() -> None:
+    linear = layer().requires_grad_(False)
+    for factor in (3.0, 1.0):
+        linear(torch.ones(6, 32) * factor)
+    assert recorded(linear)[".input"] == 3.0
+    with torch.no_grad():
+        linear(torch.full((6, 32), 1e9))
+    assert recorded(linear)[".input"] == 3.0
 
 
 def test_the_known_amax_of_a_weight_that_is_not_finite_is_nan() -> None:
