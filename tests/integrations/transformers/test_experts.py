@@ -11,12 +11,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from hf_experts import IDS, different, made, step
-from hf_models import batch, build
+from hf_models import build
 from reference import raised, same_bits, sqnr
-from transformers.integrations.moe import use_experts_implementation
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from fp8_dist import convert_to_linear, integrations
+from fp8_dist import convert_to_linear
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -54,45 +52,6 @@ def test_loss_follows_the_unconverted_models(kind: str, recipe: Any, dtype: torc
     assert float8[0] - float8[-1] > 1
     assert min(sqnr(a, b) for a, b in zip(*first, strict=True)) > 10
     assert 0 < (float8 - plain).abs().max() < 0.02
-
-
-@use_experts_implementation(is_concatenated=False, is_transposed=False, has_bias=True)
-class AsOutputsByInputs(GptOssExperts):
-    """Experts of GPT-OSS with weights that are stored as ``[E, N, K]``."""
-
-
-@pytest.mark.parametrize("recipe", ["rowwise_folded", "blockwise"])
-def test_transposed_weights_have_the_bits_of_others(recipe: Any) -> None:
-    model, twin = made("gpt_oss", recipe), made("gpt_oss", recipe)
-    for layer in twin.model.layers:
-        own = layer.mlp.experts.state_dict()
-        layer.mlp.experts = AsOutputsByInputs(twin.config)
-        for name, tensor in own.items():
-            turned = tensor.mT.contiguous() if tensor.ndim == 3 else tensor
-            setattr(layer.mlp.experts, name, torch.nn.Parameter(turned))
-    convert_experts_to_float8_training(twin, config=Float8ExpertsConfig(recipe))
-    (logits, grads), (expected, of_twin) = step(model), step(twin)
-    of_twin = {n: g.mT if g is not None and g.ndim == 3 else g for n, g in of_twin.items()}
-    assert different((logits, grads), (expected, of_twin)) == []
-
-
-def test_gradients_of_biases_are_summed_in_fp32() -> None:
-    model = made("gpt_oss").to(BF16)
-    experts = model.model.layers[0].mlp.experts
-    x, ids, weights = torch.randn(512, 64).to(BF16), torch.zeros(512, 1).long(), torch.ones(512, 1)
-    recorded: list[torch.Tensor] = []
-
-    def gate(rows: torch.Tensor) -> torch.Tensor:
-        rows.register_hook(recorded.append)
-        return type(experts)._apply_gate(experts, rows)
-
-    experts._apply_gate = gate
-    experts(x, ids, weights.to(BF16)).sum().backward()
-    (grad,) = recorded
-    assert grad.dtype == BF16
-    expected = grad.double().sum(0)
-    assert sqnr(expected, experts.gate_up_proj_bias.grad[0]) > 50
-    assert experts.down_proj_bias.grad[0].tolist() == [512.0] * 64
 
 
 def test_copies_of_a_converted_model(tmp_path: Path) -> None:
@@ -173,65 +132,6 @@ convert_experts_to_float8_training: model.layers.0.feed_forward.experts can't be
 convert_experts_to_float8_training: the model has no experts that are known, or module_filter_fn admits none; those of transformers are known from its release 5 on, and experts of your own need the attribute float8_weight_names
 convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got 'mxfp8'""",
     )
-
-
-def test_experts_of_transformers_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)  # as if it had none
-    monkeypatch.delitem(sys.modules, "fp8_dist.integrations.transformers.experts")
-    integrations._experts_of_transformers.cache_clear()
-    model = build("gpt_oss")
-    text = raised(ValueError, lambda: convert_experts_to_float8_training(model))
-    integrations._experts_of_transformers.cache_clear()
-    assert "those of transformers are known from its release 5 on" in text
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_full_activation_checkpointing(reentrant: bool) -> None:
-    model, checkpointed = made("mixtral"), made("mixtral")
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert different(step(checkpointed.train()), step(model)) == []
-
-
-def test_gradients_accumulate() -> None:
-    model, twin = made("deepseek_v3", "tensorwise"), made("deepseek_v3", "tensorwise")
-    step(model)
-    _, accumulated = step(model, batch(1))
-    first = {name: g.clone() for name, g in step(twin)[1].items()}
-    twin.zero_grad()
-    second = step(twin, batch(1))[1]
-    assert all(same_bits(accumulated[name], first[name] + second[name]) for name in first)
-
-
-def test_evaluation_leaves_training_unchanged() -> None:
-    model, expected = made("qwen3_moe", "blockwise").eval(), step(made("qwen3_moe", "blockwise"))
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            assert same_bits(model(IDS).logits, expected[0])
-    assert different(step(model.train()), expected) == []
-
-
-def test_auxiliary_loss_is_that_of_an_unconverted_model() -> None:
-    """With one layer, the router sees the same tokens."""
-    steps = []
-    for convert in (convert_experts_to_float8_training, lambda model: model):
-        model = convert(build("qwen3_moe", num_hidden_layers=1))
-        loss = model(IDS, output_router_logits=True).aux_loss
-        loss.backward()
-        steps.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    assert different(*steps) == []
-    assert steps[0][1]["model.layers.0.mlp.gate.weight"].any()
-
-
-def test_frozen_weights_have_no_gradient() -> None:
-    model, expected = made("mixtral"), step(made("mixtral"))
-    frozen = [
-        f"model.layers.{i}.mlp.experts.{n}" for i, n in enumerate(("gate_up_proj", "down_proj"))
-    ]
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    found = step(model)
-    assert [name for name, grad in found[1].items() if grad is None] == frozen
-    assert different(found, expected) == []
 
 
 def test_autocast() -> None:

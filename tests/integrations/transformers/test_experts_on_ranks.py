@@ -24,23 +24,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from trainer_runs import FSDP, Audit, launched, single_process, train
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from fp8_dist import (
     attach_update,
-    convert_to_float8_training,
     precompute_float8_dynamic_scale,
-    skip_head,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.integrations.transformers import Float8Callback
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
 PAGE = Path(__file__).parents[3] / "docs/experts.md"
-# One scale per weight, but one per token: ranks have other tokens than one device.
-PER_TOKEN = Float8ExpertsConfig("tensorwise").linear
 NAMES = ("gate_up_proj", "down_proj")
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -138,8 +131,6 @@ def trained(kind: str, fields: dict[str, Any], dim: int, policy: bool) -> list[o
         ("deepseek_v3", {"recipe": "mxfp8"}, 0, {FP8, torch.uint8}, False),
         # The scales of transposed weights lie across the rows that Shard(1) divides.
         ("gpt_oss", {"recipe": "rowwise_folded"}, 1, {FP8, BF16}, True),
-        # One all-reduce for linear layers, on a flattened mesh, and experts together.
-        ("mixtral", {"recipe": "rowwise_folded", "dense": True}, 1, {FP8}, False),
     ],
 )
 def test_expert_parallelism_and_fsdp2(
@@ -154,34 +145,6 @@ def test_expert_parallelism_and_fsdp2(
     assert found == [[[], dim, gathered, 0]] * 4
 
 
-def gathered_in_high_precision(dim: int, reshard: bool, checkpointing: bool) -> list[str]:
-    """Differences from one device before and after new weights are loaded, without an optimizer."""
-    mesh, wrong = device_mesh(dp=2), []
-    model, twin = made("mixtral", enable_fsdp_float8_all_gather=False), made("mixtral")
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    options = {"mesh": mesh, "reshard_after_forward": reshard}
-    for experts in float8_experts(model).values():
-        fully_shard(experts, shard_placement_fn=lambda _: Shard(dim), **options)
-    fully_shard(model, **options)
-    for factor in (1, 3):
-        for each in (model, twin):
-            state = each.state_dict()
-            each.load_state_dict({n: t * factor if t.ndim == 3 else t for n, t in state.items()})
-            each.zero_grad()
-        logits, grads = step(model)
-        found = logits, {name: full(grad) for name, grad in grads.items()}
-        wrong += [f"{factor}: {name}" for name in different(found, step(twin))]
-    return wrong
-
-
-@pytest.mark.parametrize(("dim", "reshard", "checkpointing"), [(1, False, False), (0, True, True)])
-def test_weights_gathered_in_high_precision(
-    ranks: RankPools, dim: int, reshard: bool, checkpointing: bool
-) -> None:
-    assert ranks(2).run_same(gathered_in_high_precision, dim, reshard, checkpointing) == []
-
-
 def averaged() -> list[str]:
     model, twin, rank = made("olmoe"), made("olmoe"), dist.get_rank()
     wrapped = DistributedDataParallel(model)
@@ -192,61 +155,6 @@ def averaged() -> list[str]:
 
 def test_ddp(ranks: RankPools) -> None:
     assert ranks(2).run_same(averaged) == []
-
-
-def through_the_trainer(folder: str) -> tuple[list[float], list[tuple[int, int]]]:
-    """The losses of two steps of two micro-batches; messages and elements gathered in float8."""
-    with launched(fsdp=True):
-        audit = Audit()
-        callbacks = [Float8Callback(PER_TOKEN), audit]
-        off = {"save_strategy": "no", "eval_strategy": "no"}
-        _, losses = train(folder, callbacks, made("qwen3_moe"), steps=2, **FSDP, **off)
-    return losses["loss"], audit.gathers
-
-
-def test_trainer(ranks: RankPools, tmp_path: Path) -> None:
-    losses, gathers = ranks(2).run_same(through_the_trainer, str(tmp_path))
-    model = made("qwen3_moe")
-    convert_to_float8_training(model, config=PER_TOKEN, module_filter_fn=skip_head(model))
-    expected = single_process(model, steps=2)
-    # In the forward and the backward of a micro-batch: 98,304 of experts, 24,576 of linear layers.
-    assert gathers == [(8, 4 * (98_304 + 24_576))] * 2
-    assert losses == pytest.approx(expected, abs=2e-3)
-
-
-def router_gradients() -> list[float]:
-    """SQNR of the gradients of a router and of its tokens, against fp64 from the same outputs."""
-    torch.manual_seed(dist.get_rank())
-    model = parallel(made("qwen3_moe", combine="float8"), device_mesh(ep=2)["ep"])
-    block, seen = model.model.layers[0].mlp, []
-    block.gate.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    x, grad = torch.randn(1, 9 + 6 * dist.get_rank(), 64, requires_grad=True), None
-    output = block(x)
-    logits, weights, ids = seen[0]
-    grad = torch.randn_like(output)
-    auxiliary = load_balancing_loss_func((logits,), 4, 2)
-    ((output * grad).sum() + auxiliary).backward()
-    rows, router = x.detach()[0], block.gate.weight
-    with torch.no_grad():
-        one = torch.ones(len(rows), 1)
-        of_slots = torch.stack([block.experts(rows, ids[:, [k]], one) for k in range(2)], 1)
-    x.grad, total = None, x.grad
-    block.experts(x[0], ids, weights.detach()).backward(grad[0])
-
-    rows64 = rows.double().requires_grad_()
-    weight64 = router.detach().double().requires_grad_()
-    probs = (rows64 @ weight64.t()).softmax(1)
-    chosen = probs.gather(1, ids)
-    chosen = chosen / chosen.sum(1, keepdim=True) if block.gate.norm_topk_prob else chosen
-    load = F.one_hot(ids, 4).double().sum(1).mean(0)
-    loss = ((chosen[:, :, None] * of_slots).sum(1) * grad[0]).sum() + 4 * load @ probs.mean(0)
-    loss.backward()
-    return [sqnr(weight64.grad, router.grad), sqnr(rows64.grad + x.grad[0], total[0])]
-
-
-def test_gradients_of_the_router(ranks: RankPools) -> None:
-    for found in ranks(2).run(router_gradients):
-        assert min(found) > 110
 
 
 def page() -> list[bool]:
