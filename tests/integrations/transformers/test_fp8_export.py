@@ -1,4 +1,4 @@
-"""What a run on four ranks exports, transformers loads as an FP8 block checkpoint."""
+"""What is exported, from any mesh, transformers loads as an FP8 block checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from hf_models import batch, build
 from moe_layers import cast
-from nets import full
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, weights_used
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -30,9 +28,7 @@ from fp8_dist import (
     float8_state_dict,
     iter_float8_weights,
     skip_head,
-    update_float8_scales,
 )
-from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -41,7 +37,6 @@ from fp8_dist.moe import (
 from fp8_dist.tensor_parallel import (
     Float8ExpertParallel,
     Float8ExpertTensorParallel,
-    apply_tp_plan,
 )
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
@@ -54,28 +49,6 @@ def converted(kind: str, recipe: str, gather: Any = False, **sizes: int) -> nn.M
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = replace(config, enable_fsdp_float8_all_gather=gather)
     return convert_to_float8_training(model, module_filter_fn=skip_head(model), config=config)
-
-
-def trained(kind: str, recipe: str, folder: str) -> dict[str, torch.Tensor]:
-    """Runs on each rank: two steps on dp 2 x tp 2, an export; the weights in high precision."""
-    mesh = device_mesh(dp=2, tp=2)
-    model: Any = converted(kind, recipe, "auto", **SIZES)
-    apply_tp_plan(model, mesh["tp"], hf_tp_plan(model))
-    for block in (*model.model.layers, model):
-        fully_shard(block, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(2):
-        ids = batch(2 * step + mesh.get_local_rank("dp"))
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        update_float8_scales(model)
-    state = float8_state_dict(model, full_state_dict=True, cpu_offload=True)
-    if dist.get_rank() == 0:
-        model.config.quantization_config = float8_quantization_config(model)
-        model.save_pretrained(folder, state_dict=state)
-    masters = {name: full(tensor) for name, tensor in get_model_state_dict(model).items()}
-    return masters if dist.get_rank() == 0 else {}
 
 
 def with_weights_of_forward(model: nn.Module) -> nn.Module:
@@ -98,34 +71,6 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
     )
     assert not any(report.values()), report
     return model
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("kind", "recipe"), [("qwen3", "mxfp8")])
-def test_transformers_loads_what_four_ranks_have_trained(
-    ranks: RankPools, tmp_path: Path, kind: str, recipe: str
-) -> None:
-    """A product of a float8 value and a power of two is exact in bf16, so the bits are the same."""
-    masters = ranks(4).run(trained, kind, recipe, str(tmp_path))[0]
-    stored = load_file(tmp_path / "model.safetensors")
-    assert sum(tensor.dtype is E4M3 for tensor in stored.values()) == 14
-    assert len(stored) == len(masters) + 14
-    for dtype in (torch.float32, torch.bfloat16):
-        # (It leaves the dtype of what is not float8 as it is stored.)
-        stored |= {name: stored[name].to(dtype) for name in masters if stored[name].dtype != E4M3}
-        save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-        twin = converted(kind, recipe, **SIZES)
-        twin.load_state_dict(masters)
-        expected, found = with_weights_of_forward(twin).eval(), loaded(tmp_path, dtype)
-        for weight in expected.parameters():  # (and no buffers: rotary tables stay fp32)
-            weight.data = weight.data.to(dtype)
-        weights = dict(found.named_parameters())
-        for name, weight in expected.named_parameters():
-            assert same_bits(weights[name], weight), name
-        with torch.no_grad():
-            logits = found(input_ids=IDS).logits
-            assert logits.dtype is dtype
-            assert same_bits(logits, expected(input_ids=IDS).logits)
 
 
 def test_experts_biases_and_tied_embeddings(tmp_path: Path) -> None:
@@ -191,21 +136,29 @@ def test_experts_are_entries_of_their_own(
         assert same_bits(loaded(tmp_path, torch.float32)(input_ids=IDS).logits, expected)
 
 
-def exported_experts() -> list[str]:
-    """Differences between the exports of dp 2 x ep 2 and of one device."""
-    mesh = device_mesh(dp=2, ep=2)
-    model, twin = with_experts("mixtral", "blockwise"), with_experts("mixtral", "blockwise")
+def exported(style: type[ParallelStyle], dp: int, recipe: str) -> list[str]:
+    """Differences between the exports of dp x 2 ranks and of one device."""
+    mesh = device_mesh(dp=dp, tp=2)
+    model, twin = with_experts("mixtral", recipe), with_experts("mixtral", recipe)
     for experts in float8_experts(model).values():
-        parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
-        fully_shard(experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(1))
-    fully_shard(model, mesh=mesh._flatten("all"))
-    expected = float8_state_dict(twin)
-    found = float8_state_dict(model, full_state_dict=True)
+        parallelize_module(experts, mesh["tp"], style())
+        if style is Float8ExpertParallel:
+            fully_shard(experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(1))
+    if dp > 1:
+        fully_shard(model, mesh=mesh["dp"])
+    expected, found = float8_state_dict(twin), float8_state_dict(model, full_state_dict=True)
     wrong = [name for name in expected if not same_bits(found[name], expected[name])]
     for name, weight, scale_inv in iter_float8_weights(model, bucket_bytes=2**18):
         wrong += [] if same_bits(weight, expected[name]) else [f"{name} of the stream"]
         assert scale_inv is None or same_bits(scale_inv, expected[f"{name}_scale_inv"])
-    # In shards, an entry is the weight of all experts of a module.
+    if style is Float8ExpertParallel:
+        wrong += wrong_shards(model, twin, expected)
+    return wrong if found.keys() == expected.keys() else ["keys"]
+
+
+def wrong_shards(model: Any, twin: Any, expected: dict[str, torch.Tensor]) -> list[str]:
+    """In shards, an entry is the weight of all experts of a module."""
+    wrong = []
     for name, tensor in float8_state_dict(model).items():
         if ".experts." in name:
             assert isinstance(tensor, DTensor)
@@ -223,32 +176,22 @@ def exported_experts() -> list[str]:
             own, end = name.removesuffix("_scale_inv"), "_scale_inv" if is_scale else ""
             entries = revert_weight_conversion(twin, {own: matrices})
             wrong += [n for n, t in entries.items() if not same_bits(t, expected[f"{n}{end}"])]
-    return wrong if found.keys() == expected.keys() else ["keys"]
+    return wrong
 
 
-def test_experts_of_ranks_are_exported_as_those_of_one_device(ranks: RankPools) -> None:
-    assert ranks(4).run_same(exported_experts) == []
-
-
-def exported_parts(dp: int, recipe: str) -> list[str]:
-    """Differences between the exports of ranks with parts of each expert and of one device."""
-    mesh = device_mesh(dp=dp, tp=2)
-    model, twin = with_experts("mixtral", recipe), with_experts("mixtral", recipe)
-    for experts in float8_experts(model).values():
-        parallelize_module(experts, mesh["tp"], Float8ExpertTensorParallel())
-    if dp > 1:
-        fully_shard(model, mesh=mesh["dp"])
-    expected, found = float8_state_dict(twin), float8_state_dict(model, full_state_dict=True)
-    wrong = [name for name in expected if not same_bits(found[name], expected[name])]
-    return wrong if found.keys() == expected.keys() else ["keys"]
-
-
-@pytest.mark.parametrize(("dp", "recipe"), [(1, "blockwise"), (2, "mxfp8")])
-def test_parts_of_experts_are_exported_as_those_of_one_device(
-    ranks: RankPools, dp: int, recipe: str
+# Of tensor parallelism a rank's part of gate and up is two pieces of the weight.
+@pytest.mark.parametrize(
+    ("style", "dp", "recipe"),
+    [
+        (Float8ExpertParallel, 2, "blockwise"),
+        (Float8ExpertTensorParallel, 1, "blockwise"),
+        (Float8ExpertTensorParallel, 2, "mxfp8"),
+    ],
+)
+def test_experts_of_ranks_are_exported_as_those_of_one_device(
+    ranks: RankPools, style: type[ParallelStyle], dp: int, recipe: str
 ) -> None:
-    """A rank's part of gate and up is two pieces of the weight."""
-    assert ranks(2 * dp).run_same(exported_parts, dp, recipe) == []
+    assert ranks(2 * dp).run_same(exported, style, dp, recipe) == []
 
 
 def test_experts_that_are_refused() -> None:
