@@ -1,4 +1,4 @@
-"""The page of weights stored in float8, by copy and paste, and the bytes that it counts."""
+"""The page of weights stored in float8, by copy and paste."""
 
 import re
 from contextlib import chdir
@@ -10,10 +10,9 @@ import torch
 from hf_models import build
 from nets import full
 from peft import LoraConfig, get_peft_model
-from ranks import RankPools, device_mesh
+from ranks import RankPools
 from reference import same_bits
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trainer_runs import dataset, llama
 from transformers import LlamaForCausalLM
@@ -21,7 +20,6 @@ from transformers import LlamaForCausalLM
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
-    float8_layers,
     float8_quantization_config,
     float8_state_dict,
     freeze_to_float8,
@@ -99,28 +97,6 @@ def test_from_pretrained(tmp_path: Path) -> None:
     ids = torch.arange(16)[None]
     with torch.no_grad():
         assert same_bits(scope["model"](ids).logits, source.eval()(ids).logits)
-
-
-def bytes_per_element() -> tuple[float, float]:
-    """Runs on each rank: of a trained weight after a step: its own, and the optimizer's."""
-    mesh = device_mesh(dp=2)
-    layer = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False))
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(layer, config=config)
-    fully_shard(layer, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.randn(16, 256)).square().mean().backward()
-    optimizer.step()
-    layer(torch.randn(16, 256)).square().mean().backward()
-    (weight,) = (each.float8_weight for each in float8_layers(layer).values())
-    shard = weight.shard()
-    state = next(iter(optimizer.state.values()))
-    moments = sum(v.to_local().nbytes for v in state.values() if isinstance(v, DTensor))
-    return shard.nbytes / shard.numel(), moments / shard.numel()
-
-
-def test_bytes_of_trained_weights(ranks: RankPools) -> None:
-    assert ranks(2).run_same(bytes_per_element) == (4, 8)
 
 
 def test_names_of_a_stream_with_adapters() -> None:

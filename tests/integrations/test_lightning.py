@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric on two ranks: losses of one process, and resumed runs."""
+"""Lightning on two ranks: the Trainer's losses and resumed runs; the code of the page."""
 
 import os
 import re
@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning import LightningModule, Trainer
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy
 from nets import Net, net_plan
 from ranks import RankPools
@@ -98,34 +96,6 @@ def by_trainer(folder: str, sizes: dict[str, int]) -> Any:
     return losses, run(1, STEPS, folder)[1], run(0, STEPS, None)[1]
 
 
-def by_fabric(folder: str, sizes: dict[str, int]) -> Any:
-    launched()
-
-    def run(seed: int, indices: range, checkpoint: str | None) -> tuple[Any, list[float]]:
-        strategy = FabricStrategy(parallelized, **sizes)
-        fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
-        fabric.launch()
-        net = fabric.setup(Net(seed=seed))
-        optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=1e-2))
-        attach_update(optimizer, net)
-        state = {"model": net, "optimizer": optimizer}
-        if checkpoint:
-            fabric.load(checkpoint, state)
-        data = strategy.device_mesh["data_parallel"]
-        losses = []
-        for step in indices:
-            loss = net(batch(step * data.size() + data.get_local_rank())).square().mean()
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return lambda: fabric.save(folder, state), losses
-
-    save, losses = run(0, range(SAVED_AT), None)
-    save()
-    return losses, run(1, range(SAVED_AT, STEPS), folder)[1], run(0, range(STEPS), None)[1]
-
-
 def one_process(data_parallel_size: int) -> list[list[float]]:
     """The losses of each data-parallel rank's batches, in float8 on one device."""
     net = convert_to_float8_training(Net())
@@ -141,13 +111,10 @@ def one_process(data_parallel_size: int) -> list[list[float]]:
     return losses
 
 
-@pytest.mark.parametrize("program", [by_trainer, by_fabric])
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-def test_losses_and_resumed_runs(
-    ranks: RankPools, tmp_path: Any, program: Any, dp: int, tp: int
-) -> None:
+def test_losses_and_resumed_runs(ranks: RankPools, tmp_path: Path, dp: int, tp: int) -> None:
     sizes = {"data_parallel_size": dp, "tensor_parallel_size": tp}
-    found = ranks(RANKS).run(program, str(tmp_path / "saved"), sizes, timeout=120)
+    found = ranks(RANKS).run(by_trainer, str(tmp_path / "saved"), sizes, timeout=120)
     expected = one_process(dp)
     for rank, (first, resumed, whole) in enumerate(found):
         assert first + resumed == whole, "a resumed run is the same, bit for bit"

@@ -23,7 +23,6 @@ from transformers import TrainingArguments
 
 from fp8_dist import attach_update, convert_to_float8_training, skip_head
 from fp8_dist.debug import float8_stats
-from fp8_dist.report import RunWriter
 from fp8_dist.report.__main__ import main
 from scripts.common.llama import Llama, LlamaConfig
 
@@ -106,25 +105,6 @@ def with_lightning(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the anomaly, and advice about workers
         exec(LIGHTNING, {"module": Module(), "batches": batches, "options": options})
-
-
-def test_fabric(tmp_path: Path) -> None:
-    """The calls of a plain loop, and the model inside of Fabric's wrapper for its names."""
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    net = convert_to_float8_training(Net())
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
-    stats = float8_stats(net)
-    writer = RunWriter(tmp_path / "run", stats)
-    for step, batch in enumerate(inputs()[:2]):
-        with stats:
-            loss = model(batch).square().mean()
-            fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        writer.log(step, loss=loss)
-    rows = lines_of(tmp_path / "run" / "float8_stats.jsonl")
-    assert {row["fqn"] for row in rows} == {f"layers.{i}" for i in range(3)}
-    assert len(rows) == 2 * 3 * 3
 
 
 @pytest.fixture(scope="module")

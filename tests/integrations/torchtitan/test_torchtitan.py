@@ -74,26 +74,6 @@ def test_tensor_parallelism(backend: str, tmp_path: Path) -> None:
     assert f"{theirs}\n\n{ours}" in PAGE
 
 
-def test_fsdp_and_tensor_parallelism(tmp_path: Path) -> None:
-    losses, rows = train(tmp_path, "llama3_debugmodel_rowwise_folded", 4, 2, BACKENDS[-1])
-    assert losses[-1] < losses[0] - 2
-    rows = rows.replace("dp_shard", "fsdp    ")
-    assert_expected_inline(
-        rows,
-        """\
-op              axis       dtype          count   elements       bytes
-all_gather      fsdp       bfloat16           5  1,311,488   2,622,976
-reduce_scatter  tp         bfloat16          26  1,703,936   3,407,872
-all_gather      fsdp       float8_e4m3fn     12  5,111,808   5,111,808
-all_gather      fsdp       float32            +     19,968      79,872
-all_gather      fsdp       bfloat16           +      6,144      12,288
-all_gather      tp         float8_e4m3fn     24  1,572,864   1,572,864
-all_gather      tp         float32            +      9,216      36,864
-all_gather      tp         bfloat16           2    131,072     262,144
-reduce_scatter  fsdp       float32            9  3,083,520  12,334,080""",
-    )
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_and_sums_travel_in_float8(backend: str, tmp_path: Path) -> None:
     expected, _ = train(tmp_path, "llama3_debugmodel_tensorwise", 4, 2, backend)

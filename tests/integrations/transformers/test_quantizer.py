@@ -11,10 +11,9 @@ from expecttest import assert_expected_inline
 from ranks import RankPools
 from reference import raised, same_bits
 from torch.distributed.tensor import DTensor
-from trainer_runs import dataset, launched, llama, train
+from trainer_runs import dataset, launched, llama
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     LlamaForCausalLM,
 )
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -29,7 +28,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.integrations.transformers import Float8Callback, Fp8DistConfig
+from fp8_dist.integrations.transformers import Fp8DistConfig
 from fp8_dist.integrations.transformers.quantizer import Fp8DistQuantizer
 from fp8_dist.mesh import local_tensor
 
@@ -132,15 +131,6 @@ def test_names_that_are_refused(checkpoint: Path) -> None:
     assert "tensorwize" in raised(ValueError, lambda: Fp8DistConfig("tensorwize"))
 
 
-def test_a_new_head_is_initialized_and_stays_plain(checkpoint: Path) -> None:
-    model = AutoModelForSequenceClassification.from_pretrained(
-        checkpoint, quantization_config=Fp8DistConfig(), num_labels=3
-    )
-    assert len(float8_layers(model)) == 14
-    assert type(model.score) is torch.nn.Linear
-    assert 0.01 < model.score.weight.std() < 0.03
-
-
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     model = load(tmp_path)
@@ -180,25 +170,6 @@ def test_distributed_by_transformers(ranks: RankPools, checkpoint: Path, tmp_pat
     assert evaluated(again) == pytest.approx(found["evaluated"], abs=3e-3)
     # Weights are gathered twice, in two layers of 36,864.
     assert found["float8"] == 4 * 36_864
-
-
-def trained_by_trainer(checkpoint: str, folder: str) -> list[Any]:
-    """A model that transformers sharded when it was loaded: the callback only updates scales."""
-    with launched():
-        model = load(checkpoint, distributed_config=DistributedConfig(fsdp_size=2))
-        _, losses = train(folder, [Float8Callback()], model, steps=3, save_strategy="no")
-        with comm_audit() as audit:
-            x = dataset(2)[dist.get_rank()]["input_ids"][None]
-            model(input_ids=x, labels=x).loss.backward()
-    rows = audit.rows
-    counts = [sum(r.count for r in rows if r.dtype is d) for d in (torch.int32, E4M3)]
-    return [losses["loss"], *counts]
-
-
-def test_trainer_of_a_sharded_model(ranks: RankPools, checkpoint: Path, tmp_path: Path) -> None:
-    losses, *counts = ranks(2).run_same(trained_by_trainer, str(checkpoint), str(tmp_path))
-    assert counts == [0, 4]
-    assert losses[-1] < 4.3
 
 
 def test_transformers_own_tensor_parallelism_is_refused() -> None:

@@ -10,16 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn as nn
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from ranks import RankPools
 from reference import raised
 from torch.nn.parallel import DistributedDataParallel
 from trainer_runs import (
-    ACCUMULATION,
     FSDP,
-    MICRO_BATCH,
     Audit,
     dataset,
     launched,
@@ -40,7 +36,6 @@ import fp8_dist.integrations.transformers.trainer as trainer_module
 import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
-    attach_update,
     convert_to_float8_training,
     float8_layers,
     skip_head,
@@ -264,46 +259,3 @@ def test_the_extra_is_named_where_it_is_missing() -> None:
     with patch("importlib.util.find_spec", lambda name: None):
         message = raised(ImportError, lambda: importlib.reload(integration))
     assert message.endswith('needs transformers and accelerate: pip install "fp8-dist[hf]"')
-
-
-def plain_loop() -> dict[str, Any]:
-    """As docs/transformers.md has it for accelerate."""
-    with launched(fsdp=True):
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
-        )
-        accelerator = Accelerator(
-            cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=ACCUMULATION
-        )
-        model = llama()
-        convert_to_float8_training(model, config=GATHERED, module_filter_fn=skip_head(model))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        attach_update(optimizer, model)
-        late = raised(ValueError, lambda: convert_to_float8_training(model))
-        texts = torch.stack([text["input_ids"] for text in dataset()])
-        batches = texts.split(MICRO_BATCH)[accelerator.process_index :: accelerator.num_processes]
-
-        losses = []
-        with comm_audit() as audit:
-            for batch in batches[: 6 * ACCUMULATION]:
-                with accelerator.accumulate(model):
-                    loss = model(input_ids=batch, labels=batch).loss
-                    accelerator.backward(loss)
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    amaxes = [row.count for row in audit.rows if row.dtype is torch.int32]
-    means = torch.tensor(losses).view(6, ACCUMULATION).mean(1).tolist()
-    return {"losses": means, "late": late, "amax messages": sum(amaxes)}
-
-
-def test_accelerate(ranks: RankPools) -> None:
-    found = ranks(2).run_same(plain_loop)
-    assert found["losses"] == pytest.approx(one_process(), abs=2e-3)
-    # In the first step each of the 14 weights has its own.
-    assert found["amax messages"] == 14 + 6
-    assert "these weights are distributed already" in found["late"]
-    assert "Convert the model first" in found["late"]

@@ -61,6 +61,7 @@ def run_block(code: str, folder: str) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "float8 gathers": audit.count("all_gather", dtype=torch.float8_e4m3fn),
+        "amax messages": audit.count("all_reduce", dtype=torch.int32),
         "saved": type(saved).__name__,
         "the same weights": same and not weights,
         "plain": not float8_layers(saved),
@@ -69,23 +70,24 @@ def run_block(code: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("code", "size", "gathers"),
+    ("code", "size", "gathers", "amaxes"),
     [
-        pytest.param(TRAINER, 2, 2, id="Trainer"),
-        pytest.param(ACCELERATE, 2, 2, id="accelerate"),
-        pytest.param(LOOP, 2, 2, id="FSDP2"),
-        pytest.param(TENSOR_PARALLEL, 4, 6, id="tensor parallelism"),  # and four of inputs
-        pytest.param(DISTRIBUTED, 2, 2, id="distributed"),
+        pytest.param(TRAINER, 2, 2, 0, id="Trainer"),
+        pytest.param(ACCELERATE, 2, 2, 0, id="accelerate"),
+        pytest.param(LOOP, 2, 2, 0, id="FSDP2"),
+        pytest.param(TENSOR_PARALLEL, 4, 6, 8, id="tensor parallelism"),  # of inputs too
+        pytest.param(DISTRIBUTED, 2, 2, 14, id="distributed"),  # before the first step
     ],
 )
 def test_code_for_ranks(
-    ranks: RankPools, tmp_path: Path, code: str, size: int, gathers: int
+    ranks: RankPools, tmp_path: Path, code: str, size: int, gathers: int, amaxes: int
 ) -> None:
     assert SHARDING in LOOP
     llama().save_pretrained(tmp_path / "checkpoint")
     assert ranks(size).run_same(run_block, code, str(tmp_path)) == {
         "model": "FSDPLlamaForCausalLM",
         "float8 gathers": gathers,
+        "amax messages": amaxes,
         "saved": "LlamaForCausalLM",
         "the same weights": True,
         "plain": True,
