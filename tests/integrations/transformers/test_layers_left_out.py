@@ -82,6 +82,10 @@ def by_the_callback(model: nn.Module, folder: Path) -> set[str]:
 def test_one_rule(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = MODELS[name][2]
     assert by_skip_head(build(name)) == expected
+    plain, large = build(name), nn.Linear(8192, 8192, device="meta")
+    admits = auto_filter("tensorwise", model=plain)  # by its size it would leave out all of these
+    heads = {fqn for fqn in left_out(plain) if not admits(large, fqn)}
+    assert heads == {fqn for fqn in expected if ".layers." not in fqn}
     assert by_the_callback(build(name), tmp_path / "trainer") == expected
     build(name).save_pretrained(tmp_path / "model")
     model = type(build(name)).from_pretrained(
@@ -91,22 +95,6 @@ def test_one_rule(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # What is converted runs where sizes must be multiples of 16, as on a GPU.
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "1")
     model(input_ids=torch.arange(1, 17).view(1, 16))[0].sum().backward()
-
-
-def test_auto_filter_leaves_out_what_skip_head_does_and_what_is_small() -> None:
-    large = {"hidden_size": 4096, "intermediate_size": 4096, "num_key_value_heads": 32}
-    large |= {"num_attention_heads": 32, "vocab_size": 8192}
-    for name in ("LlamaForTokenClassification", "LlamaForCausalLM"):
-        with torch.device("meta"):
-            model = build(name, **large, num_labels=2048)
-        filter_fn, expected = auto_filter("tensorwise", model=model), skip_head(model)
-        for fqn, layer in model.named_modules():
-            if isinstance(layer, nn.Linear):
-                assert filter_fn(layer, fqn) == expected(layer, fqn)
-        head = "score" if name == "LlamaForTokenClassification" else "lm_head"
-        assert filter_fn.reason(head) == "auto_filter: it is the model's head"
-    # Without the model it knows the names alone, as skip_head does.
-    assert not auto_filter("tensorwise")(nn.Linear(8192, 8192, device="meta"), "model.lm_head")
 
 
 def test_adapters_and_wrapped_heads(tmp_path: Path) -> None:
@@ -125,14 +113,3 @@ def test_adapters_and_wrapped_heads(tmp_path: Path) -> None:
     admits = auto_filter("tensorwise")
     large = nn.Linear(8192, 8192, device="meta")
     assert {fqn for fqn in linear if not admits(large, fqn)} == expected
-
-
-def test_experts_of_transformers_are_named() -> None:
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2)
-    )
-    with pytest.warns(UserWarning, match="Experts") as record:
-        convert_to_float8_training(model, module_filter_fn=skip_head(model))
-    text = str(record[0].message)
-    assert "layers.0.mlp.experts.gate_up_proj (8 x 256 x 64)" in text
-    assert "of the model's parameters. fp8_dist.moe.convert_experts" in text
