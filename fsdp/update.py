@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
-from fp8_dist.fsdp.weight import weights_of_model
 from fp8_dist.linear.amax_history import advance
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import (
@@ -20,7 +19,7 @@ from fp8_dist.linear.optimizer_steps import (
     hooked_optimizers,
     updated_by,
 )
-from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made
+from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made, weights_of_model
 from fp8_dist.mesh import all_reduce_max, common_groups, replicated_over
 from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
 

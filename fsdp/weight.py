@@ -30,11 +30,10 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.linear.module import other_users
 from fp8_dist.linear.weight import (
-    CONVERT_FIRST,
     Float8Weight,
-    float8_weights,
     unwrap_weights,
     weights_of,
+    weights_of_model,
     wrap_weights,
 )
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
@@ -304,14 +303,6 @@ def unwrap_float8_weights(weights: Collection[Float8Weight]) -> None:
     """
     unwrap_weights(weights)
     fsdp_gather_without_hooks({(weight.module, weight.name) for weight in weights})
-
-
-def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
-    """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
-    weights = float8_weights(module)
-    if not weights:
-        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
-    return weights
 
 
 def _lost_type(weight: Float8Weight) -> bool:

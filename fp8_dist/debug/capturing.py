@@ -31,7 +31,7 @@ from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, matching, own_
 from fp8_dist.debug.rows import CastStats
 from fp8_dist.device import is_float8
 from fp8_dist.linear.observing import Casts, Owner
-from fp8_dist.linear.weight import CONVERT_FIRST
+from fp8_dist.linear.weight import weights_of_model
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scales, Start, scheme_named
 
@@ -419,9 +419,8 @@ def capture(
 
 def _chosen(model: nn.Module, fqn: Patterns, operand: Patterns, gemm: Patterns) -> list[Slot]:
     """Return the casts whose layer and operand match, and at least one of whose GEMMs matches."""
+    weights_of_model(model, "capture")
     slots = [*slots_of(model)]
-    if not slots:
-        raise ValueError(f"capture: the model has no converted layer; {CONVERT_FIRST}")
     fqns = list(dict.fromkeys(slot.fqn for slot in slots))
     chosen_fqns = matching("capture", "fqn", fqn, fqns, "converted layer")
     operands = matching("capture", "operand", operand, get_args(Operand), "operand")

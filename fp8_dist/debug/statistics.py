@@ -39,7 +39,7 @@ from fp8_dist.debug.rows import (
 )
 from fp8_dist.linear.agreement import first_difference
 from fp8_dist.linear.observing import Casts, Owner
-from fp8_dist.linear.weight import CONVERT_FIRST, weights_by_layer
+from fp8_dist.linear.weight import weights_by_layer, weights_of_model
 from fp8_dist.mesh import GroupNames, make_group
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.torch_internals import resolve_process_group
@@ -343,8 +343,7 @@ def float8_stats(
             layers.
         RuntimeError: the context manager is entered again inside its own block.
     """
-    if not weights_by_layer(model):
-        raise ValueError(f"float8_stats: the model has no converted layer; {CONVERT_FIRST}")
+    weights_of_model(model, "float8_stats")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"float8_stats: every={every!r} must be a positive integer")
     if not (on_anomaly in (None, "warn") or callable(on_anomaly)):

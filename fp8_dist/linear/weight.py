@@ -564,6 +564,14 @@ def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
     }
 
 
+def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
+    """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
+    weights = float8_weights(module)
+    if not weights:
+        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
+    return weights
+
+
 def note_made(weights: Iterable[Float8Weight]) -> None:
     """Let later gathers wait for the scales and casts of weights that this stream computes."""
     if not torch.cuda.is_available():

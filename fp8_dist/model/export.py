@@ -16,13 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.module import config_text, other_users
-from fp8_dist.linear.weight import (
-    CONVERT_FIRST,
-    Float8Weight,
-    float8_weights,
-    weights_by_layer,
-    weights_of,
-)
+from fp8_dist.linear.weight import Float8Weight, weights_of, weights_of_model
 from fp8_dist.mesh import Layout, full_tensors, local_tensor, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, whole_statistics_of_each
@@ -341,12 +335,7 @@ def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weig
         ValueError: there is no converted layer, or a layer can't be exported.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``).
     """
-    converted = weights_by_layer(model)
-    if not converted:
-        raise ValueError(
-            f"{caller}: {type(model).__name__} has no converted layers; {CONVERT_FIRST}, with the "
-            'recipe "blockwise"'
-        )
+    converted = weights_of_model(model, caller)
     first, of_first = next(iter(converted.items()))
     for name, weight in converted.items():
         blocks, *others = weight.schemes or (None,)
@@ -365,21 +354,20 @@ def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weig
             )
         if blocks != of_first.schemes[0]:
             raise ValueError(
-                f"{caller}: {first} and {name} have weights in blocks of different sizes or rules, "
+                f"{caller}: {first} and {name} are in blocks of different sizes or rules, "
                 "but a checkpoint has one weight_block_size; convert all layers with one recipe"
             )
         if weight.parameter().is_meta:
             raise ValueError(
-                f"{caller}: the weight of {name} is on the meta device and has no values; load a "
-                "checkpoint first"
+                f"{caller}: {name} is on the meta device and has no values; load a checkpoint first"
             )
         if getattr(weight.module, "local_placements", None) is not None:
             raise NotImplementedError(
-                f"{caller}: the weight of {name} is a plain local tensor (declare_placements), and "
+                f"{caller}: {name} is a plain local tensor (declare_placements), and "
                 "where its other parameters belong is not known; load the state dict into a model "
                 "that is not parallelized, and export that"
             )
-    parameters = {name: weight.parameter() for name, weight in float8_weights(model).items()}
+    parameters = {name: weight.parameter() for name, weight in converted.items()}
     shared = other_users(model, parameters, [weight.module for weight in converted.values()])
     if shared:
         raise ValueError(

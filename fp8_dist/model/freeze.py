@@ -5,8 +5,13 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
-from fp8_dist.fsdp.weight import weights_of_model
-from fp8_dist.linear.weight import Float8Weight, float8_weights, warn_of_ddp, weights_of
+from fp8_dist.linear.weight import (
+    Float8Weight,
+    float8_weights,
+    warn_of_ddp,
+    weights_of,
+    weights_of_model,
+)
 from fp8_dist.moe.experts import FilterFn, check_arguments, packages_of
 from fp8_dist.torch_internals import (
     fsdp_groups,

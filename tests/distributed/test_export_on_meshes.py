@@ -190,4 +190,4 @@ def test_plain_local_tensors_are_refused() -> None:
     convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name("blockwise"))
     declare_placements(net[0], mesh, weight=Shard(0), input=Replicate(), output=Shard(-1))
     message = raised(NotImplementedError, lambda: float8_state_dict(net))
-    assert "the weight of 0 is a plain local tensor (declare_placements), and where" in message
+    assert "0.weight is a plain local tensor (declare_placements), and where" in message

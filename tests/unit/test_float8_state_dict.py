@@ -139,7 +139,7 @@ def test_other_recipes_are_refused(call: Any) -> None:
         net = converted(Float8LinearConfig.from_recipe_name(recipe))
         message = raised(ValueError, partial(call, net))
         assert message.startswith(
-            f"{call.__name__}: layers.0.w1 was converted with recipe={recipe},"
+            f"{call.__name__}: layers.0.w1.weight was converted with recipe={recipe},"
         )
         assert "hold float8_e4m3fn weights with one scale per square block; load the" in message
 
@@ -154,13 +154,13 @@ def test_refused_models() -> None:
     cast = replace(BLOCKWISE.cast_config_weight, target_dtype=torch.float8_e5m2)
     e5m2 = replace(BLOCKWISE, cast_config_weight=cast, cast_config_weight_for_grad_input=cast)
     refused: list[tuple[nn.Module, str]] = [
-        (Net(), "float8_state_dict: Net has no converted layers; call "),
+        (Net(), "float8_state_dict: the module has no converted layer; call "),
         (
             nn.Sequential(converted(BLOCKWISE), converted(MXFP8)),
-            "0.layers.0.w1 and 1.layers.0.w1 have weights in blocks of different sizes",
+            "0.layers.0.w1.weight and 1.layers.0.w1.weight are in blocks of different sizes",
         ),
         (tied, "head.weight is also embed.weight, which would stay in high precision; leave"),
-        (meta, "the weight of layers.0.w1 is on the meta device and has no values; load a"),
+        (meta, "layers.0.w1.weight is on the meta device and has no values; load a"),
         (converted(e5m2), "hold float8_e4m3fn weights"),
     ]
     for net, text in refused:

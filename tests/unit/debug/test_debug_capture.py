@@ -249,7 +249,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for where, kind, message in WRONG:
         assert message in raised(kind, partial(capture, model, tmp_path / "x", **where))
     message = raised(ValueError, lambda: capture(Net(), tmp_path))
-    assert message.startswith("capture: the model has no converted layer; call convert_to_float8")
+    assert message.startswith("capture: the module has no converted layer; call convert_to_float8")
     monkeypatch.setattr(files, "find_spec", lambda name: None)
     message = raised(ImportError, lambda: capture(model, tmp_path, format="safetensors"))
     assert "format='safetensors' needs the package safetensors: pip install" in message

@@ -285,7 +285,7 @@ def test_inputs_are_not_kept_after_the_backward() -> None:
 
 
 WRONG: list[tuple[type[Exception], Any, str]] = [
-    (ValueError, partial(float8_stats, nn.Linear(2, 2)), "float8_stats: the model has no converted layer; "),
+    (ValueError, partial(float8_stats, nn.Linear(2, 2)), "float8_stats: the module has no converted layer; "),
     (ValueError, partial(float8_stats, net(), every=0), "float8_stats: every=0 must be a positive"),
     (ValueError, partial(float8_stats, net(), every=True), "float8_stats: every=True must be a posit"),
     (TypeError, partial(float8_stats, net(), on_anomaly="raise"), "on_anomaly='raise': use 'warn', a"),
