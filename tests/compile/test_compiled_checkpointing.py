@@ -4,12 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from checkpointed import Checkpointed, forward
+from checkpointed import forward
 from graphs import OPS, Compilations, Graphs
 from nets import Distributed, Net, full
 from ranks import RankPools
 from reference import same_bits
-from torch import nn
 from two_level import config_named
 
 from fp8_dist import (
@@ -17,9 +16,7 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.debug import CommRow, comm_audit
-
-full_tier = pytest.mark.full
+from fp8_dist.debug import CommRow
 
 
 @pytest.mark.parametrize(
@@ -75,38 +72,3 @@ def test_graphs_repeat_no_collective_and_no_amax(ranks: RankPools) -> None:
     assert same_collectives == collectives
     # Casts are repeated, and nothing else.
     assert {op for op in OPS if plain[op] != selective[op]} == {"quantize"}
-
-
-def inside_of_fsdp(mode: str, compiled: bool) -> tuple[str, int]:
-    """The collectives of a step whose weights FSDP2 gathers in high precision, twice.
-
-    And how many of them reduce amaxes.
-    """
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    world = Distributed(2, 2, shard=False, config=config, net_arguments={"layers": 1})
-    model = nn.Sequential(Checkpointed(world.net.layers[0], mode))
-    if compiled:
-        torch._dynamo.reset()
-        model[0].compile(backend="aot_eager", fullgraph=True)
-    world.fully_shard(model, model)
-    precompute_float8_dynamic_scale(model)
-    x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
-    with comm_audit(world.mesh) as audit:
-        model(x).square().sum().backward()
-    return audit.table(), audit.count(op="all_reduce", dtype=torch.int32)
-
-
-@full_tier
-@pytest.mark.filterwarnings("ignore")
-def test_checkpointing_inside_of_fsdp(ranks: RankPools) -> None:
-    def run(mode: str, compiled: bool) -> tuple[str, int]:
-        found: tuple[str, int] = ranks(4).run_same(inside_of_fsdp, mode, compiled, timeout=180)
-        return found
-
-    expected = run("none", False)
-    assert run("selective", False) == run("selective", True) == expected
-    # In full, no amax of a weight is repeated. Eager code casts the input of the row-parallel layer
-    # again, whose rows are in parts.
-    _, amaxes = expected
-    assert run("full", False)[1] == amaxes + 1
-    assert run("full", True)[1] == amaxes

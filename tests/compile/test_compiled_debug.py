@@ -52,21 +52,6 @@ def test_recorded_steps_run_eagerly_and_graphs_know_nothing_of_it(
     assert not [name for name in guards if "_observers" in name]
 
 
-@torch.compile(backend="aot_eager", fullgraph=True, dynamic=False)
-def update(param: torch.Tensor, grad: torch.Tensor, average: torch.Tensor) -> None:
-    """Stands for the step of one parameter in torchao's 8-bit optimizers."""
-    average.copy_(average.lerp(grad, 0.1))
-    param.sub_(0.1 * average)
-
-
-def test_compiled_code_runs_under_an_audit() -> None:
-    param, grad, average = torch.zeros(3), torch.ones(3), torch.zeros(3)
-    with comm_audit() as audit:
-        update(param, grad, average)
-    assert torch.allclose(param, torch.full((3,), -0.01))
-    assert audit.rows == []
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_audits_compile_nothing_anew(backend: str) -> None:
     for warm in (False, True):

@@ -12,13 +12,13 @@ from hf_experts import IDS, Mixture, different, made, step
 from moe_layers import Layer, results
 from nets import full
 from ranks import RankPools, device_mesh
-from reference import raised, same_bits, sqnr
+from reference import raised, same_bits
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fp8_dist.debug import comm_audit, float8_stats
+from fp8_dist.debug import comm_audit
 from fp8_dist.moe import Float8ExpertsConfig, float8_experts, grouped_linear, route
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
@@ -82,7 +82,6 @@ def on_a_rank(layer: Layer, backend: str) -> tuple[set[str], int]:
     [
         ("aot_eager", "rowwise_folded", "high_precision", "uneven"),
         pytest.param("aot_eager", "mxfp8", "float8", "no tokens on rank 0", marks=full_tier),
-        pytest.param("inductor", "mxfp8", "float8", "one expert", marks=full_tier),
     ],
 )
 def test_layer_on_ranks(
@@ -176,43 +175,20 @@ def test_scalars_that_graphs_do_not_capture(captured: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "recipe", "backend"),
+    ("kind", "recipe"),
     [
-        ("mixtral", "rowwise_folded", "aot_eager"),
+        ("mixtral", "mxfp8"),
         # Stored as [E, K, N], with biases.
-        pytest.param("gpt_oss", "rowwise_folded", "aot_eager", marks=full_tier),
-        pytest.param("mixtral", "mxfp8", "inductor", marks=full_tier),
+        pytest.param("gpt_oss", "rowwise_folded", marks=full_tier),
     ],
 )
-def test_blocks_of_transformers(kind: str, recipe: str, backend: str) -> None:
+def test_blocks_of_transformers(kind: str, recipe: str) -> None:
     compilations, model, eager = Compilations(), made(kind, recipe), made(kind, recipe)
-    inductor = backend == "inductor"
     for block in model.model.layers:
-        # (Inductor orders the sums of a norm otherwise, so the inputs of the next block differ.)
-        (block.mlp if inductor else block).compile(backend=backend, fullgraph=True)
-    only = ".mlp.experts." if inductor else ""
+        block.compile(backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        found, expected = step(model), step(eager)
-        wrong = different(found, expected, only)
-        if inductor:  # whose softmax, of the routing weights, rounds otherwise on some CPUs
-            assert sqnr(expected[0], found[0]) > 100
-            wrong = [name for name in wrong if name != "logits"]
-        assert wrong == []
+        assert different(step(model), step(eager)) == []
     assert compilations.breaks == 0
-
-
-@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("gpt_oss", marks=full_tier)])
-def test_statistics(kind: str) -> None:
-    found = []
-    for compiled in (True, False):
-        model = made(kind, dense=True)
-        for block in model.model.layers if compiled else ():
-            block.mlp.compile(backend="aot_eager", fullgraph=True)
-        with (stats := float8_stats(model)):
-            step(model)
-        found.append(stats.rows)
-    assert found[0] == found[1]
-    assert sum(".experts." in row.fqn for row in found[0]) % 6 == 0 < len(found[0])
 
 
 def blocks_on_ranks(kind: str, fields: dict[str, Any], dp: int) -> tuple[list[str], bool, int]:
@@ -249,12 +225,6 @@ def blocks_on_ranks(kind: str, fields: dict[str, Any], dp: int) -> tuple[list[st
     [
         ("qwen3_moe", {"recipe": "rowwise_folded"}, 1),
         pytest.param("mixtral", {"recipe": "blockwise"}, 2, marks=full_tier),
-        pytest.param(
-            "qwen3_moe",
-            {"recipe": "mxfp8", "enable_fsdp_float8_all_gather": False},
-            2,
-            marks=full_tier,
-        ),
     ],
 )
 def test_expert_parallel_blocks(

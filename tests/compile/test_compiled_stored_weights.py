@@ -8,7 +8,6 @@ from graphs import Compilations, Graphs
 from hf_experts import made
 from rank_tests import on_ranks
 from ranks import device_mesh
-from reference import same_bits
 from safetensors.torch import save_file
 from stored_weights import CONFIGS, converted, frozen, run, same
 from torch.distributed.fsdp import fully_shard
@@ -44,17 +43,6 @@ def test_graphs_with_fsdp2() -> None:
         queries.append(sum(ops["scale_query"] for ops in graphs.ops.values()))
     assert same(*runs)
     assert queries[0] > queries[1] == 0
-
-
-def test_layers_inside_of_torch_compile() -> None:
-    """Nothing is compiled before the first call. The wrapper has the attributes of the layer."""
-    net = converted()
-    net[0] = torch.compile(net[0])
-    assert freeze_to_float8(net) == ["0._orig_mod.weight", "2.weight"]
-    expected = float8_state_dict(frozen())
-    found = float8_state_dict(net)
-    assert found.keys() == expected.keys()
-    assert all(same_bits(found[name], each) for name, each in expected.items())
 
 
 def test_names_of_a_compiled_model_of_transformers(tmp_path: Path) -> None:

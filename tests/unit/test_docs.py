@@ -80,16 +80,6 @@ def test_what_pages_refer_to_exists() -> None:
         assert [*found, *placeholders] == [], page
 
 
-def test_what_the_checks_find() -> None:
-    text = "[a](nowhere.md) [b](docs/README.md#no-such) [c](https://x.y/z) [d](docs/README.md)"
-    assert list(broken_links(README, text)) == ["nowhere.md", "docs/README.md#no-such"]
-    text = "`python -m scripts.no.such --assert`, `torchrun -m scripts.none`, `bash scripts/no.sh`"
-    assert list(unknown_files(text)) == ["scripts.no.such", "scripts.none", "scripts/no.sh"]
-    assert unknown_calls("`no_such_call(model)`, `attach_update(optimizer, model)`") == {
-        "no_such_call"
-    }
-
-
 def test_the_index_lists_every_page() -> None:
     linked = set(LINK.findall((ROOT / "docs/README.md").read_text()))
     assert {page.name for page in DOCS} - {"README.md"} <= linked

@@ -18,7 +18,7 @@ from torch import nn
 
 from fp8_dist import convert_to_float8_training
 from fp8_dist.debug import Anomaly, GemmStats, float8_stats
-from fp8_dist.report import RunWriter, data, figures
+from fp8_dist.report import RunWriter, data
 from fp8_dist.report import __main__ as command
 
 LAYERS = [f"layers.{block}.{name}" for block in range(2) for name in ("wq", "w1", "w2")]
@@ -165,21 +165,6 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     assert "&lt;b&gt;&amp;amp;&lt;/b&gt;$x$</text>" in pictures[-1]
 
 
-def test_cells_of_a_heat_map() -> None:
-    rows = [CAST | {"fqn": fqn, "step": step} for fqn in "ab" for step in range(1, 4)]
-    rows[0] |= {"amax": 8.0, "sqnr": "Infinity"}
-    rows[1] |= {"underflow": 3.0, "sqnr": 11.0}
-    rows[2] |= {"amax": "NaN", "nonfinite": 50.0, "sqnr": "NaN"}
-    del rows[4]
-    parsed = [data.stats_row(row) for row in [*rows, rows[0] | {"amax": 9.0, "sqnr": 12.0}]]
-    layers, steps, values, bad = figures.grid(parsed, "amax")
-    assert (layers, steps) == (["a", "b"], [1, 2, 3])
-    assert bad.tolist() == [[False, False, True], [False] * 3]
-    np.testing.assert_array_equal(values, [[math.log2(9), 0.0, math.nan], [0.0, math.nan, 0.0]])
-    assert figures.grid(parsed, "underflow")[2].tolist()[0] == [0.0, 3.0, 0.0]
-    assert figures.grid(parsed, "sqnr")[2].tolist()[0][:2] == [12.0, 11.0]
-
-
 def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = {
         "config.json": '{"recipe": ',
@@ -210,16 +195,6 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit, match="2"):
             command.main([str(tmp_path / arguments[0]), *arguments[1:]])
         assert message in capsys.readouterr().err
-
-
-def test_what_is_missing_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        command.main([str(tmp_path)])
-    expected = 'jinja2 and matplotlib must be installed: pip install "fp8-dist[report]"'
-    assert expected in capsys.readouterr().err
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

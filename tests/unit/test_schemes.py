@@ -24,29 +24,25 @@ from schemes import (
     Quads,
     config_of,
 )
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Shard
 from torch.nn.functional import pad
 from two_level import TwoLevel
 
-from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, Float8Tensor, cast_to_float8
-from fp8_dist.linear.operands import plan_operand, reason_to_move_high
-from fp8_dist.linear.runtime_ops import weight_copies
+from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float8
+from fp8_dist.linear.operands import reason_to_move_high
 from fp8_dist.mesh import Layout, global_offset
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.scaling import (
     Blocks,
     Dense,
     Placed,
-    Scales,
     Scheme,
-    Statistics,
     covering,
     message_dtype,
     scheme_named,
 )
-from fp8_dist.scaling.operators import cast_operator, dequantize_operator
+from fp8_dist.scaling.operators import dequantize_operator
 from fp8_dist.scaling.reduction import as_integers, from_integers
-from fp8_dist.torch_internals import storage_address
 
 E4M3 = torch.float8_e4m3fn
 TENSOR, ROW, COLUMN = (Dense(E4M3, per) for per in ("tensor", "row", "column"))
@@ -75,71 +71,6 @@ def layout(
     """The layout of one of two ranks per axis, by default the last."""
     mesh: Any = Mesh((2,) * len(placements), coordinate or (1,) * len(placements))
     return Layout(mesh, placements, torch.Size(shape))
-
-
-# Ranks have whole blocks of 4 rows of 8, and none of 6.
-LEVELS = """\
-tensor              scales []         from []         shared by (0, 1, 2)             moves from [0, 1, 2]
-matrix              scales [4, 1, 1]  from [2, 0, 0]  shared by (1, 2)                moves from []
-row                 scales [4, 8, 1]  from [2, 4, 0]  shared by (2,)                  moves from [0, 1]
-column              scales [1, 1, 8]  from [0, 0, 4]  shared by (0, 1)                moves from []
-slice of dims 1     scales [4, 1, 8]  from [2, 0, 4]  shared by (1,)                  moves from []
-block of 1 x 4      scales [4, 8, 2]  from [2, 4, 1]  shared by ()                    moves from [0, 1]
-block of 4 x 4      scales [4, 2, 2]  from [2, 1, 1]  shared by (), (1, 2) if cut     moves from []
-pair of rows        scales [4, 4, 1]  from [2, 2, 0]  shared by (2,), (1, 2) if cut   moves from []
-pair of columns     scales [1, 1, 4]  from [0, 0, 2]  shared by (0, 1)                moves from []
-4 values of a row   scales [4, 8, 2]  from [2, 4, 1]  shared by ()                    moves from [0, 1]"""
-
-
-def test_levels_as_a_table() -> None:
-    placements = (Shard(0), Shard(1), Shard(-1), Replicate())
-    whole, cut = (layout((4, rows, 8), *placements) for rows in (8, 6))
-    lines = []
-    for scheme in ALL:
-        (level,), (axes,) = scheme.levels, scheme.axes(whole)
-        assert scheme.scale_shapes((4, 8, 8)) == [level.shape((4, 8, 8))]
-        is_cut = scheme.axes(cut) != (axes,)
-        shared = f"{axes}, {scheme.axes(cut)[0]} if cut" if is_cut else f"{axes}"
-        assert scheme.is_cut(cut) is is_cut
-        assert not scheme.is_cut(whole)
-        assert scheme.start(whole) == (0, 0)
-        begins = [begin for ((begin, _),) in level.pieces(whole)]
-        lines.append(
-            f"{scheme.covers:19} scales {level.shape((4, 8, 8))!s:10} from "
-            f"{begins!s:10} shared by {shared:21} "
-            f"moves from {[dim for dim in range(3) if scheme.can_move([dim], 3)]}"
-        )
-    assert "\n".join(lines) == LEVELS
-
-
-def test_parts_that_cut_blocks() -> None:
-    squares = Blocks(E4M3, 4, 4)
-    cut = layout((6, 10), Shard(0), Shard(1))  # this rank's part begins at [3, 5]
-    assert squares.start(cut) == (3, 1)
-    assert squares.scale_shapes((3, 5), (3, 1)) == [[2, 2]]
-    assert squares.levels[0].pieces(cut) == [((0, 2),), ((1, 3),)]
-    assert ROW_PAIRS.start(cut) == (1, 0)
-    assert ROW_PAIRS.scale_shapes((3, 5), (1, 0)) == [[2, 1]]
-    assert squares.moved((3, 1), 1, 4, 2) == (3, 1)
-    assert squares.moved((3, 1), 0, 2, 2) == (1, 1)
-    whole = layout((8, 6), Shard(0), Replicate())
-    assert not squares.is_cut(whole)
-    uneven = layout((7, 4), Shard(0))  # 4 rows and 3
-    assert ROW_PAIRS.is_cut(uneven)
-    assert not Blocks(E4M3, 1, 4).is_cut(uneven)
-
-
-def test_ranks_that_share_statistics() -> None:
-    placements = [Replicate(), Shard(0), Partial(), Shard(1)]
-    of_matrix = layout((4, 8), *placements)
-    assert TENSOR.axes(of_matrix) == ((1, 3),)
-    assert TENSOR.axes(layout((4, 8), Partial(), Shard(0))) == ((1,),)  # a sum is no shard
-    assert ROW.axes(of_matrix) == ((3,),)  # the axes that cut rows
-    assert COLUMN.axes(of_matrix) == ((1,),)
-    assert ROW.axes(layout((2, 4, 8), Shard(-1))) == ((0,),)
-    assert ROW.axes(None) == ((),)
-    mesh: Any = Mesh((1, 2), (0, 0))
-    assert TENSOR.axes(Layout(mesh, (Shard(0), Shard(1)), torch.Size((4, 8)))) == ((1,),)
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: scheme.covers)
@@ -263,29 +194,6 @@ def test_schemes_that_do_not_fit() -> None:
     assert "shard the sequence" in reason_to_move_high(ROW_QUADS, (Shard(-1),), 2)
 
 
-def test_results_of_operators_are_not_statistics() -> None:
-    @dataclass(frozen=True, eq=False)
-    class Viewed(Quads):
-        """Scales are views of the statistics."""
-
-        family = "viewed"
-
-        def scales_from(self, statistics: Statistics) -> Scales:
-            return (statistics[0].view(torch.int32).view(torch.float32),)
-
-    scheme = Viewed()
-    layer = Float8Linear(16, 8, bias=False, config=config_of(scheme))
-    weight, shard = layer.float8_weight, layer.weight.detach()
-    weight.gather_cast(shard)
-    kept, how = weight.cache.known[scheme], ([scheme.key], (0, 0), [0], [False])
-    for found, *_ in (
-        cast_operator.overload(shard, list(kept), *how, False, None),
-        weight_copies.overload(shard, weight.handle, *how),
-    ):
-        assert same_bits(found, kept[0])
-        assert storage_address(found) != storage_address(kept[0])
-
-
 def test_a_class_that_is_defined_again() -> None:
     def defined() -> type[Scheme]:
         @dataclass(frozen=True, eq=False)
@@ -351,55 +259,6 @@ def test_what_a_new_scheme_must_say() -> None:
     assert e5m2.scheme("input", False) == Quads(torch.float8_e5m2)
 
 
-PLANS = """\
-plain           tensor  global  cast per tensor                    statistics over all
-plain           tensor  rank    cast per tensor                    statistics over ()
-plain           rowwise global  cast row, column                   statistics over all
-plain           rowwise rank    cast row, column                   statistics over ()
-Shard(1) -> R   tensor  global  cast per tensor, then move float8  statistics over all
-Shard(1) -> R   tensor  rank    cast per tensor, then move float8  statistics over (0,)
-Shard(1) -> R   folded  global  cast per row, then move float8     statistics over all
-Shard(1) -> R   rowwise global  move high, then cast row, column   statistics over all
-Shard(1) -> R   rowwise rank    move high, then cast row, column   statistics over ()
-Shard(1) -> R   gw_hp   global  move high, then cast row, high     statistics over all
-Shard(-1) -> R  tensor  global  cast per tensor, then move float8  statistics over all
-Shard(-1) -> R  folded  global  move high, then cast row, row      statistics over all
-stays           tensor  rank    cast per tensor                    statistics over ()
-stays           rowwise global  cast row, column                   statistics over all
-2-D, one axis   tensor  rank    cast per tensor, then move float8  statistics over (1,)
-2-D, one axis   folded  global  cast per row, then move float8     statistics over all
-2-D, one axis   rowwise rank    move high, then cast row, column   statistics over ()
-"""
-
-
-def test_plans_as_a_table() -> None:
-    kinds: dict[str, tuple[Scheme | None, ...]] = {
-        "tensor": (TENSOR, TENSOR),
-        "folded": (ROW, ROW),
-        "rowwise": (ROW, COLUMN),
-        "gw_hp": (ROW, None),
-    }
-    moves: dict[str, tuple[tuple[Placement, ...] | None, tuple[Placement, ...] | None]] = {
-        "plain": (None, None),
-        "stays": ((Shard(2),), (Shard(2),)),
-        "Shard(1) -> R": ((Shard(1),), (Replicate(),)),
-        "Shard(-1) -> R": ((Shard(-1),), (Replicate(),)),
-        "2-D, one axis": ((Shard(0), Shard(1)), (Shard(0), Replicate())),
-    }
-    for line in PLANS.splitlines():
-        move, kind, scope = line[:16].strip(), *line[16:32].split()
-        plan = plan_operand(kinds[kind], *moves[move], 3, scope)
-        steps = f"cast {', '.join('high' if s is None else s.covers for s in kinds[kind])}"
-        if plan.first is not None:
-            steps = f"cast per {plan.first.covers}"
-            steps += ", then move float8" if plan.moves else ""
-        elif plan.moves:
-            steps = f"move high, then {steps}"
-        axes = "all" if plan.within is None else plan.within
-        assert line[32:].split("  ")[0] == steps, line
-        assert line.endswith(f" statistics over {axes}"), line
-
-
 def expected_operand(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     """The data and the scale of each value of a matrix, block by block."""
     rows, columns = x.shape
@@ -450,25 +309,6 @@ def test_rows_and_their_parts_have_one_scheme() -> None:
     whole: Any = cast_to_float8(torch.randn(4, 2, 8), CastConfig(scaling_granularity=rows))
     parts = [*whole.split([1, 3]), whole[1:], whole.transpose(0, 1), whole.view(8, 8), whole[0]]
     assert all(part.scheme == rows for part in parts)
-
-
-def test_scales_of_blocks_move_with_their_rows() -> None:
-    x = torch.randn(6, 8) * torch.logspace(-3, 3, 6)[:, None]
-    whole: Any = cast_to_float8(x, CastConfig(scaling_granularity=ROW_QUADS))
-    assert isinstance(whole, Float8Tensor)
-    values = whole.dequantize()
-    assert sqnr(x, values) > 25
-    assert same_bits(torch.cat(whole.split([2, 4])).dequantize(), values)
-    assert same_bits(whole[1:4].dequantize(), values[1:4])
-    assert same_bits(whole[:, 3:6].dequantize(), values[:, 3:6].contiguous())
-    assert whole[:, 3:6].start == (0, 3)
-    assert same_bits(whole.t().dequantize(), values.t().contiguous())
-    assert same_bits(whole.view(2, 3, 8).dequantize(), values.view(2, 3, 8))
-    padded = torch.nn.functional.pad(whole, (0, 0, 0, 2)).dequantize()
-    assert same_bits(padded[:6], values)
-    assert same_bits(whole.clone().dequantize(), values)
-    for cut in (lambda: whole[:, 0], lambda: whole[:, ::2]):
-        assert "no such scales" in raised(NotImplementedError, cut)
 
 
 def test_dequantizing_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,16 +268,12 @@ def saved(tmp_path: Path, **changes: object) -> Path:
 OTHERS: list[tuple[dict[str, object], str]] = [
     ({"operand": "bias"}, "operand='bias' is not what a capture holds"),
     ({"gemms": ()}, "gemms=[] is not what a capture holds"),
-    ({"gemms": ("output", "output")}, "gemms=['output', 'output'] is not what a capture holds"),
     ({"step": True}, "step=True is not what a capture holds"),
-    ({"rank": -1}, "rank=-1 is not what a capture holds"),
-    ({"call": "1"}, "call='1' is not what a capture holds"),
     ({"scheme": 3}, "scheme=3 is not what a capture holds"),
     ({"scheme": "quad()"}, "the scaling scheme quad() is not defined here"),
     ({"start": (0, -1)}, "start=[0, -1] is not what a capture holds"),
     ({"scales": ()}, "KeyError: 'scale0'"),
     ({"scales": (torch.ones(2),)}, "the scales are torch.float32 [2], not torch.float32 []"),
-    ({"scales": (torch.ones(()).double(),)}, "the scales are torch.float64 []"),
     ({"scales": (-torch.ones(()),)}, "a scale is -1; all of them must be positive"),
     (
         {"scheme": TwoLevel().key, "scales": (torch.ones(()), torch.zeros(2, 1).to(E4M3))},
@@ -285,12 +281,8 @@ OTHERS: list[tuple[dict[str, object], str]] = [
     ),
     ({"qdata": torch.zeros(2, 16)}, "qdata, torch.float32 [2, 16], is no float8 copy of high"),
     ({"high": torch.zeros(3, 16)}, "is no float8 copy of high, torch.float32 [3, 16]"),
-    ({"high": torch.zeros(2, 16).int()}, "is no float8 copy of high, torch.int32 [2, 16]"),
     ({"high": torch.eye(2, 16).to_sparse()}, "high is not a plain, contiguous tensor"),
-    ({"high": torch.zeros(1, 16).expand(2, 16)}, "high is not a plain, contiguous tensor"),
     ({"high": nn.Parameter(torch.zeros(2, 16))}, "high is not a plain, contiguous tensor"),
-    ({"scales": (torch.ones((), device="meta"),)}, "scale0 is not a plain, contiguous tensor"),
-    ({"high": [0.0] * 16}, "high is not a plain, contiguous tensor"),
 ]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
 from fp8_dist.debug import CapturedCast, show
 from fp8_dist.debug.capturing import save_capture
-from fp8_dist.debug.histogram import Float8Range, histogram
+from fp8_dist.debug.histogram import histogram
 from fp8_dist.debug.plot import draw
 from fp8_dist.scaling import Dense
 
@@ -65,20 +65,6 @@ def test_every_value_is_counted_in_its_octave(config: CastConfig | None) -> None
     assert not any(octave.saturated for octave in found.octaves)
     exponents = [octave.exponent for octave in found.octaves]
     assert exponents == list(range(exponents[0], exponents[-1] + 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_the_range_of_a_format(dtype: torch.dtype) -> None:
-    numbers = torch.arange(1, 128, dtype=torch.uint8).view(dtype).double()
-    numbers = numbers[numbers.isfinite()]
-    limits = Float8Range.of(dtype, 4.0)
-    assert (limits.largest, limits.subnormal) == (4 * numbers.max(), 4 * numbers.min())
-    normal = limits.normal / 4
-    steps = numbers.diff()
-    assert steps[numbers[:-1] < normal].unique().tolist() == [limits.subnormal / 4]
-    assert steps[numbers[:-1] >= 2 * normal].min() == 2 * limits.subnormal / 4
-    rounded = torch.tensor([limits.zero / 4, limits.zero / 4 * 1.01]).to(dtype)
-    assert [value == 0 for value in rounded.float().tolist()] == [True, False]
 
 
 def test_what_saturates_is_counted() -> None:

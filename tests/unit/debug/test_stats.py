@@ -29,7 +29,7 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.cast import quantize
-from fp8_dist.debug import AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
+from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
 from fp8_dist.debug.measures import Measures, combine_, measure, measure_casts, nothing
 from fp8_dist.scaling import Dense, Quantized
 
@@ -309,38 +309,6 @@ def test_wrong_arguments() -> None:
 # Anomalies.
 
 
-def test_planted_faults() -> None:
-    """An input x 1e4 where the scale is delayed, gradients that underflow, and a NaN."""
-    model, seen, small = net("delayed"), [], torch.full((32, 64), 1e-30)
-    small[0, 0] = 1e3
-    sync_float8_amax_and_scale_history(model)
-    stats = float8_stats(model, on_anomaly=seen.append)
-    first, second = model[0], model[2]
-    plants = {
-        7: lambda: first.register_forward_pre_hook(lambda m, args: (args[0] * 1e4,)),
-        9: lambda: second.register_full_backward_pre_hook(lambda m, grads: (small,)),
-        11: lambda: first.register_full_backward_pre_hook(lambda m, grads: (grads[0] * math.nan,)),
-    }
-    for step in range(12):
-        handle = plants[step]() if step in plants else None
-        with stats:
-            train(model)
-        if handle is not None:
-            handle.remove()
-        sync_float8_amax_and_scale_history(model)
-    assert [(a.row.step, a.row.fqn, getattr(a.row, "operand", None), a.what) for a in seen] == [
-        (7, "0", "input", "jump"),
-        (7, "0", "input", "lag"),
-        (9, "2", "grad_output", "jump"),
-        (9, "2", "grad_output", "underflow"),
-        (9, "2", "grad_output", "lag"),
-        (11, "0", "grad_output", "non-finite"),
-    ]
-    assert str(seen[0]).startswith("step 7: 0: input (for output, grad_weight): the amax is 13.29 ")
-    assert str(seen[-1]).endswith("100 % of the values are NaN or infinite, first on rank 0")
-    assert stats.anomalies == seen
-
-
 class Block(nn.Module):
     """Layers behind norms, with a residual stream."""
 
@@ -434,13 +402,15 @@ def test_faults_are_named_where_they_happen(recipe: str) -> None:
 def test_limits_are_octaves(recipe: str, what: str, factors: tuple[float, ...]) -> None:
     model, x = net(recipe), torch.randn(32, 64)
     limits = {"underflow": None, "sqnr": None, "lag": None, "jump": None} | {what: 3.0}
-    stats = float8_stats(model, limits=AnomalyLimits(**limits))
+    seen: list[Anomaly] = []
+    stats = float8_stats(model, on_anomaly=seen.append, limits=AnomalyLimits(**limits))
     for factor in factors:
         with stats:
             model[0](x * factor).sum().backward()
         if recipe == "delayed":
             sync_float8_amax_and_scale_history(model)
-    found = [anomaly.what for anomaly in stats.anomalies if anomaly.what != "non-finite"]
+    found = [anomaly.what for anomaly in seen if anomaly.what != "non-finite"]
+    assert stats.anomalies == seen
     assert found == ([what] if factors[-1] == 9 else [])
 
 
@@ -457,13 +427,6 @@ def test_warnings_once_per_layer() -> None:
     assert texts == [
         f"float8_stats: step 0: {fqn}: weight (for output, grad_input):" for fqn in "02"
     ]
-
-
-def test_a_warning_names_a_model_that_is_a_layer_itself() -> None:
-    layer = convert_to_float8_training(nn.Linear(16, 16))
-    stats = float8_stats(layer, on_anomaly="warn", limits=AnomalyLimits(sqnr=100.0))
-    with pytest.warns(UserWarning, match="float8_stats: step 0: Float8Linear: weight"), stats:
-        layer(torch.randn(16, 16))
 
 
 # Outputs.

@@ -27,16 +27,14 @@ from delayed_steps import (
     train,
 )
 from nets import Net
-from reference import float8_gemms, raised, same_bits
+from reference import raised, same_bits
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fp8_dist.text
 from fp8_dist import (
-    CastConfig,
     Float8Linear,
     Float8LinearConfig,
-    ScalingType,
     convert_to_float8_training,
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
@@ -85,20 +83,6 @@ def test_each_operand_may_have_a_delayed_scale(chosen: tuple[str, ...]) -> None:
         kept = same_bits(first[operand].scale, second[operand].scale)
         assert kept is (operand in chosen)
         assert same_bits(first[operand].qdata, second[operand].qdata) is (operand not in chosen)
-
-
-def test_a_delayed_operand_may_be_in_high_precision_in_one_gemm() -> None:
-    off = CastConfig(ScalingType.DISABLED)
-    fields = ("cast_config_input_for_grad_weight", "cast_config_grad_output_for_grad_weight")
-    linear = layer(replace(DELAYED, **dict.fromkeys(fields, off)))
-    with float8_gemms() as calls:
-        for factor in (1.0, 5.0):
-            x = torch.full((4, 32), factor, requires_grad=True)
-            linear(x).backward(torch.full((4, 48), factor))
-            sync(linear)
-    assert len(calls) == 4
-    assert amaxes(linear)[".input"] == amaxes(linear)[".grad_output"] == [5.0, 1.0]
-    assert same_bits(calls[0][0].scale, calls[2][0].scale)
 
 
 def test_the_first_step_is_that_of_dynamic_scales() -> None:

@@ -83,25 +83,3 @@ def test_blocks_that_are_cast_in_one_pass(
         assert same_but_for_zeros(mine.b.qdata, theirs.b.qdata)
         assert mine.a.qdata.is_contiguous()
         assert mine.b.qdata.t().is_contiguous()
-
-
-def test_emulation_takes_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
-    for emulate in (True, False):
-        config, both = Float8LinearConfig(emulate=emulate), ("output", "grad_weight")
-        copies = config.recipe.copies("input", both, torch.device("cpu"))
-        output, grad_weight = [copies.plan.transposed[place or 0] for place in copies.places]
-        assert grad_weight is not emulate
-        assert not output
-
-
-def test_a_forward_without_gradients_casts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
-    layer = Float8Linear(32, 48)
-    parameter = layer.weight
-    assert len({id(q.qdata) for q in layer.float8_weight.forward_casts(parameter)[:2] if q}) == 2
-    layer.float8_weight.cache.drop()
-    with torch.no_grad():
-        casts = layer.float8_weight.forward_casts(parameter)
-    assert casts.output is not None
-    assert casts.grad_input is None

@@ -19,7 +19,7 @@ from reference import (
 )
 
 from fp8_dist import CastConfig, Float8Tensor, ScalingGranularity, cast_to_float8
-from fp8_dist.scaling import Blocks, scheme_named
+from fp8_dist.scaling import Blocks
 
 E4M3 = torch.float8_e4m3fn
 
@@ -114,13 +114,6 @@ def test_a_transposed_matrix(kind: str) -> None:
     assert x.t().scheme == Blocks(E4M3, 4, 1 if kind == "rows" else 4)
 
 
-def test_transposed_matrices() -> None:
-    x = of_3_dims()
-    check(x.mT, x.dequantize().mT)  # type: ignore[arg-type]
-    assert x.mT.scheme == Blocks(E4M3, 4, 1)
-    assert same_cast(x.mT.transpose(-1, 1), x)
-
-
 PARTS: list[Callable[[torch.Tensor, int], Any]] = [
     lambda x, dim: x.chunk(2, dim),
     lambda x, dim: x.chunk(3, dim),
@@ -143,23 +136,6 @@ def test_parts(kind: str) -> None:
         pairs = [(found, expected)] if alone else zip(found, expected, strict=True)
         for mine, theirs in pairs:
             check(mine, theirs)
-
-
-def test_a_part_says_where_in_its_first_block_it_begins() -> None:
-    x, squares = of_rows(), of_squares()
-    for part, shape, scheme, start in (
-        (x[:, 4:], (10, 3), x.scheme, (0, 0)),
-        (x[:, 5:9], (10, 2), x.scheme, (0, 1)),
-        (x[5:, 5:9], (5, 2), x.scheme, (0, 1)),
-        (squares[5:, 8:], (2, 2), squares.scheme, (1, 0)),
-        (squares[5:, 6:][2:, 1:], (2, 3), squares.scheme, (3, 3)),
-        (squares[5:, 6:].t(), (3, 2), squares.scheme, (2, 1)),
-        (x[:, 5:].t(), (3, 10), Blocks(E4M3, 4, 1), (1, 0)),
-    ):
-        assert (part.scale.shape, part.scheme, part.start) == (shape, scheme, start)
-    for rule in (None, "ceil", "floor"):  # the key says all, as another process reads it
-        scheme = Blocks(E4M3, 32, 32, rule)
-        assert scheme_named(scheme.key) == scheme
 
 
 @kinds
