@@ -48,12 +48,12 @@ def step(model: nn.Module, ids: torch.Tensor = IDS, scale: float = 1.0) -> Step:
     return logits.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def different(a: Step, b: Step) -> list[str]:
-    """The results of two steps that differ."""
+def different(a: Step, b: Step, only: str = "") -> list[str]:
+    """The results of two steps that differ; ``only``: of the gradients, those named so."""
     wrong = [] if same_bits(a[0], b[0]) else ["logits"]
     for name in b[1]:
         one, other = a[1][name], b[1][name]
-        if one is not None and not (other is not None and same_bits(one, other)):
+        if only in name and one is not None and not (other is not None and same_bits(one, other)):
             wrong.append(name)
     return wrong
 
