@@ -23,7 +23,6 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.mesh import Layout, global_offset, local_sizes, shard_starts
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     PrepareFloat8ModuleInput,
@@ -38,40 +37,6 @@ def placed(tensor: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 
 def packed(dim: int, parts: int = 2) -> Placement:
     return _StridedShard(dim, split_factor=parts)  # type: ignore[return-value]
-
-
-def found_otherwise() -> list[str]:
-    """Placements whose pieces are not where DTensor has them."""
-    wrong = []
-    meshes = {1: device_mesh(tp=4), 2: device_mesh(dp=2, tp=2)}
-    ways = [(packed(0),), (packed(0, 3),), (packed(0), Shard(0)), (Shard(0), packed(0))]
-    ways += [(packed(0), packed(0)), (packed(0, 3), Replicate()), (packed(0, 3), packed(0, 4))]
-    ways += [(Shard(0),), (Shard(0), Shard(0))]
-    for placements in ways:
-        # FSDP2's order of cuts, packed(0) over Shard(0), gives other parts where they are uneven.
-        uneven = () if placements == (packed(0), Shard(0)) else (1, 3, 13, 30)
-        for rows in (8, 16, 48, *uneven):
-            tensor = placed(torch.arange(rows), meshes[len(placements)], *placements)
-            values, layout = tensor.to_local().tolist(), Layout.of(tensor)
-            assert layout is not None
-            starts = [n for i, n in enumerate(values) if i == 0 or n != values[i - 1] + 1]
-            every: list[tuple[list[int], int]] = [([], 0)] * 4
-            dist.all_gather_object(every, (starts, len(values)))
-            expected = (
-                sorted({start for others, _ in every for start in others}),
-                {size for _, size in every},
-                [*starts, 0][:1],
-            )
-            found = [*shard_starts(layout, 0)], local_sizes(layout, 0), global_offset(layout)
-            if set(map(type, placements)) == {Shard}:  # no pieces: sizes alone
-                found = expected[0], found[1], expected[2]
-            if found != expected:
-                wrong.append(f"{rows} {placements}: {found}, not {expected}")
-    return wrong
-
-
-def test_pieces_are_those_of_dtensor(ranks: RankPools) -> None:
-    assert ranks(4).run(found_otherwise) == [[]] * 4
 
 
 CASTS: dict[str, tuple[CastConfig, int | None]] = {
