@@ -38,22 +38,6 @@ def evaluate(world: Distributed) -> None:
         world.net(world.mine(torch.randn(6, 8, 64)))
 
 
-def multiply(world: Distributed) -> None:
-    with torch.no_grad():
-        for parameter in world.net.parameters():
-            parameter.mul_(10)
-
-
-def multiply_local(world: Distributed) -> None:
-    with torch.no_grad():
-        for parameter in world.net.parameters():
-            parameter.to_local().mul_(10)
-
-
-def load(world: Distributed) -> None:
-    world.net.load_state_dict({k: v * 10 for k, v in world.net.state_dict().items()})
-
-
 def write_unnoticed(world: Distributed) -> None:
     torch._foreach_mul_(list(world.net.state_dict().values()), 10.0)
 
@@ -73,8 +57,8 @@ def step_with_gradients(world: Distributed) -> None:
     torch.optim.SGD(parameters, lr=10.0, foreach=True).step()
 
 
-CHANGES = [multiply, multiply_local, load, write_unnoticed, write_and_invalidate]
-CHANGES += [step_with_gradients]
+# (test_noticed_writes.py has those that are noticed.)
+CHANGES = [write_unnoticed, write_and_invalidate, step_with_gradients]
 
 
 @pytest.mark.parametrize("change", CHANGES)
