@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from gradient_wire import on_the_wire
+from gradient_wire import Uneven, backward, data, on_the_wire
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, sqnr
@@ -32,25 +31,16 @@ Gradients = dict[str, torch.Tensor]
 TINY = 0.02  # MB: three buckets of Uneven
 
 
-class Uneven(nn.Module):
-    """Sizes that few numbers of ranks divide, vectors, a spare part, a parameter of no elements."""
+class Whole(Uneven):
+    """All parts are used, and a parameter of no elements."""
 
     def __init__(self, empty: bool = True) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.wide = nn.Linear(96, 37)
-            self.norm = nn.LayerNorm(37)
-            self.last = nn.Linear(37, 128, bias=False)
-            self.spare = nn.Linear(96, 130, bias=False)
-        if empty:
-            self.empty = nn.Parameter(torch.empty(0, 5))
+        self.empty = nn.Parameter(torch.empty(0, 5)) if empty else None
 
     def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
-        y = self.last(F.gelu(self.norm(self.wide(x))))
-        if hasattr(self, "empty"):
-            y = y + self.empty.sum()
-        return torch.cat([y, self.spare(x)], -1) if spare else y
+        y = super().forward(x, spare)
+        return y if self.empty is None else y + self.empty.sum()
 
 
 def in_ddp(module: nn.Module, hook: bool = True, state: Any = None, **how: Any) -> Any:
@@ -58,16 +48,6 @@ def in_ddp(module: nn.Module, hook: bool = True, state: Any = None, **how: Any) 
     if hook:
         model.register_comm_hook(state, float8_ddp_hook)
     return model
-
-
-def data(rank: int, step: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(6, 96, generator=generator) * (1 + rank)
-
-
-def backward(net: nn.Module, rank: int, step: int = 0, **arguments: Any) -> None:
-    x = data(rank, step).to(next(net.parameters()).dtype)
-    net(x, **arguments).float().pow(3).mean().backward()
 
 
 def gradients_of(net: nn.Module) -> Gradients:
@@ -103,13 +83,13 @@ def wrong_bits(dtype: torch.dtype) -> list[str]:
     """Parameters whose gradient is not the mean that was computed apart, in any of two steps."""
     own, wrong = dist.get_rank(), []
     for way, how in WAYS.items():
-        net = in_ddp(Uneven().to(dtype), **how)
+        net = in_ddp(Whole().to(dtype), **how)
         for step in range(2):
             # "unused": the spare part by any rank, then by all but one.
             spare = [way != "unused" or bool(step and r) for r in range(dist.get_world_size())]
             each = []
             for rank, uses_spare in enumerate(spare):
-                alone = Uneven().to(dtype)
+                alone = Whole().to(dtype)
                 backward(alone, rank, step, spare=uses_spare)
                 each.append(gradients_of(alone))
             net.zero_grad()
@@ -153,7 +133,7 @@ def same_parameters(net: nn.Module) -> bool:
 
 def of_float8(recipe: str = "tensorwise") -> nn.Module:
     config = Float8LinearConfig.from_recipe_name(recipe)
-    net = Uneven(empty=False)
+    net = Whole(empty=False)
     return convert_to_float8_training(net, config=config, module_filter_fn=_is_wide)
 
 
@@ -165,12 +145,12 @@ def _is_wide(module: nn.Module, name: str) -> bool:
 def test_parameters_stay_equal_on_ranks() -> bool:
     """After 3 steps; also where some ranks, or all, do not use a part of the model."""
     found, rank = [], dist.get_rank()
-    for make in (Uneven, of_float8):
+    for make in (Whole, of_float8):
         net = in_ddp(make(), True, Float8DDPState(None, True), bucket_cap_mb=TINY)
         train(net, 3)
         found.append(same_parameters(net))
     state, how = Float8DDPState(None, 3), {"find_unused_parameters": True}
-    net = in_ddp(Uneven(), True, state, **how, bucket_cap_mb=TINY)
+    net = in_ddp(Whole(), True, state, **how, bucket_cap_mb=TINY)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
         backward(net, rank, step, spare=step < 2 and (step + rank) % 2 == 0)
@@ -179,13 +159,11 @@ def test_parameters_stay_equal_on_ranks() -> bool:
     return all([*found, same_parameters(net)])
 
 
-def wire(model: nn.Module, **how: Any) -> str:
+def wire(bucket_cap_mb: float) -> str:
     """The collectives of a backward, and their bytes against a ring's all-reduce in bf16."""
-    mesh, elements = (
-        device_mesh(dp=dist.get_world_size()),
-        sum(p.numel() for p in model.parameters()),
-    )
-    net = in_ddp(model, **how)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+    mesh, elements = device_mesh(dp=2), sum(p.numel() for p in model.parameters())
+    net = in_ddp(model, bucket_cap_mb=bucket_cap_mb)
     for _ in range(3):  # the second forward rebuilds the buckets
         with comm_audit(mesh) as audit:
             net(torch.randn(4, 256)).sum().backward()
@@ -196,29 +174,14 @@ def wire(model: nn.Module, **how: Any) -> str:
     return "".join(rows) + f"{ratio:.4f}\n"
 
 
-def matrices() -> nn.Module:
-    return nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
-
-
 def test_bytes(ranks: RankPools) -> None:
-    found = ""
-    for world_size in (2, 3):
-        found += f"{world_size} ranks\n" + ranks(world_size).run_same(_wire_of_one)
-    found += "2 buckets\n" + ranks(2).run_same(_wire_of_two)
     assert_expected_inline(
-        found,
+        "2 buckets\n".join(ranks(2).run_same(wire, cap) for cap in (25, 0.4)),
         """\
-2 ranks
 all_to_all torch.float8_e4m3fn over dp: 1, 262,912 B
 all_to_all torch.uint8 over dp: 0, 2,054 B
 all_gather torch.float8_e4m3fn over dp: 1, 262,912 B
 all_gather torch.uint8 over dp: 0, 2,054 B
-0.5039
-3 ranks
-all_to_all torch.float8_e4m3fn over dp: 1, 262,917 B
-all_to_all torch.uint8 over dp: 0, 2,061 B
-all_gather torch.float8_e4m3fn over dp: 1, 262,917 B
-all_gather torch.uint8 over dp: 0, 2,061 B
 0.5039
 2 buckets
 all_to_all torch.float8_e4m3fn over dp: 1, 131,328 B
@@ -234,17 +197,9 @@ all_gather torch.uint8 over dp: 0, 1,028 B
     )
 
 
-def _wire_of_one() -> str:
-    return wire(matrices())
-
-
-def _wire_of_two() -> str:
-    return wire(matrices(), bucket_cap_mb=0.4)
-
-
 @on_ranks(3)
 def test_accuracy() -> None:
-    exact, net = in_ddp(Uneven(False), False), in_ddp(Uneven(False))
+    exact, net = in_ddp(Whole(empty=False), False), in_ddp(Whole(empty=False))
     for each in (exact, net):
         backward(each, dist.get_rank())
     found = gradients_of(net)
@@ -323,7 +278,9 @@ def test_with_what_else_is_done() -> None:
             found = []
             for hook in (False, True):
                 cap = 25 if way is compiled else TINY  # torch splits graphs by larger buckets
-                net = in_ddp(Uneven(False), hook, gradient_as_bucket_view=views, bucket_cap_mb=cap)
+                net = in_ddp(
+                    Whole(empty=False), hook, gradient_as_bucket_view=views, bucket_cap_mb=cap
+                )
                 way(net)
                 found.append(gradients_of(net))
             exact, ours = found
@@ -331,24 +288,9 @@ def test_with_what_else_is_done() -> None:
             assert lowest > 25, (way, views, lowest)
 
 
-@on_ranks(4)
-def test_a_group_of_ddps_own() -> None:
-    mesh = device_mesh(replicas=2, dp=2)
-    group, rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
-    net = in_ddp(Uneven(), True, Float8DDPState(group), process_group=group)
-    backward(net, dist.get_rank())
-    each = []
-    for other in range(2):
-        alone = Uneven()
-        backward(alone, dist.get_rank() - rank + other)
-        each.append(gradients_of(alone))
-    for name, grad in gradients_of(net).items():
-        assert torch.equal(grad, mean_on_the_wire([gradients[name] for gradients in each])), name
-
-
 @on_ranks(1)
 def test_one_rank_rounds_nothing() -> None:
-    alone, net = Uneven(), in_ddp(Uneven(), True, Float8DDPState(None, True))
+    alone, net = Whole(), in_ddp(Whole(), True, Float8DDPState(None, True))
     for each in (alone, net):
         backward(each, 0)
     assert all(map(torch.equal, gradients_of(net).values(), gradients_of(alone).values()))

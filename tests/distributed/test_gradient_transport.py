@@ -11,15 +11,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from gradient_wire import shard_of_mean
+from gradient_wire import Uneven, backward, data, shard_of_mean
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, sqnr
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -31,27 +29,8 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.mesh import local_tensor
-from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_reduction
 
 Gradients = dict[str, torch.Tensor]
-
-
-class Uneven(nn.Module):
-    """Dims that few numbers of ranks divide, fewer rows than ranks, a bias, a norm, a spare part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.wide = nn.Linear(96, 37)
-            self.norm = nn.LayerNorm(37)
-            self.flat = nn.Linear(37, 3, bias=False)
-            self.last = nn.Linear(3, 130, bias=False)
-            self.spare = nn.Linear(96, 130, bias=False)
-
-    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
-        y = self.last(F.gelu(self.flat(self.norm(F.gelu(self.wide(x))))))
-        return y + self.spare(x) if spare else y
 
 
 def sharded(mesh: DeviceMesh, **arguments: Any) -> Uneven:
@@ -59,15 +38,6 @@ def sharded(mesh: DeviceMesh, **arguments: Any) -> Uneven:
     net = Uneven()
     fully_shard(net.wide, mesh=mesh, **arguments)
     return fully_shard(net, mesh=mesh, **arguments)
-
-
-def data(rank: int, step: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(6, 96, generator=generator) * (1 + rank)
-
-
-def backward(net: nn.Module, rank: int, step: int = 0, **arguments: Any) -> None:
-    net(data(rank, step), **arguments).pow(3).mean().backward()
 
 
 def gradients_of(net: nn.Module) -> Gradients:
@@ -335,21 +305,6 @@ def test_replicas(ranks: RankPools, transport: str, partial: bool, least: int) -
     assert same
 
 
-@on_ranks(4, returns=["all_reduce", "reduce_scatter"])
-def test_a_reduce_scatter_that_a_user_sets_afterwards_stays() -> list[str]:
-    """Of replicas, by FSDP2's own all-reduce."""
-    mesh = device_mesh(replicas=2, dp=2)
-    net = fully_shard(nn.Linear(64, 64), mesh=mesh)
-    set_gradient_transport(net, "float8")
-    own = type("Own", (DefaultReduceScatter,), {})()
-    net.set_custom_reduce_scatter(own)
-    set_gradient_transport(net, None)
-    assert fsdp_reduction(fsdp_groups_of_module(net)[0]) is own
-    with comm_audit(mesh) as audit:
-        net(data(dist.get_rank())[:, :64]).sum().backward()
-    return sorted(row.op for row in audit.rows if row.op != "all_gather")
-
-
 class Gated(nn.Module):
     """With a gate that tensor parallelism replicates."""
 
@@ -450,18 +405,6 @@ def test_modules_that_are_set_apart() -> None:
     assert (audit.count("all_to_all"), audit.count("reduce_scatter")) == (1, 1)
 
 
-@on_ranks(2)
-def test_under_a_tool_that_replaces_methods_of_fsdp2() -> None:
-    net = sharded(device_mesh(dp=2))
-    with FSDPMemTracker(net):
-        set_gradient_transport(net, "float8")
-        backward(net, dist.get_rank())
-    with comm_audit() as audit:
-        backward(net, dist.get_rank(), spare=True)
-    assert not audit.count("reduce_scatter")
-    assert audit.count("all_to_all") == 2
-
-
 class OwnReduceScatter:
     """What a user may have given to FSDP2."""
 
@@ -469,39 +412,27 @@ class OwnReduceScatter:
 def refusals() -> dict[str, str]:
     mesh = device_mesh(dp=dist.get_world_size())
     net, own, copied = sharded(mesh), sharded(mesh), replicate(Uneven(), mesh=mesh)
-    of_two_groups = sharded(mesh)
-    state = of_two_groups._get_fsdp_state()  # type: ignore[operator]
-    # (Before torch 2.13 there are none of these.)
-    state._fsdp_param_groups = [*fsdp_groups_of_module(of_two_groups)] * 2
     together = Uneven()
     fully_shard([together.wide, together.flat], mesh=mesh)
-    for without_sums in (copied, of_two_groups):
-        set_gradient_transport(nn.Sequential(sharded(mesh), without_sums), None)
+    set_gradient_transport(nn.Sequential(sharded(mesh), copied), None)
     of_fp64 = fully_shard(nn.Linear(8, 8).double(), mesh=mesh)
-    replicas = device_mesh(replicas=2, dp=1)
-    copies_of_fp64 = fully_shard(nn.Linear(8, 8).double(), mesh=replicas)
-    for each in (of_fp64, copies_of_fp64):
-        set_gradient_transport(each, "bf16")
+    set_gradient_transport(of_fp64, "bf16")
     own.wide.set_custom_reduce_scatter(OwnReduceScatter())  # type: ignore[operator]
     call: Any = set_gradient_transport
     calls: dict[str, Callable[[], None]] = {
         "transport": lambda: call(net, "fp8"),
         "not sharded": lambda: call(nn.Linear(2, 2), "bf16"),
-        "rounding of nothing": lambda: call(net, None, stochastic_rounding=0),
         "filter of nothing": lambda: call(net, None, high_precision=_is_spare),
         "seed": lambda: call(net, "bf16", stochastic_rounding=-1),
         "custom": lambda: call(own, "bf16"),
         "replicated": lambda: call(copied, "bf16"),
-        "two groups": lambda: call(of_two_groups, "bf16"),
         "ranks differ": lambda: call(net, "bf16" if dist.get_rank() else "float8"),
-        "seeds differ": lambda: call(net, "bf16", stochastic_rounding=dist.get_rank()),
         "shared group": lambda: call(together.flat, "bf16"),
         "filter of all": lambda: call(net, "bf16", high_precision=lambda name, p: True),
     }
     found = {name: raised(ValueError, each) for name, each in calls.items()}
-    for case, module in {"fp64": of_fp64, "fp64, replicas": copies_of_fp64}.items():
-        sum_of_fp64 = module(torch.ones(2, 8).double()).sum()
-        found[case] = raised(NotImplementedError, sum_of_fp64.backward)
+    sum_of_fp64 = of_fp64(torch.ones(2, 8).double()).sum()
+    found["fp64"] = raised(NotImplementedError, sum_of_fp64.backward)
     types: dict[str, Callable[[], None]] = {
         "filter": lambda: call(net, "bf16", high_precision="norm"),
         "model": lambda: call([net], "bf16"),
@@ -519,37 +450,14 @@ def test_refusals(ranks: RankPools) -> None:
         """\
 transport: set_gradient_transport: transport is 'fp8'; it must be one of ('float8', 'bf16', None)
 not sharded: set_gradient_transport: the Linear has no module that fully_shard was called on; call it after fully_shard
-rounding of nothing: set_gradient_transport: the other arguments are about how gradients are encoded, and transport=None encodes none; drop them
 filter of nothing: set_gradient_transport: the other arguments are about how gradients are encoded, and transport=None encodes none; drop them
 seed: set_gradient_transport: stochastic_rounding is -1; it must be a bool, or a seed: an int that is not negative
 custom: set_gradient_transport: wide has a reduce-scatter of its own (OwnReduceScatter, of set_custom_reduce_scatter or of memory from the process group), which would be replaced
 replicated: set_gradient_transport: the root module is replicated (replicate, not fully_shard): its gradients are all-reduced, and there is no reduce-scatter
-two groups: set_gradient_transport: the root module has 2 parameter groups (a shard_placement_fn that gives parameters meshes of their own); torch takes no custom reduce-scatter for such a module. Shard its parts apart, with one mesh each
 ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: the transport of the gradient of flat.weight: float8 on rank 0; bf16 on rank 1. Give it the same arguments on all ranks
-seeds differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: options: stochastic_rounding=0 on rank 0; stochastic_rounding=1 on rank 1. Give it the same arguments on all ranks
 shared group: set_gradient_transport: a parameter group of FSDP2 (fully_shard of a list) has parameters outside of the module that was passed; pass one that holds all of them
 filter of all: set_gradient_transport: transport='bf16' would encode no gradient: all parameters have fewer than 2 dims, or high_precision is true for them
 fp64: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
-fp64, replicas: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 filter: set_gradient_transport: high_precision is 'norm'; it must be a function of a parameter's name and the parameter, such as lambda name, p: 'embed' in name
 model: set_gradient_transport needs a module that fully_shard was called on, got a list""",
     )
-
-
-def biases(**axes: int) -> float:
-    """The largest relative bias of stochastic rounding, over gradients of one value each."""
-    values = 1 + torch.rand(16, 1, generator=torch.Generator().manual_seed(0)).expand(16, 1024)
-    layer = fully_shard(nn.Linear(1024, 16, bias=False), mesh=device_mesh(**axes))
-    total = torch.zeros(16, 1024)
-    for seed in range(16):
-        set_gradient_transport(layer, "float8", stochastic_rounding=seed)
-        layer.zero_grad()
-        layer(torch.eye(1024)).mul(values.t()).sum().backward()
-        total += layer.weight.grad.full_tensor()
-    return (total / 16 / values - 1).mean(1).abs().max().item()
-
-
-def test_stochastic_rounding_has_no_bias(ranks: RankPools) -> None:
-    """The sums of replicas are rounded stochastically too."""
-    for axes in ({"dp": 4}, {"replicas": 2, "dp": 2}):
-        assert ranks(4).run_same(biases, **axes) < 0.0006, axes

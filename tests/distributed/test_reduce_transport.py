@@ -1,7 +1,6 @@
 """Sums of tensor parallelism that travel in float8 or bf16 (reduce_transport)."""
 
 import math
-from collections import Counter
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,18 +19,15 @@ from reference import raised, same_bits, sqnr
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
-    precompute_float8_dynamic_scale,
     skip_head,
 )
 from fp8_dist.debug import CommAudit, GemmStats, comm_audit, float8_stats
-from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -191,12 +187,6 @@ def test_distance_of_whole_tensors(
         assert all(found == every[0] for found in every)  # all ranks have the same bits
         assert LOWEST_OF_WHOLE[case[0]] <= min(every[0])
         assert max(every[0]) < 70
-
-
-@pytest.mark.parametrize("recipe", ["rowwise_folded", "blockwise", "mxfp8", "delayed"])
-def test_recipes(ranks: RankPools, recipe: str) -> None:
-    for found in ranks(2).run(distances, "float8", 6, True, recipe):
-        assert min(found) >= LOWEST["float8"]
 
 
 def reference_sum(summands: list[torch.Tensor], rank: int, transport: str) -> torch.Tensor:
@@ -363,55 +353,6 @@ def test_activation_checkpointing(ranks: RankPools) -> None:
             assert same_bits(found[0], other[0])
             assert same_bits(found[1], other[1])
             assert found[2] == other[2]
-
-
-@on_ranks(2, returns=(torch.bfloat16, torch.float32, 2))
-def test_autocast() -> tuple[torch.dtype, torch.dtype, int]:
-    mesh = device_mesh(tp=2)
-    module = mlp(mesh, "float8", local=True)
-    x = torch.randn(2, 4, 256).requires_grad_()
-    with comm_audit(mesh) as audit:
-        with torch.autocast("cpu", torch.bfloat16):
-            output = module(x)
-        output.float().sum().backward()
-    assert x.grad is not None
-    return output.dtype, x.grad.dtype, audit.count("all_to_all", dtype=torch.float8_e4m3fn)
-
-
-def with_fsdp(transport: Encoding) -> tuple[list[torch.Tensor], Counter[tuple[str, str]]]:
-    """Gradients of a second step on a mesh of both axes, and the sums on each axis."""
-    mesh, net = device_mesh(dp=2, tp=2), Net(dim=256, hidden=384)
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(net, config=config)
-    for layer in net.layers:
-        parallelize_module(layer, mesh["tp"], mlp_plan(transport, True))
-    for module in (*net.layers, net):
-        fully_shard(module, mesh=mesh["dp"])
-    set_gradient_transport(net, transport)
-    counts = Counter[tuple[str, str]]()
-    for _ in range(2):
-        net.zero_grad()
-        precompute_float8_dynamic_scale(net)
-        x = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
-        with comm_audit(mesh) as audit:
-            net(x).square().mean().backward()
-    for row in audit.rows:
-        if row.op in ("reduce_scatter", "all_to_all"):
-            counts[row.op, row.axis] += row.count
-    return [full(p.grad) for p in net.parameters()], counts
-
-
-@on_ranks(4)
-def test_both_switches_on_a_mesh_of_two_axes() -> None:
-    """Two layers, whose input gradient nobody needs in the first: three sums over tp, two over dp."""
-    expected, found = with_fsdp(None), with_fsdp("float8")
-    pairs = zip(expected[0], found[0], strict=True)
-    worst, counts = min(sqnr(*pair) for pair in pairs), [expected[1], found[1]]
-    assert 20 < worst < 60
-    assert counts == [
-        {("reduce_scatter", "tp"): 3, ("reduce_scatter", "dp"): 2},
-        {("all_to_all", "tp"): 3, ("all_to_all", "dp"): 2},
-    ]
 
 
 @pytest.mark.parametrize(

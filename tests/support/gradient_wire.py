@@ -1,12 +1,43 @@
-"""Independent reference of gradients on the wire: encoding in fp64, and the sum of pieces."""
+"""Gradients on the wire: a model and its data; a reference, which encodes in fp64, and the sum of pieces."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from reference import nearest
+from torch import nn
 
 BLOCK = 128
+
+
+class Uneven(nn.Module):
+    """Dims that few numbers of ranks divide, fewer rows than ranks, a bias, a norm, a spare part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.wide = nn.Linear(96, 37)
+            self.norm = nn.LayerNorm(37)
+            self.flat = nn.Linear(37, 3, bias=False)
+            self.last = nn.Linear(3, 130, bias=False)
+            self.spare = nn.Linear(96, 130, bias=False)
+
+    def forward(self, x: torch.Tensor, spare: bool = False) -> torch.Tensor:
+        y = self.last(F.gelu(self.flat(self.norm(F.gelu(self.wide(x))))))
+        return y + self.spare(x) if spare else y
+
+
+def data(rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 96, generator=generator) * (1 + rank)
+
+
+def backward(net: nn.Module, rank: int, step: int = 0, **arguments: Any) -> None:
+    x = data(rank, step).to(next(net.parameters()).dtype)
+    net(x, **arguments).float().pow(3).mean().backward()
 
 
 def on_the_wire(x: torch.Tensor, transport: str) -> torch.Tensor:
