@@ -17,7 +17,6 @@ from ranks import RankPools, device_mesh
 from reference import raised
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import share_comm_ctx
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -68,11 +67,6 @@ def shard_parts(net: Net, mesh: DeviceMesh) -> None:
         fully_shard(layer, mesh=mesh)
 
 
-def shard_with_common_streams(net: Net, mesh: DeviceMesh) -> None:
-    shard_parts(net, mesh)
-    share_comm_ctx([*net.layers])  # type: ignore[list-item]
-
-
 def shard_on_meta_device(net: Net, mesh: DeviceMesh) -> None:
     net.to("meta")
     shard_all(net, mesh)
@@ -84,7 +78,6 @@ SHARD: dict[str, Callable[[Net, DeviceMesh], object]] = {
     "offloaded": partial(shard_all, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "prefetched": shard_and_prefetch,
     "parts": shard_parts,
-    "parts with common streams": shard_with_common_streams,
     "meta": shard_on_meta_device,
 }
 
@@ -151,7 +144,6 @@ def error_of_first_use(
         ({"dp": 2}, "offloaded", "train", "config", True),
         ({"dp": 3}, "prefetched", "train", "layer", True),
         ({"dp": 2}, "parts", "a part", "block", False),
-        ({"dp": 2}, "parts with common streams", "a part", "config", True),
         ({"dp": 2}, "all", "unshard by hand", "layer", True),
         ({"dp": 2}, "all", "compiled", "config", True),
         ({"dp": 2}, "meta", "train", "layer", True),
@@ -307,27 +299,6 @@ def test_a_model_is_compared_once(ranks: RankPools) -> None:
         ("delayed", "update", True),
     ):
         assert ranks(2).run_same(comparisons, *case) == 1
-
-
-def comparisons_by_hand() -> list[int]:
-    """In each of two steps of a model whose parts are unsharded by hand; of one in bf16."""
-    mesh, counts = device_mesh(dp=2)["dp"], []
-    net = converted("none", True, 0)
-    shard_parts(net, mesh)
-    plain = Net()
-    shard_all(plain, mesh)
-    with comparisons_counted() as count:
-        for _ in range(2):
-            for layer in net.layers:
-                layer.unshard()  # type: ignore[operator]
-            train(net)
-            train(plain)
-            counts.append(count[0])
-    return counts
-
-
-def test_other_models_and_later_steps_have_no_comparison(ranks: RankPools) -> None:
-    assert ranks(2).run_same(comparisons_by_hand) == [2, 2]
 
 
 def stages_with_other_layers(runs_first: bool) -> list[bool]:

@@ -61,13 +61,6 @@ class Container(Optimizer):
             each.step()
 
 
-class InBackward(Container):
-    """Stands for torchtitan's OptimizersInBackwardContainer: the optimizers step in backward."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        pass
-
-
 class Lookahead(Optimizer):
     """Stands for wrappers that write to the weights after the step of the optimizer they hold."""
 
@@ -195,18 +188,6 @@ def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[ScaleState]:
     held = Lookahead(AdamW(world.net.parameters()))
     attach_update(held.optimizer, world.net)
     world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
-    held.step()
-    return states(world.net)
-
-
-@on_ranks(2, returns={ScaleState.PRECOMPUTED})
-def test_an_empty_step_of_a_container_drops_nothing() -> set[ScaleState]:
-    world = Distributed(2, 1)
-    held = InBackward(*parts(world.net))
-    attach_update(held.optimizers[1], world.net)
-    world.net(world.mine(torch.randn(4, 8, 64))).sum().backward()
-    for each in held:
-        each.step()
     held.step()
     return states(world.net)
 

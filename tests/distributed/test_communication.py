@@ -118,30 +118,6 @@ backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
     )
 
 
-def test_gathers_in_high_precision_and_tensor_parallelism(ranks: RankPools) -> None:
-    # After precompute no amaxes of weights.
-    steps = {
-        "precompute": ranks(4).run_same(audited_steps, 2, 2, True, {"gather": False}),
-        "no precompute": ranks(4).run_same(audited_steps, 2, 2, False, {"gather": False}),
-    }
-    assert_expected_inline(
-        side_by_side(steps),
-        """\
-                                                   precompute  no precompute
-precompute all_reduce     world int32                  1 of 6              -
-forward    all_gather     dp    float32           2 of 18,656    2 of 18,656
-forward    all_reduce     tp    int32                  4 of 4       10 of 10
-forward    all_gather     tp    float8_e4m3fn      2 of 2,048     2 of 2,048
-forward    reduce_scatter tp    float32            2 of 2,048     2 of 2,048
-backward   all_gather     dp    float32           2 of 18,656    2 of 18,656
-backward   all_reduce     tp    float32              2 of 128       2 of 128
-backward   all_reduce     tp    int32                  6 of 6         6 of 6
-backward   all_gather     tp    float8_e5m2        2 of 2,048     2 of 2,048
-backward   reduce_scatter tp    float32            1 of 1,024     1 of 1,024
-backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
-    )
-
-
 @pytest.mark.parametrize(
     ("recipe", "reshard"), [("tensorwise", False), ("rowwise", True), ("mxfp8", True)]
 )

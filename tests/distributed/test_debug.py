@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch_releases import RELEASE
 
 from fp8_dist import (
     CastConfig,
@@ -52,17 +51,6 @@ def op_of_tomorrow() -> Iterator[torch._ops.OpOverloadPacket]:
         yield torch.ops.symm_mem.fp8_dist_put
     finally:
         library._destroy()
-
-
-def batched_send_and_receive() -> str:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    buffers = [torch.ones(4), torch.empty(4)]
-    with comm_audit() as audit:
-        for work in funcol.batch_p2p_ops(
-            ["isend", "irecv"], [1 - rank] * 2, [0, 0], buffers, group.group_name
-        ):
-            funcol.wait_tensor(work)
-    return audit.table()
 
 
 def placeholder(argument: torch.Argument) -> Any:
@@ -280,22 +268,6 @@ c10d_functional::all_reduce        unknown  float32            1         2      
 total                                                          5              108
   float8                                                                        8
   other                                                                       100""",
-    )
-
-
-def test_a_batch_of_sends_and_receives_is_one_collective(ranks: RankPools) -> None:
-    if RELEASE < (2, 12):
-        assert not hasattr(funcol, "batch_p2p_ops")
-        return
-    found = ranks(2).run_same(batched_send_and_receive)
-    assert_expected_inline(
-        found,
-        """\
-op         axis   dtype    count  elements  bytes
-batch_p2p  world  float32      1         8     32
-total                          1               32
-  float8                                        0
-  other                                        32""",
     )
 
 

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_steps import DELAYED, GATHERED, amaxes, audited_steps, histories, recorded
+from delayed_steps import DELAYED, GATHERED, amaxes, audited_steps, histories
 from nets import Distributed, Net, full, net_plan, sharded_net
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import convert_to_float8_training
 from fp8_dist import sync_float8_amax_and_scale_history as sync
@@ -81,19 +79,6 @@ def test_weights_on_several_meshes(ranks: RankPools) -> None:
     for found in results:
         assert found["rows"] == [("all_reduce", "world", found["operands"])]
         assert found["amaxes"] == results[0]["amaxes"]
-
-
-def irregular() -> list[Any]:
-    """A mesh of ranks in no order that strides could describe."""
-    mesh = DeviceMesh("cpu", [0, 2, 3, 1], mesh_dim_names=("dp",))
-    net = fully_shard(convert_to_float8_training(Net(), config=GATHERED), mesh=mesh)
-    found = audited_steps(net, torch.randn(2, 8, 64), mesh)
-    return [found["amaxes"], [op for op, _, _ in found["rows"]]]
-
-
-def test_one_mesh_may_have_any_ranks(ranks: RankPools) -> None:
-    results = ranks(4).run(irregular)
-    assert results == [[results[0][0], ["all_reduce"]]] * 4
 
 
 def prepared_for_plain_weights(shards: bool) -> list[torch.Tensor]:
@@ -258,40 +243,3 @@ def test_copies_of_tensor_parallel_models() -> list[bool]:
     found = [h.current is None for h in histories(world.net).values()]
     prepared = amaxes(twin)["layers.0.w1.prepared_input"]
     return [all(found), amaxes(world.net) == before, len(prepared) == 3]
-
-
-def trained(kind: str) -> list[Any]:
-    """Losses, gradients and histories of six micro-batches and three syncs."""
-    world = Distributed(2, 2, config=DELAYED, gather=kind != "high-precision gather")
-    net = world.net
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        if kind == "checkpointing":
-            for block in net.layers:
-                x = x + checkpoint(block, x, use_reentrant=False)
-            return x
-        if kind == "evaluation":
-            before = recorded(net), amaxes(net)
-            with torch.no_grad():
-                net(x * 100)
-            with torch.inference_mode():
-                net(x * 100)
-            assert (recorded(net), amaxes(net)) == before
-        return net(x)
-
-    losses = []
-    torch.manual_seed(1)
-    for number in range(6):
-        loss = forward(world.mine(torch.randn(4, 8, 64))).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        if number % 2:
-            sync(net)
-    gradients = [full(p.grad).view(torch.int32).tolist() for p in net.parameters()]
-    return [losses, gradients, amaxes(net)]
-
-
-def test_what_changes_nothing(ranks: RankPools) -> None:
-    expected = ranks(4).run(trained, "nothing")
-    for kind in ("evaluation", "checkpointing", "high-precision gather"):
-        assert ranks(4).run(trained, kind) == expected, kind

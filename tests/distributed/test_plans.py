@@ -21,7 +21,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -205,13 +205,6 @@ def test_all_offenders_are_listed_and_nothing_is_changed(fake_world):
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_heads_that_the_ranks_cannot_share(fake_world):
-    model = Llama(TINY)
-    text = raised(ValueError, lambda: apply_tp_plan(model, fake_world["tp"], llama_tp_plan(model)))
-    for name in ("layers.0.attention", "layers.1.attention"):
-        assert f"'{name}' has n_kv_heads=2, which 4 tensor-parallel ranks cannot share" in text
-
-
 def test_what_is_not_a_style(fake_world):
     plan = {"output": ColwiseParallel}
     text = raised(TypeError, lambda: apply_tp_plan(Llama(TINY), fake_world["tp"], plan))
@@ -256,12 +249,6 @@ def test_a_module_with_several_names_has_all_of_them(fake_world: DeviceMesh) -> 
     for name in ("a", "b", "inner.c", "[ab]"):
         model = apply_tp_plan(several_names(), fake_world["tp"], {name: ColwiseParallel()})
         assert model.b.weight.placements == (Shard(0),)
-
-
-def test_entries_for_several_names_of_a_module_are_refused(fake_world: DeviceMesh) -> None:
-    plan = {"a": ColwiseParallel(), "inner.c": RowwiseParallel()}
-    text = raised(ValueError, lambda: apply_tp_plan(several_names(), fake_world["tp"], plan))
-    assert "'a' is matched by two entries, 'a' and 'inner.c'" in text
 
 
 def logits_loss_gradients(
@@ -352,50 +339,6 @@ def test_a_parallel_model_computes_what_one_device_does(
             assert min(found.values()) > limit, found
             if kind.startswith("float8"):  # which was at work
                 assert sqnr(unquantized["logits"], result["logits"]) < 45
-
-
-def embedding_gradient(length: int) -> torch.Tensor:
-    """Runs on every rank: the embedding's, of an output whose gradient is a Partial of ones."""
-    model, mesh = Llama(TINY), device_mesh(tp=2)
-    apply_tp_plan(model, mesh, llama_tp_plan(model))
-    output = model.tok_embeddings(torch.arange(2 * length).view(2, length))
-    ones = torch.ones(2, length, TINY.dim)
-    output.backward(DTensor.from_local(ones, mesh, [Partial()], run_check=False))
-    return full(model.tok_embeddings.weight.grad)
-
-
-def test_an_embedding_takes_a_partial_gradient(ranks: RankPools):
-    expected = torch.zeros(TINY.vocab_size, TINY.dim)
-    expected[:14] = 2  # the sum over ranks, for each token that was looked up
-    for gradient in ranks(2).run(embedding_gradient, 7):
-        assert torch.equal(gradient, expected)
-
-
-def between_blocks(kind: str, length: int) -> list[tuple[str, str, tuple[int, ...], bool]]:
-    """Runs on every rank: type of what enters the blocks and the last norm, and of its local
-    tensor, the latter's shape, and whether it is contiguous."""
-    model = model_of(kind)
-    apply_tp_plan(model, device_mesh(tp=2), llama_tp_plan(model))
-    seen = []
-
-    def look(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        local = inputs[0]._local_tensor if isinstance(inputs[0], DTensor) else inputs[0]
-        names = (type(tensor).__name__ for tensor in (inputs[0], local))
-        seen.append((*names, tuple(local.shape), local.is_contiguous()))
-
-    for module in (*model.layers, model.norm):
-        module.register_forward_pre_hook(look, prepend=True)
-    model(torch.zeros(2, length, dtype=torch.int64))
-    return seen
-
-
-@pytest.mark.parametrize("kind", ["unconverted", "float8"])
-def test_plain_tensors_between_blocks_where_tp_divides_the_sequence(ranks: RankPools, kind: str):
-    even = ranks(2).run(between_blocks, kind, 8)
-    assert even == [[("Tensor", "Tensor", (2, 4, 64), True)] * 3] * 2
-    with uneven_sequence_viewed():
-        uneven = ranks(2).run(between_blocks, kind, 7)
-        assert uneven == [[("DTensor", "Tensor", (2, n, 64), True)] * 3 for n in (4, 3)]
 
 
 def compiled_results() -> tuple[dict[str, torch.Tensor], int]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError, RankPool, RankPools, device_mesh
-from torch.distributed.tensor import distribute_tensor
 
 
 def reduced(value: float) -> tuple[int, torch.Tensor]:
@@ -45,10 +44,6 @@ def dies_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
-
-
-def distributed_result() -> torch.Tensor:
-    return distribute_tensor(torch.ones(4, 4), device_mesh(dp=2))
 
 
 def test_results_come_by_rank_from_ranks_that_stay_alive(ranks: RankPools) -> None:
@@ -99,10 +94,3 @@ def test_a_killed_rank_is_reported(spoilt: RankPool) -> None:
     with pytest.raises(RankError) as error:
         spoilt.run(dies_on_rank_1)
     assert "--- rank 1 ---\nthe process ended, exit code -9" in str(error.value)
-
-
-def test_what_can_not_travel_is_refused(spoilt: RankPool, ranks: RankPools) -> None:
-    with pytest.raises(RankError, match=r"return its to_local\(\) or full_tensor\(\)"):
-        spoilt.run(distributed_result)
-    with pytest.raises(Exception, match="local"):
-        ranks(2).run(lambda: None)

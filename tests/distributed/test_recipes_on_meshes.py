@@ -94,9 +94,9 @@ def test_amax_scope_rank(ranks: RankPools) -> None:
         assert {recipe: count for recipe, (_, count) in found.items()} == reduces
 
 
-def table_of_a_step(recipe: str) -> str:
-    """Collectives of the second step, with its precompute or sync, of a Net in bf16."""
-    config = Float8LinearConfig.from_recipe_name(recipe)
+def table_of_a_folded_step() -> str:
+    """Collectives of the second step, with its precompute, of a Net in bf16."""
+    config = Float8LinearConfig.from_recipe_name("rowwise_folded")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     world = Distributed(2, 2, config=config, fsdp_arguments={"mp_policy": policy})
     optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
@@ -105,17 +105,14 @@ def table_of_a_step(recipe: str) -> str:
         with comm_audit(world.mesh) as audit:
             world.net(world.mine(torch.randn(4, 8, 64).bfloat16())).sum().backward()
             optimizer.step()
-            if recipe == "delayed":
-                sync_float8_amax_and_scale_history(world.net)
-            elif recipe == "rowwise_folded":
-                precompute_float8_dynamic_scale(world.net)
+            precompute_float8_dynamic_scale(world.net)
         table = audit.table()
     return table
 
 
 def test_rowwise_folded_gathers_float8_rows_with_their_scales(ranks: RankPools) -> None:
     assert_expected_inline(
-        kinds(ranks(4).run_same(table_of_a_step, "rowwise_folded")),
+        kinds(ranks(4).run_same(table_of_a_folded_step)),
         """\
 op              axis  dtype          count  elements   bytes
 all_gather      dp    float8_e4m3fn      4    36,864  36,864
@@ -127,36 +124,6 @@ all_reduce      tp    int32              7       256   1,024
 reduce_scatter  tp    bfloat16           3     3,072   6,144
 all_reduce      tp    bfloat16           2       128     256
 reduce_scatter  dp    bfloat16           2    18,656  37,312""",
-    )
-
-
-def test_delayed_gathers_float8_and_reduces_once(ranks: RankPools) -> None:
-    assert_expected_inline(
-        kinds(ranks(4).run_same(table_of_a_step, "delayed")),
-        """\
-op              axis   dtype          count  elements   bytes
-all_gather      dp     float8_e4m3fn      4    36,864  36,864
-all_gather      dp     bfloat16           +       448     896
-all_gather      tp     float8_e4m3fn      2     2,048   2,048
-reduce_scatter  tp     bfloat16           3     3,072   6,144
-all_reduce      tp     bfloat16           2       128     256
-all_gather      tp     float8_e5m2        2     2,048   2,048
-reduce_scatter  dp     bfloat16           2    18,656  37,312
-all_reduce      world  int32              1        20      80""",
-    )
-
-
-def test_rowwise_gathers_high_precision(ranks: RankPools) -> None:
-    assert_expected_inline(
-        kinds(ranks(4).run_same(table_of_a_step, "rowwise")),
-        """\
-op              axis  dtype     count  elements    bytes
-all_gather      dp    bfloat16      4    37,312   74,624
-all_gather      tp    bfloat16      4     4,096    8,192
-all_reduce      tp    int32        10       448    1,792
-reduce_scatter  tp    bfloat16      3     3,072    6,144
-all_reduce      tp    bfloat16      2       128      256
-reduce_scatter  dp    bfloat16      2    18,656   37,312""",
     )
 
 

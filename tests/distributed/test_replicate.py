@@ -11,7 +11,7 @@ import torch.nn as nn
 from nets import full
 from rank_tests import on_ranks
 from ranks import device_mesh
-from reference import raised, same_bits
+from reference import same_bits
 from stored_weights import frozen, run, same
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +26,6 @@ from fp8_dist import (
     float8_layers,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.tensor.wrapper import padded_shard
 
 RECIPES = ["tensorwise", "delayed", "rowwise_folded", "mxfp8"]
 
@@ -79,13 +78,6 @@ def test_weights_that_are_stored_in_float8() -> list[bool]:
         same(run(shard(frozen("blockwise"), mesh=device_mesh(dp=2))), expected)
         for shard in (replicate, fully_shard)
     ]
-
-
-def test_a_shard_of_another_mesh_is_not_cropped() -> None:
-    whole = torch.ones(6, 4)
-    assert padded_shard(whole, whole.shape, 2) is whole
-    assert padded_shard(whole[:2], whole.shape, 2).shape == (3, 4)
-    raised(AssertionError, lambda: padded_shard(whole[:4], whole.shape, 2))
 
 
 def simple_fsdp(model: nn.Module, cast: bool) -> nn.Module:

@@ -177,25 +177,24 @@ def test_bits_and_bytes_on_meshes(ranks: RankPools, size: int, name: str) -> Non
 # Collectives
 
 
-def audited(store: bool, name: str, tp: bool) -> str:
+def audited(name: str, tp: bool) -> str:
     """The collectives of a step, after precompute and update."""
     mesh = device_mesh(dp=2, tp=2) if tp else device_mesh(dp=2)
-    net = (both if tp else WAYS[2]["FSDP2"])(layers(name, WHOLE, store, "FSDP2"))
+    net = (both if tp else WAYS[2]["FSDP2"])(layers(name, WHOLE, True, "FSDP2"))
     with float8_stats(net) as stats:
         losses(net, 1)
     with comm_audit(mesh) as audit:
         precompute_float8_dynamic_scale(net)
         update_float8_scales(net)
         losses(net, 1)
-    operands = {row.operand for row in stats.rows}
-    assert operands == {"input", "grad_output"} | (set() if store else {"weight"})
+    assert {row.operand for row in stats.rows} == {"input", "grad_output"}
     return audit.without_modules().table()
 
 
 def test_collectives_of_fsdp2(ranks: RankPools) -> None:
     """One byte per weight; scales ride along, and nothing is reduced for weights."""
     assert_expected_inline(
-        ranks(2).run_same(audited, True, "blockwise", False),
+        ranks(2).run_same(audited, "blockwise", False),
         """\
 op              axis  dtype          count  elements    bytes
 all_gather      dp    float8_e4m3fn      4   589,824  589,824
@@ -207,7 +206,7 @@ total                                    6            593,708
   other                                                 3,884""",
     )
     assert_expected_inline(
-        ranks(2).run_same(audited, True, "tensorwise", False),
+        ranks(2).run_same(audited, "tensorwise", False),
         """\
 op              axis  dtype          count  elements    bytes
 all_gather      dp    float8_e4m3fn      4   589,824  589,824
@@ -218,23 +217,11 @@ total                                    6            593,696
   float8                                              589,824
   other                                                 3,872""",
     )
-    assert_expected_inline(
-        ranks(2).run_same(audited, False, "tensorwise", False),
-        """\
-op              axis  dtype          count  elements    bytes
-all_reduce      dp    int32              2         4       16
-all_gather      dp    float8_e4m3fn      4   589,824  589,824
-all_gather      dp    bfloat16           +     1,280    2,560
-reduce_scatter  dp    bfloat16           2       640    1,280
-total                                    8            593,680
-  float8                                              589,824
-  other                                                 3,856""",
-    )
 
 
 def test_collectives_of_fsdp2_and_tensor_parallelism(ranks: RankPools) -> None:
     assert_expected_inline(
-        ranks(4).run_same(audited, True, "tensorwise", True),
+        ranks(4).run_same(audited, "tensorwise", True),
         """\
 op              axis  dtype          count  elements    bytes
 all_gather      dp    float8_e4m3fn      4   294,912  294,912
@@ -246,20 +233,6 @@ reduce_scatter  dp    bfloat16           2       448      896
 total                                   10            322,216
   float8                                              294,912
   other                                                27,304""",
-    )
-    assert_expected_inline(
-        ranks(4).run_same(audited, False, "tensorwise", True),
-        """\
-op              axis   dtype          count  elements    bytes
-all_reduce      world  int32              2         4       16
-all_gather      dp     float8_e4m3fn      4   294,912  294,912
-all_gather      dp     bfloat16           +       896    1,792
-all_reduce      tp     int32              2         2        8
-all_reduce      tp     bfloat16           2    12,288   24,576
-reduce_scatter  dp     bfloat16           2       448      896
-total                                    12            322,200
-  float8                                               294,912
-  other                                                 27,288""",
     )
 
 
@@ -368,16 +341,6 @@ def test_a_sharded_state_in_high_precision_is_cast_with_global_scales(name: str,
     assert same(run(net), run(source))
 
 
-@on_ranks(2)
-def test_a_whole_state_is_not_one_of_shards() -> None:
-    """The error is torch's, as for weights in high precision."""
-    net = meshed(frozen(), False)
-    for state in (frozen().state_dict(), converted().state_dict()):
-        text = raised(RuntimeError, lambda state=state: net.load_state_dict(state))  # type: ignore[misc]
-        assert "got mixed torch.Tensor and DTensor" in text
-    assert same(run(net), run(frozen()))
-
-
 # Changes of a distributed model
 
 
@@ -478,12 +441,3 @@ def test_resharding_to_fewer_ranks_is_refused() -> None:
     net = shard(frozen(), device_mesh(dp=4), reshard_after_forward=2)
     with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather off, and freeze_to_float8"):
         run(net)
-
-
-@on_ranks(2)
-def test_tensor_parallel_weights_are_unfrozen() -> None:
-    net, whole = parallelize(frozen(), device_mesh(tp=2)["tp"]), frozen()
-    unfreeze_from_float8(net)
-    unfreeze_from_float8(whole)
-    assert wrong_entries(net.state_dict(), whole.state_dict()) == []
-    assert {type(local_tensor(p)) for p in net.parameters()} == {torch.Tensor}

@@ -16,8 +16,6 @@ from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -142,71 +140,19 @@ all_gather shard 2 790528""",
     )
 
 
-class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of the storages that operators make, and the most at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        before = {
-            t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if tensor.device.type != "meta" and storage._cdata not in before | self._known:
-                    self._begin(storage)
-        return result
-
-    def _begin(self, storage: torch.UntypedStorage) -> None:
-        self._known.add(storage._cdata)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._end, storage._cdata, storage.nbytes())
-
-    def _end(self, address: int, size: int) -> None:
-        self._known.discard(address)
-        self.live -= size
-
-
-def memory(bucket: int, keep: bool) -> tuple[int, int]:
-    """The peak of what a stream holds, and all that it yields, in bytes."""
-    net = sharded(converted(dim=256, hidden=256, layers=8), {"dp": 4})
-    total, kept = 0, []
-    with LiveBytes() as memory:
-        for entry in iter_float8_weights(net, bucket_bytes=bucket):
-            total += entry.tensor.nbytes
-            if keep:
-                kept.append(entry)
-            del entry
-        assert keep or memory.live == 0
-    return memory.peak, total
-
-
-def test_memory_is_a_bucket(ranks: RankPools) -> None:
-    """Beside the messages of a bucket, its shards on this rank, or one of its tensors."""
-    bucket = 16 * 2**16  # of 24 weights
-    peaks, totals = zip(*ranks(4).run(memory, bucket, False), strict=True)
-    assert min(totals) == max(totals) > 1.5 * bucket
-    # A thread of gloo may hold a message for longer, on some ranks.
-    assert 0.9 * bucket < min(peaks) < 1.3 * bucket
-    for peak, total in ranks(4).run(memory, bucket, True):
-        assert peak > total
-
-
 @on_ranks(2)
 def test_ranks_stop_after_the_same_item() -> None:
-    """Nothing is sent ahead, and nothing is left behind."""
+    """Nothing is sent ahead, nothing is kept, and nothing is left behind."""
     net = sharded(converted(**WHOLE), {"dp": 2})
     expected = float8_state_dict(net, full_state_dict=True)
     with comm_audit() as audit:
         stream = iter_float8_weights(net, bucket_bytes=1)
-        assert (next(stream).name, audit.count()) == ("layers.0.w1.weight", 2)
+        first = next(stream)
+        assert (first.name, audit.count()) == ("layers.0.w1.weight", 2)
+        held = weakref.ref(first.tensor)
+        del first
         assert (next(stream).name, audit.count()) == ("layers.0.w3.weight", 4)
+        assert held() is None
         stream.close()  # type: ignore[attr-defined]
     assert audit.count() == 4
     assert differences(collected(iter_float8_weights(net)), expected) == []
