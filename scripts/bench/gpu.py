@@ -304,11 +304,6 @@ def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], 
     return " ".join([*words, f"{1e6 * seconds:.1f} us", f"{rate / 1e9:,.0f} GB/s"])
 
 
-def trace_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """A trace of a step in the default recipe."""
-    yield "trace", partial(traced, "tensorwise", args.folder)
-
-
 def traced(recipe: str, folder: Path) -> Result:
     """Write a trace of a recipe's step, and note its longest kernels."""
     layer = layer_of(recipe, (ROWS, D, FFN), "cuda")
@@ -547,7 +542,7 @@ PARTS = {
     "versions": versions,
     "rates": rate_cases,
     "kernels": kernel_cases,
-    "trace": trace_cases,
+    "trace": lambda args: iter([("trace", partial(traced, "tensorwise", args.folder))]),
     "layers": layer_cases,
     "blocks": block_cases,
     "experts": expert_cases,

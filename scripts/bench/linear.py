@@ -3,11 +3,9 @@
     python -m scripts.bench.linear --shapes 512x1024x1024 --assert 3
     python -m scripts.bench.linear --shapes 16x16x16 --assert 2
 
-The weight has just changed: every operand is cast, once or as often as the library does. (What is
-known of our weight is dropped before each step, outside the clock; torchao casts its weight in
-every forward and backward.) With "weight cached" a layer finds its weight as the step before left
-it. In the smallest shape all is overhead. (CPUs with AMX run bf16 GEMMs and torchao's float8 GEMMs
-in tiles: there our layer is 2.5 times as fast as torchao's in the first command.)
+Every operand is cast, once or as often as the library does; torchao casts its weight in forward and
+backward. In the smallest shape all is overhead. (CPUs with AMX run bf16 GEMMs and torchao's float8
+GEMMs in tiles: there our layer is 2.5 times as fast as torchao's in the first command.)
 """
 
 import argparse
@@ -18,7 +16,6 @@ from collections.abc import Sequence
 from scripts.bench import timing
 from scripts.bench.layers import Shape, layer_of, shape_text
 from scripts.bench.timing import Timed
-from scripts.common.candidates import OURS
 from scripts.common.report import start
 
 
@@ -28,9 +25,6 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
     for name in args.candidates:
         layer = layer_of(name, shape, args.device)
         timed[name] = Timed(layer.run, layer.change_weight)
-        if name in OURS:
-            cached = layer_of(name, shape, args.device)
-            timed[f"{name}, weight cached"] = Timed(cached.run, cached.clear)
     calls = max(1, min(50, 10**7 // math.prod(shape)))  # of what takes microseconds
     return timing.medians(timed, args, calls=calls, description=shape_text(shape))
 

@@ -121,8 +121,7 @@ def add_candidates(parser: argparse.ArgumentParser) -> None:
 def finish(args: argparse.Namespace, by_title: Mapping[str, Mapping[str, float]]) -> int:
     """Print a table for each title, and the checks of `--assert`; return the exit status.
 
-    by_title: median seconds by candidate. A name may have an addition, such as "tensorwise, weight
-    cached".
+    by_title: median seconds by candidate. A name may have an addition: "tensorwise, recorded".
     """
     checks = []
     for title, seconds in by_title.items() if args.asserted else ():

@@ -6,10 +6,9 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from tqdm import tqdm
 
 from fp8_dist import float8_layers
-from fp8_dist.debug import Anomaly, CommAudit, Float8Stats
+from fp8_dist.debug import CommAudit, Float8Stats
 from fp8_dist.report import RunWriter
 
 UNITS = {"loss": "nats per byte"}
@@ -61,12 +60,6 @@ def run_writer(
     return RunWriter(
         args.out, stats, config=shown, units=UNITS, first=None if first == 1 else first
     )
-
-
-def print_anomaly(anomaly: Anomaly) -> None:
-    """Prints the first anomaly of its kind in a layer, on rank 0."""
-    if dist.get_rank() == 0:
-        tqdm.write(f"anomaly: {anomaly}")
 
 
 def write_audit(writer: RunWriter, audit: CommAudit) -> None:

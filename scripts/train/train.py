@@ -32,7 +32,7 @@ from scripts.common.llama import MODELS
 from scripts.common.models import after_step, build, data_parallel_mesh
 from scripts.train import checkpoints
 from scripts.train.options import CHECKPOINTS, make_parser, parse_options
-from scripts.train.run_writer import memory_bytes, print_anomaly, run_writer, write_audit
+from scripts.train.run_writer import memory_bytes, run_writer, write_audit
 
 MAX_GRAD_NORM = 1.0
 
@@ -146,7 +146,8 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
     stats = None
     if args.stats_every is not None:
         kinds = {"every": args.stats_every, "gemms": args.stats_gemms}
-        stats = float8_stats(trainer.model, **kinds, on_anomaly=print_anomaly)
+        printed = (lambda anomaly: tqdm.write(f"anomaly: {anomaly}")) if is_first else None
+        stats = float8_stats(trainer.model, **kinds, on_anomaly=printed)
     writer = run_writer(args, trainer.model, stats, device, reason, first=done + 1)
     progress = tqdm(
         range(done + 1, args.steps + 1),
