@@ -306,27 +306,19 @@ class Uneven(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("prepared", "local_output"), [(False, True), (True, False)])
 @on_ranks(3)
-def test_gemms_where_ranks_divide_neither_features_nor_the_sequence(
-    prepared: bool, local_output: bool
-) -> None:
+def test_gemms_where_ranks_divide_neither_features_nor_the_sequence() -> None:
     mesh = device_mesh(tp=3)
     twin, net = (convert_to_float8_training(Uneven()) for _ in range(2))
-    plan = {
-        "w1": Float8ColwiseParallel(input_layouts=Shard(1), use_local_output=local_output),
-        "w2": Float8RowwiseParallel(output_layouts=Shard(1), use_local_output=local_output),
-    }
-    if prepared:
-        layouts = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-        plan[""] = PrepareFloat8ModuleInput(**layouts)
-    apply_tp_plan(net, mesh, plan)
+    column = Float8ColwiseParallel(use_local_output=False)
+    row = Float8RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    prepare = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    apply_tp_plan(net, mesh, {"": prepare, "w1": column, "w2": row})
     x, grad = torch.randn(2, 2, 7, 32, generator=torch.Generator().manual_seed(0))
     mine, its = float8_stats(net, gemms=True), float8_stats(twin, gemms=True)
     with mine:
         output = net(distribute_tensor(x, mesh, [Shard(1)]).requires_grad_())
-        whole = distribute_tensor(grad, mesh, [Shard(1)])
-        output.backward(whole.to_local() if local_output else whole)
+        output.backward(distribute_tensor(grad, mesh, [Shard(1)]))
     with its:
         twin(x.clone().requires_grad_()).backward(grad)
     mine, its = mine.rows, its.rows

@@ -1,7 +1,6 @@
 """The pool of ranks that the other tests stand on: results, failures, hangs, recovery."""
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 
@@ -38,12 +37,6 @@ def fails_on_rank_1() -> None:
 def hangs_on_rank_1() -> None:
     if dist.get_rank() == 1:
         time.sleep(600)
-
-
-def dies_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
 
 
 def test_results_come_by_rank_from_ranks_that_stay_alive(ranks: RankPools) -> None:
@@ -88,9 +81,3 @@ def test_a_hang_ends_and_names_the_rank_and_the_place(spoilt: RankPool) -> None:
         spoilt.run(hangs_on_rank_1, timeout=2.0)
     assert str(error.value).startswith("no answer from rank 1 of 2 after ")
     assert "in hangs_on_rank_1" in str(error.value)
-
-
-def test_a_killed_rank_is_reported(spoilt: RankPool) -> None:
-    with pytest.raises(RankError) as error:
-        spoilt.run(dies_on_rank_1)
-    assert "--- rank 1 ---\nthe process ended, exit code -9" in str(error.value)

@@ -436,28 +436,21 @@ def llama_step(
 
 
 def test_plan_of_llama(ranks: RankPools) -> None:
-    """Two reductions of each of the four blocks; those of embedding and head are torch's."""
-    loss, counts = ranks(2).run_same(llama_step, None, False)
+    """Two sums of each of the four blocks, and one of a converted head; the rest are torch's."""
+    run = ranks(2).run_same
+    exact, counts = run(llama_step, None, False)
     assert counts == {"reduce_scatter": 10, "all_to_all": 0}
-    found, counts = ranks(2).run_same(llama_step, "float8", False)
-    assert counts == {"reduce_scatter": 2, "all_to_all": 8}
-    assert found == pytest.approx(loss, rel=0.02)
-    assert found != loss
-    # A converted head; a layer in a block that is not, whose neighbours gather in high precision.
-    counts = ranks(2).run_same(llama_step, "float8", True)[1]
-    assert counts == {"reduce_scatter": 1, "all_to_all": 9}
-    counts = ranks(2).run_same(llama_step, "float8", False, "layers.0.attention.wk")[1]
-    assert counts == {"reduce_scatter": 2, "all_to_all": 8}
-
-
-def test_plan_of_llama_without_sequence_parallelism(ranks: RankPools) -> None:
-    """Two sums of each block, and one of the head; that of the embedding is torch's."""
-    loss, counts = ranks(2).run_same(llama_step, None, True, "", False)
-    assert counts == {"reduce_scatter": 0, "all_to_all": 0, "all_gather": 1, "all_reduce": 10}
-    found, counts = ranks(2).run_same(llama_step, "float8", True, "", False)
+    losses = [exact]
+    # The head is converted or not; a layer in a block isn't, whose neighbours gather as it does.
+    for head, kept, sums in ((False, "", 8), (True, "", 9), (False, "layers.0.attention.wk", 8)):
+        loss, counts = run(llama_step, "float8", head, kept)
+        assert counts == {"reduce_scatter": 10 - sums, "all_to_all": sums}
+        losses.append(loss)
+    loss, counts = run(llama_step, "float8", True, "", False)  # without sequence parallelism
     assert counts == {"reduce_scatter": 0, "all_to_all": 9, "all_gather": 10, "all_reduce": 1}
-    assert found == pytest.approx(loss, rel=0.02)
-    assert found != loss
+    losses.append(loss)
+    assert losses == pytest.approx([exact] * 5, rel=0.02)
+    assert exact not in losses[1:]
 
 
 def observed(transport: Encoding, prepared: bool) -> list[str]:
