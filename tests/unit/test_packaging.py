@@ -107,6 +107,22 @@ def test_imports() -> None:
         assert not inner, name
 
 
+def test_modules_that_strings_name_are_not_above() -> None:
+    """As the import contract, which does not see imports by name."""
+    contract = PROJECT["tool"]["importlinter"]["contracts"][0]
+    layers = [re.split(r" \| ", layer) for layer in contract["layers"]]
+    height = {f"fp8_dist.{room}": -i for i, rooms in enumerate(layers) for room in rooms}
+    for name, tree in TREES.items():
+        if name == "fp8_dist":
+            continue
+        room = ".".join(name.split(".")[:2])
+        for node in ast.walk(tree):
+            value = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(value, str) and re.fullmatch(r"fp8_dist(\.\w+)+", value):
+                named = ".".join(value.split(".")[:2])
+                assert named == room or height[named] < height[room], f"{name}: {value}"
+
+
 def names_of_the_library() -> set[str]:
     """Names that the library gives to functions, classes, variables and its own attributes."""
     found = {"_asdict", "_fields", "_replace"}  # of every NamedTuple
