@@ -341,7 +341,7 @@ class Float8LinearConfig:
                 if config.enabled:
                     scheme = config.scheme(operand, self.round_scales_to_power_of_2)
                     if is_second(operand, gemm) and not self.fold_row_scales:
-                        scheme = scheme.second
+                        scheme = scheme.for_row_contraction
                     scheme = one_of.setdefault(scheme, scheme)
                 uses[operand][gemm] = scheme
         return Recipe(uses, delayed, self.fold_row_scales, self.emulate)

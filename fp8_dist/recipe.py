@@ -124,7 +124,7 @@ class Recipe:
                     "two GEMMs; both casts need the same target_dtype"
                 )
             in_blocks = any(level.has_blocks for scheme in schemes for level in scheme.levels)
-            if len(schemes) > 1 and in_blocks and schemes[1] != schemes[0].second:
+            if len(schemes) > 1 and in_blocks and schemes[1] != schemes[0].for_row_contraction:
                 covers = " and one per ".join(scheme.covers for scheme in schemes)
                 raise ValueError(
                     f"Float8LinearConfig: {operand} has one scale per {covers} in its two GEMMs; "

@@ -111,8 +111,10 @@ def _in_pairs(
         if gemm in right:
             qdata, scale, turns = next(made), next(made), gemm == "grad_weight"
             qdata = qdata.t() if turns and transposed else qdata
-            left = Quantized(qdata, (scale,), scheme.second if turns else scheme)
-            unscaled = right[gemm]._replace(scales=(ones,), scheme=right[gemm].scheme.second)
+            left = Quantized(qdata, (scale,), scheme.for_row_contraction if turns else scheme)
+            unscaled = right[gemm]._replace(
+                scales=(ones,), scheme=right[gemm].scheme.for_row_contraction
+            )
             operands[gemm] = left, unscaled
     return operands
 
@@ -128,7 +130,7 @@ def _folded(
     """:func:`fold_gradient` for a DTensor whose rows are whole on each rank."""
     local, layout = local_tensor(grad), Layout.of(grad)
     assert layout is not None
-    dtype, column = scheme.dtype, scheme.second
+    dtype, column = scheme.dtype, scheme.for_row_contraction
     weight_fold = None if s is None else s * UNIT
     rows = (row_amaxes(local, weight_fold),)
     (value,) = reduced_statistics(scheme, rows, layout, within)

@@ -134,7 +134,9 @@ class Float8Weight(StoredWeight):
         if recipe.folds and operand == "grad_output":
             # Each cast has the scales of another operand folded in. The cast for grad_weight has
             # one scale per column.
-            return {(gemm,): s if gemm == "grad_input" else s.second for gemm, s in uses}
+            return {
+                (gemm,): s if gemm == "grad_input" else s.for_row_contraction for gemm, s in uses
+            }
         return {
             tuple(gemm for gemm, each in uses if each == scheme): scheme
             for scheme in recipe.schemes[operand]

@@ -26,9 +26,9 @@ from fp8_dist.linear.weight import (
 from fp8_dist.linear.weight_cache import Known
 from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
-from fp8_dist.moe.functions import Weight, local_part, turned
+from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, OperandCopies
-from fp8_dist.scaling import CastPlan, Scheme
+from fp8_dist.scaling import CastPlan, Scheme, transposed
 from fp8_dist.torch_internals import StridedShard, remove_state_hooks
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -160,7 +160,7 @@ class ExpertWeight(Float8Weight):
             statistics = tuple([each.mT for each in statistics])
             recast = Recast(statistics, scheme, start[::-1], is_cut)
         assert output is not None
-        cast = turned(output, scheme)
+        cast = transposed(output, scheme)
         return Weight(tensor.mT, WeightCasts(cast, grad_input and cast, recast), self)
 
 

@@ -37,7 +37,7 @@ from fp8_dist.moe.operators import (
     is_stored_transposed,
 )
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, cast, dequantize
+from fp8_dist.scaling import CastPlan, Quantized, cast, dequantize, transposed
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import StridedShard
 
@@ -91,17 +91,10 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
         high, shard = weight.detach(), Float8Weight.gather_type.unwrap(local).detach()
         if is_stored_transposed(shard):
             plan = CastPlan((stored_transposed(scheme),))
-            found = turned(cast_copies(high.mT, plan, local=shard.mT)[1][0], scheme)
+            found = transposed(cast_copies(high.mT, plan, local=shard.mT)[1][0], scheme)
         else:
             found = cast_copies(high, CastPlan((scheme,)), local=shard)[1][0]
     return Weight(local_part(weight), WeightCasts(found, found))
-
-
-def turned(cast: Quantized, scheme: Scheme) -> Quantized:
-    """Transpose the matrices of a cast, as a view. ``scheme`` is that of the result."""
-    qdata, scales, _, start, is_cut = cast
-    turned_scales = tuple([scale.mT for scale in scales])
-    return Quantized(qdata.mT, turned_scales, scheme, start[::-1], is_cut)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -263,12 +263,12 @@ def _gradient_operands(
     of_row, experts = groups.of_row, len(groups.counts)
     made = iter(fold_groups(grad.qdata, grad.scales[0], s, t, of_row, experts, source))
     if s is not None:
-        right = weights._replace(scales=ones, scheme=weights.scheme.second)
+        right = weights._replace(scales=ones, scheme=weights.scheme.for_row_contraction)
         operands["grad_input"] = Quantized(next(made), (next(made),), scheme), right
     if t is not None:
-        left = Quantized(next(made), (next(made).unsqueeze(1),), scheme.second)
+        left = Quantized(next(made), (next(made).unsqueeze(1),), scheme.for_row_contraction)
         data = input.qdata if source is None else transposed_groups(input.qdata, source)
-        operands["grad_weight"] = left, Quantized(data, ones, scheme.second)
+        operands["grad_weight"] = left, Quantized(data, ones, scheme.for_row_contraction)
     return operands
 
 
@@ -279,7 +279,7 @@ def _folded_parts(
     fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.of_row)
     folded = quantize(layout.wrap(dequantize(grad) * fold), grad.scheme)
     ones = (unit_scales(weights.qdata),)
-    right = weights._replace(scales=ones, scheme=weights.scheme.second)
+    right = weights._replace(scales=ones, scheme=weights.scheme.for_row_contraction)
     return folded._replace(scales=(folded.scales[0] / UNIT,)), right
 
 

@@ -6,7 +6,7 @@ from fp8_dist.scaling.blocks import (
     BlockScheme as BlockScheme,
     Fp32Blocks as Fp32Blocks,
     as_matrix as as_matrix,
-    turned as turned,
+    transposed as transposed,
 )
 from fp8_dist.scaling.dense import Dense as Dense, covering as covering
 from fp8_dist.scaling.level import Level as Level, Start as Start

@@ -72,7 +72,7 @@ class BlockScheme(Scheme):
     columns: int = 128
     source: str = field(default="master", kw_only=True)
 
-    def turned(self) -> "BlockScheme":
+    def transposed(self) -> "BlockScheme":
         return replace(self, rows=self.columns, columns=self.rows)
 
     @property
@@ -92,7 +92,7 @@ class BlockScheme(Scheme):
         a, b = (each if each.ndim == 2 else each.flatten(0, -2) for each in (x, scales))
         return dequantize_blocks(a, b, blocks, torch.bfloat16).view(x.shape)
 
-    def unfit_for(self, operand: str, second: bool) -> str | None:
+    def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
         wanted = "a square" if operand == "weight" else "one row"
         if self.rows == (self.columns if operand == "weight" else 1):
             return None
@@ -282,11 +282,14 @@ def as_matrix(operand: Quantized) -> Quantized:
     return operand._replace(qdata=data, scales=tuple(scales))
 
 
-def turned(operand: Quantized) -> Quantized:
-    """Transpose a matrix, as a view."""
-    qdata, scales, scheme, start, is_cut = operand
-    turned_scales = tuple([scale.t() if scale.ndim else scale for scale in scales])
-    return Quantized(qdata.t(), turned_scales, scheme.of_transposed, start[::-1], is_cut)
+def transposed(operand: Quantized, scheme: Scheme | None = None) -> Quantized:
+    """Transpose the matrices of an operand, as a view.
+
+    ``scheme``: that of the result; ``None``: the transposed one of the operand's.
+    """
+    qdata, scales, own, start, is_cut = operand
+    scales = tuple([scale.mT if scale.ndim else scale for scale in scales])
+    return Quantized(qdata.mT, scales, scheme or own.of_transposed, start[::-1], is_cut)
 
 
 # Making a scheme takes 10 us. Float8 data that is cast again is not rounded to bf16 first.

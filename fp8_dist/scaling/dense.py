@@ -39,7 +39,7 @@ _LEVELS = {
     "row": Level(1, None),
     "column": Level(None, 1, None),
 }
-_TURNED = {"row": "column", "column": "row"}
+_TRANSPOSED = {"row": "column", "column": "row"}
 _IN_ONE_PASS = ("tensor", "row", "column")
 
 
@@ -57,7 +57,7 @@ class Dense(Scheme):
     family: ClassVar[str] = "dense"
     needs_alignment: ClassVar[bool] = True
 
-    _second: ClassVar["Dense"]  # of each object
+    _for_row_contraction: ClassVar["Dense"]  # of each object
 
     per: str = "tensor"
     power_of_2: bool = False
@@ -65,8 +65,8 @@ class Dense(Scheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        second = replace(self, per="column") if self.per == "row" else self
-        object.__setattr__(self, "_second", second)
+        column = replace(self, per="column") if self.per == "row" else self
+        object.__setattr__(self, "_for_row_contraction", column)
 
     def make_levels(self) -> tuple[Level, ...]:
         if self.per == "slice":
@@ -88,20 +88,20 @@ class Dense(Scheme):
         return f"slice of dims {' '.join(map(str, self.dims))}" if self.dims else self.per
 
     @property
-    def second(self) -> "Dense":
-        return self._second
+    def for_row_contraction(self) -> "Dense":
+        return self._for_row_contraction
 
-    def turned(self) -> "Dense | None":
+    def transposed(self) -> "Dense | None":
         if self.per == "slice":
             return None
-        return replace(self, per=_TURNED.get(self.per, self.per))
+        return replace(self, per=_TRANSPOSED.get(self.per, self.per))
 
-    def unfit_for(self, operand: str, second: bool) -> str | None:
-        if self.per == "column" and not second:
+    def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
+        if self.per == "column" and not contracts_rows:
             return (
                 f"{operand} has one scale per column, but its first GEMM sums over these; use 'row'"
             )
-        return super().unfit_for(operand, second)
+        return super().unfit_for(operand, contracts_rows)
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         if self._is_cast_by_rows(x):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
-from fp8_dist.scaling.blocks import as_matrix, turned
+from fp8_dist.scaling.blocks import as_matrix, transposed
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import (
     CastPlan,
@@ -193,8 +193,8 @@ def matrices(
     """The operands of :func:`multiply` as the matrices ``[M, K]`` and ``[K, N]``."""
     a, b = as_matrix(left), as_matrix(right)
     if turn[0]:
-        a = turned(a)
-    return a, turned(b) if turn[1] else b
+        a = transposed(a)
+    return a, transposed(b) if turn[1] else b
 
 
 def empty_statistics(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:

@@ -187,33 +187,33 @@ class Scheme:
         return False
 
     @property
-    def second(self) -> "Scheme":
+    def for_row_contraction(self) -> "Scheme":
         """The scheme in the GEMM that contracts an operand's rows; ``self`` if one copy serves."""
         return self
 
-    def turned(self) -> "Scheme | None":
+    def transposed(self) -> "Scheme | None":
         """The scheme of the transposed matrix, or ``None`` if there is none."""
         return None
 
     @cached_property
     def of_transposed(self) -> "Scheme":
-        """:meth:`turned`, made once, for a scheme that can be transposed."""
-        found = self.turned()
+        """:meth:`transposed`, made once, for a scheme that can be transposed."""
+        found = self.transposed()
         assert found is not None, f"{self} can't be transposed"
         return found
 
-    def unfit_for(self, operand: str, second: bool) -> str | None:
+    def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
         """The reason why a layer's operand can't have this scheme in a GEMM, or ``None``.
 
         The rows of inputs and gradients are tokens. Which tokens share a scale must not depend on
         how many of them a rank has, or on where a sequence ends.
 
-        ``second``: whether the GEMM contracts the operand's rows.
+        ``contracts_rows``: whether the GEMM contracts the operand's rows.
         """
-        if self.turned() is None:
+        if self.transposed() is None:
             return (
                 f"{operand} has one scale per {self.covers}, a scheme that layers can't transpose; "
-                f"define {type(self).__name__}.turned, or use another scaling_granularity"
+                f"define {type(self).__name__}.transposed, or use another scaling_granularity"
             )
         of_tokens = [(level.leading, level.rows) for level in self.levels]
         if operand == "weight" or all(block in ((1, 1), (None, None)) for block in of_tokens):

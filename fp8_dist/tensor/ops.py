@@ -86,7 +86,7 @@ _PARTS = (
 
 def _turned_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme | None:
     """The scheme of transposed matrices, if ``func`` makes those."""
-    turned = x.scheme.turned()
+    turned = x.scheme.transposed()
     if turned is None or func not in (aten.t.default, aten.transpose.int, aten.permute.default):
         return None
     if x.ndim > 2:

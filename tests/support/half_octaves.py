@@ -29,7 +29,7 @@ class HalfOctaves(Scheme):
     def make_levels(self) -> tuple[Level, ...]:
         return (Level(self.rows, self.columns),)
 
-    def turned(self) -> "HalfOctaves":
+    def transposed(self) -> "HalfOctaves":
         return replace(self, rows=self.columns, columns=self.rows)
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:

@@ -42,10 +42,10 @@ class Pairs(OfBlocks):
         return f"pair of {self.of}" if self.size > 1 else f"one of {self.of}"
 
     @property
-    def second(self) -> "Pairs":
+    def for_row_contraction(self) -> "Pairs":
         return Pairs(self.dtype, "columns")
 
-    def turned(self) -> "Pairs":
+    def transposed(self) -> "Pairs":
         return replace(self, of="columns" if self.of == "rows" else "rows")
 
 
@@ -65,7 +65,7 @@ class Quads(OfBlocks):
     def covers(self) -> str:
         return f"4 values of a {self.of}"
 
-    def turned(self) -> "Quads":
+    def transposed(self) -> "Quads":
         return replace(self, of="column" if self.of == "row" else "row")
 
 

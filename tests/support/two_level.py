@@ -31,7 +31,7 @@ class TwoLevel(Scheme):
     def make_levels(self) -> tuple[Level, ...]:
         return Level(None, None, None), Level(self.rows, self.columns, scale=E4M3)
 
-    def turned(self) -> "TwoLevel":
+    def transposed(self) -> "TwoLevel":
         return replace(self, rows=self.columns, columns=self.rows)
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:

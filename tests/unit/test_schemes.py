@@ -167,14 +167,14 @@ def test_schemes_that_do_not_fit() -> None:
     class Unturned(TwoLevel):
         family = "unturned"
 
-        def turned(self) -> Any:
+        def transposed(self) -> Any:
             return None
 
     levels = CastConfig(scaling_granularity=Unturned())
     x = torch.randn(32, 16)
     for wanted, call in {
         "input has one scale per unturned": partial(config_of, Unturned()),
-        "define Unturned.turned": partial(config_of, Unturned()),
+        "define Unturned.transposed": partial(config_of, Unturned()),
         "input has one scale per column, but its first GEMM sums": partial(config_of, COLUMN),
         "input has one scale per matrix, but blocks of tokens": partial(config_of, MATRIX),
         "weight has one scale per slice of dims 1, a scheme": partial(config_of, SLICE, TENSOR),
