@@ -78,7 +78,7 @@ def test_a_scale_that_was_left_out_is_found_when_it_is_needed(compiled: bool) ->
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@on_ranks(2, returns=[0, 1, 0, 0])
+@on_ranks(2, returns=[0, 1, 0, 1])
 def test_ranks_reduce_a_scale_once() -> list[int]:
     """Of a column-parallel layer, whose scales for grad_input cover all ranks; in each forward."""
     net = layers("rowwise")

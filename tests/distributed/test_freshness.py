@@ -75,7 +75,7 @@ def edit_on_one_rank(net: Net) -> None:
     if dist.get_rank() == 0:
         for weight in (net.layers[0].w1.weight, net.layers[1].w2.weight):
             local = local_tensor(weight)
-            getattr(local, "_tensor", local).detach().mul_(10)
+            getattr(local, "plain", local).detach().mul_(10)
             increment_version(weight)
     precompute_float8_dynamic_scale(net)
 

@@ -50,7 +50,7 @@ def replace_data(weight: Tensor) -> None:
 
 
 def write_to_numpy(weight: Tensor) -> None:
-    array = getattr(local_tensor(weight), "_tensor", local_tensor(weight)).detach().numpy()
+    array = getattr(local_tensor(weight), "plain", local_tensor(weight)).detach().numpy()
     array *= 10
 
 

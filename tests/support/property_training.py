@@ -416,7 +416,7 @@ def edit(net: nn.Module) -> None:
 def write_data(net: nn.Module) -> None:
     for parameter in net.parameters():
         local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        getattr(local, "_tensor", local).data.mul_(3)
+        getattr(local, "plain", local).data.mul_(3)
     invalidate_float8_scales(net)
 
 
