@@ -1,4 +1,4 @@
-"""Layers of a transformers model under a tensor-parallel plan, compiled one by one."""
+"""A layer of a transformers model under a tensor-parallel plan, compiled."""
 
 import pytest
 from hf_models import batch, converted
@@ -17,8 +17,7 @@ def compiled_step(kind: str) -> tuple[float, float, int]:
         apply_tp_plan(each, device_mesh(tp=2), hf_tp_plan(each))
         for each in (converted(kind), converted(kind))
     )
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
+    model.model.layers[1].compile(backend="aot_eager")
     counters.clear()
     ids = batch(0)
     found, expected = (each(input_ids=ids, labels=ids) for each in (model, twin))
@@ -30,7 +29,7 @@ def compiled_step(kind: str) -> tuple[float, float, int]:
 
 
 @pytest.mark.full
-def test_compiled_layers(ranks: RankPools) -> None:
+def test_a_compiled_layer(ranks: RankPools) -> None:
     for logits, worst, breaks in ranks(2).run(compiled_step, "llama", timeout=180):
         assert logits > 60
         assert worst > 60

@@ -160,16 +160,12 @@ def test_blocks_under_fsdp(name: str, kernels: int, fake_cuda: FakeCudaProcess) 
     [
         (2, (3, 1, 14, 14, 10)),
         (3, (3, 1, 21, 21, 10)),
-        pytest.param(20, (4, 1, 140, 140, 19), marks=FULL),
     ],
 )
 def test_updates_of_many_weights(
     blocks: int, kernels: tuple[int, ...], fake_cuda: FakeCudaProcess
 ) -> None:
-    """As many kernels for 14 weights as for 21, but one per weight in blocks.
-
-    For 140, torch.cat takes several launches.
-    """
+    """As many kernels for 14 weights as for 21, but one per weight in blocks."""
     names = ("tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed")
     for name, launches in zip(names, kernels, strict=True):
         counts = fake_cuda.run(count_update, name, blocks)
