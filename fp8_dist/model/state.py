@@ -63,9 +63,6 @@ class Float8State:
         Each history is cut to the length that this model keeps. Histories that are not in
         ``state_dict`` start anew. Those of unknown layers and operands are ignored.
         ``load_state_dict`` of the model does not replace loaded histories that no forward has used.
-
-        Raises:
-            ValueError: a history is damaged. Then nothing is changed.
         """
         layers = self._layers()
         rows = {
@@ -76,7 +73,6 @@ class Float8State:
             for operand, history in layer.histories.items():
                 history.load(rows[name][operand].to(layer.weight.device))
                 history.restored = True
-            layer.float8_weight.cache.drop()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -148,7 +148,7 @@ def test_a_partial_output_is_left_to_the_caller(ranks: RankPools) -> None:
 
 
 def scales_after_a_declaration() -> list[bool]:
-    """Whether scales that were found before are dropped: all ranks, then take the global one."""
+    """Whether each rank takes the scale of the global weight: of a whole, a part, and a copy."""
     tp, whole = device_mesh(tp=2), nn.Linear(32, 48, bias=False)
     with torch.no_grad():
         whole.weight[0, 0] = 5  # on the first rank alone
@@ -160,13 +160,11 @@ def scales_after_a_declaration() -> list[bool]:
             ours is not None and theirs is not None and same_bits(ours.scales[0], theirs.scales[0])
         )
 
-    found = []
-    for at in (None, Shard(0)):
-        precompute_float8_dynamic_scale(layer)
-        if at is not None:
-            declare_placements(layer, tp, weight=at, input=Replicate(), output=Shard(-1))
+    layer.out_features, found = len(layer.weight), []
+    for weight, output in ((Replicate(), Replicate()), (Shard(0), Shard(-1))):
+        declare_placements(layer, tp, weight=weight, input=Replicate(), output=output)
         found.append(is_global())
-    precompute_float8_dynamic_scale(layer)
+        precompute_float8_dynamic_scale(layer)
     copied = copy.deepcopy(layer)
     layer = copied
     return [*found, is_global()]
