@@ -21,7 +21,7 @@ if [ -n "${FP8_DIST_TORCH:-}" ]; then
         <<< "$installs")"
 fi
 bash -e -c "$installs" || exit 1
-pip install expecttest hypothesis numpy packaging psutil pytest || exit 1
+pip install expecttest hypothesis numpy packaging psutil pytest pytest-xdist || exit 1
 
 export OMP_NUM_THREADS=1
-exec "$PY" -m pytest -q tests/integrations/torchtitan "$@"
+exec "$PY" -m pytest -q -n 2 --dist loadfile tests/integrations/torchtitan "$@"

@@ -50,10 +50,10 @@ sys.exit(gpu_results.run(parser.parse_args(), cases.items()))
 
 def test_faults_leave_every_other_line(tmp_path: Path) -> None:
     """A case raises, one leaves a device that answers no more, one ends its process, one hangs."""
-    group = Group(300, (Stage("faults", ("-c", FAULTS), patience=30),))
+    group = Group(300, (Stage("faults", ("-c", FAULTS), patience=20),))
     Day(sys.executable, tmp_path, tmp_path).run([group], time.monotonic(), 300)
     found = {result.name: result.error for result in read(tmp_path / "results.jsonl")}
-    assert found.pop("hangs").startswith("stopped after 3")
+    assert found.pop("hangs").startswith("stopped after 2")
     assert found == {
         "first": "",
         "fails": "ValueError: planted",

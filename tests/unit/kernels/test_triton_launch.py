@@ -97,6 +97,8 @@ def test_measuring_the_choices_of_a_kernel_leaves_its_results_as_they_are(
         found = launched(call)
         if len(seen) > before:
             check_same(found, portable(call))
+        if several <= seen:
+            break
     assert several <= seen
     assert len(measured) >= 2 * len(several)
 
