@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -124,23 +124,6 @@ def as_dict(row: Row) -> dict[str, Any]:
     if isinstance(row, CastStats):
         values |= {"gemms": list(row.gemms), "dtype": short_name(row.dtype)}
     return values
-
-
-def from_dict(values: Mapping[str, Any]) -> Row:
-    """Return the row of which :func:`as_dict`, or a line of JSON, has the values.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: the values are not those of a row.
-    """
-    kind = {"cast": CastStats, "gemm": GemmStats}[values["kind"]]
-    found = {f.name: values[f.name] for f in dataclasses.fields(kind) if f.name in values}
-    for f in dataclasses.fields(kind):
-        if f.type is float:
-            found[f.name] = float(found[f.name])  # the name of a number that JSON lacks
-    if kind is CastStats:
-        found |= {"gemms": tuple(found["gemms"])}
-        found["dtype"] = getattr(torch, f"float8_{found['dtype']}")
-    return kind(**found)
 
 
 def append_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> None:
