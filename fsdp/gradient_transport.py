@@ -98,7 +98,7 @@ class EncodedReduction:
 
 
 class EncodedReplicas:
-    """What FSDP2 takes for the process group of a parameter group's replicas."""
+    """Stand-in, in FSDP2, for the process group of a parameter group's replicas."""
 
     def __init__(self, replicas: dist.ProcessGroup, shards: EncodedReduction) -> None:
         self.replicas = replicas

@@ -82,7 +82,7 @@ class Observer:
 
 
 class Origin(NamedTuple):
-    """What a prepared input was cast from, with its local float8 copy."""
+    """The tensor that a prepared input was cast from, with its local float8 copy."""
 
     high: torch.Tensor  # plain or a DTensor, detached
     low: Quantized
