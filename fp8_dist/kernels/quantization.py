@@ -162,8 +162,9 @@ def fusible_copies(
     # Inductor's kernels only approximate an fp32 quotient. An fp64 one, rounded to fp32, is exact.
     scale = multiplier.to(torch.float64).reciprocal().to(torch.float32)
     # Inductor keeps values in fp32 between operators that it fuses, and rounds them to the dtype of
-    # the tensor where they are viewed as integers.
-    wide = x.view(INTEGERS[x.itemsize]).view(x.dtype).to(torch.float32)
+    # the tensor where they are viewed as integers. It leaves out a view and the one back unless
+    # something is between them.
+    wide = x.view(INTEGERS[x.itemsize]).bitwise_and(-1).view(x.dtype).to(torch.float32)
     qdata = multiplied(wide, multiplier, dtype, not saturate).to(dtype).contiguous()
     if True not in transposed:
         return [scale, *(qdata for _ in transposed)]

@@ -82,7 +82,7 @@ CALLS: dict[str, tuple[Group, ...]] = {
         Group(
             104,
             (
-                stage("inductor", SMOKE, "inductor"),
+                *parts("inductor", 4, SMOKE, "inductor"),
                 stage("ranks", TESTS, SHARED, "--workers", "3", patience=100),
                 stage(
                     "tests", TESTS, "tests/gpu", "--ignore", SHARED, "--workers", "8", patience=100

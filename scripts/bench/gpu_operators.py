@@ -132,6 +132,7 @@ def cast_calls(m: int, k: int) -> Calls:
     for dtype in (E4M3, E5M2):
         name = f"cast_copies {short_name(dtype)} both layouts"
         calls[name] = call(cast, x, [one], dtype, False, of, BOTH)
+        calls[f"{name}, float32"] = call(cast, x.float(), [one], dtype, False, of, BOTH)
     for name, view in views(x):
         calls[f"cast_copies {name}"] = call(cast, view, [one], E5M2, False, of, BOTH)
     calls["cast_copies transposed"] = call(cast, x, [one], E4M3, False, [0], [True])

@@ -31,7 +31,7 @@ from fp8_dist.kernels import CustomOp
 from fp8_dist.kernels.cuda.triton.launch import Tuned
 from fp8_dist.kernels.scale import INTEGERS
 from scripts.bench import gpu_operators, gpu_results
-from scripts.bench.gpu_operators import BF16, BOTH, E4M3, E5M2, Call, moved
+from scripts.bench.gpu_operators import BF16, BOTH, E4M3, E5M2, FP16, FP32, Call, moved
 from scripts.bench.gpu_results import Result
 from scripts.common import report
 
@@ -176,15 +176,15 @@ def kernel_cases(device: str) -> Iterator[Case]:
 
 # inductor
 
-HEIGHTS = ((64, 64), (1024, 768), (16, 4096), (128, 256), (4096, 4096), (8192, 14336))
+SHAPES = ((64, 48), (1024, 768), (16, 4096), (4096, 4096), (8192, 14336))
 
 
-def casts(x: Tensor, dtype: torch.dtype, saturates: bool, fused: bool) -> Named:
-    """The copies of an activation: by the operators of graphs, which fuse, or by the library's.
+def casts(x: Tensor, y: Tensor, dtype: torch.dtype, saturates: bool, fused: bool) -> Named:
+    """The copies of a product: by the operators of graphs, which fuse, or by the library's.
 
-    It is exact. If values saturate, the largest value is not that of the first row.
+    If values saturate, the largest value is not that of the first row.
     """
-    high = x * 2 if saturates else torch.relu(x)
+    high = x * y
     largest = high[1:] if saturates else high
     if fused:
         known = kernels.fusible_amax(largest)
@@ -208,30 +208,33 @@ def launchers() -> Iterator[list[tuple[CachingAutotuner, list[Any]]]]:
         yield found
 
 
-def check_casts(shape: tuple[int, int], dtype: torch.dtype, saturates: bool, device: str) -> Result:
+def check_casts(
+    shape: tuple[int, int], high: torch.dtype, dtype: torch.dtype, saturates: bool, device: str
+) -> Result:
     """Compare the copies that compiled code writes in each launch config."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    x = torch.randn(shape).to(device, BF16)
+    x, y = (torch.randn(shape, device=device).to(high) for _ in range(2))
     if saturates:
         x[0, :5] = torch.tensor([math.nan, math.inf, -math.inf, 1e3, -1e3])
-    expected, index = casts(x, dtype, saturates, fused=False), 0
+    expected, index = casts(x, y, dtype, saturates, fused=False), 0
     options = {"max_autotune_pointwise": True, "autotune_local_cache": False}
     compiled = torch.compile(casts, fullgraph=True, dynamic=False, options=options)
     with launchers() as found:
         while index < max((len(each) for _, each in found), default=1):
             for kernel, each in found:
                 kernel.launchers = [each[index % len(each)]]
-            check_same(compiled(x, dtype, saturates, fused=True), expected, f"config {index}, ")
+            check_same(compiled(x, y, dtype, saturates, fused=True), expected, f"config {index}, ")
             index += 1
     return Result(compiled=True, note=f"launch configs: {index}")
 
 
 def inductor_cases(device: str) -> Iterator[Case]:
     """Each format and shape, with kernels that keep a NaN as they clamp."""
-    for (m, k), saturates, dtype in product(HEIGHTS, BOTH, (E5M2, E4M3)):
-        name = f"{m} x {k}, {'saturated' if saturates else 'relu'}, {short_name(dtype)}"
-        yield name, partial(check_casts, (m, k), dtype, saturates, device)
+    for (m, k), saturates, high, dtype in product(SHAPES, BOTH, (BF16, FP32, FP16), (E5M2, E4M3)):
+        name = f"{m} x {k}, {short_name(high)} to {short_name(dtype)}"
+        name += ", saturated" if saturates else ""
+        yield name, partial(check_casts, (m, k), high, dtype, saturates, device)
 
 
 PARTS: dict[str, Callable[[str], Iterator[Case]]] = {

@@ -139,7 +139,7 @@ def test_differences_are_named() -> None:
 
 
 def test_compiled_copies(tried: Any) -> None:
-    assert len(tried("inductor", "--only", "64 x 64, saturated")) == 2
+    assert len(tried("inductor", "--only", "64 x 48, bfloat16")) == 4
 
 
 class Kernel(CachingAutotuner):
@@ -164,15 +164,15 @@ def test_a_wrong_launch_config_is_found(tried: Any, monkeypatch: pytest.MonkeyPa
         return made
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled)
-    found = tried("inductor", "--only", "64 x 64, relu, e5m2", status=3)
+    found = tried("inductor", "--only", "64 x 48, bfloat16 to e5m2, saturated", status=3)
     (text,) = found.values()
-    assert "config 2, transposed: 1 of 4096 elements differ, the first at (3, 5): nan" in text
+    assert "config 2, transposed: 1 of 3072 elements differ, the first at (3, 5): nan" in text
 
 
 @rehearses
 def test_a_rehearsal() -> None:
     """On a stub of a device, where all is well; kernels are compiled for it."""
-    only = ["--only", "transposed_copy, ", "64 x 64"]
+    only = ["--only", "transposed_copy, ", "64 x 48, bfloat16"]
     code = f"""
 from scripts.bench import gpu_smoke
 assert [gpu_smoke.main([part, *{only}]) for part in ("kernels", "inductor")] == [0, 0]

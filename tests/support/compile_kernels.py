@@ -79,8 +79,8 @@ class Driver:
 class Compiler:
     """Compiles what would be launched.
 
-    ``every``: with each choice of block sizes, for all constants and optional arguments; not each
-    kernel once.
+    ``every``: with each choice of block sizes, for all constants, dtypes and optional arguments; not
+    each kernel once.
     """
 
     def __init__(self, architecture: str, index: int, every: bool) -> None:
@@ -92,8 +92,9 @@ class Compiler:
 
     def __call__(self, tuned: launch.Tuned, grid: Any, *args: Any, **constants: Any) -> None:
         """Compile a kernel for these arguments."""
-        missing = [each is None for each in tree_leaves(args, lambda each: each is None)]
-        kind = (tuned, *constants.values(), *missing) if self.every else tuned
+        leaves = tree_leaves(args, lambda each: each is None)
+        dtypes = [getattr(each, "dtype", each is None) for each in leaves]
+        kind = (tuned, *constants.values(), *dtypes) if self.every else tuned
         if kind in self.seen:
             return
         self.seen.add(kind)
@@ -159,7 +160,7 @@ def compiled(architecture: str, index: int) -> list[Compiled]:
     ):
         # Kernels are compiled alike for any number of rows that nothing divides.
         for name, (op, args, kwargs) in operator_calls("cpu", True, (95, 4096)).items():
-            if "float16" not in name.replace("bfloat16", "") and "float32" not in name:
+            if "float16" not in name.replace("bfloat16", ""):
                 op.implementations["cuda"](*args, **kwargs)
     if not index:
         compile_inductors(compiler)

@@ -79,8 +79,7 @@ def inductor_for_the_device(
         return SimpleNamespace(call=wrapper(code.value), __file__="", key="", runner=None)
 
     options = {"fx_graph_cache": False, "compile_threads": 1}
-    # These would run on the device.
-    options |= {"shape_padding": False, "joint_graph_constant_folding": False}
+    options |= {"shape_padding": False}  # it would run on the device
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(torch._inductor.config.patch(options))
@@ -89,6 +88,9 @@ def inductor_for_the_device(
         # Patterns of attention and dropout, which are traced on real tensors of the device.
         enter(patch.object(joint_graph, "lazy_init", lambda *args: None))
         enter(patch.object(post_grad, "lazy_init", lambda *args: None))
+        # Of this pass, what computes constants would run on the device.
+        folded = "constant_fold_uniform_value"
+        enter(patch.object(joint_graph, folded, joint_graph.remove_redundant_views))
         raw_stream = "_cuda_getCurrentRawStream"
         enter(patch.object(torch._C, raw_stream, lambda device: 0, create=True))
         enter(patch.object(AsyncCompile, "triton", kernel))

@@ -46,7 +46,7 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 # Larger tiles spill registers with Triton 3.6.
-@tuned(blocks(2, BM=64, BN=64), blocks(1, BM=64, BN=32))
+@tuned(blocks(2, BM=64, BN=64), blocks(2, BM=64, BN=32))
 @triton.jit
 def _reblock(
     x: tl.tuple,

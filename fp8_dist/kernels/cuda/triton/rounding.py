@@ -8,6 +8,19 @@ result of :func:`fp8_dist.kernels.cuda.triton.launch.as_layouts`.
 import triton
 import triton.language as tl
 
+# Note [Four bytes at a time]
+# The ptxas that Triton takes for a Hopper (12.8; 12.9 since 3.8) confuses the registers of two
+# converted bytes where a kernel stores them together, and takes them apart, too: as one does that
+# writes a tile and its transpose. On an H100 bytes of other registers were written; of fp32, ptxas
+# died (triton-lang/triton issue 11111). Here four bytes come in a register of their own, and other
+# instructions see only that. tests/unit/kernels/test_triton_compiles.py fails if they see more.
+_FOUR_OF_E4M3 = tl.constexpr(
+    "{ .reg .b16 low, high;"
+    " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+    " mov.b32 $0, {low, high}; }"
+)
+_FOUR_OF_E5M2 = tl.constexpr(_FOUR_OF_E4M3.value.replace("e4m3", "e5m2"))
+
 
 @triton.jit
 def as_fp32(x: tl.tensor) -> tl.tensor:
@@ -107,15 +120,16 @@ def to_float8(v: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor
     or inf with SOFT, and the largest finite value otherwise.
 
     Args:
-        SOFT: round by integers, with the same bits as torch, instead of by an instruction, which
-            may clear the sign of a NaN.
+        SOFT: round by integers, with the same bits as torch, instead of by an instruction of a
+            Hopper, which may clear the sign of a NaN.
     """
     if SOFT:
         code = _to_float8_soft(v, BIAS)
-    elif BIAS == 7:
-        code = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        code = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        four: tl.constexpr = _FOUR_OF_E4M3 if BIAS == 7 else _FOUR_OF_E5M2
+        code = tl.inline_asm_elementwise(
+            four, "=r,r,r,r,r", [v], dtype=tl.uint8, is_pure=True, pack=4
+        )
     return code
 
 
