@@ -83,12 +83,12 @@ BLOCKS: tuple[Variant, ...] = (
     ("torchao tensorwise", False),
 )
 RUNS: tuple[Variant, ...] = (
+    (BF16, True),
+    ("tensorwise", True),
+    ("rowwise_folded", True),
     (BF16, False),
     ("tensorwise", False),
     ("rowwise_folded", False),
-    ("tensorwise", True),
-    (BF16, True),
-    ("rowwise_folded", True),
 )
 TRAINING = ("--model", "1b", "--steps", "50", "--batch-size", "8", "--seq-len", "512")
 TRAINING += ("--lr", "5e-4", "--warmup", "10")

@@ -72,15 +72,15 @@ def parts(name: str, count: int, module: str, *arguments: str) -> tuple[Stage, .
 SMOKE, SPEED, TESTS = "gpu_smoke", "gpu", "gpu_tests"
 SHARED = "tests/gpu/test_gpu_shared.py"
 
-START = Group(10, (stage("start", SPEED, "versions"),))
+START = Group(25, (stage("start", SPEED, "versions"),))
 # The most valuable first. A group that ends early leaves its time to those behind it. FOLDER stands
 # for that of the results.
 CALLS: dict[str, tuple[Group, ...]] = {
     "A": (
         START,
-        Group(57, parts("kernels", 6, SMOKE, "kernels")),
+        Group(46, parts("kernels", 12, SMOKE, "kernels")),
         Group(
-            104,
+            103,
             (
                 *parts("inductor", 4, SMOKE, "inductor"),
                 stage("ranks", TESTS, SHARED, "--workers", "3", patience=100),
@@ -93,16 +93,16 @@ CALLS: dict[str, tuple[Group, ...]] = {
     ),
     "B": (
         START,
-        Group(40, (stage("kernel rates", SPEED, "kernels"),)),
-        Group(110, (stage("layers", SPEED, "layers"),)),
-        Group(92, (stage("blocks", SPEED, "blocks", patience=60),)),
+        Group(35, (stage("kernel rates", SPEED, "kernels"),)),
+        Group(95, (stage("layers", SPEED, "layers"),)),
+        Group(98, (stage("blocks", SPEED, "blocks", patience=60),)),
     ),
     "C": (
         START,
-        Group(93, (stage("training", SPEED, "training", patience=50),)),
-        Group(18, (stage("experts", SPEED, "experts"),)),
-        Group(12, (stage("trace", SPEED, "trace", "--folder", "FOLDER"),)),
-        Group(11, (stage("nccl", SPEED, "nccl"),)),
+        Group(13, (stage("nccl", SPEED, "nccl"),)),
+        Group(13, (stage("trace", SPEED, "trace", "--folder", "FOLDER"),)),
+        Group(22, (stage("experts", SPEED, "experts"),)),
+        Group(73, (stage("training", SPEED, "training", patience=50),)),
     ),
 }
 SECONDS = {"A": 210, "B": 260, "C": 150}

@@ -232,15 +232,11 @@ def check_casts(
 def inductor_cases(device: str) -> Iterator[Case]:
     """Each format and shape, with kernels that keep a NaN as they clamp."""
     for (m, k), saturates, high, dtype in product(SHAPES, BOTH, (BF16, FP32, FP16), (E5M2, E4M3)):
-        name = f"{m} x {k}, {short_name(high)} to {short_name(dtype)}"
-        name += ", saturated" if saturates else ""
+        name = f"{m} x {k}, {short_name(high)} to {short_name(dtype)}" + saturates * ", saturated"
         yield name, partial(check_casts, (m, k), high, dtype, saturates, device)
 
 
-PARTS: dict[str, Callable[[str], Iterator[Case]]] = {
-    "kernels": kernel_cases,
-    "inductor": inductor_cases,
-}
+PARTS = {"kernels": kernel_cases, "inductor": inductor_cases}
 
 
 def share_type(text: str) -> tuple[int, int]:

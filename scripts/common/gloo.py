@@ -24,9 +24,7 @@ import sys
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 
@@ -56,30 +54,6 @@ def _devices(interfaces: str, process: int) -> list[Any]:
 def use_one_thread_per_group() -> None:
     """Give the gloo groups that this process makes from now on one thread each."""
     distributed_c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]
-
-
-@functools.cache
-def gather_tensors_of(device: str) -> torch.library.Library:
-    """Make functional gathers of a kind of device ("CUDA") of those into a given tensor.
-
-    Gloo's own take tensors of a GPU for memory of the CPU, and end the process
-    (pytorch/pytorch issue 152645). NCCL must not be used in this process.
-    """
-
-    def into(values: Tensor, size: int, group: Any, *, out: Tensor) -> Tensor:
-        process_group = distributed_c10d._resolve_process_group(group)
-        work = dist.all_gather_into_tensor(out, values, process_group, async_op=True)
-        torch._C._distributed_c10d._register_work(out, work)
-        return out
-
-    def gather(values: Tensor, size: int, group: Any) -> Tensor:
-        out = values.new_empty((size * values.shape[0], *values.shape[1:]))
-        return into(values.contiguous(), size, group, out=out)
-
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    library.impl("all_gather_into_tensor", gather, device)
-    library.impl("all_gather_into_tensor_out", into, device)
-    return library
 
 
 def leave(status: int = 0) -> NoReturn:

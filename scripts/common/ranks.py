@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from scripts.common.gloo import gather_tensors_of, leave, use_one_thread_per_group
+from scripts.common.gloo import leave, use_one_thread_per_group
 
 try:
     from tqdm import tqdm
@@ -91,7 +91,6 @@ def _rank_main(
     if shared_gpu:
         # Meshes would make another group in place of a default one of "gloo".
         options = {"backend": "cpu:gloo,cuda:gloo"}
-        gather_tensors_of("CUDA")
     elif device == "cuda":
         options = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
     dist.init_process_group(store=store, rank=rank, world_size=world_size, **options)

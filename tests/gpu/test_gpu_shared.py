@@ -35,7 +35,7 @@ from fp8_dist.moe import (
     route,
 )
 from fp8_dist.tensor_parallel import Float8ExpertParallel
-from fp8_dist.torch_internals import funcol
+from fp8_dist.torch_internals import funcol, resolve_process_group
 from scripts.common.ranks import run_on_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +78,7 @@ def check_on_ranks(world_size: int, checks: Callable[[], Checks]) -> None:
 
 
 def _wrong(checks: Callable[[], Checks]) -> list[str]:
-    wrong = []
+    wrong, _kept = [], functional_gathers_in_place()
     for name, check in checks().items():
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         try:
@@ -89,6 +89,29 @@ def _wrong(checks: Callable[[], Checks]) -> list[str]:
             print(f"{name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     faulthandler.cancel_dump_traceback_later()
     return wrong
+
+
+def functional_gathers_in_place() -> torch.library.Library:
+    """Makes functional gathers of those into a given tensor, while what it returns lives.
+
+    Gloo's own take the memory of a GPU for the CPU's, and end the process (pytorch/pytorch issue
+    152645).
+    """
+
+    def into(values: Tensor, size: int, group: Any, *, out: Tensor) -> Tensor:
+        among = resolve_process_group(group)
+        work = dist.all_gather_into_tensor(out, values, among, async_op=True)
+        torch._C._distributed_c10d._register_work(out, work)
+        return out
+
+    def gather(values: Tensor, size: int, group: Any) -> Tensor:
+        out = values.new_empty((size * len(values), *values.shape[1:]))
+        return into(values.contiguous(), size, group, out=out)
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", gather, DEVICE.upper())
+    library.impl("all_gather_into_tensor_out", into, DEVICE.upper())
+    return library
 
 
 @functools.cache

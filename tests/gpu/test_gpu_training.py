@@ -184,13 +184,13 @@ def test_statistics(recipe: str, compiled: bool) -> None:
     model = layers(recipe)
     forward = torch.compile(model) if compiled else model
     stats, own = float8_stats(model), CastsOnCpu()
-    x = batch(0, DEVICE).requires_grad_()
+    x, gradient = batch(0, DEVICE).requires_grad_(), batch(1, DEVICE)
     for step in range(2):
         # What is new is made in the first step: kernels, graphs, the first scales of histories.
         with stats.at(step), no_waiting() if step else nullcontext():
-            forward(x).backward(batch(1, DEVICE))
+            forward(x).backward(gradient)
     with observed_by(own), stats.at(2):
-        forward(x).backward(batch(1, DEVICE))
+        forward(x).backward(gradient)
     rows = [row for row in stats.rows if row.step == 2]
     assert len(rows) == len(own.found) > 0
     for row in rows:

@@ -127,9 +127,7 @@ def to_float8(v: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor
         code = _to_float8_soft(v, BIAS)
     else:
         four: tl.constexpr = _FOUR_OF_E4M3 if BIAS == 7 else _FOUR_OF_E5M2
-        code = tl.inline_asm_elementwise(
-            four, "=r,r,r,r,r", [v], dtype=tl.uint8, is_pure=True, pack=4
-        )
+        code = tl.inline_asm_elementwise(four, "=r,r,r,r,r", [v], tl.uint8, True, 4)
     return code
 
 
