@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,8 +51,11 @@ def quick_process() -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def fresh() -> None:
+    """The same seed; and no code that others compiled, of which dynamo keeps eight per function."""
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -144,7 +144,7 @@ def compiled_steps(
         pytest.param(2, 2, "blockwise", False, "counting", DTENSORS, None, marks=full_tier),
         pytest.param(2, 2, "delayed", True, "counting", DTENSORS, (0, 10), marks=full_tier),
         (1, 2, "rowwise_folded", False, "aot_eager", LOCAL, None),
-        (2, 2, "two levels", True, "aot_eager", DTENSORS, None),
+        pytest.param(2, 2, "two levels", True, "aot_eager", DTENSORS, None, marks=full_tier),
         pytest.param(1, 2, "rowwise", True, "counting", DTENSORS, None, marks=full_tier),
     ],
 )

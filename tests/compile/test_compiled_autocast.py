@@ -52,6 +52,7 @@ def on_a_mesh(compiled: bool) -> tuple[list[torch.dtype], float]:
     return [*outputs, output.dtype, *gradients], sqnr(world.mine(expected), output)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_inputs_that_a_style_casts(ranks: RankPools) -> None:
     """PrepareFloat8ModuleInput heeds autocast as the layers do, which get its float8 input."""

@@ -4,6 +4,7 @@ import os
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from ranks import RankPools, device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -52,5 +53,6 @@ def wrong_graphs(folder: str) -> list[str]:
     return found + [text for text in texts if "_stable_hash_for_caching" in text]
 
 
+@pytest.mark.full
 def test_no_tensor_runs_the_graph_of_another(ranks: RankPools, tmp_path: Path) -> None:
     assert ranks(1).run(wrong_graphs, str(tmp_path), timeout=240) == [[]]

@@ -174,6 +174,7 @@ def test_a_model_in_eval_may_be_trained() -> list[int]:
 # (Under tensor parallelism alone, foreach operations are not noticed after precompute.)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("dp", "tp", "precompute"), [(2, 1, True), (1, 2, False)])
+@pytest.mark.full
 @on_ranks(2, returns=[True, True])
 def test_compiled_evaluations_of_an_average(dp: int, tp: int, precompute: bool) -> list[bool]:
     """Weights that foreach operations swap in and out: is each forward that of fresh scales?"""

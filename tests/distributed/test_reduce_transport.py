@@ -320,7 +320,7 @@ def compiled(backend: str, prepared: bool, transport: Encoding) -> tuple[list[st
 
 @pytest.mark.parametrize(
     ("backend", "prepared"),
-    [("aot_eager", True), ("inductor", False)],
+    [("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.full)],
 )
 def test_compiled_code(ranks: RankPools, backend: str, prepared: bool) -> None:
     # Inductor sums the gradient of a bias in another order.

@@ -149,7 +149,8 @@ def training(recipe: str, axes: dict[str, int], options: dict[str, Any]) -> list
     return too_low(outputs, least[0]) + too_low(changes, least[1])
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
 def test_training_is_that_on_one_device(size: int) -> None:
     check_on_ranks(size, trainings)
 

@@ -76,6 +76,7 @@ def check_casts(
         check_operator(reblock, *turned, blocks, rows, rule, True)
 
 
+@pytest.mark.full
 def test_casts_of_any_shape_and_strides(used: set[str]) -> None:
     x = matrix((40, 72), torch.bfloat16)
     cases = [(matrix(shape, torch.bfloat16), blocks) for shape, blocks in CASES]
@@ -122,6 +123,7 @@ def test_casts_of_special_values(used: set[str], of: torch.dtype, rule: str | No
         check_casts(x, dtype, (4, 4, 3, 1), rule, 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 def test_every_exponent(used: set[str], dtype: torch.dtype) -> None:
     """Given ones, for all codes: products that saturate, that are subnormal, of NaN."""

@@ -84,6 +84,7 @@ def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2:
     assert ("_cast_rows" in used) is (x.stride(1) == 1)
 
 
+@pytest.mark.full
 def test_casts_of_any_shape_dtype_and_strides(used: set[str]) -> None:
     for shape, format_ in zip(SHAPES, cycle([(E4M3, True), (E5M2, False)])):
         check_casts(used, matrix(shape, torch.bfloat16), *format_)
