@@ -138,11 +138,9 @@ def cast_copies(
     """
     scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
     made = {i: quantize(x, scalings[i][0], dtype, fits=not saturate) for i in dict.fromkeys(of)}
-    copies = zip(of, transposed, strict=True)
-    return [
-        *(scale for _, scale in scalings),
-        *(transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in copies),
-    ]
+    each = zip(of, transposed, strict=True)
+    copies = [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in each]
+    return [scale for _, scale in scalings] + copies
 
 
 def fusible_copies(

@@ -161,7 +161,8 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     reshard(module, "convert_to_linear")
     names = {layer.fqn for layer in layers.values()}
     why_not = {fqn: _why_not_linear(layer, names) for fqn, layer in layers.items()}
-    why_not |= {fqn: _STORED for fqn, part in experts.items() if _is_stored(part)}
+    weights = {fqn: weights_of(part).values() for fqn, part in experts.items()}
+    why_not |= {fqn: _STORED for fqn, each in weights.items() if any(w.is_stored for w in each)}
     for fqn, why in why_not.items():
         if why:
             raise ValueError(
@@ -184,10 +185,6 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
 
 _HELD = "its bound method forward is held by another object, which may call that of its class"
 _STORED = "is stored in float8; call unfreeze_from_float8 first, before fully_shard"
-
-
-def _is_stored(module: nn.Module) -> bool:
-    return any(weight.is_stored for weight in weights_of(module).values())
 
 
 def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:

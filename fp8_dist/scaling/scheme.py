@@ -259,7 +259,7 @@ class Scheme:
 
         ``gathered``: the layout of the weight after the gather; ``None``: no axis shards it then.
         """
-        if layout is None:
+        if layout is None or all(level.is_scalar for level in self.levels):
             return ()
         dims, ndim = _gathered_dims(layout, gathered), len(layout.shape)
         divided = [[lv.block(dim, ndim) is not None for dim in dims] for lv in self.levels]
