@@ -49,9 +49,8 @@ class CustomOp(Generic[P, R]):
         x: Any = args[0]
         if not can_skip_dispatch(x):
             return self.overload(*args, **kwargs)
-        kind = (
-            "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
-        )  # a device takes 0.3 us
+        # (To ask for the device itself takes 0.3 us.)
+        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         run = self.implementations.get(kind, self.portable)
         if x.requires_grad and torch.is_grad_enabled():
             return run(x.detach(), *args[1:], **kwargs)  # type: ignore[arg-type]
