@@ -121,4 +121,4 @@ def test_the_most_wanted_come_first() -> None:
     assert {name for name, _ in variants} == {"bf16", *OURS, *TORCHAO[:2]}
     assert len(set(variants)) == len(variants)
     assert {name for name, _ in gpu.layer_variants(2048)} < {name for name, _ in variants}
-    assert gpu.BLOCKS[0] == gpu.RUNS[0] == ("bf16", False)
+    assert (gpu.BLOCKS[0], gpu.RUNS[0]) == (("bf16", False), ("bf16", True))
