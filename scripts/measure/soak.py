@@ -12,6 +12,7 @@ that nobody waited for.
 import gc
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -87,13 +88,13 @@ def _classes(name: str, module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def usage() -> Usage:
     """Measure what this process holds now, without garbage."""
+    time.sleep(0.2)  # gloo's threads let go of what they sent a little later
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     # (isinstance asks some objects for their class, which makes them import something or fail.)
-    tensors = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
     return Usage(
         rss=pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
-        tensors=tensors,
+        tensors=sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
         entries=sum(table_sizes().values()),
         works=torch._C._distributed_c10d._get_work_registry_size(),
     )
