@@ -9,6 +9,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, partial, wraps
 from hashlib import blake2b
 from itertools import accumulate
@@ -63,6 +64,7 @@ try:
     from torch.utils._python_dispatch import (
         _disable_current_modes,
         _get_current_dispatch_mode_stack,
+        is_in_torch_dispatch_mode,
     )
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
@@ -85,7 +87,6 @@ try:
     _reduction = inspect.signature(_foreach_reduce)
     _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
-    tensor_version: Any = torch.Tensor._version  # the descriptor behind tensor._version
     _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
@@ -429,6 +430,11 @@ def is_selectively_checkpointed() -> bool:
         type(mode).__module__ == create_selective_checkpoint_contexts.__module__
         for mode in _get_current_dispatch_mode_stack()
     )
+
+
+def outside_of_modes() -> AbstractContextManager[Any]:
+    """Run operators, on the host, as if no dispatch mode were active (such as FakeTensorMode)."""
+    return without_dispatch_modes() if is_in_torch_dispatch_mode() else nullcontext()
 
 
 def can_skip_dispatch(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.parameter import device_of
+from fp8_dist.linear.parameter import device_of, gathers_float8
 from fp8_dist.linear.weight import (
     CONVERT_FIRST,
     Float8Weight,
@@ -34,11 +34,11 @@ from fp8_dist.linear.weight import (
     float8_weights,
     note_made,
 )
-from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
-from fp8_dist.scaling import Dense, Placed, Scales, Scheme, Statistics, message_dtype, scheme_named
+from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import fsdp_init_shards
+from fp8_dist.tensor.known import Kept, KnownWeight
+from fp8_dist.torch_internals import fsdp_init_shards, set_dtensor_local
 
 # The id of a weight, which layers may share, and the key of one of its schemes.
 Key = tuple[int, str]
@@ -74,8 +74,7 @@ def local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, Weight
     alike: dict[tuple[Any, ...], list[Key]] = {}
     for weight, parameter in weights.items():
         stored, layout = local_tensor(parameter), weight.layout(parameter)
-        local = weight.gather_type.unwrap(stored)
-        is_float8 = local is not stored
+        local, is_float8 = KnownWeight.unwrap(stored), gathers_float8(parameter)
         gathered = None if layout is None else weight.gathered_layout(layout)
         device = device_of(local, layout)
         # The scales are those of what arrives. An amax is rounded like the values. (A batched
@@ -139,9 +138,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
     Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
 
-    A frozen weight that FSDP2 does not gather in float8 is left out. It is scaled in each forward,
-    because it may change unnoticed, for example when adapters are merged into it. A weight that is
-    stored in float8 (:func:`fp8_dist.freeze_to_float8`) has its scales already.
+    A weight that is stored in float8 (:func:`fp8_dist.freeze_to_float8`) has its scales already.
 
     Args:
         module: the model, or a part of it.
@@ -170,7 +167,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
 
 # A graph writes to parameters when it ends. Within a graph that updates weights, this function
-# would silently use the old values. Also, the caches of weights are Python objects.
+# would silently use the old values.
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
     "call it outside of code that is compiled with fullgraph=True"
@@ -189,8 +186,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
             fsdp_init_shards(part)
     _check_weights(chosen)
     parameters = {weight: weight.parameter() for weight in chosen.values()}
-    needed = {w: p for w, p in parameters.items() if w.layout(p) is not None}
-    _store_scales({w: p for w, p in needed.items() if not w.may_change_unnoticed(p)})
+    _store_scales({weight: p for weight, p in parameters.items() if weight.is_kept(p)})
     note_made(chosen.values())
 
 
@@ -271,11 +267,10 @@ def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
 
 
 def _store_scales(weights: Mapping[Float8Weight, Tensor]) -> None:
-    """Store the statistics of weights, given with their parameters, in their caches.
+    """Store the statistics of weights, given with their parameters.
 
-    These are the statistics by scheme of each shard, or those of what FSDP2 gathers in high
-    precision, if a forward needs other ranks for them. If no gather carries the scales, all of them
-    are stored too.
+    These are those of the shard; or of what FSDP2 gathers in high precision, if a forward needs
+    other ranks for them; or of the whole weight, if no gather carries its scales.
     """
     local = local_statistics(weights)
     parts = _reduced(local.values())
@@ -284,16 +279,24 @@ def _store_scales(weights: Mapping[Float8Weight, Tensor]) -> None:
         each = zip(own.local, own.places, strict=True)
         wholes[key] = [n if place is None else place.whole(next(parts)) for n, place in each]
     for weight, parameter in weights.items():
-        known, of_gathered = dict[Scheme, Statistics](), dict[Scheme, Statistics]()
-        whole_scales: Scales | None = None
-        for scheme in weight.schemes:
-            key = id(parameter), scheme.key
-            own, whole = local[key], tuple(wholes[key])
-            each = zip(whole, own.places, strict=True)
-            known[scheme] = tuple([n if place is None else place.part(n) for n, place in each])
+        kept: dict[Scheme, Statistics] = {}
+        layout, is_whole = weight.layout(parameter), False
+        assert layout is not None
+        if not (is_float8 := gathers_float8(parameter)):
+            layout = weight.gathered_layout(layout) or layout
+        schemes = weight.schemes if is_float8 else weight.shared_schemes(layout)
+        for scheme in schemes:
+            own = local[id(parameter), scheme.key]
+            whole = tuple(wholes[id(parameter), scheme.key])
             if own.gathered is not None:
-                of_gathered[scheme] = scheme.local_part(whole, own.gathered)
+                kept[scheme] = scheme.local_part(whole, own.gathered)
             elif own.everywhere:
-                whole_scales = scheme.scales_from(whole)
-        found, is_of_gathered = of_gathered or known, bool(of_gathered)
-        weight.cache.store(parameter, found, ScaleState.PRECOMPUTED, whole_scales, is_of_gathered)
+                is_whole, kept[scheme] = True, whole
+            else:
+                places = zip(whole, own.places, strict=True)
+                kept[scheme] = tuple([n if place is None else place.part(n) for n, place in places])
+        if not isinstance(held := local_tensor(parameter), KnownWeight):
+            held = KnownWeight(held)
+            set_dtensor_local(parameter, held)  # type: ignore[arg-type]
+        what = Kept(tuple(kept), layout, is_whole)
+        held.store(what, [*kept.values()], parameter, precomputed=True)

@@ -131,8 +131,6 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     values = all_reduce_max(values, groups)
     advance(histories, values, is_local=not meshes)
     note_made(layer.float8_weight for layer in layers)
-    for layer in layers:
-        layer.float8_weight.cache.steps_since_sync = 0
 
 
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:

@@ -11,21 +11,19 @@ Such a weight is three tensors, in FSDP2's terms:
 * The *unsharded parameter* is a ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
   on the tensor-parallel mesh. The forward computes with it.
 
-A ``Float8AllGatherWeight`` adds only its type to the shard. The scales are stored in the layer that
-owns the weight, which FSDP2 passes to the hook. So ``detach``, ``to``, offload and checkpoints
-can't lose them.
+What is known of the weight is in the sharded parameter, see Note [What is known of a weight]. The
+hooks find it by the layer that owns the weight, which FSDP2 passes to them: with CPU offload they
+run on a copy.
 """
 
 from collections.abc import Collection
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.linear.module import other_users
@@ -39,20 +37,14 @@ from fp8_dist.linear.weight import (
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor.stored import Stored
-from fp8_dist.tensor.wrapper import MOVES, WrapperParameter, padded_shard, unpadded
+from fp8_dist.tensor.wrapper import padded_shard, unpadded
 from fp8_dist.torch_internals import (
     fsdp_gather_without_hooks,
     fsdp_groups,
     fsdp_parameters,
-    tensor_version,
-    tree_leaves,
-    tree_map_only,
-    version_of,
-    written_arguments,
 )
-
-aten = torch.ops.aten
 
 
 class _Metadata(NamedTuple):
@@ -66,94 +58,22 @@ class _Metadata(NamedTuple):
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
 
 
-class _Writes:
-    """Count of the writes to a weight and its aliases."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-class Float8AllGatherWeight(WrapperParameter):
+class Float8AllGatherWeight(KnownWeight):
     """High-precision weight (shard) that FSDP2 gathers in float8.
 
-    Every op on it runs on the plain tensor inside. Parameters have this tensor type from
-    ``convert_to_float8_training(..., enable_fsdp_float8_all_gather=True)`` to the end of training.
-    A ``state_dict`` contains the plain tensor.
+    Parameters have this tensor type from ``convert_to_float8_training(...,
+    enable_fsdp_float8_all_gather=True)`` to the end of training.
     """
 
     name_of_weight: str
-    _writes: "_Writes"
     static = ("name_of_weight",)
-    __slots__ = ("_writes", "name_of_weight")
-
-    @staticmethod
-    def __new__(
-        cls, plain: torch.Tensor, /, name: str = "weight", *, requires_grad: Any = None, **_: Any
-    ) -> "Float8AllGatherWeight":
-        if requires_grad is not None:
-            # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
-            # Of a plain tensor this is a plain parameter (see rewrap_float8_weights).
-            return nn.Parameter(plain, requires_grad)  # type: ignore[return-value]
-        self = cls.made(plain, plain.dtype)
-        self.name_of_weight, self._writes = name, _Writes()
-        return self
+    __slots__ = ("name_of_weight",)
 
     @staticmethod
     def wrap(tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Wrap the tensor of a parameter of that name, on the same storage."""
         known = isinstance(tensor, Float8AllGatherWeight)
-        return tensor if known else Float8AllGatherWeight(tensor, name)
-
-    @staticmethod
-    def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the plain tensor inside; any other tensor is returned unchanged."""
-        return tensor.plain if isinstance(tensor, Float8AllGatherWeight) else tensor
-
-    @property
-    def _version(self) -> int:  # type: ignore[override]
-        """Version of this tensor, plus the plain tensor's, plus the writes that neither counts.
-
-        torch does not count writes by foreach ops on DTensors, through ``.data``, or by
-        collectives. ``__torch_dispatch__`` counts them.
-        """
-        return tensor_version.__get__(self) + (version_of(self.plain) or 0) + self._writes.count
-
-    def assigned(self, value: torch.Tensor) -> "Float8AllGatherWeight":
-        if isinstance(value, DTensor) or not value.is_floating_point():
-            raise TypeError(
-                "the .data of a weight that FSDP2 gathers in float8 must be a plain "
-                f"floating-point tensor, got {type(value).__name__} of {value.dtype}; assign a new "
-                "nn.Parameter to layer.weight instead, and call rewrap_float8_weights(model)"
-            )
-        self._writes.count += version_of(self.plain) or 0  # the version must not decrease
-        increment_version(self)  # so that the layer drops the scales of the old values
-        return Float8AllGatherWeight(self.unwrap(value.detach()))
-
-    @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        args_, kwargs_ = tree_map_only(cls, cls.unwrap, (args, kwargs or {}))
-        out = func(*args_, **kwargs_)
-        for tensor in tree_leaves(written_arguments(func, args, kwargs or {})):
-            if isinstance(tensor, cls):
-                tensor._writes.count += 1
-        if func is aten.copy_.default:
-            return args[0]
-        if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
-            return out  # this is how optimizers clone their state; clone() of a shard is a weight
-        if not (func.is_view or func in MOVES):
-            return out
-        own = next(each for each in tree_leaves(args) if isinstance(each, cls))
-        wrapped = tree_map_only(torch.Tensor, own.like, out)
-        if func.is_view:
-            for view in [wrapped] if isinstance(wrapped, cls) else wrapped:
-                view._writes = args[0]._writes
-        return wrapped
+        return tensor if known else Float8AllGatherWeight(KnownWeight.unwrap(tensor), name)
 
     def fsdp_pre_all_gather(
         self,
@@ -184,7 +104,7 @@ class Float8AllGatherWeight(WrapperParameter):
             )
         weight.gathered_over = mesh
         _check_other_shards(weight)
-        cast, whole = weight.gather_cast(self.plain)
+        cast, whole = weight.gather_cast(self)
         data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
         # A view of the float8 dtype, so that an audit can find the payload's dtype.
         data, layout = as_bytes(data.view(cast.qdata.dtype)), weight.layout()

@@ -6,6 +6,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.parameter import LocalPlacements
+from fp8_dist.linear.weight import hold_known
 from fp8_dist.mesh import check_axis, layout_over
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding
@@ -89,7 +90,7 @@ def declare_placements(
     layer.local_placements = LocalPlacements(mesh, weight, input)
     layer.output_placements = (output,)
     layer.reduce_transport = reduce_transport
-    layer.float8_weight.cache.reset()
+    hold_known([layer.float8_weight])
     return layer
 
 

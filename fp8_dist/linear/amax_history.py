@@ -51,6 +51,7 @@ from fp8_dist.torch_internals import is_selectively_checkpointed
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
 PREPARED_INPUT = "prepared_input"
+FROZEN = -1  # a kind of operand: a weight that is not trained
 _KEY = "float8_amax_histories"  # in the metadata of a state_dict
 
 
@@ -69,6 +70,7 @@ class AmaxHistory:
             share (their ``prepared_input``). ``None`` for other operands.
         mesh: the mesh of an operand that is a DTensor even if the layer's weight is not; otherwise
             ``None``.
+        steps: how often passes have begun to accumulate gradients since the last sync.
         restored: whether ``Float8State.load_state_dict`` was called and no cast has followed.
     """
 
@@ -82,6 +84,7 @@ class AmaxHistory:
         self.statistic: torch.Tensor | None = None
         self.mesh = mesh
         self.last: torch.Tensor | None = None
+        self.steps = 0
         self._recorded_in: int | None = None  # the last backward with a weight that is trained
         self._handle = register_handle(self)
 
@@ -90,18 +93,23 @@ class AmaxHistory:
         self._handle = register_handle(self)  # a copy needs a handle of its own
         self._recorded_in = None
 
-    def statistics_of(self, tensor: torch.Tensor) -> tuple[Statistics, torch.Tensor]:
+    def statistics_of(
+        self, tensor: torch.Tensor, shared: int = 0
+    ) -> tuple[Statistics, torch.Tensor]:
         """Return the statistics to cast a tensor with, and its local amax.
 
         Both are NaN if the tensor holds a non-finite value.
+
+        ``shared``: as in :meth:`copies_of`.
 
         Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
         groups, local = self._groups(tensor), local_tensor(tensor)
         if must_query():
-            statistic, value = history_statistic.overload(local, self._handle, groups)
+            args = local, self._handle, shared, groups
+            statistic, value = history_statistic.overload(*args)
             return (statistic,), value
-        return self._statistics_of_local(local, groups)
+        return self._statistics_of_local(local, groups, shared)
 
     def copies_of(
         self, tensor: torch.Tensor, plan: CastPlan, shared: int = 0
@@ -111,7 +119,8 @@ class AmaxHistory:
         Returns the statistics, which are missing in a graph, the copies, and the local amax.
 
         ``shared``: the number of the input among those that a module's layers share, from 1 on,
-        whose amax is kept for the layers (:meth:`last_of`). 0: keep none.
+        whose amax is kept for the layers (:meth:`last_of`). 0: keep none. 1 for a weight, or FROZEN
+        for one that is scaled by its own amax.
         """
         x, groups = local_tensor(tensor), self._groups(tensor)
         if torch.compiler.is_compiling():
@@ -119,12 +128,13 @@ class AmaxHistory:
             value, scale, *data = history_copies.overload(*args)
             return (), as_copies(x, plan, data, [(scale,)]), value
         if is_selectively_checkpointed():
-            statistics, value = self.statistics_of(tensor)
-            copies = cast_by(x, plan, [statistics])
-        else:
-            statistics, copies, value = self._copies_of_local(x, plan, groups)
-        self._keep(value, shared)
-        return statistics, copies, value
+            statistics, value = self.statistics_of(tensor, shared)
+            return statistics, cast_by(x, plan, [statistics]), value
+        return self._copies_of_local(x, plan, groups, shared)
+
+    def forget_recorded(self) -> None:
+        """Drop what was recorded since the last sync."""
+        self.current, self.steps = None, 0
 
     def last_of(self, scale: torch.Tensor) -> torch.Tensor | None:
         """:attr:`last`, for a layer that takes an input that was cast with ``scale``."""
@@ -132,7 +142,7 @@ class AmaxHistory:
 
     def _keep(self, value: torch.Tensor, shared: int) -> None:
         if shared:
-            before = None if shared == 1 else self.last
+            before = self.last if shared > 1 else None
             self.last = value if before is None else torch.maximum(before, value)
 
     def record(self, value: torch.Tensor, backward: int | None, begins: bool) -> None:
@@ -145,6 +155,7 @@ class AmaxHistory:
         if backward not in (None, self._recorded_in):
             # A layer that is called several times has no gradient before the last of its backwards.
             self._recorded_in = backward
+            self.steps += begins
             self.current = None if begins else self.current
         if not value.is_meta:
             current = value if self.current is None else self.current.to(value.device)
@@ -155,20 +166,21 @@ class AmaxHistory:
         return list(reduction_groups(self.scheme, Layout.of(tensor)))
 
     def _copies_of_local(
-        self, x: torch.Tensor, plan: CastPlan, groups: Sequence[str]
+        self, x: torch.Tensor, plan: CastPlan, groups: Sequence[str], shared: int
     ) -> tuple[Statistics, Copies, torch.Tensor]:
-        if self.statistic is None or is_captured(x):
-            statistics, value = self._statistics_of_local(x, groups)
+        if self.statistic is None or is_captured(x) or shared == FROZEN:
+            statistics, value = self._statistics_of_local(x, groups, shared)
             return statistics, cast_by(x, plan, [statistics]), value
         self.restored = False
         known = self.statistic.to(x.device)
         value, known, scale, *data = cast_and_measure(
             x, known, self.scheme.dtype, self.scheme.power_of_2, plan.transposed
         )
+        self._keep(value, shared)
         return (known,), as_copies(x, plan, data, [(scale,)]), value
 
     def _statistics_of_local(
-        self, x: torch.Tensor, groups: Sequence[str]
+        self, x: torch.Tensor, groups: Sequence[str], shared: int
     ) -> tuple[Statistics, torch.Tensor]:
         if is_captured(x):
             raise NotImplementedError(
@@ -177,6 +189,9 @@ class AmaxHistory:
             )
         self.restored = False
         value = amax(x)
+        self._keep(value, shared)
+        if shared == FROZEN:
+            self.statistic = None
         if self.statistic is None:
             value = all_reduce_max(value, groups)
             return (value,), value
@@ -213,18 +228,18 @@ def history_copies(
     """Operator of :meth:`AmaxHistory.copies_of`: the amax, the scale and the data."""
     history = owner_of(handle)
     plan = CastPlan((history.scheme,), (0,) * len(transposed), tuple(transposed))
-    _, copies, value = history._copies_of_local(x, plan, groups)
-    history._keep(value.clone() if shared else value, shared)
-    return [value, *flat_copies(plan, copies)]
+    _, copies, value = history._copies_of_local(x, plan, groups, shared)
+    # The graph may reuse the memory of its results.
+    return [value.clone() if shared else value, *flat_copies(plan, copies)]
 
 
-@query("history_statistic(Tensor x, Tensor handle, str[] groups) -> Tensor[]")
+@query("history_statistic(Tensor x, Tensor handle, int shared, str[] groups) -> Tensor[]")
 def history_statistic(
-    x: torch.Tensor, handle: torch.Tensor, groups: list[str]
+    x: torch.Tensor, handle: torch.Tensor, shared: int, groups: list[str]
 ) -> list[torch.Tensor]:
     """Operator of :meth:`AmaxHistory.statistics_of`, for a local tensor."""
-    (statistic,), value = owner_of(handle)._statistics_of_local(x, groups)
-    return [statistic.to(x.device, copy=True), value]
+    (statistic,), value = owner_of(handle)._statistics_of_local(x, groups, shared)
+    return [statistic.to(x.device, copy=True), value.clone() if shared else value]
 
 
 @query("last_amax(Tensor scale, Tensor handle) -> Tensor")
@@ -339,7 +354,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bo
     alike: dict[int, list[int]] = {}
     on_host: list[float] = []
     for i, history in enumerate(histories):
-        was_cast, history.current = history.current is not None, None
+        was_cast, history.current, history.steps = history.current is not None, None, 0
         if history.history is None:
             if is_local and not was_cast:
                 continue

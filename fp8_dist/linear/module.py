@@ -81,7 +81,7 @@ class Float8Linear(nn.Linear):
             and ``declare_placements`` set it.
         local_placements: the placements of plain local tensors on a mesh, if they are declared.
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
-        float8_weight: the object that casts the weight and caches its scales.
+        float8_weight: the object that casts the weight.
         prepared_by: for each ``PrepareFloat8ModuleInput`` around the layer, the ``fqn`` of the
             first layer whose config it follows.
         prepared_input: the amax history of a float8 input that the layer shares with others.
@@ -258,7 +258,7 @@ class Float8Linear(nn.Linear):
         if not compiling:
             check_alignment(self.config, own, input.device, self.fqn)
             if self.histories:
-                self.float8_weight.cache.warn_if_not_synced(self.fqn)
+                self.float8_weight.warn_if_not_synced()
         weight_casts = self.float8_weight.forward_casts(own, input.requires_grad)
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
@@ -337,8 +337,6 @@ class Float8Linear(nn.Linear):
         return _new_layer, (self.plain_class,), self.__getstate__()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
-        # The weight cache does not notice module.to(), .cuda(), to_empty() and the like.
-        self.float8_weight.cache.reset()
         super()._apply(fn, recurse)
         self.float8_weight.bind(self._parameters.get("weight"))
         return self
@@ -367,7 +365,6 @@ class Float8Linear(nn.Linear):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         finally:
             last.remove()
-        self.float8_weight.cache.drop()
         if self.histories:  # loading them needs a collective
             self.float8_weight.compare("load_state_dict")
         device = self.weight.device
@@ -458,22 +455,19 @@ def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> l
 
 
 def invalidate_float8_scales(module: nn.Module) -> None:
-    """Forget every precomputed scale and cached float8 weight in ``module``.
+    """Forget what is known of the scales of the weights in ``module``.
 
     What passes have recorded for DELAYED scales since the last sync is forgotten too, as after a
     dry run whose gradients were set to zero (instead of None, which is noticed).
 
-    Call it, on all ranks, after changes that can't be noticed. If FSDP2 gathers the weight in
-    float8, these are writes through the tensors of ``state_dict()`` by foreach ops, ``.data`` or
-    collectives, and through numpy. With tensor parallelism, after precompute, they are also writes
-    into the weight's ``.data``, collectives into it, and in-place foreach ops outside an optimizer.
-    The table of docs/state.md lists all of them.
+    Call it, on all ranks, after changes that can't be noticed: writes through the tensors of
+    ``state_dict()`` by foreach ops, ``.data`` or collectives, and through numpy. The table of
+    docs/state.md lists all of them.
 
     Collectives: none.
     """
     for weight in float8_weights(module).values():
-        weight.cache.drop()
-        weight.forget_recorded()
+        weight.forget()
 
 
 def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:

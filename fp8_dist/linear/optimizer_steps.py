@@ -1,10 +1,9 @@
 """Hooks of any optimizer's step.
 
-Before the step, an optimizer that holds replaced parameters is refused. After it, weights drop
-their scales, then precompute runs.
+Before the step, an optimizer that holds replaced parameters is refused. After it, attached updates
+run.
 """
 
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -28,8 +27,6 @@ from fp8_dist.torch_internals import (
     when_backward_ends,
 )
 
-_watchers: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_watchers_lock = threading.Lock()  # models may be trained in several threads
 # The attribute of an optimizer that holds the calls after its steps. A global table would keep
 # alive an optimizer that is an attribute of the module that a call refers to.
 _CALLS = "_fp8_dist_after_steps"
@@ -37,25 +34,15 @@ _CALLS = "_fp8_dist_after_steps"
 _replaced: Any = WeakTensorKeyDictionary()
 
 
-def watch_steps(watcher: Any) -> None:
-    """Notify an object of all optimizer steps from now on, as long as it lives.
-
-    Its method ``optimizer_stepped`` is called with the ids of the parameters that were updated.
-    """
-    _install_hook()
-    with _watchers_lock:
-        _watchers.add(watcher)
-
-
 def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> RemovableHandle:
-    """Run ``call`` each time all of these optimizers have stepped, after watchers were notified.
+    """Run ``call`` each time all of these optimizers have stepped.
 
     Optimizers are expected to step in the given order, and ``call`` runs after the step of the last
     one. If they step within a backward pass, each as soon as its gradients are ready and in any
     order, it runs when the backward pass has ended.
 
-    A global hook runs it, because torch runs an optimizer's own post-step hooks before the global
-    one that notifies watchers.
+    A global hook runs it, because torch runs it after all of an optimizer's own post-step hooks,
+    which may write to weights.
     """
     _install_hook()
     queued_in: int | None = None  # the last backward pass that the call was queued for
@@ -164,13 +151,5 @@ def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None
 
 @torch.compiler.disable
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # The hooks of the optimizers in a container have already reported their updates. Scales that
-    # were computed after those steps are still valid.
-    held = [each for inner in _iterated(optimizer) for each in hooked_optimizers(inner)]
-    updated = updated_by(optimizer).difference(*map(updated_by, held))
-    with _watchers_lock:
-        watchers = list(_watchers)
-    for watcher in watchers:
-        watcher.optimizer_stepped(updated)
     for call in list(vars(optimizer).get(_CALLS, {}).values()):
         call()

@@ -25,13 +25,13 @@ from fp8_dist.mesh import (
     sharded_dim,
 )
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.tensor.stored import Stored
+from fp8_dist.tensor.known import KnownWeight
+from fp8_dist.tensor.wrapper import WrapperParameter
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     carry_attributes,
     dtensor_local,
     has_hooks_after_accumulation,
-    is_plain,
     set_dtensor_local,
 )
 
@@ -112,9 +112,6 @@ class GatherType(Protocol):
 
     def wrap(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Wrap a local tensor, of the parameter ``name``, as one of this type on its storage."""
-
-    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The plain local tensor inside; a tensor of another type is returned unchanged."""
 
 
 class LayerParameter:
@@ -198,7 +195,7 @@ class LayerParameter:
 
     def shard(self) -> torch.Tensor:
         """The current shard, without a copy or collectives."""
-        return self.gather_type.unwrap(local_tensor(self.parameter()))
+        return KnownWeight.unwrap(local_tensor(self.parameter()))
 
     def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
         """The layout of a parameter, by default the layer's, as a DTensor or as declared."""
@@ -221,26 +218,16 @@ class LayerParameter:
         """The device on which the scales are used, even with CPU offload."""
         return device_of(self.shard(), self.layout())
 
-    def may_change_unnoticed(self, parameter: torch.Tensor) -> bool:
-        """Whether a write to ``parameter`` may never be noticed.
-
-        Version counters miss writes to a frozen parameter through ``.data``, as when PEFT merges
-        adapters, and no optimizer step invalidates its cache.
-        """
-        return not parameter.requires_grad and is_plain(local_tensor(parameter))
-
-    @classmethod
-    def can_be(cls, tensor: torch.Tensor | None) -> bool:
+    @staticmethod
+    def can_be(tensor: torch.Tensor | None) -> bool:
         """Whether a tensor can be a layer's weight.
 
         A subclass with its own GEMM, such as the quantized weights of torchao, can't.
         """
         local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
-        return (
-            isinstance(local, Float8Tensor | Stored | AsyncCollectiveTensor)
-            or not hasattr(local, "__tensor_flatten__")
-            or cls.gather_type.unwrap(local) is not local
-        )
+        return isinstance(
+            local, Float8Tensor | WrapperParameter | AsyncCollectiveTensor
+        ) or not hasattr(local, "__tensor_flatten__")
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as a plain tensor or DTensor on the same storage, detached.
@@ -248,12 +235,17 @@ class LayerParameter:
         It shares the version counters, including that of the local tensor, so writes to it are
         noticed.
         """
-        local = self.gather_type.unwrap(local_tensor(parameter)).detach()
+        local = KnownWeight.unwrap(local_tensor(parameter)).detach()
         if not isinstance(parameter, DTensor):
             return local
         plain: Any = parameter.detach()
         set_dtensor_local(plain, local)
         return plain
+
+
+def gathers_float8(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 gathers a parameter in float8."""
+    return hasattr(local_tensor(parameter), "fsdp_pre_all_gather")
 
 
 def device_of(shard: torch.Tensor, layout: Layout | None) -> torch.device:

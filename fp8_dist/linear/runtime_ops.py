@@ -7,8 +7,7 @@ compute, saved results would be assigned to the wrong operators. In both cases o
 is called, which queries the object that holds the state.
 
 A handle identifies that object. It is a tensor, and an input of the graph like any other, so layers
-can share a graph. Each query is an operator of its own. Those of weights are defined here, others
-next to the class that implements them (``amax_history``).
+can share a graph. Each query is an operator of its own, next to the class that implements it.
 """
 
 import itertools
@@ -18,19 +17,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from fp8_dist.cast import Copies, as_copies, flat_copies
-from fp8_dist.kernels import CustomOp, empty_copies
-from fp8_dist.linear.weight_cache import Known
-from fp8_dist.scaling import (
-    CastPlan,
-    by_scheme,
-    common_start,
-    empty_scales,
-    empty_statistics,
-    scheme_named,
-    unshared,
-)
-from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed, storage_address
+from fp8_dist.kernels import CustomOp
+from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,110 +64,3 @@ def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
         return op
 
     return define
-
-
-def queried_statistics(weight: Any, shard: torch.Tensor, gathers: bool) -> Known:
-    """``weight.known_for`` by an operator.
-
-    One call finds the statistics of all schemes. In a graph, a separate call for the casts of the
-    backward would move to the backward, where FSDP2 has gathered the weight again and nothing is
-    cached.
-    """
-    schemes = weight.schemes
-    keys, start = [scheme.key for scheme in schemes], common_start(schemes, weight.layout())
-    query = shard_statistics if gathers else weight_statistics
-    flat = query.overload(shard, weight.handle, keys, start)
-    return dict(zip(schemes, by_scheme(schemes, flat)[0], strict=True))
-
-
-def queried_copies(weight: Any, shard: torch.Tensor, plan: CastPlan) -> Copies:
-    """Cast the shard of a weight in a compiled graph."""
-    (schemes, of, transposed), layout = plan, weight.layout()
-    keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
-    flat = weight_copies.overload(shard, weight.handle, keys, start, of, transposed)
-    scales, data = by_scheme(schemes, flat)
-    return as_copies(shard, plan, data, scales, layout)
-
-
-def _is_own(weight: Any, x: torch.Tensor) -> bool:
-    """Whether a tensor that a graph reads is the layer's parameter.
-
-    It may be another tensor in ``functional_call``, after an update within the graph, or if a
-    parametrization computes it. Nothing is cached for such tensors.
-    """
-    if weight.name not in weight.module._parameters:
-        return False
-    own = weight.shard()
-    return storage_address(own) == storage_address(x) and (
-        own.storage_offset() == x.storage_offset() and own.shape == x.shape
-    )
-
-
-@query("weight_statistics(Tensor x, Tensor handle, str[] schemes, int[] start) -> Tensor[]")
-def weight_statistics(
-    x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int]
-) -> list[torch.Tensor]:
-    """The statistics of a weight for each scheme, in a flat list, for a forward."""
-    weight = owner_of(handle)
-    weight.compare("the first forward")
-    return _copied(weight, x, schemes, False, _is_own(weight, x))
-
-
-@query(
-    "weight_copies(Tensor x, Tensor handle, str[] schemes, int[] start, int[] of, "
-    "bool[] transposed) -> Tensor[]"
-)
-def weight_copies(
-    x: torch.Tensor,
-    handle: torch.Tensor,
-    schemes: list[str],
-    start: list[int],
-    of: list[int],
-    transposed: list[bool],
-) -> list[torch.Tensor]:
-    """The scales of a weight for each scheme, then its copies, in a flat list, for a forward.
-
-    Args:
-        start: the :func:`common_start` of the schemes.
-        of, transposed: as in a :class:`CastPlan`.
-    """
-    weight = owner_of(handle)
-    weight.compare("the first forward")
-    plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
-    known, float8 = weight.cast_shard(weight.parameter(), x, plan, is_own=_is_own(weight, x))
-    # Scales may share memory with statistics, which are kept, and a graph may write into its
-    # results.
-    return unshared(flat_copies(plan, float8), [each for own in known.values() for each in own])
-
-
-# An operator of its own, because selective checkpointing must not save its results: FSDP2 may
-# gather in a checkpointed forward and not in its recomputation.
-@query("shard_statistics(Tensor x, Tensor handle, str[] schemes, int[] start) -> Tensor[]")
-def shard_statistics(
-    x: torch.Tensor, handle: torch.Tensor, schemes: list[str], start: list[int]
-) -> list[torch.Tensor]:
-    """The statistics of a weight for each scheme, in a flat list, for FSDP2's gather."""
-    return _copied(owner_of(handle), x, schemes, True, True)
-
-
-def _copied(
-    weight: Any, x: torch.Tensor, keys: list[str], gathers: bool, is_own: bool
-) -> list[torch.Tensor]:
-    """The known statistics of a weight, copied, because a graph may write into results."""
-    schemes = [scheme_named(key) for key in keys]
-    known = weight.known_for(x, schemes, gathers, is_own)
-    return [each.to(x.device, copy=True) for scheme in schemes for each in known[scheme]]
-
-
-weight_statistics.register_fake(
-    lambda x, handle, schemes, start: empty_statistics(x, schemes, start)
-)
-shard_statistics.register_fake(
-    lambda x, handle, schemes, start: empty_statistics(x, schemes, start)
-)
-weight_copies.register_fake(
-    lambda x, handle, schemes, start, of, transposed: [
-        *empty_scales(x, schemes, start),
-        *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
-    ]
-)

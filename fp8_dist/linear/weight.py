@@ -17,9 +17,9 @@ Where the parameter is cast depends on how it is distributed:
   backward casts it again, because FSDP2 frees it in between.
 * Nowhere, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
 
-Statistics that ``cache`` has for the parameter's values are used; others are computed. Compiled
-graphs and selective activation checkpointing query them by operators (``runtime_ops``). On a GPU a
-graph measures a weight that is not distributed itself.
+Statistics that need other ranks are taken from the weight's tensor if it knows them; see Note [What
+is known of a weight] in :mod:`fp8_dist.tensor.known`. Others are measured. Compiled graphs and
+selective activation checkpointing ask by operators (``runtime_ops``).
 """
 
 import warnings
@@ -31,23 +31,18 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.cast import Copies, cast_by, cast_copies, statistics_of
+from fp8_dist.cast import Copies, cast_by, cast_copies
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.device import fuses_casts, is_captured, keep_for_current_stream
-from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
+from fp8_dist.device import is_captured, keep_for_current_stream
+from fp8_dist.linear.amax_history import FROZEN, PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.observing import is_observed, observe
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import replaced_parameters
-from fp8_dist.linear.runtime_ops import (
-    must_query,
-    queried_copies,
-    queried_statistics,
-    register_handle,
-)
+from fp8_dist.linear.parameter import gathers_float8
+from fp8_dist.linear.runtime_ops import must_query, owner_of, query, register_handle
 from fp8_dist.linear.stored import StoredWeight
-from fp8_dist.linear.weight_cache import Known, ScaleState, WeightCache
-from fp8_dist.mesh import Layout, local_tensor, with_local
+from fp8_dist.mesh import Layout, has_pieces, local_tensor, with_local
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import (
     CastPlan,
@@ -55,17 +50,22 @@ from fp8_dist.scaling import (
     Scales,
     Scheme,
     Statistics,
+    by_scheme,
+    common_start,
+    empty_statistics,
     measure,
+    reduced_statistics,
+    scheme_named,
     whole_statistics,
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.tensor.known import AS_SHARDED, STALE, Kept, KnownWeight
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     backward_id,
     dtensor_local,
     innermost,
-    is_exporting,
-    is_selectively_checkpointed,
+    is_plain,
     parameters_of_ddp,
     set_dtensor_local,
     storage_address,
@@ -82,13 +82,13 @@ CONVERT_FIRST = (
 class Float8Weight(StoredWeight):
     """A parameter of two dims or more that is cast to float8.
 
-    A copy of the layer gets a new object with an empty cache.
+    A copy of the layer gets a new object.
 
     Attributes:
         config: the config of the layer.
         handle: identifies this object in operators (``runtime_ops``).
-        cache: statistics, while they are known to be fresh.
         under_fsdp: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
+        unsharded: what FSDP2 has gathered in high precision, if its scales may be known.
         scales_ready: on a GPU, an event of the stream that ran precompute or sync. After it, the
             scales of the weight are ready for other streams.
     """
@@ -102,11 +102,12 @@ class Float8Weight(StoredWeight):
         name: str = "weight",
     ) -> None:
         super().__init__(module, name, fqn)
-        self.cache, self.config = WeightCache(), config
+        self.config = config
         self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
         # If set, no cast of the unsharded parameter may outlive it.
         self.under_fsdp = False
+        self.unsharded: KnownWeight | None = None
         self.scales_ready: torch.cuda.Event | None = None
 
     def __reduce__(self) -> Any:
@@ -153,8 +154,7 @@ class Float8Weight(StoredWeight):
 
         ``needs_grad_input``: whether a backward, if one follows, computes the input's gradient.
 
-        Collectives: for each cast, an all-reduce of 4 bytes per scale (1 byte per block), if the
-        values of one scale are sharded and the scales are not known.
+        Collectives: those of :meth:`statistics`.
         """
         if not self.schemes:
             return WeightCasts()
@@ -165,82 +165,171 @@ class Float8Weight(StoredWeight):
             check_gathered(self.schemes, local, self.fqn)
             gathered = quantized_as(local, self.schemes[0])
             return WeightCasts(gathered, gathered)
-        compiling = torch.compiler.is_compiling()
-        shard = self.gather_type.unwrap(local)
-        if not compiling:
-            self._warn_if_flags_have_no_effect(parameter, shard is not local)
+        if not torch.compiler.is_compiling():
+            self._warn_if_flags_have_no_effect(parameter)
         both = torch.is_grad_enabled() and needs_grad_input and not self.under_fsdp
-        plan, places = self.copies(_GEMMS if both else _GEMMS[:1], shard.device)
-        float8: Copies = ()
+        plan, places = self.copies(_GEMMS if both else _GEMMS[:1], local.device)
         recast = None
-        if self.under_fsdp:
-            float8, recast = self._casts_of_unsharded(shard, plan)
-        elif not plan.of:
-            return WeightCasts()
-        elif not compiling:
-            _, float8 = self.cast_shard(parameter, shard, plan)
-        else:
-            layout = self.layout(parameter)
-            # On a GPU, a graph that measures a weight without a query can be replayed as a CUDA
-            # graph, and costs the host less. An exported graph outlives this object. A query of a
-            # weight that is not the parameter would take the parameter's layout.
-            measures = fuses_casts(local) or self.is_computed(parameter)
-            measures = measures and self.history is None and layout is None
-            with torch.no_grad():
-                if measures or is_exporting():
-                    tensor = shard if layout is None else layout.wrap(shard)
-                    float8 = cast_copies(tensor, plan, local=shard)[1]
-                else:
-                    float8 = queried_copies(self, shard, plan)
+        with torch.no_grad():
+            if self.under_fsdp:
+                float8, recast = self._casts_of_unsharded(parameter, plan)
+            elif not plan.of:
+                return WeightCasts()
+            else:
+                float8 = self.casts(parameter, plan)
         if is_observed() and float8:
-            observe(self, "weight", shard, float8)
+            observe(self, "weight", KnownWeight.unwrap(local), float8)
         casts = [None if place is None else float8[place] for place in places]
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
 
-    def gather_cast(self, shard: torch.Tensor) -> tuple[Quantized, Scales | None]:
-        """Return the cast of the sharded parameter that FSDP2 gathers.
+    def casts(self, parameter: torch.Tensor, plan: CastPlan) -> Copies:
+        """Cast a parameter; collectives as :meth:`statistics`."""
+        layout, shard = self.layout(parameter), shard_of(parameter)
+        tensor = shard if layout is None else layout.wrap(shard)
+        if self.history is not None:
+            return self.history.copies_of(tensor, plan, self._kind(parameter))[1]
+        if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
+            return cast_by(shard, plan, self.statistics(parameter, plan.schemes), layout)
+        return cast_copies(tensor, plan, local=shard)[1]
+
+    def _casts_of_unsharded(
+        self, parameter: torch.Tensor, plan: CastPlan
+    ) -> tuple[Copies, Recast | None]:
+        """Cast what FSDP2 gathered in high precision for the output, and plan the second cast."""
+        if not torch.compiler.is_compiling():
+            self.note_unsharded(parameter)
+        layout, shard = self.layout(parameter), shard_of(parameter)
+        known = dict(zip(self.schemes, self.statistics(parameter, self.schemes), strict=True))
+        float8: Copies = ()
+        if plan.of:
+            float8 = cast_by(shard, plan, [known[plan.schemes[0]]], layout)
+        second = self.copies(_GEMMS[1:], shard.device).plan
+        if not second.of:
+            return float8, None
+        (scheme,) = second.schemes
+        return float8, Recast(known[scheme], scheme, scheme.start(layout), scheme.is_cut(layout))
+
+    def statistics(
+        self, parameter: torch.Tensor, schemes: Sequence[Scheme]
+    ) -> Sequence[Statistics]:
+        """The statistics of a parameter's values, known or measured, for some of the schemes.
+
+        Collectives: if they are not known, an all-reduce for each scheme whose scales cover values
+        of several ranks, of 4 bytes per scale (1 byte per block).
+        """
+        layout, local = self.layout(parameter), local_tensor(parameter)
+        shard = KnownWeight.unwrap(local)
+        if self.history is not None:
+            tensor = shard if layout is None else layout.wrap(shard)
+            return [self.history.statistics_of(tensor, self._kind(parameter))[0]]
+        held = local if isinstance(local, KnownWeight) else self.unsharded
+        if layout is None or held is None:
+            return measured(shard, schemes, layout)
+        if must_query():
+            how = [scheme.key for scheme in schemes], common_start(schemes, layout)
+            of = shard, held.known, held.valid, self.handle
+            return by_scheme(schemes, weight_statistics.overload(*of, *how))[0]
+        return self.found(held.check(parameter), schemes, layout)
+
+    def found(
+        self, held: KnownWeight, schemes: Sequence[Scheme], layout: Layout
+    ) -> Sequence[Statistics]:
+        """:meth:`statistics`, given the tensor that holds what is known."""
+        shard, source, of = held.plain, held, layout
+        if held.has(AS_SHARDED) and self.sharded is not None:
+            local, sharded = local_tensor(self.sharded), self.layout(self.sharded)
+            gathered = None if sharded is None else self.gathered_layout(sharded)
+            if isinstance(local, KnownWeight) and gathered is not None:
+                source, of = local.check(self.sharded), gathered
+        known = source.recall(Kept(self.shared_schemes(layout), of), shard)
+        missing = [scheme for scheme in schemes if scheme not in known]
+        if missing:
+            self._warn_if_stale(source)
+            known |= zip(missing, measured(shard, missing, layout), strict=True)
+        return [known[scheme] for scheme in schemes]
+
+    def shared_schemes(self, layout: Layout | None) -> tuple[Scheme, ...]:
+        """The schemes whose scales cover values of several ranks."""
+        return tuple([scheme for scheme in self.schemes if any(scheme.axes(layout))])
+
+    def is_kept(self, parameter: torch.Tensor) -> bool:
+        """Whether precompute keeps the statistics of a parameter that is not unsharded."""
+        layout = self.layout(parameter)
+        if layout is None or gathers_float8(parameter):
+            return layout is not None
+        gathered = self.gathered_over is not None
+        return bool(self.shared_schemes(self.gathered_layout(layout) if gathered else layout))
+
+    def gather_cast(self, tensor: KnownWeight) -> tuple[Quantized, Scales | None]:
+        """Return the cast of the sharded parameter that FSDP2 gathers, of its local tensor.
 
         The second result is the scales of the whole weight if the gather can't carry scales, else
-        None. ``shard`` may have been moved off the parameter's device (CPU offload).
+        None. With CPU offload ``tensor`` is a copy, and the parameter holds what is known.
 
-        Collectives: as :meth:`forward_casts`. If scales of the whole weight are needed and not
-        known, those of :func:`fp8_dist.scaling.whole_statistics`.
+        Collectives: as :meth:`statistics`. If scales of the whole weight are needed and not known,
+        those of :func:`fp8_dist.scaling.whole_statistics`.
         """
+        parameter, shard = self.parameter(), tensor.plain.detach()
+        own, held = local_tensor(parameter), tensor
+        if isinstance(own, KnownWeight) and own.device != tensor.device:
+            held = own
         if self.scales_ready is not None and not is_captured(shard):
             # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
             self.scales_ready.wait()
-        (scheme,), layout, whole = self.schemes, self.layout(), None
-        plan = CastPlan((scheme,))
-        needs_whole = layout is not None and self.needs_whole_scales(layout)
-        if layout is not None and needs_whole and is_captured(shard):
-            statistics = self._whole_statistics(shard, scheme, layout)
-            whole = scheme.scales_from(statistics)
-            (found,) = cast_by(shard, plan, [scheme.local_part(statistics, layout)], layout)
-        else:
-            _, (found,) = self.cast_shard(self.parameter(), shard, plan, gathers=True)
-            whole = self.cache.whole_scales if needs_whole else None
-            if layout is not None and needs_whole and whole is None:
-                whole = scheme.scales_from(self._whole_statistics(shard, scheme, layout))
-                self.cache.whole_scales = whole
+        layout, plan = self.layout(), CastPlan(self.schemes)
+        scales, whole = None, self.needs_whole_scales(layout)
+        with torch.inference_mode(False), torch.no_grad():  # autograd can't save inference tensors
+            if self.history is not None and not must_query():
+                whole_tensor = shard if layout is None else layout.wrap(shard)
+                (found,) = self.history.copies_of(whole_tensor, plan, self._kind(parameter))[1]
+            else:
+                statistics: Statistics
+                if must_query():
+                    statistics = tuple(gather_statistics.overload(shard, self.handle, whole))
+                else:
+                    statistics = self.found_for_gather(held, shard, whole)
+                if layout is not None and whole:
+                    scales = plan.schemes[0].scales_from(statistics)
+                    statistics = plan.schemes[0].local_part(statistics, layout)
+                (found,) = cast_by(shard, plan, [statistics], layout)
         if is_observed():
             observe(self, "weight", shard, [found])
         if not is_captured(shard):
-            # The cache may drop its tensors while this stream still reads them.
-            kept = (self.cache.known or {}).get(scheme, ())
-            keep_for_current_stream([*found.scales, *kept])
-        return found, whole
+            # Precompute may drop tensors while this stream still reads them.
+            keep_for_current_stream([*found.scales, held.known])
+        return found, scales
+
+    def found_for_gather(self, held: KnownWeight, shard: torch.Tensor, whole: bool) -> Statistics:
+        """The statistics of a shard, or of the whole weight, known or measured, and then kept."""
+        parameter, layout, (scheme,) = self.parameter(), self.layout(), self.schemes
+        assert layout is not None
+        if self.history is not None:
+            return self.history.statistics_of(layout.wrap(shard), self._kind(parameter))[0]
+        kept = Kept((scheme,), layout, whole)
+        if known := held.check(parameter).recall(kept, shard):
+            return known[scheme]
+        self._warn_if_stale(held)
+        if whole:
+            (local,) = measure(shard, (scheme,), scheme.start(layout))
+            statistics = whole_statistics(scheme, local, layout)
+        else:
+            (statistics,) = measured(shard, (scheme,), layout)
+        if not is_captured(shard):
+            held.store(kept, [statistics], parameter)
+        return statistics
 
     def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
         now, then = Layout.of(old), Layout.of(new)
         gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
         self.under_fsdp |= gathered
-        self.sharded = old if gathered else None
+        self.sharded, self.unsharded = old if gathered else None, None
         if self.sharded is not None and self.config.fsdp_float8_all_gather:
-            self._warn_if_type_is_lost(local_tensor(self.sharded))
-        self.cache.parameter_replaced(new, self.sharded)
+            self._warn_if_type_is_lost(self.sharded)
         if not gathered:
             self.bind(new)
+        elif new is not None:
+            self.note_unsharded(new)
 
     def note_sharded(self, parameter: torch.Tensor) -> None:
         """Called with the sharded parameter before FSDP2 first exchanges it.
@@ -248,41 +337,18 @@ class Float8Weight(StoredWeight):
         For a layer, whose class notices each exchange, :meth:`parameter_replaced` is enough.
         """
 
+    def note_unsharded(self, parameter: torch.Tensor) -> None:
+        """Let what FSDP2 gathered in high precision be known as long as the sharded weight is."""
+        local = local_tensor(parameter)
+        if is_plain(local) and self.shared_schemes(self.layout(parameter)):
+            self.unsharded = KnownWeight.as_sharded(local, parameter)
+            if isinstance(parameter, DTensor):  # then a write to it is noticed as well
+                set_dtensor_local(parameter, self.unsharded)
+
     def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
         """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
         local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
         return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
-
-    def cast_shard(
-        self,
-        parameter: torch.Tensor,
-        shard: torch.Tensor,
-        plan: CastPlan,
-        gathers: bool = False,
-        is_own: bool = True,
-    ) -> tuple[Known, Copies]:
-        """Cast a shard by its statistics, known or new; not in graphs. Return both.
-
-        ``gathers``, ``is_own``: as in :meth:`known_for`.
-        """
-        with torch.inference_mode(False):  # autograd can't save inference tensors
-            shard, layout = shard.detach(), self.layout(parameter)
-            fresh = is_own and self.is_fresh(parameter, shard)
-            of_whole = gathers and self.needs_whole_scales(layout)
-            if fresh or of_whole or is_selectively_checkpointed():
-                # The weight may have changed unnoticed, so its values may exceed known statistics.
-                known = self._known(shard, plan.schemes, gathers)
-                return known, cast_by(shard, plan, [known[s] for s in plan.schemes], layout)
-            tensor = shard if layout is None else layout.wrap(shard)
-            if self.history is not None:
-                history = self._history_of(parameter)
-                found, float8, history.last = history.copies_of(tensor, plan)
-                each: Sequence[Statistics] = [found]
-            else:
-                each, float8 = cast_copies(tensor, plan, local=shard)
-            known = dict(zip(plan.schemes, each, strict=True))
-            self._note(parameter, shard, known, gathers, None)
-            return known, float8
 
     def needs_whole_scales(self, layout: Layout | None) -> bool:
         """Whether FSDP2's gather needs scales that it can't gather with the weight's data."""
@@ -293,114 +359,23 @@ class Float8Weight(StoredWeight):
         moves = bool(scheme.moving_levels(layout, gathered))
         return moves and not scheme.scales_fit_gather(layout, gathered)
 
-    def _casts_of_unsharded(
-        self, shard: torch.Tensor, plan: CastPlan
-    ) -> tuple[Copies, Recast | None]:
-        """Cast what FSDP2 gathered in high precision for the output, and plan the second cast."""
-        layout, second = self.layout(), self.copies(_GEMMS[1:], shard.device).plan
-        with torch.inference_mode(False), torch.no_grad():
-            known = self._known(shard, self.schemes)
-            float8: Copies = ()
-            if plan.of:
-                float8 = cast_by(shard, plan, [known[plan.schemes[0]]], layout)
-        if not second.of:
-            return float8, None
-        (scheme,) = second.schemes
-        return float8, Recast(known[scheme], scheme, scheme.start(layout), scheme.is_cut(layout))
-
-    def _known(
-        self, shard: torch.Tensor, schemes: Sequence[Scheme], gathers: bool = False
-    ) -> Known:
-        """:meth:`known_for` on the device of the shard, by an operator where required."""
-        if must_query():
-            return queried_statistics(self, shard, gathers)
-        found, device = self.known_for(shard, schemes, gathers), shard.device
-        return {s: tuple([n.to(device) for n in own]) for s, own in found.items()}
-
-    def known_for(
-        self,
-        shard: torch.Tensor,
-        schemes: Sequence[Scheme],
-        gathers: bool = False,
-        is_own: bool = True,
-    ) -> Known:
-        """Return the statistics of a shard, known or new, from its values or from a history.
-
-        Args:
-            schemes: those that are needed. A forward without grad_input needs one of two.
-            gathers: whether FSDP2's gather needs them. Then new ones are kept.
-            is_own: whether the shard is the parameter's; otherwise nothing is known.
-        """
-        parameter, known, whole = self.parameter(), dict[Scheme, Statistics](), None
-        if is_own and self.is_fresh(parameter, shard):
-            known |= self.cache.known or {}
-        missing = [scheme for scheme in schemes if scheme not in known]
-        for scheme in missing:
-            known[scheme], whole = self._statistics_of(parameter, shard, scheme, gathers)
-        if missing:
-            self._note(parameter, shard, known, gathers, whole)
-        return known
-
-    def is_fresh(self, parameter: torch.Tensor, shard: torch.Tensor) -> bool:
-        """Whether what is known of a parameter may be used.
-
-        It may not be used while a CUDA graph is captured. The graph must contain the computation of
-        scales and casts, because it is replayed with other values.
-        """
-        if is_captured(shard) or self.may_change_unnoticed(parameter):
-            return False
-        return self.cache.is_fresh(parameter)
-
-    def _note(
-        self,
-        parameter: torch.Tensor,
-        shard: torch.Tensor,
-        new: Known,
-        gathers: bool,
-        whole: Scales | None,
-    ) -> None:
-        """Note that the statistics of a parameter's values were computed; a gather keeps them."""
-        if is_captured(shard):
-            return  # the statistics belong to the graph
-        self.cache.warn_if_stale(parameter, self.fqn)
-        if gathers and self.history is None:  # what follows from a history costs little to find
-            self.cache.store(parameter, new, ScaleState.FROM_GATHER, whole)
-
-    def _statistics_of(
-        self,
-        parameter: torch.Tensor,
-        shard: torch.Tensor,
-        scheme: Scheme,
-        gathers: bool,
-    ) -> tuple[Statistics, Scales | None]:
-        """The statistics of a shard, and the scales of the whole weight if a gather needs them."""
-        layout = self.layout(parameter)
-        if self.history is not None:
-            tensor = shard if layout is None else layout.wrap(shard)
-            history = self._history_of(parameter)
-            statistics, history.last = history.statistics_of(tensor)
-            return statistics, None
-        if not gathers or not self.needs_whole_scales(layout):
-            return statistics_of(shard, scheme, layout), None
-        assert layout is not None
-        whole = self._whole_statistics(shard, scheme, layout)
-        return scheme.local_part(whole, layout), scheme.scales_from(whole)
-
-    def _whole_statistics(self, shard: torch.Tensor, scheme: Scheme, layout: Layout) -> Statistics:
-        (local,) = measure(shard.detach(), (scheme,), scheme.start(layout))
-        return whole_statistics(scheme, local, layout)
-
-    def _history_of(self, parameter: torch.Tensor) -> AmaxHistory:
-        """The amax history of the parameter; a frozen one is scaled by its own amax.
+    def _kind(self, parameter: torch.Tensor) -> int:
+        """How a history casts the parameter: a frozen one is scaled by its own amax.
 
         An optimizer step changes a weight only little, so that the scale from its history still
         fits. Merging adapters may change a frozen weight a lot.
         """
-        history = self.history
-        assert history is not None
-        if not parameter.requires_grad:
-            history.statistic = None
-        return history
+        return 1 if parameter.requires_grad else FROZEN
+
+    def _warn_if_stale(self, held: KnownWeight) -> None:
+        if held.has(STALE):
+            warn_once(
+                "stale scale",
+                f"{self.fqn}: the weight was written to after the scales were precomputed, so they "
+                "are computed again in this step, with one all-reduce per sharded weight. Call "
+                "update_float8_scales(model) after such a change, or attach_update(optimizer, "
+                "model) once, if an optimizer made it",
+            )
 
     def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:
         """Record the amaxes of a pass in its backward, by history; see Note [Passes that count].
@@ -410,7 +385,6 @@ class Float8Weight(StoredWeight):
         ``begins``: whether the pass begins to accumulate gradients. ``None``: if the weight is
         trained, its own gradient tells; otherwise nothing is known.
         """
-        self.cache.watch(self.parameter() if self.sharded is None else self.sharded)
         parameter, history = self.parameter(), self.history
         if begins is None and parameter.is_leaf and parameter.requires_grad:
             begins = not self.may_have_gradient()
@@ -422,13 +396,27 @@ class Float8Weight(StoredWeight):
             shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
             (shared or self._histories[name]).record(value, backward, bool(begins))
 
-    def forget_recorded(self) -> None:
-        """Drop the amaxes that were recorded since the last sync."""
+    def forget(self) -> None:
+        """Forget what is known of the weight, and what histories recorded since the last sync."""
+        for parameter in (self.parameter(), self.sharded):
+            local = None if parameter is None else local_tensor(parameter)
+            if isinstance(local, KnownWeight):
+                local.forget()
         for history in self._histories.values():
-            history.current = None
+            history.forget_recorded()
 
-    def _warn_if_type_is_lost(self, local: torch.Tensor) -> None:
-        if self.gather_type.unwrap(local) is local:
+    def warn_if_not_synced(self) -> None:
+        """Warn once if histories have recorded several steps without a sync."""
+        steps = max(history.steps for history in self._histories.values())
+        if steps > 1:
+            warn_once(
+                "stale history",
+                f"{self.fqn}: {steps} steps have run since the amax histories of DELAYED scales "
+                "were last updated; call sync_float8_amax_and_scale_history(model) once per step",
+            )
+
+    def _warn_if_type_is_lost(self, sharded: torch.Tensor) -> None:
+        if not gathers_float8(sharded):
             warn_once(
                 "high-precision gather",
                 f"{self.fqn}: FSDP2 gathers this weight in high precision, although "
@@ -437,8 +425,9 @@ class Float8Weight(StoredWeight):
                 "its type. Call rewrap_float8_weights(model) after that, before fully_shard",
             )
 
-    def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor, wrapped: bool) -> None:
+    def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor) -> None:
         flag = self.config.enable_fsdp_float8_all_gather
+        wrapped = gathers_float8(parameter)
         if wrapped and flag == "auto":
             return  # "auto" also allows for models that FSDP2 does not shard
         # _warn_if_type_is_lost has warned of what FSDP2 has exchanged.
@@ -452,6 +441,65 @@ class Float8Weight(StoredWeight):
                 "on the model (after convert_to_float8_training), let the parametrization return "
                 "cast_to_float8(parameter, ...).redistribute(...), or leave the flag off",
             )
+
+
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a weight, plain and in high precision."""
+    return KnownWeight.unwrap(local_tensor(parameter))
+
+
+def measured(
+    shard: torch.Tensor, schemes: Sequence[Scheme], layout: Layout | None
+) -> list[Statistics]:
+    """Measure a weight for each scheme.
+
+    Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`, for each scheme.
+    """
+    local = measure(shard, schemes, common_start(schemes, layout))
+    each = zip(schemes, local, strict=True)
+    return [reduced_statistics(scheme, own, layout) for scheme, own in each]
+
+
+@query(
+    "weight_statistics(Tensor x, Tensor known, Tensor valid, Tensor handle, str[] schemes, "
+    "int[] start) -> Tensor[]"
+)
+def weight_statistics(
+    x: torch.Tensor,
+    known: torch.Tensor,
+    valid: torch.Tensor,
+    handle: torch.Tensor,
+    schemes: list[str],
+    start: list[int],
+) -> list[torch.Tensor]:
+    """Operator of :meth:`Float8Weight.statistics`, for a forward; in a flat list.
+
+    ``x, known, valid``: those of a :class:`KnownWeight`.
+    """
+    weight: Float8Weight = owner_of(handle)
+    weight.compare("the first forward")
+    layout = weight.layout()
+    assert layout is not None
+    held = KnownWeight(x, known=known, valid=valid)
+    each = weight.found(held, [scheme_named(key) for key in schemes], layout)
+    # A graph may write into results.
+    return [statistic.clone() for own in each for statistic in own]
+
+
+weight_statistics.register_fake(
+    lambda x, known, valid, handle, schemes, start: empty_statistics(x, schemes, start)
+)
+
+
+# An operator of its own, because selective checkpointing must not save its results: FSDP2 may
+# gather in a checkpointed forward and not in its recomputation.
+@query("gather_statistics(Tensor x, Tensor handle, bool whole) -> Tensor[]")
+def gather_statistics(x: torch.Tensor, handle: torch.Tensor, whole: bool) -> list[torch.Tensor]:
+    """Operator of :meth:`Float8Weight.found_for_gather`."""
+    weight: Float8Weight = owner_of(handle)
+    own = local_tensor(weight.parameter())
+    held = own if isinstance(own, KnownWeight) else KnownWeight(x)
+    return [each.clone() for each in weight.found_for_gather(held, x, whole)]
 
 
 def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
@@ -494,7 +542,22 @@ def wrap_weights(weights: Iterable[Float8Weight]) -> None:
 
 def unwrap_weights(weights: Iterable[Float8Weight]) -> None:
     """Let FSDP2 gather weights in high precision: the inverse of :func:`wrap_weights`."""
-    _change_type(weights, lambda tensor, name: Float8Weight.gather_type.unwrap(tensor))
+    _change_type(weights, lambda tensor, name: KnownWeight.unwrap(tensor))
+
+
+def hold_known(weights: Iterable[Float8Weight]) -> None:
+    """Let the tensors of weights hold what precompute finds, if scales cover other ranks' values.
+
+    Call it once the weights are distributed, before graphs are traced. Parameters that are DTensors
+    stay the same. (Precompute does so for other code's DTensors, of which graphs are traced again.)
+    """
+    chosen = [w for w in weights if w.is_dynamic and w.shared_schemes(w.layout())]
+    _change_type(chosen, lambda t, _: t if isinstance(t, KnownWeight) else KnownWeight(t))
+    for weight in chosen:
+        local, layout = local_tensor(weight.parameter()), weight.layout()
+        if layout is not None and not has_pieces(layout.placements):
+            assert isinstance(local, KnownWeight)
+            local.reserve(Kept(weight.shared_schemes(layout), layout))
 
 
 def warn_of_ddp(weights: Iterable[Float8Weight]) -> None:
@@ -524,7 +587,6 @@ def _change_type(
             continue
         if isinstance(old, DTensor):
             set_dtensor_local(old, tensor)
-            weight.cache.reset()
             continue
         plain.append((weight, tensor))
     warn_of_ddp([weight for weight, _ in plain])

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels import amax, amaxes, block_exponents, block_scaled_mm, scaled_mm
 from fp8_dist.linear.amax_history import history_statistic, last_amax
-from fp8_dist.linear.runtime_ops import weight_statistics
+from fp8_dist.linear.weight import weight_statistics
 from fp8_dist.moe.dispatch import numbers_of_rows, slots_by_expert
 from fp8_dist.moe.operators import grouped_mm_operator
 from fp8_dist.scaling.operators import measure_operator, multiply_operator

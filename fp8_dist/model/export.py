@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.module import config_text, other_users
+from fp8_dist.linear.parameter import gathers_float8
 from fp8_dist.linear.weight import Float8Weight, weights_of, weights_of_model
-from fp8_dist.mesh import Layout, full_tensors, local_tensor, with_local
+from fp8_dist.mesh import Layout, full_tensors, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, whole_statistics_of_each
 from fp8_dist.text import without_wrappers
@@ -54,7 +55,7 @@ class _Source(NamedTuple):
         """The values that are cast, on the device of the mesh."""
         assert self.weight is not None
         parameter, shard = self.weight.parameter(), self.weight.shard()
-        rounds = self.dtype is not None and shard is local_tensor(parameter)
+        rounds = self.dtype is not None and not gathers_float8(parameter)
         if isinstance(parameter, DTensor):  # collectives need it; FSDP2 may offload to the CPU
             shard = shard.to(parameter.device_mesh.device_type)
         return shard.detach().to(self.dtype) if rounds else shard.detach()

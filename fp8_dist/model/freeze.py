@@ -13,6 +13,7 @@ from fp8_dist.linear.weight import (
     weights_of_model,
 )
 from fp8_dist.moe.experts import FilterFn, check_arguments, packages_of
+from fp8_dist.scaling import CastPlan
 from fp8_dist.torch_internals import (
     fsdp_groups,
     fsdp_parameters,
@@ -94,7 +95,7 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
     for weight in chosen.values():
         first = made.setdefault(id(weight.parameter()), weight)
         if first is weight:
-            cast, _ = weight.gather_cast(weight.shard())
+            (cast,) = weight.casts(weight.parameter(), CastPlan(weight.schemes))
             weight.store(cast.qdata.clone(), cast.scales[0].clone(), weight.parameter().dtype)
         else:  # layers may share a weight
             weight.share(first.parameter(), first.scales())

@@ -25,6 +25,7 @@ from fp8_dist.linear.weight import Float8Weight, checked_module
 from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
+from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor.stored import Stored, StoredScales
 from fp8_dist.text import without_wrappers
 
@@ -409,7 +410,7 @@ def _check_values(key: str, dtype: torch.dtype, files: _Files, own: Container[st
 
 def _load(part: _Part, files: _Files) -> None:
     _, tensor, weight, entries = part
-    local = Float8Weight.gather_type.unwrap(local_tensor(tensor))
+    local = KnownWeight.unwrap(local_tensor(tensor))
     if weight is not None and weight.is_stored:
         coded = [entry for entry in entries if files.float8(entry.key)]
         if len(coded) < len(entries):
@@ -430,8 +431,6 @@ def _load(part: _Part, files: _Files) -> None:
         dequantizes = files.float8(entry.key) and not is_float8(tensor.dtype)
         read = _dequantized if dequantizes else _read
         _fill(local.detach(), tensor, entry, partial(read, entry, files))
-    if weight is not None:
-        weight.cache.drop()
 
 
 def _fill(

@@ -23,7 +23,6 @@ from fp8_dist.linear.weight import (
     weights_of,
     wrap_weights,
 )
-from fp8_dist.linear.weight_cache import Known
 from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
@@ -133,18 +132,6 @@ class ExpertWeight(Float8Weight):
                 "another order; shard another dim (shard_placement_fn)"
             )
         self.sharded, self.under_fsdp = parameter, True
-
-    def known_for(
-        self,
-        shard: torch.Tensor,
-        schemes: Sequence[Scheme],
-        gathers: bool = False,
-        is_own: bool = True,
-    ) -> Known:
-        # The module keeps its class, which does not tell of exchanges.
-        if self.under_fsdp:
-            self.cache.parameter_replaced(self.parameter(), self.sharded)
-        return super().known_for(shard, schemes, gathers, is_own)
 
     def operand(self, parameter: torch.Tensor, is_parted: bool) -> Weight:
         """The weight ``[E, N, K]`` for a forward and its backward; see :func:`weight_of`.

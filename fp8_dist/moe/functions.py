@@ -39,6 +39,7 @@ from fp8_dist.moe.operators import (
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, cast, dequantize, transposed
 from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.torch_internals import StridedShard
 
 
@@ -88,7 +89,7 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
             )
         found = quantized_as(local, scheme)
     else:
-        high, shard = weight.detach(), Float8Weight.gather_type.unwrap(local).detach()
+        high, shard = weight.detach(), KnownWeight.unwrap(local).detach()
         if is_stored_transposed(shard):
             plan = CastPlan((stored_transposed(scheme),))
             found = transposed(cast_copies(high.mT, plan, local=shard.mT)[1][0], scheme)
@@ -182,7 +183,7 @@ def _observe_products(
 
 def _high_precision(weight: Weight, group: ProcessGroup | None) -> Tensor | None:
     """This rank's experts ``[E, N, K]``; None if it has parts of them, or they have no owner."""
-    local = Float8Weight.gather_type.unwrap(local_tensor(weight.tensor)).detach()
+    local = KnownWeight.unwrap(local_tensor(weight.tensor)).detach()
     owner = weight.owner
     if owner is None or weight.layout is not None:
         return None

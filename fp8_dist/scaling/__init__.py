@@ -26,8 +26,10 @@ from fp8_dist.scaling.operators import (
 from fp8_dist.scaling.reduction import (
     Placed as Placed,
     message_dtype as message_dtype,
+    packed as packed,
     reduced_statistics as reduced_statistics,
     reduction_groups as reduction_groups,
+    unpacked as unpacked,
     whole_statistics as whole_statistics,
     whole_statistics_of_each as whole_statistics_of_each,
 )

@@ -20,7 +20,7 @@ from fp8_dist.mesh import (
     sharded_dim,
     taken,
 )
-from fp8_dist.scaling.level import Level
+from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import Scheme, Statistics
 
 
@@ -190,3 +190,29 @@ def reduction_groups(
         return ()
     same = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
     return groups_over(layout.mesh, over, same)
+
+
+def packed(each: Sequence[Statistics]) -> list[Tensor]:
+    """The statistics of several schemes as integers of one dtype, 1-D; see :func:`unpacked`."""
+    flat = [statistic for own in each for statistic in own]
+    dtype = message_dtype(flat)
+    return [as_integers(statistic, dtype).reshape(-1) for statistic in flat]
+
+
+def unpacked(
+    integers: Tensor, schemes: Sequence[Scheme], shape: Sequence[int], start: Start
+) -> list[Statistics]:
+    """The inverse of :func:`packed`, for the statistics of a tensor.
+
+    Args:
+        integers: what was packed, one after the other.
+        shape, start: of the tensor, and the :func:`common_start` of the schemes.
+    """
+    found, end = [], 0
+    for scheme in schemes:
+        own = []
+        for level, size in zip(scheme.levels, scheme.scale_shapes(shape, start), strict=True):
+            begin, end = end, end + math.prod(size)
+            own.append(from_integers(integers[begin:end], level.statistic).view(size))
+        found.append(tuple(own))
+    return found

@@ -40,10 +40,12 @@ class WrapperParameter(torch.Tensor):
     Attributes:
         plain: the plain tensor inside, of this tensor's shape. Its dtype may be another one.
         static: the names of the other arguments of the constructor, and of their attributes.
+        parts: the names of the tensors inside.
     """
 
     plain: torch.Tensor
-    static: ClassVar[tuple[str, ...]]
+    static: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[tuple[str, ...]] = ("plain",)
     __slots__ = ("plain",)
 
     def __init_subclass__(cls) -> None:
@@ -76,7 +78,7 @@ class WrapperParameter(torch.Tensor):
         return f"{type(self).__name__}({self.plain!r}, dtype={self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["plain"], tuple(getattr(self, name) for name in self.static)
+        return [*self.parts], tuple(getattr(self, name) for name in self.static)
 
     @classmethod
     def __tensor_unflatten__(

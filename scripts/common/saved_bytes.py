@@ -12,10 +12,10 @@ OTHER = "other"
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a wrapper subclass is made of; or the tensor itself."""
-    if hasattr(tensor, "_tensor"):
-        # A weight that FSDP2 gathers in float8. To be flattened, torchao's reads the value of its
+    if (inner := getattr(tensor, "_tensor", getattr(tensor, "plain", None))) is not None:
+        # A weight, without what is known of it. To be flattened, torchao's reads the value of its
         # scale, which fake tensors lack.
-        return plain_tensors(tensor._tensor)
+        return plain_tensors(inner)
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.detach()]
     names, _ = tensor.__tensor_flatten__()

@@ -39,7 +39,11 @@ def wrong_graphs(folder: str) -> list[str]:
         for name, tensor in tensors.items()
     }
     first, *_ = tensors
-    tensors = {first: tensors[first], "shard": Float8AllGatherWeight(torch.randn(16, 16)), **placed}
+    tensors = {
+        first: tensors[first],
+        "shard": Float8AllGatherWeight(torch.randn(16, 16), "weight"),
+        **placed,
+    }
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         for name, tensor in tensors.items():

@@ -1,32 +1,37 @@
 """precompute_float8_dynamic_scale in compiled code, and between steps of compiled models."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from graphs import Compilations, Graphs
 from nets import Distributed, Net, blocks
 from ranks import RankPools
-from reference import raised, same_bits
+from reference import known, raised, same_bits, validity
 from torch import nn
 
 from fp8_dist import (
     CastConfig,
+    Float8Linear,
     Float8LinearConfig,
     attach_update,
     cast_to_float8,
     convert_to_float8_training,
+    invalidate_float8_scales,
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
+from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.known import STALE, Kept, KnownWeight
 
 
 def scales(net: nn.Module) -> list[torch.Tensor]:
     """All that is known of weights: the statistics of each layer and scheme."""
-    known = [layer.float8_weight.cache.known for layer in float8_layers(net).values()]
-    assert all(each is not None for each in known)
-    return [tensor for each in known if each for own in each.values() for tensor in own]
+    found = [known(layer.weight) for layer in float8_layers(net).values()]
+    assert all(each is not None for each in found)
+    return [each for each in found if each is not None]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -170,3 +175,92 @@ def after_events(dp: int, tp: int) -> list[str]:
 @pytest.mark.parametrize(("dp", "tp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_nothing_between_steps_recompiles_twice(ranks: RankPools, dp: int, tp: int) -> None:
     assert ranks(2).run(after_events, dp, tp, timeout=180) == [[], []]
+
+
+def marks_of_graphs(dp: int, tp: int, backend: str) -> list[str]:
+    """Writes by graphs after which a weight does not say that it was written to."""
+    wrong = []
+    for name in ("step", "mul_", "foreach", "to_local"):
+        torch._dynamo.reset()
+        world = Distributed(dp, tp, net_arguments={"layers": 1})
+        weights = [layer.weight for layer in float8_layers(world.net).values()]
+        world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
+        optimizer = torch.optim.AdamW(world.net.parameters(), lr=0.1)
+        optimizer.step()  # makes its state
+        precompute_float8_dynamic_scale(world.net)
+        assert all(known(weight) is not None for weight in weights)
+
+        def write(name: str = name, optimizer: Any = optimizer, weights: Any = weights) -> None:
+            with torch.no_grad():
+                if name == "step":
+                    optimizer.step()
+                elif name == "foreach":
+                    torch._foreach_mul_(weights, 2.0)
+                else:
+                    for weight in weights:
+                        (weight.to_local() if name == "to_local" else weight).mul_(2.0)
+
+        before = [local_tensor(weight.detach()).clone() for weight in weights]
+        torch.compile(write, backend=backend)()
+        same = [
+            torch.equal(a, local_tensor(b.detach())) for a, b in zip(before, weights, strict=True)
+        ]
+        if any(same) or {validity(weight) for weight in weights} != {STALE}:
+            wrong.append(f"{name}: {same} {[validity(weight) for weight in weights]}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "backend"),
+    [
+        (1, 2, "aot_eager"),
+        pytest.param(2, 1, "aot_eager", marks=pytest.mark.full),
+        pytest.param(1, 2, "inductor", marks=pytest.mark.full),
+        pytest.param(2, 1, "inductor", marks=pytest.mark.full),
+    ],
+)
+def test_a_graph_marks_the_weights_that_it_writes_to(
+    ranks: RankPools, dp: int, tp: int, backend: str
+) -> None:
+    assert ranks(2).run(marks_of_graphs, dp, tp, backend, timeout=180) == [[], []]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_graph_marks_a_weight_that_is_no_dtensor(backend: str) -> None:
+    layer = Float8Linear(4, 4)
+    weight: Any = nn.Parameter(KnownWeight(torch.randn(4, 4)))
+    kept: Any = Kept(layer.float8_weight.schemes, None)  # type: ignore[arg-type]
+    weight.store(kept, [(torch.ones(()),)], weight, precomputed=True)
+
+    def write() -> None:
+        with torch.no_grad():
+            weight.mul_(2)
+
+    torch.compile(write, backend=backend)()
+    assert validity(weight) == STALE
+
+
+def misses_of_graphs() -> list[bool]:
+    """Whether eager and compiled code notice what docs/state.md says that graphs do not."""
+    found = []
+    for compiled in (False, True):
+        world = Distributed(1, 2, net_arguments={"layers": 1})
+        block = (
+            torch.compile(world.net.layers[0], backend="aot_eager")
+            if compiled
+            else world.net.layers[0]
+        )
+        x = world.mine(torch.randn(4, 8, 64))
+        precompute_float8_dynamic_scale(world.net)
+        for name, tensor in world.net.state_dict().items():
+            if name.endswith("weight"):
+                tensor.mul_(10)
+        with torch.no_grad():
+            output = block(x)
+            invalidate_float8_scales(world.net)
+            found.append(torch.equal(local_tensor(output), local_tensor(block(x))))
+    return found
+
+
+def test_what_only_eager_code_notices(ranks: RankPools) -> None:
+    assert ranks(2).run(misses_of_graphs) == [[True, False]] * 2

@@ -10,7 +10,7 @@ import torch.nn as nn
 from nets import Distributed, Net
 from rank_tests import on_ranks
 from ranks import RankPools
-from reference import raised, same_bits
+from reference import raised, same_bits, validity
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
@@ -22,8 +22,8 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.known import STALE
 
 INT32 = torch.int32
 
@@ -177,12 +177,12 @@ def test_optimizers_that_step_in_backward(ranks: RankPools) -> None:
         assert all(map(same_bits, weights, expected))
 
 
-def states(net: nn.Module) -> set[ScaleState]:
-    return {layer.float8_weight.cache.state for layer in float8_layers(net).values()}
+def states(net: nn.Module) -> set[int]:
+    return {validity(layer.weight) for layer in float8_layers(net).values()}
 
 
-@on_ranks(2, returns={ScaleState.STALE})
-def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[ScaleState]:
+@on_ranks(2, returns={STALE})
+def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[int]:
     """After the step of the optimizer that it holds, which alone is attached to."""
     world = Distributed(2, 1)
     held = Lookahead(AdamW(world.net.parameters()))
@@ -203,8 +203,8 @@ class Unhooked(AdamW):
             param.data.mul_(2)
 
 
-@on_ranks(2, returns={ScaleState.STALE})
-def test_a_container_of_optimizers_without_hooks_drops_scales() -> set[ScaleState]:
+@on_ranks(2, returns={STALE})
+def test_a_container_of_optimizers_without_hooks_drops_scales() -> set[int]:
     net = Distributed(2, 1).net
     held = Container(Unhooked(net.parameters()))
     precompute_float8_dynamic_scale(net)

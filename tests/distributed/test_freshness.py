@@ -21,6 +21,7 @@ import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
+    float8_layers,
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
 )
@@ -128,6 +129,18 @@ def test_a_first_forward_in_inference_mode() -> list[str]:
     world = Distributed(3, 1, net_arguments={"hidden": 100})
     x = world.mine(torch.randn(6, 8, 64))
     return world.wrong_casts(torch.inference_mode()(lambda: world.net(x)))
+
+
+@on_ranks(1, 2, returns=[])
+def test_a_layer_that_follows_another_config() -> list[str]:
+    """Scales that are known for the former config are not those of the new one."""
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    world = Distributed(1, 2, config=config)
+    precompute_float8_dynamic_scale(world.net)
+    for layer in float8_layers(world.net).values():
+        layer.config = Float8LinearConfig()
+    x = world.mine(torch.randn(4, 8, 64))
+    return world.wrong_casts(torch.no_grad()(lambda: world.net(x)))
 
 
 @on_ranks(2)

@@ -101,7 +101,7 @@ def test_a_mesh_without_names(ranks: RankPools) -> None:
 
 def owner_of_another_kind() -> str:
     layer = nn.Linear(16, 16, bias=False)
-    layer.weight = nn.Parameter(Float8AllGatherWeight(layer.weight.detach()))
+    layer.weight = nn.Parameter(Float8AllGatherWeight(layer.weight.detach(), "weight"))
     fully_shard(layer, mesh=device_mesh(dp=2))
     return raised(ValueError, lambda: layer(torch.randn(2, 16)))
 

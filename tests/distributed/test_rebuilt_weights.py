@@ -14,7 +14,7 @@ import torch.nn as nn
 from nets import Net
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import raised, same_bits, weights_used
+from reference import raised, same_bits, validity, weights_used
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -29,8 +29,8 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.linear.weight_cache import ScaleState
 from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.known import UNKNOWN, Kept
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -116,11 +116,14 @@ def test_data_assigned_after_writes_drops_scales() -> None:
         layer.weight.data = alias = torch.ones(16, 32)
         for _ in range(writes):
             alias.mul_(0.5)
-        layer.float8_weight.gather_cast(layer.float8_weight.shard())
+        kept: Any = Kept(layer.float8_weight.schemes, None)  # type: ignore[arg-type]
+        local: Any = layer.weight
+        local.store(kept, [(torch.ones(()),)], layer.weight)
+        assert validity(layer.weight) > 0
         alias.fill_(100)
         layer.weight.data = alias.data  # the same memory, with a version of its own
-        assert not layer.float8_weight.cache.is_fresh(layer.weight)
-        assert layer.float8_weight.cache.state is ScaleState.UNKNOWN
+        assert validity(layer.weight) == UNKNOWN
+        assert local.recall(kept, local.plain) == {}
         with weights_used(layer) as used:
             layer(torch.ones(16, 32))
         (cast,) = used.values()

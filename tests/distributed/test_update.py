@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from nets import Distributed, Net
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import raised, same_bits
+from reference import known, raised, same_bits
 from torch import randn
 from torch.distributed.fsdp import fully_shard
 
@@ -120,7 +120,7 @@ def layers_of_all_kinds() -> tuple[list[str], str]:
     with comm_audit(mesh) as audit:
         update_float8_scales(net)
     layers = float8_layers(net).items()
-    return [name for name, each in layers if each.float8_weight.cache.known], collectives(audit)
+    return [name for name, each in layers if known(each.weight) is not None], collectives(audit)
 
 
 def test_layers_of_all_kinds_in_one_model(ranks: RankPools) -> None:

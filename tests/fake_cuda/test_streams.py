@@ -24,11 +24,12 @@ from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
     float8_layers,
-    invalidate_float8_scales,
     update_float8_scales,
 )
 from fp8_dist.fsdp import Float8DDPState, float8_ddp_hook
 from fp8_dist.linear import weight
+from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.known import KnownWeight
 from scripts.common.candidates import OURS
 
 BLOCKS, DIM, STEPS = 3, 64, 2
@@ -49,6 +50,15 @@ class Training:
     parts: bool = False  # the scales of each block are updated by themselves
     aside: bool = False  # a step's last forward finds a gather under way on a stream of the user
     invalidate: bool = False  # what that gather reads has been dropped
+
+
+def drop_scales(model: nn.Module) -> None:
+    """Free the memory of what is known, as the next update does; the parameters are sharded."""
+    for parameter in model.parameters():
+        local = local_tensor(parameter)
+        if isinstance(local, KnownWeight):
+            local.forget()
+            local.known = torch.empty(0, dtype=torch.int32, device="cuda")
 
 
 class Block(nn.Module):
@@ -95,7 +105,7 @@ def hazards_of(training: Training) -> Counter[str]:
                     if training.aside and batch == training.micro_batches - 1:
                         _unshard_aside(model)
                         if training.invalidate:
-                            invalidate_float8_scales(model)
+                            drop_scales(model)
                         for size in (1, DIM, 2 * DIM * DIM):
                             torch.zeros(size, device="cuda")
                     x = torch.empty(32, DIM, device="cuda", dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-LIMIT = 90.0  # seconds for a test, some of which start ranks
+LIMIT = 200.0  # seconds for a test, some of which start ranks
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,8 @@ from fp8_dist.kernels import (
     quantize_block_copies,
 )
 from fp8_dist.linear.amax_history import history_copies
-from fp8_dist.linear.runtime_ops import QUERIES, shard_statistics, weight_copies
+from fp8_dist.linear.runtime_ops import QUERIES
+from fp8_dist.linear.weight import gather_statistics
 from fp8_dist.scaling.operators import cast_operator
 
 # The queries of scales, passes over tensors, GEMMs, and collectives.
@@ -48,7 +49,6 @@ CASTS = {
         cast_copies,
         cast_rows,
         quantize_block_copies,
-        weight_copies,
         history_copies,
     )
 }
@@ -72,7 +72,7 @@ def counted(func: Any) -> str | None:
     if func in CASTS:
         return "quantize"
     if func in QUERIES:
-        return None if func is shard_statistics.overload else "scale_query"
+        return None if func is gather_statistics.overload else "scale_query"
     name = func._schema.name.partition("::")[2]
     name = ALIKE.get(name, name)
     names = ((op, (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor")) for op in OPS)

@@ -73,7 +73,7 @@ def trained(
             optimizer.zero_grad()
             update_float8_scales(model)
         found.append(sqnr(part(outputs[1]), outputs[0]))
-    if offload:  # (its group moves tensors of GPUs alone)
-        net.to(device)
     weights = zip(net.parameters(), twin.parameters(), initial, strict=True)
-    return found + [sqnr(theirs - zero, full(mine) - zero) for mine, theirs, zero in weights]
+    # (The group moves tensors of GPUs alone, to which offloaded ones come first.)
+    each = ((full(mine.detach().to(device)), theirs, zero) for mine, theirs, zero in weights)
+    return found + [sqnr(theirs - zero, mine - zero) for mine, theirs, zero in each]

@@ -13,9 +13,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 from gemm_records import GemmRecord, record_gemms
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist import Float8Tensor, float8_layers
+from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.known import UNKNOWN, KnownWeight
 
 # Largest finite values of the two encodings, and the number of mantissa bits.
 FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
@@ -207,6 +210,18 @@ def float8_gemms() -> Iterator[Products]:
     """Records copies of the operands of each float8 GEMM of a layer, in order."""
     with record_gemms() as records:
         yield Products(records)
+
+
+def validity(weight: Tensor) -> int:
+    """What the tensor of a weight tells of its scales: UNKNOWN, STALE, or a positive number."""
+    local = local_tensor(weight)
+    return int(local.check(weight).valid) if isinstance(local, KnownWeight) else UNKNOWN
+
+
+def known(weight: Tensor) -> Tensor | None:
+    """The packed statistics of a weight's current values, if they are known."""
+    local = local_tensor(weight)
+    return local.known if isinstance(local, KnownWeight) and validity(weight) > 0 else None
 
 
 @contextmanager

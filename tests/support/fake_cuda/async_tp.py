@@ -13,6 +13,7 @@ import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from fake_cuda.blocks import flash_attention
 from fake_cuda.counter import KernelCounter
@@ -20,7 +21,10 @@ from fake_cuda.device import FakeCudaMode
 from fake_cuda.inductor import compiled_code_is_counted
 from fake_cuda.world import RANKS, meshes
 from fp8_dist import Float8LinearConfig, convert_to_float8_training, text
+from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from fp8_dist.torch_internals import set_dtensor_local
 from scripts.common.llama import Llama, LlamaConfig
 
 _COUNTED = {
@@ -53,6 +57,9 @@ def count_fusions(recipe: str) -> Fusions:
         torch.set_default_dtype(dtype)
     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
     apply_tp_plan(model, mesh, llama_tp_plan(model))
+    for parameter in model.parameters():  # a graph takes no fake tensor that holds a real one
+        if isinstance(parameter, DTensor):
+            set_dtensor_local(parameter, KnownWeight.unwrap(local_tensor(parameter)))
     for history in (h for m in model.modules() for h in getattr(m, "histories", {}).values()):
         with mode:
             history.load(torch.ones(1, device="cuda"))

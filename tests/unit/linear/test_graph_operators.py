@@ -1,9 +1,7 @@
 """The operators by which compiled graphs cast: what they return belongs to the graph."""
 
 from collections.abc import Iterator
-from typing import Any
 
-import pytest
 import torch
 from reference import same_bits
 
@@ -13,7 +11,6 @@ from fp8_dist import (
     sync_float8_amax_and_scale_history,
 )
 from fp8_dist.linear.amax_history import history_copies
-from fp8_dist.linear.runtime_ops import weight_copies
 
 E4M3 = torch.float8_e4m3fn
 
@@ -23,33 +20,13 @@ def layer_of(recipe: str) -> Float8Linear:
     return Float8Linear(32, 48, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
-def arguments_of(layer: Float8Linear) -> tuple[Any, ...]:
-    """To ask for all copies of the weight, each in both layouts."""
-    keys = [scheme.key for scheme in layer.config.recipe.schemes["weight"]]
-    of = [i for i in range(len(keys)) for _ in range(2)]
-    handle, layouts = layer.float8_weight.handle, [False, True] * len(keys)
-    return layer.weight, handle, keys, [0, 0], of, layouts
-
-
 def kept(layer: Float8Linear) -> Iterator[torch.Tensor]:
-    for statistics in (layer.float8_weight.cache.known or {}).values():
-        yield from statistics
     for history in layer.histories.values():
         yield from vars(history).values()
 
 
 def memory(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)}
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
-def test_a_weight(recipe: str) -> None:
-    layer = layer_of(recipe)
-    layer(torch.randn(16, 32)).sum().backward()
-    first, second = (weight_copies.overload(*arguments_of(layer)) for _ in range(2))
-    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
-    assert not memory(first) & (memory(second) | memory(kept(layer)))
-    torch.library.opcheck(weight_copies.overload, arguments_of(layer), test_utils="test_faketensor")
 
 
 def test_an_operand_with_a_history() -> None:

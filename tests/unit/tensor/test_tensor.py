@@ -41,7 +41,7 @@ def test_repr_is_one_line_without_values_that_are_elsewhere() -> None:
     line = "Float8Tensor(shape=(2, 3), qdata=e4m3fn, scale={}, orig_dtype=bfloat16, device={})"
     assert repr(x) == line.format(0.25, "cpu")
     assert repr(x.to("meta")) == line.format("?", "meta")
-    weight = Float8AllGatherWeight(torch.ones(2))
+    weight = Float8AllGatherWeight(torch.ones(2), "weight")
     assert repr(weight) == "Float8AllGatherWeight(tensor([1., 1.]), dtype=torch.float32)"
 
 

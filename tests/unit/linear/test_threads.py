@@ -1,8 +1,6 @@
-"""What is known of a weight's scales: in copies of a layer, and in several threads."""
+"""Layers in several threads, and what they leave."""
 
-import copy
 import gc
-import pickle
 import sys
 import threading
 import weakref
@@ -18,33 +16,13 @@ from fp8_dist import (
     Float8LinearConfig,
     attach_update,
     convert_to_float8_training,
-    precompute_float8_dynamic_scale,
 )
-from fp8_dist.linear.weight_cache import ScaleState
 
 X = torch.ones(4, 32)
 
 
 def forward(layer: Float8Linear) -> None:
     layer(X.clone().requires_grad_()).sum().backward()
-
-
-precompute = precompute_float8_dynamic_scale
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
-)
-def test_a_copy_has_a_weight_of_its_own(copied: Callable[[Float8Linear], Float8Linear]) -> None:
-    layer = Float8Linear(32, 16)
-    layer.float8_weight.gather_cast(layer.float8_weight.shard())
-    twin = copied(layer)
-    assert twin.float8_weight.cache.state is ScaleState.UNKNOWN
-    assert layer.float8_weight.cache.state is ScaleState.FROM_GATHER
-    # (A shallow copy of a module shares the dict of its parameters.)
-    twin._parameters = {**twin._parameters, "weight": nn.Parameter(torch.full((16, 32), 2.0))}
-    assert (twin.float8_weight.shard() == 2).all()
-    assert not (layer.float8_weight.shard() == 2).all()
 
 
 def in_threads(work: Callable[[list[object]], None]) -> list[object]:
