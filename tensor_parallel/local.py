@@ -34,6 +34,8 @@ def declare_placements(
             in_features]``, one of them divided by the size of the mesh if the weight is sharded.
             Parts must be equal. FSDP2 may shard them over other axes of the same root mesh, before
             or after this call.
+            If scales cover the values of several ranks, a plain weight becomes another parameter,
+            on the same storage, so make the optimizer after this call.
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
         weight: ``Shard(0)`` (column-parallel), ``Shard(1)`` (row-parallel) or ``Replicate()``. A
             bias is sharded with ``Shard(0)``, and replicated otherwise.
