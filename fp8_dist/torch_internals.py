@@ -565,13 +565,13 @@ def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
 
 
 def fsdp_gather_without_hooks(users: set[tuple[nn.Module, str]]) -> None:
-    """Let FSDP2 gather parameters whose local tensors had hooks for the all-gather until now.
+    """Let FSDP2 gather parameters whose local tensors were wrapped until now, as plain ones.
 
     ``users``: the modules that have them, each with its name there. They are sharded.
     """
     for parameter in (each for group in fsdp_groups() for each in group.fsdp_params):
         info = parameter._module_info
-        if (info.module, info.param_name) in users and hasattr(parameter, "_extensions_data"):
+        if (info.module, info.param_name) in users:
             parameter.reset_sharded_param()
             # What it keeps of earlier gathers.
             for name in ("_extensions_data", "_unsharded_param"):
