@@ -27,15 +27,12 @@ from fp8_dist.config import (
     ScalingType,
 )
 from fp8_dist.fsdp import (
-    Float8AllGatherWeight,
     attach_update,
     precompute_float8_dynamic_scale,
-    rewrap_float8_weights,
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
 from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
-from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.model.checkpoint_policy import selective_checkpoint_policy
 from fp8_dist.model.convert import convert_to_float8_training, convert_to_linear
 from fp8_dist.model.export import (
@@ -59,9 +56,6 @@ if TYPE_CHECKING:
     from fp8_dist import moe as moe
     from fp8_dist import report as report
     from fp8_dist import tensor_parallel as tensor_parallel
-
-# Layers wrap weights in a type of fp8_dist.fsdp, which fp8_dist.linear must not import.
-Float8Weight.gather_type = Float8AllGatherWeight
 
 _register_flops()
 
@@ -95,7 +89,6 @@ __all__ = [
     "load_float8_checkpoint",
     "precompute_float8_dynamic_scale",
     "precompute_float8_dynamic_scale_for_fsdp",
-    "rewrap_float8_weights",
     "selective_checkpoint_policy",
     "skip_head",
     "sync_float8_amax_and_scale_history",

@@ -10,11 +10,11 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache, partial, wraps
+from functools import cache, cached_property, lru_cache, wraps
 from hashlib import blake2b
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn as nn
@@ -56,7 +56,6 @@ try:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
@@ -82,7 +81,7 @@ try:
     foreach_zero_ = torch._foreach_zero_
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
     concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
-    _lazy_init = FSDPParamGroup.lazy_init
+    _init_extensions = FSDPParam._init_extensions
     _foreach_reduce = _fsdp_param_group.foreach_reduce
     _reduction = inspect.signature(_foreach_reduce)
     _ = forward_ad._current_level  # in_forward_ad reads it
@@ -100,7 +99,8 @@ try:
         *_missing(torch.autograd.Variable._execution_engine, "queue_callback"),
         *_missing(DTensor, "_local_tensor"),
         *_missing(FSDPModule, "_get_fsdp_state"),
-        *_missing(FSDPParam, "_extensions_data _unsharded_param _unsharded_inner_tensors"),
+        *_missing(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param"),
+        *_missing(FSDPParam, "_unsharded_inner_tensors reset_sharded_param"),
         *_missing(nn.Module, "_parameters _buffers _modules"),
         *_missing(nn.Module, "_apply _save_to_state_dict _load_from_state_dict"),
         *_missing(nn.Module, "_state_dict_hooks _load_state_dict_pre_hooks"),
@@ -479,19 +479,19 @@ def fsdp_roots_of(group: Any) -> list[nn.Module]:
     return list(dict.fromkeys([*roots, *group.modules]))
 
 
-def before_fsdp_gathers(call: Callable[[Any], None]) -> None:
-    """Let FSDP2 run ``call`` with each parameter group before its first gather.
+def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
+    """Let FSDP2 run ``call`` with each parameter that ``fully_shard`` has sharded.
 
-    It runs where FSDP2 prepares the groups of a model, when the root first runs, and each time that
-    a module is unsharded by hand.
+    It runs again before the first gather, because a loader may have replaced the parameter, and
+    each time before FSDP2 looks at the local tensor for hooks of the all-gather.
     """
 
-    @wraps(_lazy_init)
+    @wraps(_init_extensions)
     def with_call(self: Any) -> None:
-        _lazy_init(self)
-        call(self)
+        call(FsdpParameter(self))
+        _init_extensions(self)
 
-    FSDPParamGroup.lazy_init = with_call  # type: ignore[method-assign]
+    FSDPParam._init_extensions = with_call  # type: ignore[method-assign]
 
 
 def fsdp_init_shards(module: FSDPModule) -> None:
@@ -502,58 +502,92 @@ def fsdp_init_shards(module: FSDPModule) -> None:
             group.lazy_init()
 
 
-class FsdpParameter(NamedTuple):
+class FsdpParameter:
     """A parameter that FSDP2 shards."""
 
-    users: list[tuple[nn.Module, str]]  # modules, with its name there; hooks are given the first
-    has_hooks: bool  # for the all-gather, when ``fully_shard`` looked
-    has_gathered: bool  # at least once
-    param_dtype: torch.dtype | None  # of a gather without hooks; None: the parameter's own
-    has_unreduced: Callable[[], bool]  # returns whether there is a gradient that is not reduced yet
-    mesh: DeviceMesh  # over which it is sharded, or replicated
+    def __init__(self, own: Any) -> None:
+        self.own = own  # FSDP2's object
+
+    @cached_property
+    def group(self) -> Any:
+        """The parameter group."""
+        return next(g for g in fsdp_groups() if any(each is self.own for each in g.fsdp_params))
 
     @property
-    def parameter(self) -> nn.Parameter:
-        """The sharded parameter, as its modules have it."""
-        module, name = self.users[0]
-        return getattr(module, name)
+    def led_group(self) -> Any:
+        """The group whose first parameter it is; None while ``fully_shard`` makes the group."""
+        return next((g for g in fsdp_groups() if g.fsdp_params[0] is self.own), None)
+
+    @property
+    def users(self) -> list[tuple[nn.Module, str]]:
+        """The modules that have it, each with its name there; hooks are given the first."""
+        info = self.own._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        return [(info.module, info.param_name), *shared]
+
+    @property
+    def sharded(self) -> DTensor:
+        """The sharded parameter."""
+        return self.own.sharded_param
+
+    @property
+    def unsharded(self) -> torch.Tensor | None:
+        """What FSDP2 puts in its place; None before the first gather."""
+        return getattr(self.own, "_unsharded_param", None)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh over which it is sharded, or replicated."""
+        return self.own.shard_mesh_from_root
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """The dtype of a gather without hooks; None: the parameter's own."""
+        return self.own.mp_policy.param_dtype
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether its local tensor had hooks for the all-gather when FSDP2 looked."""
+        return hasattr(self.own, "_extensions_data")
+
+    def replace_local(self, local: Any) -> None:
+        """Replace the local tensor by a wrapper of it."""
+        set_dtensor_local(self.sharded, local)
+        # FSDP2 (2.13) compares the address of this padded tensor with that of the local one, unless
+        # it is of a type of its own.
+        data = self.own._sharded_param_data
+        self.own._sharded_param_data = local.like(getattr(data, "plain", data))
+
+    def forget_hooks(self) -> None:
+        """Let FSDP2 gather a parameter whose local tensor was wrapped until now as a plain one."""
+        self.own.reset_sharded_param()
+        # What it keeps of earlier gathers.
+        for name in ("_extensions_data", "_unsharded_param"):
+            self.own.__dict__.pop(name, None)
+        self.own.all_gather_outputs, self.own._unsharded_inner_tensors = [], []
+
+    def has_unreduced(self) -> bool:
+        """Whether FSDP2 has a gradient that waits for a reduction."""
+        waiting = (
+            getattr(self.unsharded, "grad", None),
+            getattr(self.own, "unsharded_accumulated_grad", None),  # torch < 2.15
+            getattr(self.group, "_partial_reduce_output", None),  # of HSDP
+        )
+        return any(each is not None for each in waiting)
 
 
 def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
     """The parameters of FSDP2's parameter groups, in their order."""
     for group in groups:
         for parameter in group.fsdp_params:
-            info = parameter._module_info
-            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-            yield FsdpParameter(
-                [(info.module, info.param_name), *shared],
-                hasattr(parameter, "_extensions_data"),
-                hasattr(parameter, "_unsharded_param"),
-                parameter.mp_policy.param_dtype,
-                partial(_has_unreduced, group, parameter),
-                parameter.shard_mesh_from_root,
-            )
-
-
-def _has_unreduced(group: Any, parameter: Any) -> bool:
-    """Whether FSDP2 has a gradient of a parameter that waits for a reduction."""
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    waiting = (
-        getattr(unsharded, "grad", None),
-        getattr(parameter, "unsharded_accumulated_grad", None),  # torch < 2.15
-        getattr(group, "_partial_reduce_output", None),  # of HSDP
-    )
-    return any(each is not None for each in waiting)
+            yield FsdpParameter(parameter)
 
 
 def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether any of these parameters may have a gradient, also one that FSDP or a hook holds."""
     held = {
-        id(parameter._unsharded_param): parameter.sharded_param.grad is not None
-        or _has_unreduced(group, parameter)
-        for group in fsdp_groups()
-        for parameter in group.fsdp_params
-        if hasattr(parameter, "_unsharded_param")
+        id(each.unsharded): each.sharded.grad is not None or each.has_unreduced()
+        for each in fsdp_parameters(fsdp_groups())
     }
     return any(
         leaf.grad is not None
@@ -562,21 +596,6 @@ def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
         or held.get(id(leaf), False)
         for leaf in leaves
     )
-
-
-def fsdp_gather_without_hooks(users: set[tuple[nn.Module, str]]) -> None:
-    """Let FSDP2 gather parameters whose local tensors were wrapped until now, as plain ones.
-
-    ``users``: the modules that have them, each with its name there. They are sharded.
-    """
-    for parameter in (each for group in fsdp_groups() for each in group.fsdp_params):
-        info = parameter._module_info
-        if (info.module, info.param_name) in users:
-            parameter.reset_sharded_param()
-            # What it keeps of earlier gathers.
-            for name in ("_extensions_data", "_unsharded_param"):
-                parameter.__dict__.pop(name, None)
-            parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
 
 
 def fsdp_is_running(group: Any) -> bool:

@@ -15,7 +15,7 @@ from fp8_dist.fsdp.update import (
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
-from fp8_dist.fsdp.weight import Float8AllGatherWeight, rewrap_float8_weights
+from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.mesh import make_amax_group
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "float8_ddp_hook",
     "make_amax_group",
     "precompute_float8_dynamic_scale",
-    "rewrap_float8_weights",
     "set_gradient_transport",
     "sync_float8_amax_and_scale_history",
     "update_float8_scales",

@@ -1,7 +1,7 @@
-"""Checks of weights before FSDP2 gathers them in float8, and before it puts them back.
+"""What happens when FSDP2 shards weights, and before it puts sharded ones back in place.
 
-Importing this module makes FSDP2 check its groups, and compare layers between ranks, before its
-first gather.
+Importing this module makes FSDP2 gather weights in float8 where layers ask for it, and compare
+layers between ranks before its first gather.
 """
 
 from typing import Any
@@ -9,39 +9,37 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from fp8_dist.fsdp.weight import wrap_sharded
 from fp8_dist.linear.agreement import (
     check_layers,
     is_part_of_converted,
     mark_compared,
     needs_comparison,
 )
-from fp8_dist.linear.weight import float8_modules, weights_of
+from fp8_dist.linear.weights import float8_modules, weights_of
+from fp8_dist.mesh import local_tensor
 from fp8_dist.torch_internals import (
-    before_fsdp_gathers,
+    FsdpParameter,
     fsdp_groups_of_module,
     fsdp_is_running,
     fsdp_parameters,
     fsdp_reshards_to_smaller_mesh,
     fsdp_roots_of,
     in_backward,
+    when_fsdp_shards,
 )
 
 
-def _before_first_gather(group: Any) -> None:
-    """Compare a parameter group's layers between ranks, check it, and note its parameters."""
-    _compare_between_ranks(group)
-    for parameter in fsdp_parameters([group]):
-        for module, name in parameter.users:
-            weight = weights_of(module).get(name)
-            if weight is None:
-                continue
-            weight.gathered_over = parameter.mesh
-            weight.gathered_as = None if parameter.has_hooks else parameter.param_dtype
-            if parameter.has_hooks:
-                _check_reshards(group, weight.fqn)
-            weight.waits_in_fsdp = parameter.has_unreduced
-            if not weight.under_fsdp:
-                weight.note_sharded(parameter.parameter)
+def _when_sharded(parameter: FsdpParameter) -> None:
+    """Wrap a sharded parameter; before the first gather of its group, check that."""
+    weights = [w for module, name in parameter.users if (w := weights_of(module).get(name))]
+    for weight in weights:
+        weight.fsdp = parameter
+        weight.check_sharded()
+    wrap_sharded(parameter, weights)
+    if (group := parameter.led_group) is not None:
+        _compare_between_ranks(group)
+        _check_reshards(group)
 
 
 def _compare_between_ranks(group: Any) -> None:
@@ -61,7 +59,7 @@ def _compare_between_ranks(group: Any) -> None:
             mark_compared(module)
 
 
-before_fsdp_gathers(_before_first_gather)
+when_fsdp_shards(_when_sharded)
 
 
 def reshard(module: nn.Module, caller: str) -> None:
@@ -75,19 +73,21 @@ def reshard(module: nn.Module, caller: str) -> None:
                 "what FSDP2 has gathered; call it after optimizer.step(), or attach it "
                 "(attach_update)"
             )
-    for part, name in names.items():
-        for group in groups[part]:
-            if any(parameter.has_hooks for parameter in fsdp_parameters([group])):
-                _check_reshards(group, name)
+    for part in names:
         part.reshard()
 
 
-def _check_reshards(group: Any, name: str) -> None:
+def _check_reshards(group: Any) -> None:
     # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh. Here the
     # output is float8 bytes, so it would fail with an error about dtypes that require gradients.
-    if fsdp_reshards_to_smaller_mesh(group):
-        raise ValueError(
-            f"{name}: fully_shard(..., reshard_after_forward=<int>) can't reshard weights "
-            "that it gathers in float8 to a smaller mesh; use True or False there, or leave "
-            "enable_fsdp_float8_all_gather off, and freeze_to_float8 out"
-        )
+    if not fsdp_reshards_to_smaller_mesh(group):
+        return
+    for parameter in fsdp_parameters([group]):
+        module, name = parameter.users[0]
+        weight, local = weights_of(module).get(name), local_tensor(parameter.sharded)
+        if weight is not None and hasattr(local, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"{weight.fqn}: fully_shard(..., reshard_after_forward=<int>) can't reshard "
+                "weights that it gathers in float8 to a smaller mesh; use True or False there, or "
+                "leave enable_fsdp_float8_all_gather off, and freeze_to_float8 out"
+            )

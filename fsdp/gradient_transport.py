@@ -190,7 +190,7 @@ def _encodings(
     encodings: dict[str, dict[str, Encoding]] = {}
     for module, group in groups.items():
         of_group = encodings[module] = {}
-        for p in (each.parameter for each in fsdp_parameters([group])):
+        for p in (getattr(*each.users[0]) for each in fsdp_parameters([group])):
             name = names.get(id(p))
             if name is None:
                 raise ValueError(
@@ -214,7 +214,7 @@ def _check_agreement(
     facts = Facts()
     for module, group in groups.items():
         # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
-        parameters = [each.parameter for each in fsdp_parameters([group])]
+        parameters = [getattr(*each.users[0]) for each in fsdp_parameters([group])]
         of_parameters = (p.device_mesh for p in parameters if isinstance(p, DTensor))
         for mesh in {group.mesh_info.mesh, *of_parameters}:
             of_mesh = facts.of(mesh)

@@ -26,14 +26,8 @@ from torch.nn.functional import pad
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
-from fp8_dist.linear.parameter import device_of, gathers_float8
-from fp8_dist.linear.weight import (
-    CONVERT_FIRST,
-    Float8Weight,
-    float8_modules,
-    float8_weights,
-    note_made,
-)
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import CONVERT_FIRST, float8_modules, float8_weights, note_made
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -44,58 +38,36 @@ from fp8_dist.torch_internals import fsdp_init_shards, set_dtensor_local
 Key = tuple[int, str]
 
 
-class _Shard(NamedTuple):
-    """A rank's part of a weight, plain and in high precision."""
+class _Measured(NamedTuple):
+    """Statistics of the shard of a weight, for one scheme."""
 
-    local: Tensor
-    layout: Layout | None
-    gathered: Layout | None  # of what FSDP2 gathers
-    is_float8: bool  # what it gathers; the same for all layers that share the parameter
-    rounded: torch.dtype | None  # the dtype of what it gathers, to which amaxes are rounded
-
-
-class WeightStatistics(NamedTuple):
-    """Statistics of the weight of a layer, for one scheme."""
-
-    local: Statistics  # of the local shard, on the device that uses them
-    layout: Layout | None
+    local: Statistics  # on the device that uses them
+    layout: Layout
     axes: tuple[tuple[int, ...], ...]  # for each level, those of the mesh to reduce over
     places: tuple[Placed | None, ...]  # for each level, among all ranks'; None if not reduced
-    # The levels of which each rank gets the scales of the whole weight, because FSDP2 gathers it in
-    # float8 and its gather can't carry them, or gathers it in high precision to parts that share
-    # scales with other ranks'. In that case the layout of these parts.
-    everywhere: tuple[int, ...] = ()
-    gathered: Layout | None = None
 
 
-def local_statistics(weights: Mapping[Float8Weight, Tensor]) -> dict[Key, WeightStatistics]:
+def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
     """Measure the shards of weights, by the id of the parameter and the key of the scheme."""
-    shards: dict[Key, _Shard] = {}
-    alike: dict[tuple[Any, ...], list[Key]] = {}
-    for weight, parameter in weights.items():
-        stored, layout = local_tensor(parameter), weight.layout(parameter)
-        local, is_float8 = KnownWeight.unwrap(stored), gathers_float8(parameter)
-        gathered = None if layout is None else weight.gathered_layout(layout)
-        device = device_of(local, layout)
-        # The scales are those of what arrives. An amax is rounded like the values. (A batched
-        # measurement copies the addresses of tensors to the device, which must not change.)
-        rounded = None if gathered is None else weight.gathered_as
-        for scheme in weight.schemes:
-            key = id(parameter), scheme.key
-            if rounded is not None and not isinstance(scheme, Dense):
-                local, rounded = local.to(rounded), None
-            if key not in shards:
-                shards[key] = _Shard(local, layout, gathered, is_float8, rounded)
-                alike.setdefault((scheme.key, local.dtype, local.device, device), []).append(key)
+    alike: dict[tuple[Any, ...], dict[Key, tuple[Float8Weight, Tensor]]] = {}
+    for weight, kept in weights.items():
+        local, device = weight.shard(), weight.device
+        for scheme in kept.schemes:
+            # The scales are those of what arrives. An amax is rounded like the values. (A batched
+            # measurement copies the addresses of tensors to the device, which must not change.)
+            if weight.gathered_as is not None and not isinstance(scheme, Dense):
+                local = local.to(weight.gathered_as)
+            how = scheme.key, local.dtype, local.device, device
+            alike.setdefault(how, {})[id(weight.parameter()), scheme.key] = weight, local
     found = {}
-    for (name, _, _, device), same in alike.items():
-        scheme, each = scheme_named(name), [shards[key] for key in same]
-        starts = [scheme.start(shard.layout) for shard in each]
-        measured = scheme.measure_each([shard.local for shard in each], starts)
+    for (name, *_, device), same in alike.items():
+        scheme = scheme_named(name)
+        starts = [scheme.start(weight.layout()) for weight, _ in same.values()]
+        measured = scheme.measure_each([local for _, local in same.values()], starts)
         levels = zip(*[_moved(level, device) for level in zip(*measured, strict=True)], strict=True)
-        for key, shard, statistics in zip(same, each, levels, strict=True):
-            found[key] = _placed(shard, statistics, scheme)
-    return {key: found[key] for key in shards}
+        for (key, (weight, _)), own in zip(same.items(), levels, strict=True):
+            found[key] = _placed(weight, weights[weight], scheme, own)
+    return found
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
@@ -107,25 +79,20 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _placed(shard: _Shard, local: Statistics, scheme: Scheme) -> WeightStatistics:
-    layout, axes = shard.layout, scheme.axes(shard.layout)
-    if shard.rounded is not None:
-        local = tuple([amax.to(shard.rounded).to(amax.dtype) for amax in local])
-    if layout is None:
-        return WeightStatistics(local, None, axes, (None,) * len(local))
-    gathered, everywhere, sharded = shard.gathered, tuple[int, ...](), sharded_axes(layout)
-    if shard.is_float8:
-        moving = scheme.moving_levels(layout, gathered)
-        everywhere = () if moving and scheme.scales_fit_gather(layout, gathered) else moving
-    elif gathered is not None and any(scheme.axes(gathered)):
-        everywhere = tuple(range(len(local)))
-    axes = tuple([sharded if i in everywhere else own for i, own in enumerate(axes)])
+def _placed(weight: Float8Weight, kept: Kept, scheme: Scheme, local: Statistics) -> _Measured:
+    if (dtype := weight.gathered_as) is not None:
+        local = tuple([each.to(dtype).to(each.dtype) for each in local])
+    layout = weight.layout()
+    assert layout is not None
+    sharded = sharded_axes(layout)
+    # If other parts than the shard's are kept, they come from all ranks.
+    is_own = kept.layout == layout and not kept.whole
+    axes = scheme.axes(layout) if is_own else (sharded,) * len(local)
     levels = zip(local, scheme.levels, axes, strict=True)
     places = [
         Placed.of(own, level, layout, sharded) if over else None for own, level, over in levels
     ]
-    kept = None if shard.is_float8 or not everywhere else gathered
-    return WeightStatistics(local, layout, axes, tuple(places), everywhere, kept)
+    return _Measured(local, layout, axes, tuple(places))
 
 
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
@@ -185,8 +152,8 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
     _check_weights(chosen)
-    parameters = {weight: weight.parameter() for weight in chosen.values()}
-    _store_scales({weight: p for weight, p in parameters.items() if weight.is_kept(p)})
+    kept = {weight: weight.kept() for weight in chosen.values()}
+    _store_scales({weight: what for weight, what in kept.items() if what is not None})
     note_made(chosen.values())
 
 
@@ -238,16 +205,16 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
         )
 
 
-def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
+def _reduced(measured: Iterable[_Measured]) -> Iterator[Tensor]:
     """All-reduce the statistics that depend on other ranks, and return those of each level."""
-    distributed = [(w.layout.mesh, w) for w in weights if w.layout is not None]
-    chosen = [(mesh, place) for mesh, w in distributed for place in w.places if place is not None]
+    chosen: list[tuple[DeviceMesh, Placed]] = []
+    axes: dict[DeviceMesh, set[int]] = {}
+    for each in measured:
+        chosen += [(each.layout.mesh, place) for place in each.places if place is not None]
+        if any(each.axes):
+            axes.setdefault(each.layout.mesh, set()).update(*each.axes)
     if not chosen:
         return iter(())
-    axes: dict[DeviceMesh, set[int]] = {}
-    for mesh, w in distributed:
-        if any(w.axes):
-            axes.setdefault(mesh, set()).update(*w.axes)
     groups, missing = common_groups(axes)
     rank = dist.get_rank()
     sizes: list[int] = []
@@ -266,37 +233,29 @@ def _reduced(weights: Iterable[WeightStatistics]) -> Iterator[Tensor]:
     return iter(all_reduce_max(torch.cat(parts), groups).split(sizes)[1::3])
 
 
-def _store_scales(weights: Mapping[Float8Weight, Tensor]) -> None:
-    """Store the statistics of weights, given with their parameters.
-
-    These are those of the shard; or of what FSDP2 gathers in high precision, if a forward needs
-    other ranks for them; or of the whole weight, if no gather carries its scales.
-    """
-    local = local_statistics(weights)
-    parts = _reduced(local.values())
-    wholes: dict[Key, list[Tensor]] = {}
-    for key, own in local.items():
-        each = zip(own.local, own.places, strict=True)
-        wholes[key] = [n if place is None else place.whole(next(parts)) for n, place in each]
-    for weight, parameter in weights.items():
-        kept: dict[Scheme, Statistics] = {}
-        layout, is_whole = weight.layout(parameter), False
-        assert layout is not None
-        if not (is_float8 := gathers_float8(parameter)):
-            layout = weight.gathered_layout(layout) or layout
-        schemes = weight.schemes if is_float8 else weight.shared_schemes(layout)
-        for scheme in schemes:
-            own = local[id(parameter), scheme.key]
-            whole = tuple(wholes[id(parameter), scheme.key])
-            if own.gathered is not None:
-                kept[scheme] = scheme.local_part(whole, own.gathered)
-            elif own.everywhere:
-                is_whole, kept[scheme] = True, whole
+def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:
+    """Measure weights, and store of each what is to be kept."""
+    found = _measure(weights)
+    parts = _reduced(found.values())
+    wholes: dict[Key, Statistics] = {}
+    for key, each in found.items():
+        levels = zip(each.local, each.places, strict=True)
+        wholes[key] = tuple(
+            [n if place is None else place.whole(next(parts)) for n, place in levels]
+        )
+    for weight, kept in weights.items():
+        parameter, own = weight.parameter(), list[Statistics]()
+        for scheme in kept.schemes:
+            key = id(parameter), scheme.key
+            whole, (_, layout, _, places) = wholes[key], found[key]
+            if kept.whole:
+                own.append(whole)
+            elif kept.layout != layout:
+                own.append(scheme.local_part(whole, kept.layout))
             else:
-                places = zip(whole, own.places, strict=True)
-                kept[scheme] = tuple([n if place is None else place.part(n) for n, place in places])
+                levels = zip(whole, places, strict=True)
+                own.append(tuple([n if place is None else place.part(n) for n, place in levels]))
         if not isinstance(held := local_tensor(parameter), KnownWeight):
             held = KnownWeight(held)
             set_dtensor_local(parameter, held)  # type: ignore[arg-type]
-        what = Kept(tuple(kept), layout, is_whole)
-        held.store(what, [*kept.values()], parameter, precomputed=True)
+        held.store(kept, own, parameter, precomputed=True)

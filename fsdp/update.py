@@ -1,11 +1,9 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -19,9 +17,8 @@ from fp8_dist.linear.optimizer_steps import (
     hooked_optimizers,
     updated_by,
 )
-from fp8_dist.linear.weight import Float8Weight, float8_weights, note_made, weights_of_model
-from fp8_dist.mesh import all_reduce_max, common_groups, replicated_over
-from fp8_dist.torch_internals import fsdp_groups_of_module, fsdp_parameters
+from fp8_dist.linear.weights import float8_weights, note_made, weights_of_model
+from fp8_dist.mesh import all_reduce_max, common_groups
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -54,38 +51,10 @@ def update_float8_scales(module: nn.Module) -> None:
     """
     check_agreement(module, "update_float8_scales")
     weights = weights_of_model(module, "update_float8_scales")
-    precomputed = weights_to_precompute(module, weights)
-    if precomputed:
-        precompute_weights(module, precomputed)
+    if kept := {fqn: weight for fqn, weight in weights.items() if weight.kept() is not None}:
+        precompute_weights(module, kept)
     if any(layer.histories for layer in float8_layers(module).values()):
         sync_float8_amax_and_scale_history(module)
-
-
-def weights_to_precompute(
-    module: nn.Module, weights: Mapping[str, Float8Weight]
-) -> dict[str, Float8Weight]:
-    """Choose those of a model's weights whose scales an update precomputes."""
-    fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    groups = [group for part in fsdp_modules for group in fsdp_groups_of_module(part)]
-    meshes = {user: each.mesh for each in fsdp_parameters(groups) for user in each.users}
-    return {
-        fqn: weight
-        for fqn, weight in weights.items()
-        if weight.is_dynamic
-        and (weight.config.fsdp_float8_all_gather or _needs_ranks(weight, meshes))
-    }
-
-
-def _needs_ranks(weight: Float8Weight, meshes: Mapping[tuple[nn.Module, str], DeviceMesh]) -> bool:
-    """Whether a forward that casts the weight may need other ranks.
-
-    ``meshes``: those over which FSDP2 gathers weights.
-    """
-    layout, mesh = weight.layout(), meshes.get((weight.module, weight.name))
-    if layout is None or mesh is None:
-        return layout is not None
-    gathered = replicated_over(layout, mesh)
-    return any(any(scheme.axes(gathered)) for scheme in weight.schemes)
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -140,8 +109,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     :func:`update_float8_scales` in the training loop instead.
 
     Args:
-        optimizer: an optimizer that updates float8 weights of ``module``, made after the
-            conversion, ``apply_tp_plan`` and ``fully_shard``. It may also be a wrapper
+        optimizer: an optimizer that updates float8 weights of ``module``, made after
+            ``apply_tp_plan`` and ``fully_shard``. It may also be a wrapper
             (accelerate's AcceleratedOptimizer) or a container (torchtitan's OptimizersContainer, a
             list). If that runs no hooks of its own, the update runs once, after the last of the
             optimizers inside of it that update a weight of ``module``. For several optimizers, pass
@@ -154,7 +123,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
 
     Raises:
         ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
-            weights, or holds parameters that the conversion has replaced.
+            weights, or holds parameters in whose place layers have others.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     weights = weights_of_model(module, "attach_update")
@@ -174,9 +143,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         raise ValueError(
             f"attach_update: the {type(optimizer).__name__} updates none of the module's "
             f"{len(trained)} float8 weights (such as {first}), so its steps would leave "
-            "them, and their scales, as they are. Make the optimizer after "
-            "convert_to_float8_training, apply_tp_plan and fully_shard, which make new parameters, "
-            "and pass the one that updates them"
+            "them, and their scales, as they are. Make the optimizer after apply_tp_plan and "
+            "fully_shard, which make new parameters, and pass the one that updates them"
         )
     for each in found:
         check_not_replaced(each)

@@ -16,24 +16,18 @@ hooks find it by the layer that owns the weight, which FSDP2 passes to them: wit
 run on a copy.
 """
 
-from collections.abc import Collection
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.kernels.encoding import as_bytes
-from fp8_dist.linear.module import other_users
-from fp8_dist.linear.weight import (
-    Float8Weight,
-    unwrap_weights,
-    weights_of,
-    weights_of_model,
-    wrap_weights,
-)
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import weights_of
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
@@ -41,9 +35,10 @@ from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor.stored import Stored
 from fp8_dist.tensor.wrapper import padded_shard, unpadded
 from fp8_dist.torch_internals import (
-    fsdp_gather_without_hooks,
-    fsdp_groups,
-    fsdp_parameters,
+    FsdpParameter,
+    dtensor_local,
+    is_plain,
+    set_dtensor_local,
 )
 
 
@@ -61,19 +56,13 @@ class _Metadata(NamedTuple):
 class Float8AllGatherWeight(KnownWeight):
     """High-precision weight (shard) that FSDP2 gathers in float8.
 
-    Parameters have this tensor type from ``convert_to_float8_training(...,
-    enable_fsdp_float8_all_gather=True)`` to the end of training.
+    With ``enable_fsdp_float8_all_gather``, the local tensors of sharded parameters have this type
+    from ``fully_shard`` on (:func:`wrap_sharded`).
     """
 
     name_of_weight: str
     static = ("name_of_weight",)
     __slots__ = ("name_of_weight",)
-
-    @staticmethod
-    def wrap(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Wrap the tensor of a parameter of that name, on the same storage."""
-        known = isinstance(tensor, Float8AllGatherWeight)
-        return tensor if known else Float8AllGatherWeight(KnownWeight.unwrap(tensor), name)
 
     def fsdp_pre_all_gather(
         self,
@@ -91,19 +80,8 @@ class Float8AllGatherWeight(KnownWeight):
         of the global weight. For scales of blocks, one of 1 byte per block of the global weight;
         none if shards cut no block.
 
-        Raises:
-            ValueError: the module is not a Float8Linear; or tensor parallelism leaves some rank
-                with an empty shard, whose gradient FSDP2 can't reduce.
         """
-        weight = weights_of(module).get(self.name_of_weight)
-        if weight is None:
-            raise ValueError(
-                f"a {type(module).__name__} owns a weight that is gathered in float8; only a "
-                "Float8Linear can use it. Share a converted layer's weight with no other module, "
-                "or leave the layer unconverted"
-            )
-        weight.gathered_over = mesh
-        _check_other_shards(weight)
+        weight = weights_of(module)[self.name_of_weight]
         cast, whole = weight.gather_cast(self)
         data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
         # A view of the float8 dtype, so that an audit can find the payload's dtype.
@@ -155,92 +133,52 @@ def _as_input(scale: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in (torch.float32, torch.uint8) else flat.view(torch.uint8)
 
 
-def _check_other_shards(weight: Float8Weight) -> None:
-    """Raise, on all ranks, if tensor parallelism leaves some rank without any of the weight."""
-    layout = Layout.of(weight.parameter())
-    gathered = weight.gathered_layout(layout) if layout and layout.mesh.ndim > 1 else None
-    if layout and gathered and _some_are_empty(gathered):
-        raise ValueError(
-            f"{weight.fqn}: a weight of shape {tuple(layout.shape)} leaves a tensor-parallel rank "
-            f"of {layout.mesh} without any of it, and FSDP2 can't reduce an empty gradient; leave "
-            "the layer out of the tensor-parallel plan"
-        )
+def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> None:
+    """Wrap the local tensor of a sharded parameter, so that FSDP2 gathers it as layers ask for.
 
-
-@lru_cache(maxsize=1024)
-def _some_are_empty(layout: Layout) -> bool:
-    return any(0 in local_sizes(layout, dim) for dim in range(len(layout.shape)))
-
-
-def rewrap_float8_weights(module: nn.Module) -> list[str]:
-    """Let FSDP2 gather weights in float8 again after other code has rebuilt their parameters.
-
-    ``convert_to_float8_training`` with ``enable_fsdp_float8_all_gather`` gives weights a tensor
-    type that FSDP2 gathers in float8. Code that makes new parameters of plain tensors, such as a
-    checkpoint loader, loses the type. Call this function afterwards, before ``fully_shard`` and
-    before the optimizer is made. A model that was sharded with the type, for instance on the meta
-    device, may be loaded and rewrapped until its first forward. A second call changes nothing.
-
-    A weight that is a DTensor stays the same parameter. A plain weight becomes a new parameter on
-    the same storage, with the gradient and attributes of the old one. Layers that shared a weight
-    still share it.
+    Otherwise the tensor holds what precompute finds, if other ranks have part of it. The parameter,
+    a DTensor, stays the same.
 
     Args:
-        module: the model, or a part of it.
-
-    Returns:
-        The names of the modules whose weights were wrapped.
-
-    Collectives: none.
+        weights: those of all users of the parameter that are converted.
 
     Raises:
-        ValueError: ``module`` has no converted layer; another module shares a weight that would be
-            wrapped; or FSDP2 already gathers a weight in high precision, because ``fully_shard``
-            found it without the type, or because it was gathered after it lost the type. Nothing
-            has been changed then.
+        ValueError: another module uses a parameter that is to be gathered in float8; or tensor
+            parallelism leaves some rank with none of it, whose gradient FSDP2 can't reduce.
     """
-    weights = weights_of_model(module, "rewrap_float8_weights")
-    lost = {fqn: weight for fqn, weight in weights.items() if _lost_type(weight)}
-    users = [weight.module for weight in lost.values()]
-    if shared := other_users(module, {fqn: w.parameter() for fqn, w in lost.items()}, users):
-        raise ValueError(
-            "rewrap_float8_weights: FSDP2 would gather a weight in float8 for all its users, but "
-            f"{'; '.join(shared)}. Leave these layers unconverted (convert_to_float8_training's "
-            "module_filter_fn), or untie them"
-        )
-    _check_fsdp(lost)
-    wrap_weights(lost.values())
-    names = (fqn.rpartition(".")[0] or weight.fqn for fqn, weight in lost.items())
-    return list(dict.fromkeys(names))
-
-
-def unwrap_float8_weights(weights: Collection[Float8Weight]) -> None:
-    """Let FSDP2 gather sharded weights in high precision: the inverse of wrapping.
-
-    A weight that is a DTensor stays the same parameter. A plain weight becomes the parameter that
-    it was before, if that is still in use and has the same storage, otherwise a new one. Weights
-    that FSDP2 does not gather in float8 stay as they are.
-    """
-    unwrap_weights(weights)
-    fsdp_gather_without_hooks({(weight.module, weight.name) for weight in weights})
-
-
-def _lost_type(weight: Float8Weight) -> bool:
-    if not weight.config.fsdp_float8_all_gather or not weight.is_registered:
-        return False
-    local = local_tensor(weight.parameter())
-    return not isinstance(local, Float8AllGatherWeight | Float8Tensor | Stored)
-
-
-def _check_fsdp(weights: dict[str, Float8Weight]) -> None:
-    """Raise for weights that FSDP2 can only gather in high precision."""
-    names = {(weight.module, weight.name): weight.fqn for weight in weights.values()}
-    for parameter in fsdp_parameters(fsdp_groups()) if weights else ():
-        lost = [names[user] for user in parameter.users if user in names]
-        if lost and (parameter.has_gathered or not parameter.has_hooks):
-            found = "has gathered it" if parameter.has_gathered else "was set up (fully_shard)"
+    users, sharded = parameter.users, parameter.sharded
+    local = dtensor_local(sharded)
+    asking = [weight for weight in weights if weight.config.fsdp_float8_all_gather]
+    if isinstance(local, Float8AllGatherWeight | Stored):
+        return
+    if asking:
+        if others := [each for each in users if weights_of(each[0]).get(each[1]) not in weights]:
+            module, name = others[0]
             raise ValueError(
-                f"rewrap_float8_weights: {lost[0]}: FSDP2 {found} after the weight lost "
-                "its type, and goes on gathering it in high precision. Call "
-                "rewrap_float8_weights(model) before fully_shard"
+                f"{asking[0].fqn}: FSDP2 would gather this weight in float8 for all its users, but "
+                f"it is also the {name} of a {type(module).__name__} that is not converted; leave "
+                "the layer unconverted (convert_to_float8_training's module_filter_fn), or untie "
+                "them"
             )
+        layout = Layout.of(sharded)
+        arrives = layout and asking[0].gathered_layout(layout)
+        if arrives and any(0 in local_sizes(arrives, dim) for dim in range(sharded.ndim)):
+            raise ValueError(
+                f"{asking[0].fqn}: a weight of shape {tuple(sharded.shape)} leaves a "
+                f"tensor-parallel rank of {sharded.device_mesh} without any of it, and FSDP2 can't "
+                "reduce an empty gradient; leave the layer out of the tensor-parallel plan"
+            )
+        plain = KnownWeight.unwrap(local)
+        parameter.replace_local(Float8AllGatherWeight(plain, users[0][1]))
+    elif is_plain(local) and any(weight.kept() for weight in weights):
+        parameter.replace_local(KnownWeight(local))
+
+
+def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:
+    """Let FSDP2 gather weights in high precision, and forget what is known of distributed ones."""
+    for weight in weights:
+        parameter = weight.parameter()
+        if isinstance(parameter, DTensor):
+            set_dtensor_local(parameter, KnownWeight.unwrap(dtensor_local(parameter)))
+        if weight.fsdp is not None:
+            weight.fsdp.forget_hooks()

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from fp8_dist.linear.weight import hold_known, weights_of
+from fp8_dist.linear.weights import hold_known, weights_of
 from fp8_dist.mesh import sharded_dim
 from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
 from fp8_dist.tensor_parallel.styles import CheckedStyle
@@ -57,8 +57,8 @@ class _ExpertsStyle(CheckedStyle):
             )
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         for weight in weights_of(module).values():
-            if weight.is_stored and not isinstance(scales := weight.scales(), DTensor):
-                weight.place_scales(scales, device_mesh)
+            if (stored := weight.stored()) and not isinstance(stored.scales, DTensor):
+                weight.place_scales(stored.scales, device_mesh)
         hold_known(weights_of(module).values())
         return module
 

@@ -4,9 +4,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fp8_dist.linear.agreement import check_placed
+from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.parameter import LocalPlacements
-from fp8_dist.linear.weight import hold_known
+from fp8_dist.linear.weights import hold_known
 from fp8_dist.mesh import check_axis, layout_over
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.weight import float8_modules
+from fp8_dist.linear.weights import float8_modules
 from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.styles import (
     CheckedStyle,

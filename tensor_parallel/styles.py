@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.weight import float8_modules, float8_weights, hold_known
+from fp8_dist.linear.weights import float8_modules, float8_weights, hold_known
 from fp8_dist.mesh import check_axis
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel.inputs import ModuleInput, cast_input, check_transport

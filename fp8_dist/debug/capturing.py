@@ -31,7 +31,7 @@ from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, matching, own_
 from fp8_dist.debug.rows import CastStats
 from fp8_dist.device import is_float8
 from fp8_dist.linear.observing import Casts, Owner
-from fp8_dist.linear.weight import weights_of_model
+from fp8_dist.linear.weights import weights_of_model
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scales, Start, scheme_named
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8_dist.linear.observing import Observer, Owner, observed_by
-from fp8_dist.linear.weight import weights_by_layer
+from fp8_dist.linear.weights import weights_by_layer
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import without_wrappers

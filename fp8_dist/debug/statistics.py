@@ -39,7 +39,7 @@ from fp8_dist.debug.rows import (
 )
 from fp8_dist.linear.agreement import first_difference
 from fp8_dist.linear.observing import Casts, Owner
-from fp8_dist.linear.weight import weights_by_layer, weights_of_model
+from fp8_dist.linear.weights import weights_by_layer, weights_of_model
 from fp8_dist.mesh import GroupNames, make_group
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.torch_internals import resolve_process_group

@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fp8_dist.device import is_float8
-from fp8_dist.linear.weight import Float8Weight, float8_weights
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import float8_weights
 from fp8_dist.model.export import entries_of, quantization_config, weights_by_key
 from fp8_dist.scaling import BlockScheme
 from fp8_dist.text import without_wrappers

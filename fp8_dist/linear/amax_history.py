@@ -132,10 +132,6 @@ class AmaxHistory:
             return statistics, cast_by(x, plan, [statistics]), value
         return self._copies_of_local(x, plan, groups, shared)
 
-    def forget_recorded(self) -> None:
-        """Drop what was recorded since the last sync."""
-        self.current, self.steps = None, 0
-
     def last_of(self, scale: torch.Tensor) -> torch.Tensor | None:
         """:attr:`last`, for a layer that takes an input that was cast with ``scale``."""
         return last_amax.overload(scale, self._handle) if must_query() else self.last

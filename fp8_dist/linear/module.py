@@ -26,15 +26,10 @@ from fp8_dist.linear.checks import (
     check_summed_in_fp32,
 )
 from fp8_dist.linear.class_change import change_class, why_forward_is_kept
+from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
-from fp8_dist.linear.parameter import LocalPlacements
-from fp8_dist.linear.weight import (
-    Float8Weight,
-    checked_module,
-    float8_weights,
-    load_weights,
-    save_weights,
-)
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import checked_module, float8_weights, load_weights, save_weights
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -107,7 +102,6 @@ class Float8Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._set_up(_checked(config), "")
-        self._wrap_weight()
 
     @classmethod
     def from_float(
@@ -115,9 +109,8 @@ class Float8Linear(nn.Linear):
     ) -> "Float8Linear":
         """Create a float8 layer that shares the parameters, hooks and attributes of ``mod``.
 
-        With ``config.fsdp_float8_all_gather`` the weight is a new parameter on the same storage, of
-        the type that FSDP2 gathers in float8. Create the optimizer afterwards. Whatever refers to
-        ``mod`` goes on using it; :func:`fp8_dist.convert_to_float8_training` converts in place.
+        Whatever refers to ``mod`` goes on using it; :func:`fp8_dist.convert_to_float8_training`
+        converts in place.
 
         Args:
             mod: the layer to convert; it is not changed.
@@ -152,7 +145,6 @@ class Float8Linear(nn.Linear):
             new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
         own_load_hooks(new)
         new._set_up(config, fqn)
-        new._wrap_weight()
         return new
 
     def _set_up(self, config: Float8LinearConfig, fqn: str) -> None:
@@ -169,10 +161,6 @@ class Float8Linear(nn.Linear):
         }
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
 
-    def _wrap_weight(self) -> None:
-        if self.config.fsdp_float8_all_gather:
-            self.weight = self.float8_weight.wrapped(self.weight)
-
     def to_linear(self) -> nn.Linear:
         """Return a new nn.Linear that shares this layer's parameters, as plain tensors.
 
@@ -180,8 +168,7 @@ class Float8Linear(nn.Linear):
         """
         with torch.device("meta"):
             linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        weight = self.float8_weight
-        values = weight.dequantized() if weight.is_stored else weight.plain(self.weight)
+        values = self.float8_weight.high_precision()
         linear.weight = nn.Parameter(values, requires_grad=self.weight.requires_grad)
         linear.bias = self.bias
         return linear.train(self.training)
@@ -300,7 +287,7 @@ class Float8Linear(nn.Linear):
                         f"{type(value).__name__}, which multiplies in a way of its own; call "
                         "convert_to_linear(model) before the weights are quantized"
                     )
-                self.float8_weight.parameter_replaced(self._parameters.get("weight"), value)
+                self.float8_weight.parameter_replaced(value)
             elif name in ("config", "fqn"):
                 setattr(self.float8_weight, name, value)
         super().__setattr__(name, value)
@@ -308,7 +295,7 @@ class Float8Linear(nn.Linear):
     def become_linear(self) -> None:
         """Turn into an nn.Linear in place: the inverse of :func:`become_float8`.
 
-        A weight that FSDP2 gathers in float8 must be replaced before.
+        A weight that FSDP2 gathers in float8 must be unwrapped before.
         """
         hidden = self.hidden_attributes
         for name in _OWN_ATTRIBUTES:
@@ -354,11 +341,6 @@ class Float8Linear(nn.Linear):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
-        key = prefix + "weight"
-        assign = local_metadata.get("assign_to_params_buffers", False) and key in state_dict
-        wraps = self.config.fsdp_float8_all_gather and not self.float8_weight.is_stored
-        if assign and wraps and Float8Weight.can_be(state_dict[key]):
-            state_dict[key] = self.float8_weight.wrapped(state_dict[key])
         # The last pre-hook, because others may change what is loaded.
         last = self.register_load_state_dict_pre_hook(load_weights)
         try:
@@ -376,8 +358,7 @@ def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str)
     """Turn an nn.Linear that can be converted into a Float8Linear in place.
 
     Whatever refers to the layer, such as hooks, closures and lists, refers to the converted one. An
-    instance of a subclass of nn.Linear remains one. The weight stays as it is, also where FSDP2
-    shall gather it in float8.
+    instance of a subclass of nn.Linear remains one. The weight stays as it is.
 
     Raises:
         TypeError: ``config`` is not a Float8LinearConfig.

@@ -80,12 +80,8 @@ def note_replaced(
         _replaced[old] = weakref.ref(module), name, fqn
 
 
-def replaced_parameters() -> list[tuple[nn.Module | None, str, torch.Tensor]]:
-    """The replaced parameters that other code still holds, each with its module and its name."""
-    return [(module(), name, old) for old, (module, name, _) in _replaced.items()]
-
-
-def check_not_replaced(optimizer: Optimizer) -> None:
+@torch.compiler.disable
+def check_not_replaced(optimizer: Optimizer, *_: Any) -> None:
     """Raise if an optimizer holds a parameter that was replaced in a module, which is trained.
 
     Raises:
@@ -99,9 +95,8 @@ def check_not_replaced(optimizer: Optimizer) -> None:
         if current is not None and current is not old and current.requires_grad:
             raise ValueError(
                 f"{fqn}.{name}: this {type(optimizer).__name__} holds the parameter that the layer "
-                "had before it was converted or stored in another form, so its steps would leave "
-                "the weight as it is. Make the optimizer after convert_to_float8_training, "
-                "freeze_to_float8, and their inverses"
+                "had before freeze_to_float8, unfreeze_from_float8 or declare_placements, so its "
+                "steps would leave the weight as it is. Make the optimizer afterwards"
             )
 
 
@@ -141,12 +136,7 @@ def _install_hook() -> RemovableHandle:
 
 @cache
 def _install_check() -> RemovableHandle:
-    return register_optimizer_step_pre_hook(_before_optimizer_step)
-
-
-@torch.compiler.disable
-def _before_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    check_not_replaced(optimizer)
+    return register_optimizer_step_pre_hook(check_not_replaced)
 
 
 @torch.compiler.disable

@@ -5,94 +5,66 @@ A stored weight is a pair of parameters of its module, ``NAME`` and ``NAME_scale
 """
 
 import math
-import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.cast import cast_by
-from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import is_float8
 from fp8_dist.kernels import fp32_scales
-from fp8_dist.linear.parameter import LayerParameter
-from fp8_dist.mesh import (
-    Layout,
-    has_pieces,
-    local_tensor,
-    own_pieces,
-    sharded_dim,
-    taken,
-    with_local,
-)
+from fp8_dist.mesh import Layout, local_tensor, own_pieces, taken, with_local
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, measure, whole_statistics
 from fp8_dist.tensor.stored import Stored, StoredFloat8, StoredScales
-from fp8_dist.text import warn_once
 
 
-class StoredWeight(LayerParameter):
-    """The part of a :class:`~fp8_dist.linear.weight.Float8Weight` that knows stored weights."""
+class StoredWeight(NamedTuple):
+    """A weight that is stored in float8: its two parameters, and how they are distributed.
 
-    config: Float8LinearConfig
+    Attributes:
+        fqn: the name of the module.
+        name, scales_name: the names of the parameters in the module.
+        data, scales: the parameters, or what FSDP2 has gathered of them.
+        layout: the layout of ``data``.
+        scheme: the scheme of the layer's config.
+    """
+
+    fqn: str
+    name: str
+    scales_name: str
+    data: torch.Tensor
+    scales: torch.Tensor
+    layout: Layout | None
+    scheme: Scheme
 
     @property
-    def schemes(self) -> tuple[Scheme, ...]:
-        """The schemes of the weight, in the order of its GEMMs."""
-        return self.config.recipe.schemes["weight"]
-
-    @property
-    def is_stored(self) -> bool:
-        return isinstance(local_tensor(self.parameter()), StoredFloat8)
-
-    @property
-    def scales_name(self) -> str:
-        return f"{self.name}_scale_inv"
-
-    def scales(self) -> nn.Parameter:
-        """The parameter that has the scales of a stored weight."""
-        return self.module.get_parameter(self.scales_name)
-
     def local_scales(self) -> StoredScales:
-        local = local_tensor(self.scales())
+        """The local tensor of the scales."""
+        local = local_tensor(self.scales)
         assert isinstance(local, StoredScales)
         return local
 
-    def stored(self, parameter: torch.Tensor) -> Quantized | None:
-        """Return the local data and scales of a stored weight; ``None`` if it is not stored.
-
-        ``parameter`` is not sharded by FSDP2.
+    def quantized(self) -> Quantized:
+        """Return the local data and scales, as GEMMs take them.
 
         Raises:
-            TypeError: the parameter was replaced by plain float8 data.
             ValueError: the weight was stored for another config than the layer's, or requires
                 gradients.
         """
-        local = local_tensor(parameter)
-        if not isinstance(local, StoredFloat8):
-            if is_float8(local.dtype):
-                raise TypeError(
-                    f"{self.fqn}: {self.name} is data of {local.dtype} without its scales, from a "
-                    "state dict that was assigned or passed to functional_call; load it with "
-                    "load_state_dict after freeze_to_float8"
-                )
-            return None
-        if parameter.requires_grad:
+        if self.data.requires_grad:
             raise ValueError(
                 f"{self.fqn}: {self.name} requires gradients, but is stored in float8, where no "
                 "optimizer can update it; call unfreeze_from_float8 to train it, or "
                 "requires_grad_(False)"
             )
-        return self._quantized(local, self.layout(parameter), self.local_scales().plain)
+        return self._with(self.local_scales.plain)
 
-    def _quantized(
-        self, local: StoredFloat8, layout: Layout | None, scales: torch.Tensor
-    ) -> Quantized:
-        """Combine the data of a part with its scales, or with those of the whole weight."""
-        (scheme,) = self.schemes
+    def _with(self, scales: torch.Tensor) -> Quantized:
+        """Combine the local data with its scales, or with those of the whole weight."""
+        local, scheme, layout = local_tensor(self.data), self.scheme, self.layout
+        assert isinstance(local, StoredFloat8)
         if scheme.key != local.key:
             raise ValueError(
                 f"{self.fqn}: {self.name} is stored as {local.key}, and the layer's config has "
@@ -110,75 +82,18 @@ class StoredWeight(LayerParameter):
         return Quantized(local.plain, (scales,), scheme, start, scheme.is_cut(layout))
 
     def dequantized(self) -> torch.Tensor:
-        """Return a stored weight in high precision; a DTensor if it is distributed.
+        """Return the weight in high precision; a DTensor if it is distributed.
 
         Collectives: if it is distributed, an all-gather of its scales.
         """
-        parameter = self.parameter()
-        local, layout = local_tensor(parameter), self.layout(parameter)
-        assert isinstance(local, StoredFloat8)
-        held = with_local(self.scales(), self.local_scales().plain)
+        held = with_local(self.scales, self.local_scales.plain)
         whole = held.full_tensor() if isinstance(held, DTensor) else held
-        qdata, scales, scheme, start, _ = self._quantized(local, layout, whole)
-        return with_local(parameter, scheme.dequantize(qdata, scales, start).to(parameter.dtype))
-
-    def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """A forward's weight, or the sharded parameter that was gathered; see ``Owner``."""
-        if self.is_stored:
-            return self.dequantized()
-        return self.plain(weight if self.sharded is None else self.sharded)
-
-    def store(
-        self,
-        qdata: torch.Tensor,
-        scales: torch.Tensor,
-        dtype: torch.dtype,
-        saved_as: torch.dtype = torch.float32,
-    ) -> None:
-        """Store a plain weight of ``dtype`` with these data and scales, in two new parameters.
-
-        ``saved_as``: the dtype of the scales in checkpoints.
-        """
-        (scheme,) = self.schemes
-        held = as_stored(scales if scales.ndim else scales.view(1), scheme)
-        data = StoredFloat8(qdata, dtype, scheme.key)
-        own = StoredScales(held, torch.float32, saved_as)
-        self.share(nn.Parameter(data, requires_grad=False), nn.Parameter(own, requires_grad=False))
-
-    def restore(self, dtype: torch.dtype) -> None:
-        """Store the weight again after a loader has put plain tensors in its place."""
-        plain, (scheme,) = self.parameter().detach(), self.schemes
-        if plain.dtype is scheme.dtype:
-            scales = self.scales().detach()
-            held = fitted(scales, plain.shape, scheme, f"{self.fqn}.{self.scales_name}")
-            self.store(plain, held, dtype, scales.dtype)
-
-    def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
-        """Take the parameters of a stored weight, which another layer may have too."""
-        self.module.register_parameter(self.scales_name, scales)
-        self.replace(data)
-        self.bind(self.parameter())
-
-    def bind(self, parameter: torch.Tensor | None) -> None:
-        """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
-        local = None if parameter is None else local_tensor(parameter)
-        if isinstance(local, StoredFloat8):
-            local.write = partial(StoredWeight._add, weakref.proxy(self))
-
-    def _add(self, func: Any, *args: Any, **kwargs: Any) -> None:
-        warn_once(
-            "merged into float8",
-            f"{self.fqn}: a sum with a weight that is stored in float8 is cast to float8 again, "
-            "and so is the difference when it is taken back: merging and unmerging an adapter "
-            "does not restore the weight's bits",
-        )
-        total = self.dequantized()
-        func(local_tensor(total), *args, **kwargs)
-        self.write(total)
+        qdata, scales, scheme, start, _ = self._with(whole)
+        return with_local(self.data, scheme.dequantize(qdata, scales, start).to(self.data.dtype))
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """Cast values in high precision into a stored weight, in place.
+        """Cast values in high precision into the weight, in place.
 
         ``values`` has the shape of the weight; a DTensor, if the weight is one.
 
@@ -186,14 +101,13 @@ class StoredWeight(LayerParameter):
         :func:`fp8_dist.scaling.whole_statistics`.
         """
         qdata, scales = self.cast(values)
-        _content(self.parameter()).copy_(qdata)
-        _content(self.scales()).copy_(scales)
+        _content(self.data).copy_(qdata)
+        _content(self.scales).copy_(scales)
 
     def cast(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cast values to the local parts of the data and of the scales of this weight."""
-        parameter, scales = self.parameter(), self.scales()
-        layout, (scheme,) = self.layout(parameter), self.schemes
-        local = local_tensor(values).detach().to(local_tensor(parameter).device)
+        """Cast values to the local parts of the data and of the scales."""
+        layout, scheme = self.layout, self.scheme
+        local = local_tensor(values).detach().to(local_tensor(self.data).device)
         (every,) = measure(local, (scheme,), scheme.start(layout))
         own = every
         if layout is not None:
@@ -201,28 +115,27 @@ class StoredWeight(LayerParameter):
             own = scheme.local_part(every, layout)
         (cast,) = cast_by(local, CastPlan((scheme,)), [own], layout)
         (whole,) = scheme.scales_from(every)
-        whole = as_stored(whole.view(scales.shape), scheme)
-        if isinstance(scales, DTensor):
-            whole = taken(whole, own_pieces(scales))
+        whole = as_stored(whole.view(self.scales.shape), scheme)
+        if isinstance(self.scales, DTensor):
+            whole = taken(whole, own_pieces(self.scales))
         return cast.qdata, whole
 
     def entries(self) -> dict[str, torch.Tensor]:
-        """The entries of a state dict for a stored weight, without copying its data.
+        """The entries of a state dict, without a copy of the data.
 
         These are the data, in float8, and the scales, in fp32, or in e8m0 if they are exponents
         that were loaded so. They are DTensors if the parameters are.
         """
-        data, scales = self.parameter(), self.scales()
-        held, e8m0 = self.local_scales(), torch.float8_e8m0fnu
+        held, e8m0 = self.local_scales, torch.float8_e8m0fnu
         is_e8m0 = held.saved_as is e8m0 and held.plain.dtype is torch.uint8
         saved = held.plain.view(e8m0) if is_e8m0 else fp32_scales(held.plain)
         return {
-            self.name: _entry(data, _content(data)),
-            self.scales_name: _entry(scales, saved),
+            self.name: _entry(self.data, _content(self.data)),
+            self.scales_name: _entry(self.scales, saved),
         }
 
     def load(self, state: dict[str, Any], prefix: str) -> None:
-        """Replace the entries of a state dict for a stored weight by tensors like its parameters.
+        """Replace the entries of a state dict by tensors like the parameters.
 
         Entries in high precision are cast. Entries in float8 are taken as they are.
 
@@ -232,15 +145,15 @@ class StoredWeight(LayerParameter):
             ValueError: the data or the scales have another dtype, the scales are missing, or they
                 are not those of the scheme.
         """
-        data, held = local_tensor(self.parameter()), self.local_scales()
+        data, held, scheme = local_tensor(self.data), self.local_scales, self.scheme
         assert isinstance(data, StoredFloat8)
         key, scales_key = prefix + self.name, prefix + self.scales_name
         given = state.get(key)
         if given is None or isinstance(local_tensor(given), Stored):
             return
-        if isinstance(given, DTensor) != isinstance(self.parameter(), DTensor):
+        if isinstance(given, DTensor) != isinstance(self.data, DTensor):
             return  # load_state_dict reports it
-        (scheme,), local = self.schemes, local_tensor(given)
+        local = local_tensor(given)
         if not is_float8(local.dtype):
             qdata, scales = self.cast(given)
         elif scales_key not in state or local.dtype is not scheme.dtype:
@@ -256,41 +169,24 @@ class StoredWeight(LayerParameter):
             convert = as_stored if is_own else partial(fitted, shape=local.shape)
             scales = convert(scales, scheme=scheme, name=name)
             held.saved_as = saved_as
-        state[key] = with_local(self.parameter(), data.like(qdata))
-        state[scales_key] = with_local(self.scales(), held.like(scales))
+        state[key] = with_local(self.data, data.like(qdata))
+        state[scales_key] = with_local(self.scales, held.like(scales))
 
-    def refuse_codes(self, state: dict[str, Any], prefix: str) -> None:
-        """Check that a state dict has no float8 data for a weight in high precision.
 
-        Raises:
-            ValueError: it has, and torch would load the data as values, without the scales.
-        """
-        key = prefix + self.name
-        given = state.get(key)
-        dtype = local_tensor(given).dtype if isinstance(given, torch.Tensor) else torch.float32
-        if is_float8(dtype) and not self.is_stored:
-            raise ValueError(
-                f"{self.fqn}: the state dict has {key} in {dtype}, which load_state_dict would "
-                "convert to the layer's high precision without its scales; call freeze_to_float8 "
-                "before, or load the files with load_float8_checkpoint"
-            )
+def check_has_no_codes(state: dict[str, Any], key: str, fqn: str) -> None:
+    """Check that a state dict has no float8 data for a weight in high precision.
 
-    def place_scales(self, scales: torch.Tensor, mesh: DeviceMesh) -> None:
-        """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.
-
-        They are replicated if ranks share scales.
-        """
-        layout, (scheme,) = self.layout(), self.schemes
-        assert layout is not None
-        (placement,), (level,), ndim = layout.placements, scheme.levels, len(layout.shape)
-        dim = sharded_dim(placement, ndim)
-        block = None if dim is None or level.is_scalar else level.block(dim, ndim)
-        # Ranks with several pieces have whole blocks (Scheme.start has checked them).
-        whole = has_pieces(layout.placements) or not scheme.is_cut(layout)
-        own = block == 1 or (block is not None and whole)
-        placed = distribute_tensor(scales.detach(), mesh, [placement if own else Replicate()])
-        self.module.register_parameter(self.scales_name, nn.Parameter(placed, requires_grad=False))
-        self.bind(self.parameter())
+    Raises:
+        ValueError: it has, and torch would load the data as values, without the scales.
+    """
+    given = state.get(key)
+    dtype = local_tensor(given).dtype if isinstance(given, torch.Tensor) else torch.float32
+    if is_float8(dtype):
+        raise ValueError(
+            f"{fqn}: the state dict has {key} in {dtype}, which load_state_dict would convert to "
+            "the layer's high precision without its scales; call freeze_to_float8 before, or load "
+            "the files with load_float8_checkpoint"
+        )
 
 
 class StoredEntry(DTensor):

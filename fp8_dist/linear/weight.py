@@ -22,27 +22,36 @@ is known of a weight] in :mod:`fp8_dist.tensor.known`. Others are measured. Comp
 selective activation checkpointing ask by operators (``runtime_ops``).
 """
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fp8_dist.cast import Copies, cast_by, cast_copies
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.device import is_captured, keep_for_current_stream
+from fp8_dist.device import is_captured, is_float8, keep_for_current_stream
+from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import FROZEN, PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.checks import check_gathered
+from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.observing import is_observed, observe
 from fp8_dist.linear.operands import Recast, WeightCasts
-from fp8_dist.linear.optimizer_steps import replaced_parameters
-from fp8_dist.linear.parameter import gathers_float8
+from fp8_dist.linear.optimizer_steps import note_replaced
 from fp8_dist.linear.runtime_ops import must_query, owner_of, query, register_handle
-from fp8_dist.linear.stored import StoredWeight
-from fp8_dist.mesh import Layout, has_pieces, local_tensor, with_local
+from fp8_dist.linear.stored import StoredWeight, as_stored, fitted
+from fp8_dist.mesh import (
+    Layout,
+    has_pieces,
+    layout_over,
+    local_tensor,
+    replicated_over,
+    sharded_dim,
+)
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import (
     CastPlan,
@@ -60,34 +69,36 @@ from fp8_dist.scaling import (
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.tensor.known import AS_SHARDED, STALE, Kept, KnownWeight
+from fp8_dist.tensor.stored import StoredFloat8, StoredScales
+from fp8_dist.tensor.wrapper import WrapperParameter
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
+    AsyncCollectiveTensor,
+    FsdpParameter,
     backward_id,
+    carry_attributes,
     dtensor_local,
-    innermost,
+    has_hooks_after_accumulation,
     is_plain,
-    parameters_of_ddp,
     set_dtensor_local,
-    storage_address,
 )
 
 _GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # those of a weight
-# The remedy in messages about models without float8 weights.
-CONVERT_FIRST = (
-    "call convert_to_float8_training first (for experts, "
-    "fp8_dist.moe.convert_experts_to_float8_training)"
-)
 
 
-class Float8Weight(StoredWeight):
-    """A parameter of two dims or more that is cast to float8.
+class Float8Weight:
+    """A parameter of two dims or more that is multiplied in float8.
 
-    A copy of the layer gets a new object.
+    It is trained, and cast in each step; or frozen and :meth:`stored` in float8. A copy of the
+    layer gets a new object. The reference to the module is weak.
 
     Attributes:
         config: the config of the layer.
+        name, fqn: the name of the parameter in the module, and the name of the module.
+        scales_name: the name of the parameter that has the scales of a stored weight.
         handle: identifies this object in operators (``runtime_ops``).
-        under_fsdp: whether FSDP2 has exchanged the sharded parameter for an unsharded one.
+        is_compared: whether the ranks were found to agree about the layer (``agreement``).
+        fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
         unsharded: what FSDP2 has gathered in high precision, if its scales may be known.
         scales_ready: on a GPU, an event of the stream that ran precompute or sync. After it, the
             scales of the weight are ready for other streams.
@@ -101,17 +112,231 @@ class Float8Weight(StoredWeight):
         histories: dict[str, AmaxHistory] | None = None,
         name: str = "weight",
     ) -> None:
-        super().__init__(module, name, fqn)
-        self.config = config
+        self._module = weakref.ref(module)
+        self.config, self.fqn = config, fqn
+        self.name, self.scales_name = name, f"{name}_scale_inv"
         self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
-        # If set, no cast of the unsharded parameter may outlive it.
-        self.under_fsdp = False
+        self.is_compared = False
+        self.fsdp: FsdpParameter | None = None
         self.unsharded: KnownWeight | None = None
         self.scales_ready: torch.cuda.Event | None = None
 
     def __reduce__(self) -> Any:
         return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
+
+    def compare(self, caller: str) -> None:
+        """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
+        layout = None if self.is_compared else self.layout()
+        if layout is not None:
+            check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the parameter."""
+        module = self._module()
+        assert module is not None, f"{self.fqn} was freed"
+        return module
+
+    def parameter(self) -> torch.Tensor:
+        """The parameter that is currently registered."""
+        module = self.module
+        parameter = module._parameters.get(self.name)  # faster than getattr
+        return getattr(module, self.name) if parameter is None else parameter
+
+    def master(self) -> torch.Tensor:
+        """The parameter that an optimizer updates: the sharded one, if FSDP2 gathers it."""
+        return self.parameter() if self.fsdp is None else self.fsdp.sharded
+
+    def replace(self, new: torch.Tensor) -> None:
+        """Put another parameter in the place of this one, with its attributes and hooks.
+
+        The steps of optimizers that hold the old one are refused.
+        """
+        old = self.parameter()
+        if new is not old:
+            carry_attributes(old, new)
+            note_replaced(old, new, self.module, self.name, self.fqn)
+        setattr(self.module, self.name, new)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether it is a parameter of the module, neither parametrized nor flattened."""
+        return self.name in self.module._parameters and self.parameter().ndim >= 2
+
+    def may_have_gradient(self) -> bool:
+        """Whether a gradient was accumulated for the parameter, or a hook may have taken it.
+
+        Hooks accumulate gradients elsewhere, in fp32 for instance.
+        """
+        for each in (self.parameter(), self.master()):
+            if each.grad is not None or has_hooks_after_accumulation(each):
+                return True
+        return self.fsdp is not None and self.fsdp.has_unreduced()
+
+    def shard(self, parameter: torch.Tensor | None = None) -> torch.Tensor:
+        """The local tensor of a parameter, plain, without a copy or collectives."""
+        parameter = self.parameter() if parameter is None else parameter
+        return KnownWeight.unwrap(local_tensor(parameter))
+
+    def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
+        """The layout of a parameter, by default the layer's, as a DTensor or as declared."""
+        parameter = self.parameter() if parameter is None else parameter
+        declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
+        if declared is None:
+            return Layout.of(parameter)
+        return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
+
+    def _wrapped(self, shard: torch.Tensor, parameter: torch.Tensor | None = None) -> torch.Tensor:
+        """A plain shard as a DTensor, if the parameter is distributed."""
+        layout = self.layout(parameter)
+        return shard if layout is None else layout.wrap(shard)
+
+    def gathered_layout(self, sharded: Layout) -> Layout | None:
+        """The layout of what FSDP2 gathers, given that of the sharded parameter.
+
+        It is the same one if FSDP2 keeps the parameter whole on every rank (``replicate``).
+        """
+        return None if self.fsdp is None else replicated_over(sharded, self.fsdp.mesh)
+
+    @property
+    def gathered_as(self) -> torch.dtype | None:
+        """The dtype in which FSDP2 gathers it in high precision; None: its own, or in float8."""
+        return None if self.fsdp is None or self.fsdp.has_hooks else self.fsdp.param_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the scales are used, even with CPU offload."""
+        layout, device = self.layout(), self.shard().device
+        if layout is None or layout.mesh.device_type == device.type:
+            return device
+        return torch.device(layout.mesh.device_type)
+
+    @staticmethod
+    def can_be(tensor: torch.Tensor | None) -> bool:
+        """Whether a tensor can be a layer's weight.
+
+        A subclass with its own GEMM, such as the quantized weights of torchao, can't.
+        """
+        local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
+        return isinstance(
+            local, Float8Tensor | WrapperParameter | AsyncCollectiveTensor
+        ) or not hasattr(local, "__tensor_flatten__")
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter as a plain tensor or DTensor on the same storage, detached.
+
+        It shares the version counters, including that of the local tensor, so writes to it are
+        noticed. It is the sharded parameter, if FSDP2 has gathered this one in float8.
+        """
+        if isinstance(local_tensor(parameter), Float8Tensor):
+            parameter = self.master()
+        local = self.shard(parameter).detach()
+        if not isinstance(parameter, DTensor):
+            return local
+        plain: Any = parameter.detach()
+        set_dtensor_local(plain, local)
+        return plain
+
+    def high_precision(self, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """The parameter in high precision, detached.
+
+        ``weight``: that of a forward, which other code may have computed from the parameter. Of
+        what FSDP2 has gathered, the result is the sharded parameter.
+
+        Collectives: those of :meth:`StoredWeight.dequantized`.
+        """
+        if (stored := self.stored()) is not None:
+            return stored.dequantized()
+        if weight is None:
+            return self.plain(self.parameter())
+        return self.plain(weight if self.fsdp is None else self.fsdp.sharded)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is stored in float8."""
+        return isinstance(local_tensor(self.parameter()), StoredFloat8)
+
+    def stored(self, parameter: torch.Tensor | None = None) -> StoredWeight | None:
+        """Return the stored weight, or what FSDP2 has gathered of it; None if it is not stored."""
+        parameter = self.parameter() if parameter is None else parameter
+        if not isinstance(local_tensor(parameter), StoredFloat8):
+            return None
+        (scheme,), scales = self.schemes, self.module.get_parameter(self.scales_name)
+        names = self.fqn, self.name, self.scales_name
+        return StoredWeight(*names, parameter, scales, self.layout(parameter), scheme)
+
+    def store(
+        self,
+        qdata: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        saved_as: torch.dtype = torch.float32,
+    ) -> None:
+        """Store a plain weight of ``dtype`` with these data and scales, in two new parameters.
+
+        ``saved_as``: the dtype of the scales in checkpoints.
+        """
+        (scheme,) = self.schemes
+        held = as_stored(scales if scales.ndim else scales.view(1), scheme)
+        data = StoredFloat8(qdata, dtype, scheme.key)
+        own = StoredScales(held, torch.float32, saved_as)
+        self.share(nn.Parameter(data, requires_grad=False), nn.Parameter(own, requires_grad=False))
+
+    def restore(self, dtype: torch.dtype) -> None:
+        """Store the weight again after a loader has put plain tensors in its place."""
+        plain, (scheme,) = self.parameter().detach(), self.schemes
+        if plain.dtype is scheme.dtype:
+            scales = self.module.get_parameter(self.scales_name).detach()
+            held = fitted(scales, plain.shape, scheme, f"{self.fqn}.{self.scales_name}")
+            self.store(plain, held, dtype, scales.dtype)
+
+    def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
+        """Take the parameters of a stored weight, which another layer may have too."""
+        self.module.register_parameter(self.scales_name, scales)
+        self.replace(data)
+        self.bind(self.parameter())
+
+    def bind(self, parameter: torch.Tensor | None) -> None:
+        """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
+        local = None if parameter is None else local_tensor(parameter)
+        if isinstance(local, StoredFloat8):
+            local.write = partial(Float8Weight._add, weakref.proxy(self))
+
+    def _add(self, func: Any, *args: Any, **kwargs: Any) -> None:
+        warn_once(
+            "merged into float8",
+            f"{self.fqn}: a sum with a weight that is stored in float8 is cast to float8 again, "
+            "and so is the difference when it is taken back: merging and unmerging an adapter "
+            "does not restore the weight's bits",
+        )
+        stored = self.stored()
+        assert stored is not None
+        total = stored.dequantized()
+        func(local_tensor(total), *args, **kwargs)
+        stored.write(total)
+
+    def place_scales(self, scales: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.
+
+        They are replicated if ranks share scales.
+        """
+        layout, (scheme,) = self.layout(), self.schemes
+        assert layout is not None
+        (placement,), (level,), ndim = layout.placements, scheme.levels, len(layout.shape)
+        dim = sharded_dim(placement, ndim)
+        block = None if dim is None or level.is_scalar else level.block(dim, ndim)
+        # Ranks with several pieces have whole blocks (Scheme.start has checked them).
+        whole = has_pieces(layout.placements) or not scheme.is_cut(layout)
+        own = block == 1 or (block is not None and whole)
+        placed = distribute_tensor(scales.detach(), mesh, [placement if own else Replicate()])
+        self.module.register_parameter(self.scales_name, nn.Parameter(placed, requires_grad=False))
+        self.bind(self.parameter())
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The schemes of the weight, in the order of its GEMMs."""
+        return self.config.recipe.schemes["weight"]
 
     @property
     def is_dynamic(self) -> bool:
@@ -155,23 +380,35 @@ class Float8Weight(StoredWeight):
         ``needs_grad_input``: whether a backward, if one follows, computes the input's gradient.
 
         Collectives: those of :meth:`statistics`.
+
+        Raises:
+            TypeError: the parameter was replaced by plain float8 data.
+            ValueError: as :meth:`StoredWeight.quantized`; or what FSDP2 gathered was cast for
+                another config than the layer's.
         """
         if not self.schemes:
             return WeightCasts()
         if (stored := self.stored(parameter)) is not None:
-            return WeightCasts(stored, stored)
+            quantized = stored.quantized()
+            return WeightCasts(quantized, quantized)
         local = local_tensor(parameter)
+        if is_float8(local.dtype):
+            raise TypeError(
+                f"{self.fqn}: {self.name} is data of {local.dtype} without its scales, from a "
+                "state dict that was assigned or passed to functional_call; load it with "
+                "load_state_dict after freeze_to_float8"
+            )
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
             check_gathered(self.schemes, local, self.fqn)
             gathered = quantized_as(local, self.schemes[0])
             return WeightCasts(gathered, gathered)
         if not torch.compiler.is_compiling():
-            self._warn_if_flags_have_no_effect(parameter)
-        both = torch.is_grad_enabled() and needs_grad_input and not self.under_fsdp
+            self._warn_if_flag_has_no_effect(parameter)
+        both = torch.is_grad_enabled() and needs_grad_input and self.fsdp is None
         plan, places = self.copies(_GEMMS if both else _GEMMS[:1], local.device)
         recast = None
         with torch.no_grad():
-            if self.under_fsdp:
+            if self.fsdp is not None:  # no cast of the unsharded parameter may outlive it
                 float8, recast = self._casts_of_unsharded(parameter, plan)
             elif not plan.of:
                 return WeightCasts()
@@ -184,8 +421,8 @@ class Float8Weight(StoredWeight):
 
     def casts(self, parameter: torch.Tensor, plan: CastPlan) -> Copies:
         """Cast a parameter; collectives as :meth:`statistics`."""
-        layout, shard = self.layout(parameter), shard_of(parameter)
-        tensor = shard if layout is None else layout.wrap(shard)
+        layout, shard = self.layout(parameter), self.shard(parameter)
+        tensor = self._wrapped(shard, parameter)
         if self.history is not None:
             return self.history.copies_of(tensor, plan, self._kind(parameter))[1]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
@@ -198,7 +435,7 @@ class Float8Weight(StoredWeight):
         """Cast what FSDP2 gathered in high precision for the output, and plan the second cast."""
         if not torch.compiler.is_compiling():
             self.note_unsharded(parameter)
-        layout, shard = self.layout(parameter), shard_of(parameter)
+        layout, shard = self.layout(parameter), self.shard(parameter)
         known = dict(zip(self.schemes, self.statistics(parameter, self.schemes), strict=True))
         float8: Copies = ()
         if plan.of:
@@ -220,7 +457,7 @@ class Float8Weight(StoredWeight):
         layout, local = self.layout(parameter), local_tensor(parameter)
         shard = KnownWeight.unwrap(local)
         if self.history is not None:
-            tensor = shard if layout is None else layout.wrap(shard)
+            tensor = self._wrapped(shard, parameter)
             return [self.history.statistics_of(tensor, self._kind(parameter))[0]]
         held = local if isinstance(local, KnownWeight) else self.unsharded
         if layout is None or held is None:
@@ -229,36 +466,67 @@ class Float8Weight(StoredWeight):
             how = [scheme.key for scheme in schemes], common_start(schemes, layout)
             of = shard, held.known, held.valid, self.handle
             return by_scheme(schemes, weight_statistics.overload(*of, *how))[0]
-        return self.found(held.check(parameter), schemes, layout)
+        return self.found_for_forward(held.check(parameter), schemes, layout)
 
-    def found(
+    def found_for_forward(
         self, held: KnownWeight, schemes: Sequence[Scheme], layout: Layout
-    ) -> Sequence[Statistics]:
+    ) -> list[Statistics]:
         """:meth:`statistics`, given the tensor that holds what is known."""
-        shard, source, of = held.plain, held, layout
-        if held.has(AS_SHARDED) and self.sharded is not None:
-            local, sharded = local_tensor(self.sharded), self.layout(self.sharded)
-            gathered = None if sharded is None else self.gathered_layout(sharded)
-            if isinstance(local, KnownWeight) and gathered is not None:
-                source, of = local.check(self.sharded), gathered
-        known = source.recall(Kept(self.shared_schemes(layout), of), shard)
-        missing = [scheme for scheme in schemes if scheme not in known]
-        if missing:
-            self._warn_if_stale(source)
-            known |= zip(missing, measured(shard, missing, layout), strict=True)
+        source, kept = held, Kept(self.shared_schemes(layout), layout)
+        if held.has(AS_SHARDED):
+            local, of_master = local_tensor(self.master()), self.kept()
+            if isinstance(local, KnownWeight) and of_master is not None:
+                source, kept = local.check(self.master()), of_master
+        return self._found(source, kept, held.plain, schemes)
+
+    def found_for_gather(self, held: KnownWeight, shard: torch.Tensor) -> Statistics:
+        """The statistics of a shard, or of the whole weight, known or measured, and then kept."""
+        parameter = self.master()
+        if self.history is not None:
+            return self.history.statistics_of(self._wrapped(shard), self._kind(parameter))[0]
+        kept = self.kept()
+        assert kept is not None
+        (found,) = self._found(held.check(parameter), kept, shard, self.schemes, parameter)
+        return found
+
+    def _found(
+        self,
+        held: KnownWeight,
+        kept: Kept,
+        shard: torch.Tensor,
+        schemes: Sequence[Scheme],
+        parameter: torch.Tensor | None = None,
+    ) -> list[Statistics]:
+        """Recall statistics, or measure the shard, and store them if ``parameter`` has ``held``."""
+        known = held.recall(kept, shard)
+        if missing := [scheme for scheme in schemes if scheme not in known]:
+            self._warn_if_stale(held)
+            known |= zip(missing, measured(shard, missing, kept.layout, kept.whole), strict=True)
+            if parameter is not None and not is_captured(shard):
+                held.store(kept, [known[scheme] for scheme in kept.schemes], parameter)
         return [known[scheme] for scheme in schemes]
 
     def shared_schemes(self, layout: Layout | None) -> tuple[Scheme, ...]:
         """The schemes whose scales cover values of several ranks."""
         return tuple([scheme for scheme in self.schemes if any(scheme.axes(layout))])
 
-    def is_kept(self, parameter: torch.Tensor) -> bool:
-        """Whether precompute keeps the statistics of a parameter that is not unsharded."""
+    def kept(self) -> Kept | None:
+        """Which statistics precompute and gathers keep of the (sharded) parameter; None: none.
+
+        If FSDP2 gathers it in high precision, they are those of what arrives.
+        """
+        parameter = self.master()
         layout = self.layout(parameter)
-        if layout is None or gathers_float8(parameter):
-            return layout is not None
-        gathered = self.gathered_over is not None
-        return bool(self.shared_schemes(self.gathered_layout(layout) if gathered else layout))
+        if layout is None or not self.is_dynamic:
+            return None
+        if hasattr(local_tensor(parameter), "fsdp_pre_all_gather"):
+            (scheme,) = self.schemes
+            gathered = self.gathered_layout(layout)
+            moves = bool(scheme.moving_levels(layout, gathered))
+            return Kept((scheme,), layout, moves and not scheme.scales_fit_gather(layout, gathered))
+        arrives = self.gathered_layout(layout) or layout
+        shared = self.shared_schemes(arrives)
+        return Kept(shared, arrives) if shared else None
 
     def gather_cast(self, tensor: KnownWeight) -> tuple[Quantized, Scales | None]:
         """Return the cast of the sharded parameter that FSDP2 gathers, of its local tensor.
@@ -269,29 +537,28 @@ class Float8Weight(StoredWeight):
         Collectives: as :meth:`statistics`. If scales of the whole weight are needed and not known,
         those of :func:`fp8_dist.scaling.whole_statistics`.
         """
-        parameter, shard = self.parameter(), tensor.plain.detach()
+        parameter, shard = self.master(), tensor.plain.detach()
         own, held = local_tensor(parameter), tensor
         if isinstance(own, KnownWeight) and own.device != tensor.device:
             held = own
         if self.scales_ready is not None and not is_captured(shard):
             # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
             self.scales_ready.wait()
-        layout, plan = self.layout(), CastPlan(self.schemes)
-        scales, whole = None, self.needs_whole_scales(layout)
+        kept, plan, scales = self.kept(), CastPlan(self.schemes), None
         with torch.inference_mode(False), torch.no_grad():  # autograd can't save inference tensors
             if self.history is not None and not must_query():
-                whole_tensor = shard if layout is None else layout.wrap(shard)
-                (found,) = self.history.copies_of(whole_tensor, plan, self._kind(parameter))[1]
+                kind = self._kind(parameter)
+                (found,) = self.history.copies_of(self._wrapped(shard), plan, kind)[1]
             else:
                 statistics: Statistics
                 if must_query():
-                    statistics = tuple(gather_statistics.overload(shard, self.handle, whole))
+                    statistics = tuple(gather_statistics.overload(shard, self.handle))
                 else:
-                    statistics = self.found_for_gather(held, shard, whole)
-                if layout is not None and whole:
+                    statistics = self.found_for_gather(held, shard)
+                if kept is not None and kept.whole:
                     scales = plan.schemes[0].scales_from(statistics)
-                    statistics = plan.schemes[0].local_part(statistics, layout)
-                (found,) = cast_by(shard, plan, [statistics], layout)
+                    statistics = plan.schemes[0].local_part(statistics, kept.layout)
+                (found,) = cast_by(shard, plan, [statistics], self.layout())
         if is_observed():
             observe(self, "weight", shard, [found])
         if not is_captured(shard):
@@ -299,43 +566,16 @@ class Float8Weight(StoredWeight):
             keep_for_current_stream([*found.scales, held.known])
         return found, scales
 
-    def found_for_gather(self, held: KnownWeight, shard: torch.Tensor, whole: bool) -> Statistics:
-        """The statistics of a shard, or of the whole weight, known or measured, and then kept."""
-        parameter, layout, (scheme,) = self.parameter(), self.layout(), self.schemes
-        assert layout is not None
-        if self.history is not None:
-            return self.history.statistics_of(layout.wrap(shard), self._kind(parameter))[0]
-        kept = Kept((scheme,), layout, whole)
-        if known := held.check(parameter).recall(kept, shard):
-            return known[scheme]
-        self._warn_if_stale(held)
-        if whole:
-            (local,) = measure(shard, (scheme,), scheme.start(layout))
-            statistics = whole_statistics(scheme, local, layout)
-        else:
-            (statistics,) = measured(shard, (scheme,), layout)
-        if not is_captured(shard):
-            held.store(kept, [statistics], parameter)
-        return statistics
-
-    def parameter_replaced(self, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+    def parameter_replaced(self, new: torch.Tensor | None) -> None:
         """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
-        now, then = Layout.of(old), Layout.of(new)
-        gathered = now is not None and (then is None or then.mesh.ndim < now.mesh.ndim)
-        self.under_fsdp |= gathered
-        self.sharded, self.unsharded = old if gathered else None, None
-        if self.sharded is not None and self.config.fsdp_float8_all_gather:
-            self._warn_if_type_is_lost(self.sharded)
-        if not gathered:
-            self.bind(new)
-        elif new is not None:
+        self.unsharded = None
+        if new is not None and self.fsdp is not None and new is self.fsdp.unsharded:
             self.note_unsharded(new)
+        else:
+            self.bind(new)
 
-    def note_sharded(self, parameter: torch.Tensor) -> None:
-        """Called with the sharded parameter before FSDP2 first exchanges it.
-
-        For a layer, whose class notices each exchange, :meth:`parameter_replaced` is enough.
-        """
+    def check_sharded(self) -> None:
+        """Raise ValueError if FSDP2 has sharded the parameter in a way that does not work."""
 
     def note_unsharded(self, parameter: torch.Tensor) -> None:
         """Let what FSDP2 gathered in high precision be known as long as the sharded weight is."""
@@ -344,20 +584,6 @@ class Float8Weight(StoredWeight):
             self.unsharded = KnownWeight.as_sharded(local, parameter)
             if isinstance(parameter, DTensor):  # then a write to it is noticed as well
                 set_dtensor_local(parameter, self.unsharded)
-
-    def wrapped(self, parameter: torch.Tensor) -> nn.Parameter:
-        """Make a parameter on the same storage, of the type that FSDP2 gathers in float8."""
-        local = self.gather_type.wrap(local_tensor(parameter.detach()), self.name)
-        return nn.Parameter(with_local(parameter, local), requires_grad=parameter.requires_grad)
-
-    def needs_whole_scales(self, layout: Layout | None) -> bool:
-        """Whether FSDP2's gather needs scales that it can't gather with the weight's data."""
-        (scheme,) = self.schemes
-        if layout is None:
-            return False
-        gathered = self.gathered_layout(layout)
-        moves = bool(scheme.moving_levels(layout, gathered))
-        return moves and not scheme.scales_fit_gather(layout, gathered)
 
     def _kind(self, parameter: torch.Tensor) -> int:
         """How a history casts the parameter: a frozen one is scaled by its own amax.
@@ -398,12 +624,10 @@ class Float8Weight(StoredWeight):
 
     def forget(self) -> None:
         """Forget what is known of the weight, and what histories recorded since the last sync."""
-        for parameter in (self.parameter(), self.sharded):
-            local = None if parameter is None else local_tensor(parameter)
-            if isinstance(local, KnownWeight):
-                local.forget()
+        if isinstance(local := local_tensor(self.master()), KnownWeight):
+            local.forget()
         for history in self._histories.values():
-            history.forget_recorded()
+            history.current, history.steps = None, 0
 
     def warn_if_not_synced(self) -> None:
         """Warn once if histories have recorded several steps without a sync."""
@@ -415,24 +639,11 @@ class Float8Weight(StoredWeight):
                 "were last updated; call sync_float8_amax_and_scale_history(model) once per step",
             )
 
-    def _warn_if_type_is_lost(self, sharded: torch.Tensor) -> None:
-        if not gathers_float8(sharded):
-            warn_once(
-                "high-precision gather",
-                f"{self.fqn}: FSDP2 gathers this weight in high precision, although "
-                f"enable_fsdp_float8_all_gather={self.config.enable_fsdp_float8_all_gather!r}: "
-                "other code has rebuilt the parameter (a checkpoint loader, for instance), without "
-                "its type. Call rewrap_float8_weights(model) after that, before fully_shard",
-            )
-
-    def _warn_if_flags_have_no_effect(self, parameter: torch.Tensor) -> None:
+    def _warn_if_flag_has_no_effect(self, parameter: torch.Tensor) -> None:
         flag = self.config.enable_fsdp_float8_all_gather
-        wrapped = gathers_float8(parameter)
-        if wrapped and flag == "auto":
-            return  # "auto" also allows for models that FSDP2 does not shard
-        # _warn_if_type_is_lost has warned of what FSDP2 has exchanged.
-        lost = self.config.fsdp_float8_all_gather and not self.under_fsdp
-        if wrapped or (lost and self.is_computed(parameter)):
+        is_computed = self.module._parameters.get(self.name) is not parameter
+        # "auto" also allows for models that nothing shards.
+        if flag is True or (self.config.fsdp_float8_all_gather and is_computed):
             warn_once(
                 "float8 gather without FSDP2",
                 f"{self.fqn}: enable_fsdp_float8_all_gather={flag!r} has no effect on this layer: "
@@ -443,21 +654,17 @@ class Float8Weight(StoredWeight):
             )
 
 
-def shard_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a weight, plain and in high precision."""
-    return KnownWeight.unwrap(local_tensor(parameter))
-
-
 def measured(
-    shard: torch.Tensor, schemes: Sequence[Scheme], layout: Layout | None
+    shard: torch.Tensor, schemes: Sequence[Scheme], layout: Layout | None, whole: bool = False
 ) -> list[Statistics]:
-    """Measure a weight for each scheme.
+    """Measure a weight for each scheme; ``whole``: with statistics of all ranks' parts.
 
-    Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`, for each scheme.
+    Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`, for each scheme; or of
+    :func:`fp8_dist.scaling.whole_statistics`.
     """
     local = measure(shard, schemes, common_start(schemes, layout))
-    each = zip(schemes, local, strict=True)
-    return [reduced_statistics(scheme, own, layout) for scheme, own in each]
+    reduce: Any = whole_statistics if whole else reduced_statistics
+    return [reduce(scheme, own, layout) for scheme, own in zip(schemes, local, strict=True)]
 
 
 @query(
@@ -481,7 +688,7 @@ def weight_statistics(
     layout = weight.layout()
     assert layout is not None
     held = KnownWeight(x, known=known, valid=valid)
-    each = weight.found(held, [scheme_named(key) for key in schemes], layout)
+    each = weight.found_for_forward(held, [scheme_named(key) for key in schemes], layout)
     # A graph may write into results.
     return [statistic.clone() for own in each for statistic in own]
 
@@ -493,171 +700,10 @@ weight_statistics.register_fake(
 
 # An operator of its own, because selective checkpointing must not save its results: FSDP2 may
 # gather in a checkpointed forward and not in its recomputation.
-@query("gather_statistics(Tensor x, Tensor handle, bool whole) -> Tensor[]")
-def gather_statistics(x: torch.Tensor, handle: torch.Tensor, whole: bool) -> list[torch.Tensor]:
+@query("gather_statistics(Tensor x, Tensor handle) -> Tensor[]")
+def gather_statistics(x: torch.Tensor, handle: torch.Tensor) -> list[torch.Tensor]:
     """Operator of :meth:`Float8Weight.found_for_gather`."""
     weight: Float8Weight = owner_of(handle)
-    own = local_tensor(weight.parameter())
+    own = local_tensor(weight.master())
     held = own if isinstance(own, KnownWeight) else KnownWeight(x)
-    return [each.clone() for each in weight.found_for_gather(held, x, whole)]
-
-
-def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
-    """The float8 parameters that a module itself has, by name."""
-    weights: Mapping[str, Float8Weight] = getattr(module, "float8_weights", {})
-    return weights
-
-
-def save_weights(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace the float8 parameters in a module's ``state_dict``, unless it keeps variables.
-
-    (A hook of modules that keep their class.)
-    """
-    for name, weight in weights_of(module).items():
-        if state.get(prefix + name, own := weight.parameter()) is own:
-            continue
-        if weight.is_stored:
-            state |= {prefix + key: value for key, value in weight.entries().items()}
-        else:
-            state[prefix + name] = weight.plain(own)
-
-
-def load_weights(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Make the entries of a state dict fit the weights (a pre-hook of ``load_state_dict``)."""
-    for weight in weights_of(module).values():
-        if weight.is_stored:
-            weight.load(state, prefix)
-        else:
-            weight.refuse_codes(state, prefix)
-
-
-def wrap_weights(weights: Iterable[Float8Weight]) -> None:
-    """Let FSDP2 gather weights in float8.
-
-    A weight that is a DTensor stays the same parameter. A plain weight becomes a parameter on the
-    same storage: an earlier one of its module and this type, if it is still in use, or a new one.
-    """
-    _change_type(weights, Float8Weight.gather_type.wrap)
-
-
-def unwrap_weights(weights: Iterable[Float8Weight]) -> None:
-    """Let FSDP2 gather weights in high precision: the inverse of :func:`wrap_weights`."""
-    _change_type(weights, lambda tensor, name: KnownWeight.unwrap(tensor))
-
-
-def hold_known(weights: Iterable[Float8Weight]) -> None:
-    """Let the tensors of weights hold what precompute finds, if scales cover other ranks' values.
-
-    Call it once the weights are distributed, before graphs are traced. Parameters that are DTensors
-    stay the same. (Precompute does so for other code's DTensors, of which graphs are traced again.)
-    """
-    chosen = [w for w in weights if w.is_dynamic and w.shared_schemes(w.layout())]
-    _change_type(chosen, lambda t, _: t if isinstance(t, KnownWeight) else KnownWeight(t))
-    for weight in chosen:
-        local, layout = local_tensor(weight.parameter()), weight.layout()
-        if layout is not None and not has_pieces(layout.placements):
-            assert isinstance(local, KnownWeight)
-            local.reserve(Kept(weight.shared_schemes(layout), layout))
-
-
-def warn_of_ddp(weights: Iterable[Float8Weight]) -> None:
-    """Warn if DDP knows parameters that are about to be replaced: it would not reduce new ones."""
-    known = parameters_of_ddp()
-    if held := [weight for weight in weights if id(weight.parameter()) in known]:
-        warnings.warn(
-            f"{held[0].fqn}.{held[0].name} becomes another parameter, whose gradient the "
-            "DistributedDataParallel that was made before does not reduce: wrap the model in a new "
-            "one, or convert it before it is wrapped",
-            stacklevel=4,
-        )
-
-
-def _change_type(
-    weights: Iterable[Float8Weight], of: Callable[[torch.Tensor, str], torch.Tensor]
-) -> None:
-    """Replace the local tensor of each weight by ``of(tensor, name)``, on the same storage."""
-    new: dict[int, torch.Tensor] = {}  # by the id of the parameter that each one replaces
-    plain: list[tuple[Float8Weight, torch.Tensor]] = []
-    earlier = {(module, name, _place(old)): old for module, name, old in replaced_parameters()}
-    for weight in weights:
-        old = weight.parameter()
-        local = dtensor_local(old) if isinstance(old, DTensor) else old.detach()
-        tensor = of(local, weight.name)
-        if tensor is local:
-            continue
-        if isinstance(old, DTensor):
-            set_dtensor_local(old, tensor)
-            continue
-        plain.append((weight, tensor))
-    warn_of_ddp([weight for weight, _ in plain])
-    for weight, tensor in plain:
-        old = weight.parameter()
-        if id(old) not in new:  # modules may share a parameter
-            made = earlier.get((weight.module, weight.name, _place(tensor)), nn.Parameter(tensor))
-            made.requires_grad_(old.requires_grad)
-            made.grad = old.grad
-            new[id(old)] = made
-        weight.replace(new[id(old)])
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """The key of the values of a parameter in memory, among parameters of one type."""
-    plain = innermost(tensor)
-    at = storage_address(plain), plain.storage_offset(), plain.shape, plain.stride()
-    return plain is tensor, plain.dtype, *at
-
-
-def checked_module(module: nn.Module) -> nn.Module:
-    """Return ``module``; raise TypeError if it is not an nn.Module."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
-    return module
-
-
-def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
-    """All float8 parameters in ``module`` by FQN, in the order of ``named_modules()``.
-
-    Raises:
-        TypeError: ``module`` is not an nn.Module.
-    """
-    return {
-        f"{fqn}.{name}" if fqn else name: weight
-        for fqn, part in checked_module(module).named_modules()
-        for name, weight in weights_of(part).items()
-        if weight.module is part  # a module of torch.compile has the attributes of the one inside
-    }
-
-
-def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
-    """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
-    weights = float8_weights(module)
-    if not weights:
-        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
-    return weights
-
-
-def note_made(weights: Iterable[Float8Weight]) -> None:
-    """Let later gathers wait for the scales and casts of weights that this stream computes."""
-    if not torch.cuda.is_available():
-        return
-    if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
-        event = torch.cuda.current_stream().record_event()
-        for weight in on_gpu:
-            weight.scales_ready = event
-
-
-def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:
-    """All float8 parameters in ``module``, by the name of the layer whose ``weight`` it is.
-
-    A parameter of another name, such as one of experts, has its FQN.
-    """
-    weights = float8_weights(module)
-    return {
-        fqn.removesuffix("weight").removesuffix(".") if weight.name == "weight" else fqn: weight
-        for fqn, weight in weights.items()
-    }
-
-
-def float8_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules in ``module`` that have float8 parameters, by name."""
-    return {fqn: part for fqn, part in module.named_modules() if weights_of(part)}
+    return [each.clone() for each in weight.found_for_gather(held, x)]

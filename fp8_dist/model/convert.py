@@ -23,7 +23,7 @@ from fp8_dist.linear.module import (
     other_users,
     why_unconvertible,
 )
-from fp8_dist.linear.weight import weights_of, wrap_weights
+from fp8_dist.linear.weights import weights_of
 from fp8_dist.mesh import Placements
 from fp8_dist.model.filters import LEFT_OUT, why_misaligned
 from fp8_dist.model.report import conversion_summary
@@ -50,9 +50,8 @@ def convert_to_float8_training(
     that everything that refers to them goes on working. A layer of a subclass of nn.Linear remains
     an instance of it.
 
-    With ``enable_fsdp_float8_all_gather``, weights become new parameters on the same storage, with
-    the gradients, attributes and hooks of the old ones. The step of an optimizer that holds an old
-    one is a ValueError: make the optimizer afterwards.
+    Parameters stay the same. With ``enable_fsdp_float8_all_gather``, ``fully_shard`` wraps the
+    local tensors of its sharded parameters in a type that FSDP2 gathers in float8.
 
     One warning lists the layers that stay in high precision although no filter excludes them:
     subclasses of nn.Linear that override ``forward``, layers whose own ``forward`` was replaced
@@ -108,8 +107,6 @@ def convert_to_float8_training(
     for fqn, layer in chosen.items():
         become_float8(layer, config, fqn)
         LEFT_OUT.pop(layer, None)
-    if config.fsdp_float8_all_gather:
-        wrap_weights([w for layer in chosen.values() for w in weights_of(layer).values()])
     note_converted(module)
     return module
 
@@ -126,10 +123,7 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     precision, and tensor parallelism communicates as torch's styles do, except that prepared inputs
     keep their ``reduce_transport``. A call on a model without float8 layers changes nothing.
 
-    Distributed parameters stay the same objects, so optimizers go on. A plain weight with
-    ``enable_fsdp_float8_all_gather`` becomes the parameter that it was before the conversion, if
-    that still exists and has the same storage, or a new one on this storage. The step of an
-    optimizer that holds another one is a ValueError. Updates that were attached to an optimizer
+    Parameters stay the same objects, so optimizers go on. Updates that were attached to one
     (:func:`fp8_dist.attach_update`) end by themselves.
 
     Args:
@@ -145,7 +139,7 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
         ValueError: a weight is stored in float8, is gathered by FSDP2 at the moment, or was
             declared as a local tensor; the ``forward`` of a layer was replaced after the
             conversion; or a layer reads an input that is cast by the config of a layer outside of
-            ``module``. Nothing has been changed then.
+            ``module``, or has its weight under FSDP2. Nothing has been changed then.
         NotImplementedError: ``module`` has converted experts that are distributed, or that were
             built in float8 (torchtitan's). Nothing has been changed then.
         TypeError: ``module`` is not an nn.Module.
@@ -192,7 +186,7 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
     weight = layer.float8_weight
     if weight.is_stored:
         return _STORED
-    if weight.sharded is not None:
+    if weight.master() is not weight.parameter():
         return "is gathered by FSDP2; pass the model that fully_shard was called on"
     if layer.local_placements is not None:
         return (
@@ -201,8 +195,10 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
         )
     if why_forward_is_kept(layer):
         return "has a forward that was replaced after the conversion; delete the attribute first"
-    if outside := layer.prepared_by - names:
-        return f"reads an input in float8 with {min(outside)}; pass the block that has both"
+    users = [] if weight.fsdp is None else weight.fsdp.users
+    sharing = {each.fqn for m, name in users if (each := weights_of(m).get(name))}
+    if outside := (layer.prepared_by | sharing) - names:
+        return f"shares its input or weight with {min(outside)}; pass the block that has both"
     return ""
 
 

@@ -16,13 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.module import config_text, other_users
-from fp8_dist.linear.parameter import gathers_float8
-from fp8_dist.linear.weight import Float8Weight, weights_of, weights_of_model
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import weights_of, weights_of_model
 from fp8_dist.mesh import Layout, full_tensors, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, whole_statistics_of_each
 from fp8_dist.text import without_wrappers
-from fp8_dist.torch_internals import fsdp_groups, fsdp_parameters
 
 # The default size of a bucket: large enough for the full bandwidth of a network.
 BUCKET_BYTES = 2**28
@@ -48,17 +47,15 @@ class _Source(NamedTuple):
 
     value: torch.Tensor
     weight: Float8Weight | None  # the float8 weight that it is, if it is one
-    dtype: torch.dtype | None  # in which FSDP2 gathers the weight, if in high precision
     keys: list[str]  # its names in the state dict; several if layers share a weight
 
     def shard(self) -> torch.Tensor:
         """The values that are cast, on the device of the mesh."""
         assert self.weight is not None
         parameter, shard = self.weight.parameter(), self.weight.shard()
-        rounds = self.dtype is not None and not gathers_float8(parameter)
         if isinstance(parameter, DTensor):  # collectives need it; FSDP2 may offload to the CPU
             shard = shard.to(parameter.device_mesh.device_type)
-        return shard.detach().to(self.dtype) if rounds else shard.detach()
+        return shard.detach().to(self.weight.gathered_as or shard.dtype)
 
 
 def iter_float8_weights(
@@ -212,11 +209,6 @@ def float8_stream(
     """
     model = unwrapped(model)
     weights, _ = checked_weights(model, caller)
-    gathered_as = {
-        user: parameter.param_dtype
-        for parameter in fsdp_parameters(fsdp_groups())
-        for user in parameter.users
-    }
     scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
     found: dict[object, _Source] = {}
     # get_model_state_dict reshards the parameters that FSDP2 has gathered. It moves the entries of
@@ -226,10 +218,9 @@ def float8_stream(
     for key, value in (ordered | state).items():
         if not isinstance(value, torch.Tensor) or key in scales:  # which are sent with weights
             continue
-        source = _Source(value, weights.get(key), None, [])
+        source = _Source(value, weights.get(key), [])
         if (weight := source.weight) is not None:
             weight.schemes[0].start(Layout.of(weight.parameter()))  # raises if it can't be cast
-            source = source._replace(dtype=gathered_as.get((weight.module, weight.name)))
         # Layers may share a weight, which is cast once.
         found.setdefault(id(weight.parameter()) if weight else key, source).keys.append(key)
     return _stream(model, list(found.values()), gather, keeps, bucket_bytes)
@@ -282,8 +273,8 @@ def _cast(
     Collectives: those of ``whole_statistics_of_each``, and of ``full_tensors`` for the scales of
     weights that are stored in float8.
     """
-    stored = [s.weight for s in bucket if s.weight is not None and s.weight.is_stored]
-    own_scales = full_tensors([weight.entries()[weight.scales_name] for weight in stored])
+    stored = [each for s in bucket if s.weight is not None and (each := s.weight.stored())]
+    own_scales = full_tensors([each.entries()[each.scales_name] for each in stored])
     measured = []
     for source in bucket:
         if (weight := source.weight) is not None and not weight.is_stored:

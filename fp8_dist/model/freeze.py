@@ -5,18 +5,11 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
-from fp8_dist.linear.weight import (
-    Float8Weight,
-    float8_weights,
-    warn_of_ddp,
-    weights_of,
-    weights_of_model,
-)
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
 from fp8_dist.moe.experts import FilterFn, check_arguments, packages_of
 from fp8_dist.scaling import CastPlan
 from fp8_dist.torch_internals import (
-    fsdp_groups,
-    fsdp_parameters,
     give_back_to_ddp,
     leave_out_of_ddp,
 )
@@ -98,7 +91,7 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             (cast,) = weight.casts(weight.parameter(), CastPlan(weight.schemes))
             weight.store(cast.qdata.clone(), cast.scales[0].clone(), weight.parameter().dtype)
         else:  # layers may share a weight
-            weight.share(first.parameter(), first.scales())
+            weight.share(first.parameter(), first.module.get_parameter(first.scales_name))
     stored = [fqn for fqn, weight in weights.items() if weight.is_stored]
     if not stored:
         raise ValueError(
@@ -132,21 +125,19 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
         TypeError: ``module`` is not an nn.Module.
     """
     weights = weights_of_model(module, "unfreeze_from_float8")
-    stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
-    users = {user for each in fsdp_parameters(fsdp_groups()) for user in each.users}
-    for fqn, weight in stored.items():
-        if (weight.module, weight.name) in users:
+    stored = {fqn: (w, s) for fqn, w in weights.items() if (s := w.stored()) is not None}
+    for fqn, (weight, _) in stored.items():
+        if weight.fsdp is not None:
             raise ValueError(
                 f"unfreeze_from_float8: {fqn} is sharded by FSDP2, which goes on gathering its "
                 "bytes; unfreeze before fully_shard, or load its state dict into another model"
             )
-    warn_of_ddp(stored.values())
+    warn_of_ddp(weight for weight, _ in stored.values())
     made: dict[int, nn.Parameter] = {}
-    for weight in stored.values():
-        key = id(weight.parameter())
+    for weight, parts in stored.values():
+        key = id(parts.data)
         if key not in made:  # layers may share a weight
-            plain = nn.Parameter(weight.dequantized(), requires_grad=False)
-            made[key] = weight.wrapped(plain) if weight.config.fsdp_float8_all_gather else plain
+            made[key] = nn.Parameter(parts.dequantized(), requires_grad=False)
         del weight.module._parameters[weight.scales_name]
         weight.replace(made[key])
     give_back_to_ddp(module)
@@ -176,8 +167,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
             f"dequantized: a {type(module).__name__} has no float8 weight {name!r}; pass a "
             "converted layer"
         )
-    parameter = weight.parameter()
-    return weight.dequantized() if weight.is_stored else weight.plain(parameter)
+    return weight.high_precision()
 
 
 def _check(fqn: str, weight: Float8Weight, other: str | None) -> None:

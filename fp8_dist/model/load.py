@@ -21,7 +21,8 @@ import torch.nn as nn
 from fp8_dist.device import is_float8
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.stored import checked_scales, counts, fitted
-from fp8_dist.linear.weight import Float8Weight, checked_module
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import checked_module
 from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
@@ -411,7 +412,7 @@ def _check_values(key: str, dtype: torch.dtype, files: _Files, own: Container[st
 def _load(part: _Part, files: _Files) -> None:
     _, tensor, weight, entries = part
     local = KnownWeight.unwrap(local_tensor(tensor))
-    if weight is not None and weight.is_stored:
+    if weight is not None and (stored := weight.stored()) is not None:
         coded = [entry for entry in entries if files.float8(entry.key)]
         if len(coded) < len(entries):
             # Cast first, because entries in float8 replace their blocks of the cast.
@@ -419,13 +420,13 @@ def _load(part: _Part, files: _Files) -> None:
             for entry in entries:
                 if entry not in coded:
                     _fill(values, tensor, entry, partial(_read, entry, files))
-            weight.write(with_local(tensor, values.to(local.device)))
-        held = weight.local_scales()
+            stored.write(with_local(tensor, values.to(local.device)))
+        held = stored.local_scales
         for entry in coded:
             assert isinstance(local, Stored)
             _fill(local.plain, tensor, entry, partial(_read, entry, files))
             of_scales, scales, held.saved_as = _stored_scales(weight, entry, files)
-            _fill(held.plain, weight.scales(), of_scales, scales.__getitem__)
+            _fill(held.plain, stored.scales, of_scales, scales.__getitem__)
         return
     for entry in entries:
         dequantizes = files.float8(entry.key) and not is_float8(tensor.dtype)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear, why_unconvertible
-from fp8_dist.linear.weight import weights_of
+from fp8_dist.linear.weights import weights_of
 from fp8_dist.model.filters import LEFT_OUT
 from fp8_dist.text import aligned
 

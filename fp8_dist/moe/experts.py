@@ -15,14 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
-from fp8_dist.linear.weight import (
-    Float8Weight,
-    checked_module,
-    load_weights,
-    save_weights,
-    weights_of,
-    wrap_weights,
-)
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import checked_module, load_weights, save_weights, weights_of
 from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
@@ -121,17 +115,16 @@ class ExpertWeight(Float8Weight):
         gemms = tuple([gemm for gemm, taken in GEMM_OPERANDS.items() if operand in taken])
         return {gemms: schemes[0]}
 
-    def note_sharded(self, parameter: torch.Tensor) -> None:
-        layout = self.layout(parameter)
+    def check_sharded(self) -> None:
+        layout, ndim = self.layout(self.master()), self.parameter().ndim
         *of_fsdp, last = (None,) if layout is None else layout.placements
-        dims = [sharded_dim(p, parameter.ndim) for p in of_fsdp]
+        dims = [sharded_dim(p, ndim) for p in of_fsdp]
         if isinstance(last, StridedShard) and last.dim in dims:
             raise ValueError(
                 f"{self.fqn}: FSDP2 shards dim {last.dim} of {self.name}, of which tensor "
                 "parallelism has given each rank several pieces, and torch would save them in "
                 "another order; shard another dim (shard_placement_fn)"
             )
-        self.sharded, self.under_fsdp = parameter, True
 
     def operand(self, parameter: torch.Tensor, is_parted: bool) -> Weight:
         """The weight ``[E, N, K]`` for a forward and its backward; see :func:`weight_of`.
@@ -262,8 +255,6 @@ def add_weights(
     part.float8_experts_config = config  # type: ignore[assignment]
     part.register_state_dict_post_hook(save_weights)
     part.register_load_state_dict_pre_hook(load_weights)
-    if config.linear.fsdp_float8_all_gather:
-        wrap_weights(weights.values())
 
 
 def why_not_convertible_back(part: nn.Module) -> str:

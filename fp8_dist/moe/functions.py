@@ -189,7 +189,7 @@ def _high_precision(weight: Weight, group: ProcessGroup | None) -> Tensor | None
         return None
     if not isinstance(local, Float8Tensor):
         return local
-    sharded = owner.high_precision(owner.parameter())
+    sharded = owner.high_precision()
     whole = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
     first = 0 if group is None else dist.get_rank(group) * len(local)
     whole = whole.narrow(0, first, len(local))

@@ -114,7 +114,7 @@ class KnownWeight(WrapperParameter):
     ) -> "KnownWeight":
         if requires_grad is not None:
             # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
-            # Of a plain tensor this is a plain parameter (see rewrap_float8_weights).
+            # Of a plain tensor this is a plain parameter.
             return nn.Parameter(plain, requires_grad)  # type: ignore[return-value]
         self = cls.made(plain, plain.dtype)
         for name, value in zip(cls.static, static, strict=True):
@@ -209,7 +209,7 @@ class KnownWeight(WrapperParameter):
             raise TypeError(
                 "the .data of a float8 layer's weight must be a plain floating-point tensor, got "
                 f"{type(value).__name__} of {value.dtype}; assign a new nn.Parameter to "
-                "layer.weight instead, and call rewrap_float8_weights(model)"
+                "layer.weight instead"
             )
         self.forget()
         return self.like(self.unwrap(value.detach()))

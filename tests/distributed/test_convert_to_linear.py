@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import pytest
@@ -173,23 +174,21 @@ def warned_of_ddp(change: Callable[[nn.Module], object], net: nn.Module) -> bool
 
 @on_ranks(2, returns=None)
 def test_ddp_of_before_does_not_reduce_what_was_replaced() -> None:
-    gathered = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
-    for config in (Float8LinearConfig(), gathered):
-        net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-        convert = partial(convert_to_float8_training, config=config)
-        model = DistributedDataParallel(net)
-        assert warned_of_ddp(convert, model.module) is (config is gathered)
-        convert_to_linear(net)
-        convert(net)
-        model = DistributedDataParallel(net)
-        assert warned_of_ddp(convert_to_linear, net) is (config is gathered)
-        model = DistributedDataParallel(convert(net))
-        freeze_to_float8(model.requires_grad_(False))
-        assert warned_of_ddp(unfreeze_from_float8, net)
-        del model
-        gc.collect()
-        freeze_to_float8(net)
-        assert not warned_of_ddp(unfreeze_from_float8, net)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    before = list(net.parameters())
+    model = DistributedDataParallel(net)
+    convert = partial(convert_to_float8_training, config=config)
+    assert not warned_of_ddp(convert, model.module)
+    assert not warned_of_ddp(convert_to_linear, net)
+    assert not warned_of_ddp(convert, net)
+    assert all(map(is_, before, net.parameters()))
+    freeze_to_float8(model.requires_grad_(False))
+    assert warned_of_ddp(unfreeze_from_float8, net)
+    del model
+    gc.collect()
+    freeze_to_float8(net)
+    assert not warned_of_ddp(unfreeze_from_float8, net)
 
 
 class Experts(nn.Module):
@@ -219,7 +218,13 @@ def test_refusals_on_ranks_change_nothing() -> None:
     convert_to_float8_training(tp)
     apply_tp_plan(tp, device_mesh(tp=2), net_plan(tp, True))
     found = raised(ValueError, lambda: convert_to_linear(tp.layers[0].w3))
-    assert "reads an input in float8 with layers.0.w1; pass the block that has both" in found
+    assert "shares its input or weight with layers.0.w1; pass the block that has both" in found
+    tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    tied[1].weight = tied[0].weight
+    convert_to_float8_training(tied, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    fully_shard(tied, mesh=mesh)
+    found = raised(ValueError, lambda: convert_to_linear(tied[1]))
+    assert "shares its input or weight with 0; pass the block that has both" in found
     convert_to_linear(tp.layers[0])
     assert list(float8_layers(tp)) == ["layers.1.w1", "layers.1.w3", "layers.1.w2"]
     tp(torch.ones(1, 2, 64)).sum().backward()

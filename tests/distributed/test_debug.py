@@ -86,6 +86,8 @@ def test_a_repr_is_one_line_and_communicates_nothing() -> None:
     x = cast_to_float8(DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)]), CastConfig())
     gathered = x.redistribute(mesh, [Replicate()], async_op=True)
     assert isinstance(gathered._local_tensor, AsyncCollectiveTensor)  # still on its way
+    model.unshard()
+    model.reshard()
     audit = comm_audit(mesh)
     with audit:
         shown = [repr(x), repr(gathered), repr(model[0].weight)]

@@ -8,15 +8,16 @@ import pytest
 import torch
 from experts import Experts, experts_config
 from nets import full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import raised, same_bits, sqnr
+from reference import same_bits, sqnr
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from fp8_dist import attach_update, precompute_float8_dynamic_scale, rewrap_float8_weights
+from fp8_dist import attach_update, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
-from fp8_dist.linear.weight import float8_weights
+from fp8_dist.linear.weights import float8_weights
 
 
 def trained(dp: int, experts: int, dim: int) -> tuple[list[str], int, set[torch.dtype]]:
@@ -68,30 +69,6 @@ def test_experts(ranks: RankPools, dp: int, experts: int, dim: int, reductions: 
     assert ranks(dp).run(trained, dp, experts, dim) == [([], reductions, gathered)] * dp
 
 
-def rewrapped() -> list[object]:
-    config = experts_config(enable_fsdp_float8_all_gather=True)
-    model = nn.Sequential(Experts(4, 24, 36, config))
-    names = list(float8_weights(model))
-    model[0].up = nn.Parameter(model[0].up.plain.clone())
-    lost = raised(ValueError, lambda: precompute_and_share(model))
-    return [names, rewrap_float8_weights(model), rewrap_float8_weights(model), lost]
-
-
-def precompute_and_share(model: nn.Sequential) -> None:
-    model.register_module("other", nn.Module())
-    model.other.weight = model[0].up
-    try:
-        rewrap_float8_weights(model)
-    finally:
-        del model.other
-
-
-def test_they_are_found_by_name(ranks: RankPools) -> None:
-    names, first, second, text = ranks(1).run(rewrapped)[0]
-    assert (names, first, second) == (["0.up", "0.down"], ["0"], [])
-    assert "0.up is also other.weight" in text
-
-
 def loaded(saved: object, **how: bool) -> Any:
     file = io.BytesIO()
     torch.save(saved, file)
@@ -106,3 +83,15 @@ def test_they_are_saved_plain_and_copied() -> None:
     assert model.state_dict(keep_vars=True)["0.up"] is model[0].up
     for copied in (copy.deepcopy(model), loaded(model, weights_only=False)):
         assert [w.module for w in float8_weights(copied).values()] == [copied[0]] * 2
+
+
+@on_ranks(2, returns=True)
+def test_they_are_assigned_after_a_step() -> bool:
+    config = experts_config(enable_fsdp_float8_all_gather=True)
+    model = fully_shard(nn.Sequential(Experts(4, 24, 36, config)), mesh=device_mesh(dp=2))
+    model(torch.randn(5, 24)).sum().backward()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with comm_audit() as audit:
+        model(torch.randn(5, 24))
+    return torch.float8_e4m3fn in {row.dtype for row in audit.rows if row.op == "all_gather"}

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from local_nets import local_net
 from nets import Distributed
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,8 +32,8 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     apply_tp_plan,
@@ -46,7 +47,7 @@ Steps = tuple[dict[str, torch.Tensor], list[str]]
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return Float8AllGatherWeight.unwrap(local_tensor(tensor.detach()))
+    return KnownWeight.unwrap(local_tensor(tensor.detach()))
 
 
 def by_hand(world: Distributed) -> nn.Module:
@@ -174,6 +175,16 @@ def test_scales_are_those_of_the_global_weight_once_it_is_declared(ranks: RankPo
     first, second = ranks(2).run(scales_after_a_declaration)
     assert first == [True, True, True]  # it has the largest value
     assert second == [False, True, True]
+
+
+@on_ranks(2, returns=(True, True, "mine"))
+def test_what_the_parameter_had_before_its_declaration() -> tuple[bool, bool, str]:
+    layer: Any = Float8Linear(32, 16)
+    layer.weight.grad, layer.weight.label = torch.ones(16, 32), "mine"
+    placed: dict[str, Any] = {"weight": Shard(0), "input": Replicate(), "output": Shard(-1)}
+    weight = declare_placements(layer, device_mesh(tp=2), **placed).weight
+    same = same_bits(weight.grad, torch.ones(16, 32))
+    return isinstance(weight, KnownWeight), same, weight.label
 
 
 # The error, the call, and a part of its text.

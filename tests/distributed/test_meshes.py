@@ -7,12 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from nets import Distributed, Net, full, sharded_net, wrong_casts
+from nets import Distributed, Net, full, full_state, sharded_net, wrong_casts
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_cast, sqnr, weights_used
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import (
@@ -24,7 +30,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.fsdp import Float8AllGatherWeight, clip_grad_norm_
+from fp8_dist.fsdp import clip_grad_norm_
 from fp8_dist.mesh.amax import union_of
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
@@ -100,10 +106,10 @@ def test_a_mesh_without_names(ranks: RankPools) -> None:
 
 
 def owner_of_another_kind() -> str:
-    layer = nn.Linear(16, 16, bias=False)
-    layer.weight = nn.Parameter(Float8AllGatherWeight(layer.weight.detach(), "weight"))
-    fully_shard(layer, mesh=device_mesh(dp=2))
-    return raised(ValueError, lambda: layer(torch.randn(2, 16)))
+    net = nn.Sequential(nn.Linear(16, 16), nn.Embedding(16, 16))
+    convert_to_float8_training(net, config=GATHERED)
+    net[1].weight = net[0].weight
+    return raised(ValueError, lambda: fully_shard(net, mesh=device_mesh(dp=2)))
 
 
 def irregular_meshes() -> str:
@@ -145,8 +151,9 @@ def precomputed_while_gathered() -> str:
 
 def test_refusals(ranks: RankPools) -> None:
     two, four = ranks(2).run_same, ranks(4).run_same
-    assert "owns a weight that is gathered in float8; only a Float8Linear can use it" in two(
-        owner_of_another_kind
+    assert two(owner_of_another_kind).startswith(
+        "0: FSDP2 would gather this weight in float8 for all its users, but it is also the weight "
+        "of a Embedding that is not converted; leave"
     )
     assert "these weights are distributed already: 0, 2. Convert the model first" in two(
         converted_too_late
@@ -157,9 +164,8 @@ def test_refusals(ranks: RankPools) -> None:
     assert "does not enumerate its ranks in ascending, even steps; slice all" in four(
         irregular_meshes
     )
-    smaller, called = four(resharded_to_a_smaller_mesh, True).splitlines()
-    for text, name in ((smaller, "layers.0"), (called, "layers.0.w1")):
-        assert text.startswith(f"{name}: fully_shard(..., reshard_after_forward=<int>) can't")
+    for text in four(resharded_to_a_smaller_mesh, True).splitlines():
+        assert text.startswith("layers.0.w1: fully_shard(..., reshard_after_forward=<int>) can't")
     assert four(resharded_to_a_smaller_mesh, False) == ""
 
 
@@ -367,3 +373,24 @@ def beside_the_mesh() -> list[str]:
 
 def test_a_rank_beside_the_mesh_has_an_empty_cast(ranks: RankPools) -> None:
     assert ranks(3).run_same(beside_the_mesh) == ["torch.float8_e4m3fn"] * 16
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+@on_ranks(2, 2, returns=[])
+def test_uneven_shards_of_torchs_tensor_parallelism(rebuilt: bool) -> list[str]:
+    """FSDP2 gathers them in high precision, padded, also if a loader makes new parameters."""
+    mesh = device_mesh(dp=2, tp=2)
+    net = convert_to_float8_training(nn.Sequential(nn.Linear(64, 60), nn.Linear(60, 33)))
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    for layer in net if rebuilt else ():
+        layer._parameters["weight"] = nn.Parameter(layer.float8_weight.high_precision().clone())
+    precompute_float8_dynamic_scale(net)
+    with weights_used(net) as used:
+        net(torch.randn(4, 64))
+    found = []
+    for layer, dim in (("0", 0), ("1", 1)):
+        cast = cast_to_float8(full_state(net)[f"{layer}.weight"], CastConfig())
+        part = cast.qdata.chunk(2, dim)[mesh.get_local_rank("tp")]
+        found += [] if same_cast(used[layer], cast.rewrap(qdata=part)) else [layer]
+    return found

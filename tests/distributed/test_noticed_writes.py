@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from nets import Distributed, Net
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_cast, weights_used
 from torch import Tensor
@@ -62,8 +64,7 @@ def replace(net: nn.Module) -> None:
 def swap(net: nn.Module) -> None:
     """Exchange weights for others with equal version counters."""
     for layer in float8_layers(net).values():
-        detached, gathers = layer.weight.detach() * 10, layer.config.fsdp_float8_all_gather
-        other = layer.float8_weight.wrapped(detached) if gathers else nn.Parameter(detached)
+        other = nn.Parameter(layer.weight.detach().clone().mul_(10))
         while other._version < layer.weight._version:
             increment_version(other)
         torch.utils.swap_tensors(layer.weight, other)
@@ -203,3 +204,22 @@ def test_the_table(ranks: RankPools, number: int) -> None:
     assert {
         write: cell for write, cell in found.items() if not cell.startswith(on_page[write])
     } == {}
+
+
+@on_ranks(2, returns=[])
+def test_tensors_that_are_older_than_the_first_gather() -> list[str]:
+    """Optimizers may hold them from their construction on."""
+    world, found = Distributed(2, 1), []
+    weights = [layer.weight for layer in float8_layers(world.net).values()]
+    aliases = {
+        ".data": [weight.data for weight in weights],
+        "detach": [weight.detach() for weight in weights],
+        "to_local": [weight.to_local().detach() for weight in weights],
+    }
+    x = world.mine(torch.randn(4, 8, 64))
+    for name, held in aliases.items():
+        world.net(x)
+        precompute_float8_dynamic_scale(world.net)
+        torch._foreach_mul_(held, 3.0)
+        found += [f"{name}: {wrong}" for wrong in world.wrong_casts(partial(world.net, x))]
+    return found

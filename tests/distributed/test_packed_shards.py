@@ -146,7 +146,7 @@ def refusals(recipe: str, gathered: bool, ahead: bool) -> str:
     )
     model = nn.Sequential(Float8Linear(96, 64, bias=False, config=config))
     weight = placed(torch.randn(64, 96), mesh["tp"], packed(0))
-    model[0].weight = nn.Parameter(model[0].float8_weight.wrapped(weight) if gathered else weight)
+    model[0].weight = nn.Parameter(weight)
     if gathered:
         fully_shard(model, mesh=mesh["dp"])
 

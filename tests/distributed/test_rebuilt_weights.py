@@ -1,4 +1,4 @@
-"""Weights that other code rebuilds: ``.data =``, new parameters, and the float8 gather after that."""
+"""Weights that other code rebuilds: ``.data =``, new parameters, and float8 gathers after that."""
 
 import copy
 import pickle
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import Net
+from nets import Net, full_state
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import raised, same_bits, validity, weights_used
+from reference import raised, same_bits, validity
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 import fp8_dist.text
 from fp8_dist import (
@@ -25,11 +25,9 @@ from fp8_dist import (
     attach_update,
     convert_to_float8_training,
     float8_layers,
-    rewrap_float8_weights,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import UNKNOWN, Kept
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
@@ -72,14 +70,18 @@ def rebuild(model: nn.Module) -> None:
         layer._parameters["weight"] = nn.Parameter(plain.clone())
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "plain"])
-def test_what_is_assigned_to_data_is_the_weight(wrapped: bool) -> None:
-    model = net(torch.bfloat16)
-    weight = model.layers[0].w1.weight
-    before = weight.float()
-    weight.data = weight.data.float() if wrapped else before
+def wrapped(dtype: torch.dtype = torch.float32) -> Any:
+    """A parameter as FSDP2 has it inside of a DTensor."""
+    return nn.Parameter(Float8AllGatherWeight(torch.randn(96, 64, dtype=dtype), "weight"))
+
+
+@pytest.mark.parametrize("given", [Float8AllGatherWeight, torch.Tensor])
+def test_what_is_assigned_to_data_is_the_weight(given: type) -> None:
+    weight = wrapped(torch.bfloat16)
+    before = weight.detach().plain.float()
+    weight.data = before if given is torch.Tensor else weight.data.float()
     assert weight.dtype == weight.data.dtype == weight.detach().dtype == torch.float32
-    assert same_bits(model.state_dict()["layers.0.w1.weight"], before)
+    assert same_bits(weight.detach().plain, before)
     assert isinstance(weight, nn.Parameter)
     assert isinstance(weight, Float8AllGatherWeight)
     weight.data = other = torch.zeros(96, 64)
@@ -90,7 +92,7 @@ def test_what_is_assigned_to_data_is_the_weight(wrapped: bool) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
 def test_a_copied_parameter_is_one(copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    weight = net().layers[0].w1.weight.requires_grad_(False)
+    weight = wrapped().requires_grad_(False)
     weight.label = "w1"
     twin = copied(weight)
     assert isinstance(twin, nn.Parameter)
@@ -102,42 +104,26 @@ def test_a_copied_parameter_is_one(copied: Callable[[torch.Tensor], torch.Tensor
 
 
 def test_what_can_not_be_data_is_refused_by_name() -> None:
-    weight = net().layers[0].w1.weight
+    weight = wrapped()
     other = torch.zeros(96, 64, dtype=torch.int32)
     text = raised(TypeError, lambda: setattr(weight, "data", other))
     assert "must be a plain floating-point tensor, got Tensor of torch.int32; assign" in text
     assert weight.dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:.*has no effect")
 def test_data_assigned_after_writes_drops_scales() -> None:
     for writes in range(4):  # after one of these the sum of versions would be the same
-        layer = Float8Linear(32, 16, config=GATHERED)
-        layer.weight.data = alias = torch.ones(16, 32)
+        weight = wrapped()
+        weight.data = alias = torch.ones(16, 32)
         for _ in range(writes):
             alias.mul_(0.5)
-        kept: Any = Kept(layer.float8_weight.schemes, None)  # type: ignore[arg-type]
-        local: Any = layer.weight
-        local.store(kept, [(torch.ones(()),)], layer.weight)
-        assert validity(layer.weight) > 0
+        kept: Any = Kept(Float8Linear(32, 16).float8_weight.schemes, None)  # type: ignore[arg-type]
+        weight.store(kept, [(torch.ones(()),)], weight)
+        assert validity(weight) > 0
         alias.fill_(100)
-        layer.weight.data = alias.data  # the same memory, with a version of its own
-        assert validity(layer.weight) == UNKNOWN
-        assert local.recall(kept, local.plain) == {}
-        with weights_used(layer) as used:
-            layer(torch.ones(16, 32))
-        (cast,) = used.values()
-        assert cast.dequantize().min() > 50, writes
-
-
-def test_writes_through_data_drop_scales() -> None:
-    layer = Float8Linear(32, 16, config=GATHERED)
-    layer(torch.ones(16, 32))
-    layer.weight.data.fill_(100)
-    with weights_used(layer) as used:
-        layer(torch.ones(16, 32))
-    (cast,) = used.values()
-    assert cast.dequantize().min() > 50
+        weight.data = alias.data  # the same memory, with a version of its own
+        assert validity(weight) == UNKNOWN
+        assert weight.recall(kept, weight.plain) == {}
 
 
 def trained_after(change: Callable[[nn.Module], None]) -> tuple[Any, bool]:
@@ -187,18 +173,8 @@ def upcast_and_rebuild(model: nn.Module) -> None:
     rebuild(model)
 
 
-def upcast_rebuild_and_rewrap(model: nn.Module) -> None:
-    upcast_and_rebuild(model)
-    assert rewrap_float8_weights(model) == list(float8_layers(model))
-
-
-def test_a_lost_type_is_said_and_rewrapping_brings_it_back(ranks: RankPools) -> None:
-    (found, (text,)), is_fp32 = ranks(2).run_same(trained_after, upcast_and_rebuild)
-    assert found == {"torch.bfloat16": 4}
-    assert is_fp32
-    assert text.startswith("layers.0.w1: FSDP2 gathers this weight in high precision, although")
-    assert "Call rewrap_float8_weights(model) after that, before fully_shard" in text
-    assert ranks(2).run_same(trained_after, upcast_rebuild_and_rewrap) == (IN_FLOAT8, True)
+def test_new_parameters_are_gathered_in_float8(ranks: RankPools) -> None:
+    assert ranks(2).run_same(trained_after, upcast_and_rebuild) == (IN_FLOAT8, True)
 
 
 def load(model: nn.Module) -> None:
@@ -209,79 +185,30 @@ def load(model: nn.Module) -> None:
             module._parameters[name] = nn.Parameter(values)
 
 
-@on_ranks(2, returns=(IN_FLOAT8, True, True))
-def test_weights_that_are_loaded_after_sharding() -> tuple[Any, bool, bool]:
+@on_ranks(2, returns=(IN_FLOAT8, True))
+def test_weights_that_are_loaded_after_sharding() -> tuple[Any, bool]:
     with torch.device("meta"):
         model = net()
     shard(model)
     load(model)
-    before = dict(model.named_parameters())
-    rewrapped = rewrap_float8_weights(model)
-    same = all(p is before[name] for name, p in model.named_parameters())
-    return gathers(model), len(rewrapped) == 6, same
-
-
-@on_ranks(2)
-def test_rewrapping_too_late_is_refused() -> None:
-    model = net()
-    rebuild(model)
-    shard(model)
-    texts = [raised(ValueError, lambda: rewrap_float8_weights(model))]
-    with torch.device("meta"):
-        model = net()
-    shard(model)
-    load(model)
-    gathers(model)
-    texts.append(raised(ValueError, lambda: rewrap_float8_weights(model)))
-    assert {type(local_tensor(x.weight)) for x in float8_layers(model).values()} == {torch.Tensor}
-    sharded, gathered = texts
-    assert "layers.0.w1: FSDP2 was set up (fully_shard) after the weight lost its type" in sharded
-    assert "layers.0.w1: FSDP2 has gathered it after the weight lost its type, and" in gathered
-
-
-def unsharded() -> list[str]:
-    """What is rewrapped of a model whose weights FSDP2 has gathered."""
-    model = fully_shard(net(), mesh=device_mesh(dp=2), reshard_after_forward=False)
-    model(torch.randn(2, 8, 64))
-    assert not isinstance(model.layers[0].w1.weight, DTensor)
-    return rewrap_float8_weights(model)
-
-
-def test_weights_that_have_their_type_are_left_alone(ranks: RankPools) -> None:
-    model = net()
-    rebuild(model)
-    assert rewrap_float8_weights(model)
     before = list(model.parameters())
-    assert rewrap_float8_weights(model) == []
-    assert all(map(is_, before, model.parameters()))
-    assert rewrap_float8_weights(convert_to_float8_training(Net())) == []
-    assert ranks(2).run_same(unsharded) == []
+    found = gathers(model)
+    return found, all(map(is_, before, model.parameters()))
 
 
-def test_rewrapping_keeps_ties_gradients_and_attributes() -> None:
+@on_ranks(2, returns=(IN_FLOAT8, IN_FLOAT8))
+def test_weights_that_are_assigned_after_a_step() -> tuple[Any, Any]:
     model = net()
-    rebuild(model)
-    first, second = model.layers[0].w1, model.layers[1].w1
-    first._parameters["weight"] = second._parameters["weight"]
-    second.weight.grad = torch.ones(96, 64)
-    second.weight.is_mine = True
-    second.weight.requires_grad_(False)
-    rewrap_float8_weights(model)
-    assert first.weight is second.weight
-    assert isinstance(first.weight, Float8AllGatherWeight)
-    assert first.weight.is_mine
-    assert not first.weight.requires_grad
-    assert same_bits(first.weight.grad, torch.ones(96, 64))
+    shard(model)
+    first = gathers(model)
+    model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
+    return first, gathers(model)
 
 
-def test_rewrapping_a_weight_that_an_embedding_shares_is_refused() -> None:
-    model = nn.ModuleDict({"words": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})
-    model["other"] = nn.Linear(16, 16)
-    convert_to_float8_training(model, config=GATHERED)
-    rebuild(model)
-    model["head"].weight = model["words"].weight
-    before = dict(model.named_parameters(remove_duplicate=False))
-    text = raised(ValueError, lambda: rewrap_float8_weights(model))
-    assert "for all its users, but head.weight is also words.weight. Leave these layers" in text
-    after = dict(model.named_parameters(remove_duplicate=False))
-    assert all(after[name] is parameter for name, parameter in before.items())
+@on_ranks(2, returns=(nn.Parameter, True))
+def test_an_unsharded_layer_becomes_linear() -> tuple[type, bool]:
+    model = fully_shard(convert_to_float8_training(Net()), mesh=device_mesh(dp=2))
+    before = full_state(model)["layers.0.w1.weight"]
+    model.unshard()
+    weight = model.layers[0].w1.to_linear().weight
+    return type(weight), same_bits(weight.detach(), before)

@@ -26,7 +26,7 @@ from fp8_dist import (
     iter_float8_weights,
     skip_head,
 )
-from fp8_dist.linear.weight import float8_weights
+from fp8_dist.linear.weights import float8_weights
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, SERVING = (DOCS / "frozen.md").read_text(), (DOCS / "serving.md").read_text()

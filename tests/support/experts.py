@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from fp8_dist import CastConfig, Float8LinearConfig, Float8Tensor, cast_to_float8
-from fp8_dist.linear.weight import Float8Weight, load_weights, save_weights
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weights import load_weights, save_weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.scaling import Dense
 
@@ -33,9 +34,6 @@ class Experts(nn.Module):
         self.float8_weights = {n: Float8Weight(self, config, "", name=n) for n in ("up", "down")}
         self.register_state_dict_post_hook(save_weights)
         self.register_load_state_dict_pre_hook(load_weights)
-        if config.fsdp_float8_all_gather:
-            for name, weight in self.float8_weights.items():
-                setattr(self, name, weight.wrapped(weight.parameter()))
         self.used: list[torch.Tensor] = []
 
     def _cast(self, parameter: torch.Tensor) -> torch.Tensor:

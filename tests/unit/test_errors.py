@@ -14,7 +14,6 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
     freeze_to_float8,
-    rewrap_float8_weights,
     update_float8_scales,
 )
 from fp8_dist.debug import comm_audit
@@ -53,9 +52,6 @@ TYPES: Refused = {
 VALUES: Refused = {
     "comes from the history that a Float8Linear keeps": lambda: cast_to_float8(
         ONE, CastConfig(ScalingType.DELAYED)
-    ),
-    "rewrap_float8_weights: the module has no converted l": lambda: rewrap_float8_weights(
-        nn.ReLU()
     ),
     "update_float8_scales: the module has no converted layer; call convert": lambda: (
         update_float8_scales(nn.ReLU())

@@ -17,7 +17,6 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from fp8_dist import rewrap_float8_weights
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.experts import add_weights, weight_of
@@ -56,7 +55,7 @@ class TitanFloat8GroupedExperts(GroupedExperts):
         return slots.view(*expert_ids.shape, x.shape[1])
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard the weights, and keep their type.
+        """Shard the weights.
 
         Raises:
             NotImplementedError: tensor parallelism would divide each expert.
@@ -69,8 +68,6 @@ class TitanFloat8GroupedExperts(GroupedExperts):
                 "(filter_fqns)"
             )
         super().parallelize(parallel_dims)
-        if self.float8_experts_config.linear.fsdp_float8_all_gather:
-            rewrap_float8_weights(self)
 
 
 class TitanFloat8RoutedExperts(RoutedExperts):

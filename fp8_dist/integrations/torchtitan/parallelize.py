@@ -26,12 +26,11 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     attach_update,
-    rewrap_float8_weights,
 )
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.integrations.torchtitan.experts import Float8ExpertsConverter, fields_of
-from fp8_dist.linear.weight import float8_weights
+from fp8_dist.linear.weights import float8_weights
 from fp8_dist.tensor_parallel import declare_placements, share_input
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding
@@ -50,12 +49,6 @@ class TitanFloat8Linear(Float8Linear, Module):
             config.in_features, config.out_features, bias=config.bias, config=config.float8
         )
         self.fqn = config.fqn
-
-    def parallelize(self, parallel_dims: Any) -> None:
-        """Shard the parameters, and keep the type of weight that FSDP2 gathers in float8."""
-        super().parallelize(parallel_dims)
-        if self.config.fsdp_float8_all_gather:
-            rewrap_float8_weights(self)
 
 
 class Float8Converter(QuantizationConverter):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fp8_dist.linear.weight import weights_of
+from fp8_dist.linear.weights import weights_of
 from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.experts import Division, Kind, division_of, experts_config, weight_of
 from fp8_dist.moe.functions import combined_product, grouped_product, local_part

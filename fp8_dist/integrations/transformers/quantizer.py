@@ -17,8 +17,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.fsdp import rewrap_float8_weights
-from fp8_dist.linear.weight import float8_weights
+from fp8_dist.linear.weights import float8_weights
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import LayerFilter
 from fp8_dist.model.freeze import freeze_to_float8
@@ -68,8 +67,8 @@ class Fp8DistConfig(QuantizationConfigMixin):
             requested. ``from_pretrained`` raises it if a name in ``modules_to_not_convert`` matches
             no module, if a checkpoint has weights in float8 that ``freeze`` does not store, or
             that have no scales or others than the recipe, if it has integers for a weight, or
-            scales for one in high precision, or if ``convert_to_float8_training`` or
-            ``rewrap_float8_weights`` refuses the model.
+            scales for one in high precision, or if ``convert_to_float8_training`` refuses the
+            model.
         NotImplementedError: ``from_pretrained`` raises it for transformers' own tensor parallelism
             (``DistributedConfig(tp_size=2)``; :func:`hf_tp_plan` makes a plan), and if ``freeze``
             meets weights that ``device_map`` offloads, a distributed model, or experts of an FP8
@@ -183,7 +182,7 @@ class Fp8DistQuantizer(HfQuantizer):
         if found:
             freeze_to_float8(model, module_filter_fn=lambda module, _: module in found)
         for fqn, entry in entries.items():
-            # transformers compares shapes; StoredWeight.restore decides what they mean.
+            # transformers compares shapes; Float8Weight.restore decides what they mean.
             weight, scales = weights[fqn], torch.empty(entry.shape, device="meta")
             scales = nn.Parameter(
                 StoredScales(scales, torch.float32, torch.float32), requires_grad=False
@@ -212,7 +211,7 @@ class Fp8DistQuantizer(HfQuantizer):
             )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
-        """Wrap the weights, which loading has replaced, and remove all marks of quantization."""
+        """Store weights in float8 if asked to, and remove all marks of quantization."""
         if self.quantization_config.freeze:
             for fqn, weight in float8_weights(model).items():
                 if weight.parameter().is_meta:
@@ -223,7 +222,6 @@ class Fp8DistQuantizer(HfQuantizer):
                 weight.parameter().requires_grad_(False)
                 weight.restore(model.dtype)
             freeze_to_float8(model)
-        rewrap_float8_weights(model)
         if self.renames:  # save_pretrained would reverse it
             conversions = model._weight_conversions
             model._weight_conversions = [each for each in conversions if each is not self.renaming]

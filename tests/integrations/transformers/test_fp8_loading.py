@@ -32,7 +32,7 @@ from fp8_dist import (
 )
 from fp8_dist.integrations.transformers import Fp8DistConfig, hf_tp_plan
 from fp8_dist.integrations.transformers.quantizer import Fp8DistQuantizer
-from fp8_dist.linear.weight import float8_weights
+from fp8_dist.linear.weights import float8_weights
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor.stored import StoredFloat8
 from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
@@ -223,7 +223,7 @@ def test_exported_experts_of_other_names_and_layouts(tmp_path: Path, kind: str) 
     found = dict(trained.named_parameters())
     assert len(found) == len(dict(source.named_parameters()))
     for name, weight in float8_weights(frozen).items():
-        assert same_bits(found[name].detach(), weight.dequantized()), name
+        assert same_bits(found[name].detach(), weight.high_precision()), name
 
 
 @pytest.mark.parametrize(("form", "is_fp8"), [("ue8m0", True), ("vllm", False)])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8_dist import dequantized, freeze_to_float8, unfreeze_from_float8
-from fp8_dist.linear.weight import float8_weights
+from fp8_dist.linear.weights import float8_weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import Float8ExpertParallel, Float8ExpertTensorParallel
 

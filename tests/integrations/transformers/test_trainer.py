@@ -215,12 +215,11 @@ def test_what_is_refused_when_training_begins(tmp_path: Path) -> None:
         two = [Float8Callback(), Float8Callback()]
         check("has 2 of these callbacks", one_rank(tmp_path, model=llama(), callbacks=two))
 
-        # Float8 gathers make new parameters, which an optimizer made before has not.
+        # An optimizer that was made before the conversion goes on.
         model = llama()
         optimizers = (torch.optim.SGD(model.parameters(), lr=1e-3), None)
         callbacks = [Float8Callback(GATHERED)]
-        stale = one_rank(tmp_path, model=model, callbacks=callbacks, optimizers=optimizers)
-        check("updates none of the module's 14 float8 weights", stale)
+        one_rank(tmp_path, model=model, callbacks=callbacks, optimizers=optimizers).train()
 
 
 def warnings_of(folder: str) -> list[list[str]]:

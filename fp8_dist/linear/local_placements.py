@@ -1,0 +1,85 @@
+"""Declared placements of plain local tensors.
+
+Code with hand-written tensor parallelism has plain parameters and activations, each rank its parts.
+A layer with declared placements wraps them as DTensors during its forward, and then works like a
+layer with a parallel style.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fp8_dist.mesh import Placements, sharded_dim
+
+
+class LocalPlacements(NamedTuple):
+    """Declared placements of a weight and an input that are plain local tensors.
+
+    The placement of the output is the layer's ``output_placements``.
+    """
+
+    mesh: DeviceMesh  # 1-D
+    weight: Placement  # Shard(0), Shard(1) or Replicate
+    input: Placement  # Shard or Replicate
+
+    def distributed(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Wrap the operands as DTensors, whose gradients have the declared placements."""
+        # The bias of a column-parallel weight is sharded like the columns of the output.
+        bias_at = Shard(0) if self.weight == Shard(0) else Replicate()
+        return (
+            input if isinstance(input, DTensor) else self._wrap(input, self.input),
+            self._wrap(weight, self.weight),
+            None if bias is None else self._wrap(bias, bias_at),
+        )
+
+    def _wrap(self, local: torch.Tensor, placement: Placement) -> DTensor:
+        return DTensor.from_local(local, self.mesh, (placement,), run_check=False)
+
+    def check(
+        self, input: torch.Tensor, weight: torch.Tensor, output: Placements | None, fqn: str
+    ) -> None:
+        """Check operands against the declared placements.
+
+        Raises:
+            TypeError: the weight is a DTensor, or the input is a DTensor that ``share_input`` did
+                not return.
+            ValueError: the input's features don't fit, or the input or output lacks the declared
+                dim.
+        """
+        if isinstance(weight, DTensor):
+            raise TypeError(
+                f"{fqn}: the weight was declared as a local tensor, {self.weight!r} on "
+                f"{self.mesh}, but it is a DTensor on {weight.device_mesh}; call the module that "
+                "fully_shard was called on, which gathers it, or leave the layer to the parallel "
+                "styles"
+            )
+        for name, placement in ("input", self.input), *(("output", each) for each in output or ()):
+            if isinstance(placement, Shard) and not -input.ndim <= placement.dim < input.ndim:
+                raise ValueError(
+                    f"{fqn}: the {name} was declared as {placement!r}, but it has {input.ndim} "
+                    "dims; declare one of these in declare_placements"
+                )
+        features, last = weight.shape[1], input.ndim - 1
+        if self.weight == Shard(1):
+            features *= self.mesh.size()
+        if isinstance(input, DTensor):
+            shared = self.weight == Shard(0) and tuple(input.placements) == (Replicate(),)
+            if not shared or input.device_mesh != self.mesh:
+                raise TypeError(
+                    f"{fqn}: the input was declared as a local tensor, {self.input!r} on "
+                    f"{self.mesh}, but it is a DTensor, {input.placements} on {input.device_mesh}; "
+                    "pass its to_local() at the declared placement, or what share_input returns"
+                )
+        elif input.ndim and sharded_dim(self.input, input.ndim) == last:
+            features //= self.mesh.size()
+        if input.ndim == 0 or input.shape[-1] != features:
+            raise ValueError(
+                f"{fqn}: the last dim of the input must be {features}, for a weight of "
+                f"{tuple(weight.shape)} declared as {self.weight!r} and an input declared as "
+                f"{self.input!r} on {self.mesh.size()} ranks; got an input of shape "
+                f"{tuple(input.shape)}"
+            )

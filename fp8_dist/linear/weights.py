@@ -1,0 +1,151 @@
+"""The float8 weights of modules and models: how they are found, saved, loaded and placed."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.linear.stored import check_has_no_codes
+from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.mesh import has_pieces, local_tensor, with_local
+from fp8_dist.tensor.known import KnownWeight
+from fp8_dist.torch_internals import is_plain, parameters_of_ddp, set_dtensor_local
+
+# The remedy in messages about models without float8 weights.
+CONVERT_FIRST = (
+    "call convert_to_float8_training first (for experts, "
+    "fp8_dist.moe.convert_experts_to_float8_training)"
+)
+
+
+def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
+    """The float8 parameters that a module itself has, by name."""
+    weights: Mapping[str, Float8Weight] = getattr(module, "float8_weights", {})
+    return weights
+
+
+def save_weights(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Replace the float8 parameters in a module's ``state_dict``, unless it keeps variables.
+
+    (A hook of modules that keep their class.)
+    """
+    for name, weight in weights_of(module).items():
+        if state.get(prefix + name, own := weight.parameter()) is own:
+            continue
+        if stored := weight.stored():
+            state |= {prefix + key: value for key, value in stored.entries().items()}
+        else:
+            state[prefix + name] = weight.plain(own)
+
+
+def load_weights(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
+) -> None:
+    """Make the entries of a state dict fit the weights (a pre-hook of ``load_state_dict``)."""
+    for weight in weights_of(module).values():
+        if stored := weight.stored():
+            stored.load(state, prefix)
+            continue
+        key = prefix + weight.name
+        check_has_no_codes(state, key, weight.fqn)
+        given, held = state.get(key), local_tensor(weight.master())
+        if metadata.get("assign_to_params_buffers", False) and isinstance(given, DTensor):
+            local = local_tensor(given)
+            if isinstance(held, KnownWeight) and is_plain(local):
+                # FSDP2 and graphs expect the same type.
+                state[key] = with_local(given, held.like(local))
+
+
+def hold_known(weights: Iterable[Float8Weight]) -> None:
+    """Let the tensors of weights hold what precompute finds, if scales cover other ranks' values.
+
+    Call it once the weights are distributed, before graphs are traced. Parameters that are DTensors
+    stay the same. A declared weight, which is a plain tensor, becomes a parameter on the same
+    storage. (Precompute does so for other code's DTensors, of which graphs are traced again.)
+    """
+    for weight in weights:
+        old = weight.parameter()
+        if (kept := weight.kept()) is None:
+            continue
+        local = local_tensor(old)
+        held = local if isinstance(local, KnownWeight) else KnownWeight(local.detach())
+        if not has_pieces(kept.layout.placements):
+            held.reserve(kept)
+        if isinstance(old, DTensor):
+            set_dtensor_local(old, held)
+        elif held is not local:
+            warn_of_ddp([weight])
+            new = nn.Parameter(held, requires_grad=old.requires_grad)
+            new.grad = old.grad
+            weight.replace(new)
+
+
+def warn_of_ddp(weights: Iterable[Float8Weight]) -> None:
+    """Warn if DDP knows parameters that are about to be replaced: it would not reduce new ones."""
+    known = parameters_of_ddp()
+    if held := [weight for weight in weights if id(weight.parameter()) in known]:
+        warnings.warn(
+            f"{held[0].fqn}.{held[0].name} becomes another parameter, whose gradient the "
+            "DistributedDataParallel that was made before does not reduce: wrap the model in a new "
+            "one",
+            stacklevel=4,
+        )
+
+
+def checked_module(module: nn.Module) -> nn.Module:
+    """Return ``module``; raise TypeError if it is not an nn.Module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
+    return module
+
+
+def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
+    """All float8 parameters in ``module`` by FQN, in the order of ``named_modules()``.
+
+    Raises:
+        TypeError: ``module`` is not an nn.Module.
+    """
+    return {
+        f"{fqn}.{name}" if fqn else name: weight
+        for fqn, part in checked_module(module).named_modules()
+        for name, weight in weights_of(part).items()
+        if weight.module is part  # a module of torch.compile has the attributes of the one inside
+    }
+
+
+def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
+    """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
+    weights = float8_weights(module)
+    if not weights:
+        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
+    return weights
+
+
+def note_made(weights: Iterable[Float8Weight]) -> None:
+    """Let later gathers wait for the scales and casts of weights that this stream computes."""
+    if not torch.cuda.is_available():
+        return
+    if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
+        event = torch.cuda.current_stream().record_event()
+        for weight in on_gpu:
+            weight.scales_ready = event
+
+
+def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:
+    """All float8 parameters in ``module``, by the name of the layer whose ``weight`` it is.
+
+    A parameter of another name, such as one of experts, has its FQN.
+    """
+    weights = float8_weights(module)
+    return {
+        fqn.removesuffix("weight").removesuffix(".") if weight.name == "weight" else fqn: weight
+        for fqn, weight in weights.items()
+    }
+
+
+def float8_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules in ``module`` that have float8 parameters, by name."""
+    return {fqn: part for fqn, part in module.named_modules() if weights_of(part)}
