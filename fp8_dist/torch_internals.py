@@ -532,7 +532,7 @@ class FsdpParameter:
 
     @property
     def unsharded(self) -> torch.Tensor | None:
-        """What FSDP2 puts in its place; None before the first gather."""
+        """The parameter that FSDP2 puts in its place; None before the first gather."""
         return getattr(self.own, "_unsharded_param", None)
 
     @cached_property
@@ -579,8 +579,10 @@ class FsdpParameter:
 def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
     """The parameters of FSDP2's parameter groups, in their order."""
     for group in groups:
-        for parameter in group.fsdp_params:
-            yield FsdpParameter(parameter)
+        for own in group.fsdp_params:
+            parameter = FsdpParameter(own)
+            parameter.group = group  # to search for it would be slow
+            yield parameter
 
 
 def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""What happens when FSDP2 shards weights, and before it puts sharded ones back in place.
+"""Hooks of FSDP2's sharding, and checks before gathers and before weights are put back.
 
 Importing this module makes FSDP2 gather weights in float8 where layers ask for it, and compare
 layers between ranks before its first gather.
@@ -31,7 +31,7 @@ from fp8_dist.torch_internals import (
 
 
 def _when_sharded(parameter: FsdpParameter) -> None:
-    """Wrap a sharded parameter; before the first gather of its group, check that."""
+    """Wrap a sharded parameter; before the first gather of its group, check the group."""
     weights = [w for module, name in parameter.users if (w := weights_of(module).get(name))]
     for weight in weights:
         weight.fsdp = parameter
