@@ -143,19 +143,6 @@ def quantize(tensor: torch.Tensor, scheme: Scheme) -> Quantized:
     return quantized
 
 
-def statistics_of(
-    x: torch.Tensor, scheme: Scheme, layout: Layout | None, within: tuple[int, ...] | None = None
-) -> Statistics:
-    """Compute the statistics of a global tensor, whose local part is ``x``, for one scheme.
-
-    The result has the shapes of the statistics of ``x``.
-
-    Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`.
-    """
-    (local,) = measure(x, (scheme,), scheme.start(layout))
-    return reduced_statistics(scheme, local, layout, within)
-
-
 def cast_copies(
     tensor: torch.Tensor,
     plan: CastPlan,
@@ -193,8 +180,10 @@ def cast_copies(
             known += own
             made.update(zip(places, copies, strict=True))
         return known, [made[n] for n in range(len(plan.of))]
-    statistics = [statistics_of(x, schemes[0], layout, within)] if reduces else None
-    start = common_start(schemes, layout)
+    start, statistics = common_start(schemes, layout), None
+    if reduces:
+        (measured,) = measure(x, schemes, start)
+        statistics = [reduced_statistics(schemes[0], measured, layout, within)]
     found, scales, data = cast(x, plan, statistics, start, fits=reduces)
     return found or (), as_copies(x, plan, data, scales, layout)
 

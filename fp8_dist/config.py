@@ -395,20 +395,16 @@ class Float8LinearConfig:
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
         recipe = Float8LinearRecipeName(recipe_name)
         found = _RECIPES[recipe]()
-        weight = replace(found.cast_config_weight, source=weight_source)
-        found = replace(found, cast_config_weight=weight)
-        if (scale_format, division) == ("ue8m0", "vllm"):
-            return found
-        if recipe is not Float8LinearRecipeName.BLOCKWISE:
+        formats: dict[str, Any] = {"scale_format": scale_format, "division": division}
+        is_default = (scale_format, division) == ("ue8m0", "vllm")
+        if not is_default and recipe is not Float8LinearRecipeName.BLOCKWISE:
             raise ValueError(
                 f"the recipe {recipe.value} has no scale_format={scale_format!r} and "
                 f"division={division!r}: these are for the recipe blockwise; drop them"
             )
-        casts = {
-            name: replace(getattr(found, name), scale_format=scale_format, division=division)
-            for name in ("cast_config_input", "cast_config_weight")
-        }
-        return replace(found, **casts)
+        input = replace(found.cast_config_input, **formats)
+        weight = replace(found.cast_config_weight, source=weight_source, **formats)
+        return replace(found, cast_config_input=input, cast_config_weight=weight)
 
     def _check_scaling_types(self) -> None:
         for operand in get_args(Operand):

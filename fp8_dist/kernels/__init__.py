@@ -15,8 +15,8 @@ from fp8_dist.kernels.blocks import (
     block_exponents as block_exponents,
     blocks_along as blocks_along,
     cast_blocks as cast_blocks,
+    dequantize_blocks as dequantize_blocks,
     expanded as expanded,
-    exponents_shape as exponents_shape,
     fp32_scales as fp32_scales,
     powers_of_2 as powers_of_2,
     quantize_block_copies as quantize_block_copies,
@@ -33,7 +33,6 @@ from fp8_dist.kernels.folding import fold_groups as fold_groups, unit_scales as 
 from fp8_dist.kernels.gemm import (
     GemmOptions as GemmOptions,
     block_scaled_mm as block_scaled_mm,
-    dequantize_blocks as dequantize_blocks,
     fusible_scaled_mm as fusible_scaled_mm,
     needs_alignment as needs_alignment,
     scaled_mm as scaled_mm,

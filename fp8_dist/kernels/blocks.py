@@ -211,6 +211,43 @@ def scaled_by(
     return operation(x, expanded(scales.to(x.dtype), x.shape, blocks))
 
 
+@custom_op("dequantize_blocks(Tensor x, Tensor scales, int[] blocks, ScalarType dtype) -> Tensor")
+def dequantize_blocks(
+    x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply float8 data by its block scales (exponents or fp32), in a wider dtype.
+
+    The result has the memory layout of ``x``. With exponents it is exact, except for values that
+    are subnormal in bf16.
+    """
+    return dequantized_with(torch.Tensor.to, x, scales, blocks, dtype)
+
+
+def dequantized_with(
+    upcast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    blocks: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Implement :func:`dequantize_blocks` with the given conversion to the wider dtype."""
+    if is_transposed(x):
+        turned = transposed_blocks(blocks)
+        return dequantized_with(upcast, x.t(), scales.t(), turned, dtype).t()
+    return scaled_by(upcast(x, dtype), fp32_scales(scales), blocks)
+
+
+def is_transposed(x: torch.Tensor) -> bool:
+    """Return whether a matrix has contiguous columns in memory, and no contiguous rows."""
+    return x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous()
+
+
+def transposed_blocks(blocks: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return the blocks of a matrix's transpose."""
+    rows, columns, first_row, first_column = blocks
+    return columns, rows, first_column, first_row
+
+
 @custom_op(
     "cast_blocks(Tensor x, ScalarType dtype, int[] blocks, str? rule, bool[] transposed) "
     "-> Tensor[]"
@@ -295,57 +332,24 @@ def reblock(
         The data, ``[M, K]`` of the dtype of ``qdata``, and the exponents of the new blocks
         ``(rows, 1, 0, 0)``.
     """
-    values = scaled_by(qdata.to(torch.float32), powers_of_2(exponents), blocks)
+    values, columns = dequantize_blocks(qdata, exponents, blocks, torch.float32), (rows, 1, 0, 0)
     if transposed:
         values = padded(values, (0, 0, 0, -len(values) % rows))
-    result, found = cast_columns_of_blocks(values, qdata.dtype, rows, rule)
+    found = block_exponents.portable(values, qdata.dtype, columns, rule)
+    result = quantize_blocks.portable(values, found, qdata.dtype, columns)
     return result.t().contiguous() if transposed else result, found
 
 
-def cast_columns_of_blocks(
-    values: torch.Tensor, dtype: torch.dtype, rows: int, rule: str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast dequantized values ``[M, K]`` to the data and exponents of :func:`reblock`."""
-    columns = (rows, 1, 0, 0)
-    found = block_exponents.portable(values, dtype, columns, rule)
-    return quantize_blocks.portable(values, found, dtype, columns), found
-
-
 @custom_op(
-    "amaxes_of_groups(Tensor qdata, Tensor scales, int[] blocks, Tensor group, int groups) "
-    "-> Tensor",
-    fake=lambda qdata, scales, blocks, group, groups: qdata.new_empty(
-        (groups, qdata.shape[1]), dtype=torch.float32
-    ),
+    "amaxes_of_groups(Tensor values, Tensor group, int groups) -> Tensor",
+    fake=lambda values, group, groups: values.new_empty((groups, values.shape[1])),
 )
-def amaxes_of_groups(
-    qdata: torch.Tensor,
-    scales: torch.Tensor,
-    blocks: Sequence[int],
-    group: torch.Tensor,
-    groups: int,
-) -> torch.Tensor:
-    """Compute the amaxes of the new blocks of :func:`reblock` if ranks share their rows.
-
-    Args:
-        qdata, blocks: as in :func:`reblock`.
-        scales: the exponents or fp32 scales of the blocks.
-        group: int64, ``[M]``, the index of the new block of each row.
-        groups: number of new blocks.
-
-    Returns:
-        The amaxes, fp32 ``[groups, K]``. They are 0 for a block without local rows.
-    """
-    values = scaled_by(qdata.to(torch.float32), fp32_scales(scales), blocks)
-    return largest_of_groups(values, group, groups)
-
-
-def largest_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
+def amaxes_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
     """Compute the amaxes of groups of rows for each column: fp32 ``[groups, K]``, 0 without rows.
 
-    ``values``: fp32 ``[M, K]``, which are overwritten. ``group``: the group of each row.
+    ``values``: fp32 ``[M, K]``. ``group``: int64 ``[M]``, the group of each row.
     """
-    bits = values.view(torch.int32).bitwise_and_(torch.iinfo(torch.int32).max)
+    bits = magnitudes(values)
     largest = bits.new_zeros(groups, values.shape[1])
     largest.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax")
     return largest.view(torch.float32)

@@ -37,12 +37,10 @@ import torch
 from torch import Tensor
 
 from fp8_dist.device import FLOAT8_DTYPES
-from fp8_dist.kernels.blocks import NAN_EXPONENT, cast_columns_of_blocks, reblock
+from fp8_dist.kernels.blocks import NAN_EXPONENT, dequantize_blocks, dequantized_with
 from fp8_dist.kernels.gemm import (
     apply_scales,
     block_scaled_mm,
-    dequantize_blocks,
-    dequantized_with,
     scaled_mm,
     scaled_mm_with,
 )
@@ -137,20 +135,6 @@ def _scalar(number: float) -> Tensor:
 _dequantize = partial(dequantized_with, upcast)
 
 
-def _reblock(
-    qdata: Tensor,
-    exponents: Tensor,
-    blocks: Sequence[int],
-    rows: int,
-    rule: str | None,
-    transposed: bool = False,
-) -> tuple[Tensor, Tensor]:
-    if transposed:
-        return reblock.portable(qdata, exponents, blocks, rows, rule, transposed)
-    values = _dequantize(qdata, exponents, blocks, torch.float32)
-    return cast_columns_of_blocks(values, qdata.dtype, rows, rule)
-
-
 def _emulated(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
@@ -233,6 +217,5 @@ def _lines_of_nan(
 amax.register("cpu", _amax)
 scaling_from_amax.register("cpu", _scaling_from_amax)
 dequantize_blocks.register("cpu", _dequantize)
-reblock.register("cpu", _reblock)
 scaled_mm.register("cpu", partial(scaled_mm_with, _emulated))
 block_scaled_mm.register("cpu", _block_scaled_mm)

@@ -5,7 +5,7 @@
 
 import torch
 
-from fp8_dist.kernels.blocks import largest_of_groups
+from fp8_dist.kernels.blocks import amaxes_of_groups
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import empty_copies, quantize, transposed_copy
@@ -130,7 +130,7 @@ def fold_groups(
         made += first_fold(values, fold, multiplier, dtype)
     if input_scale is not None:
         values = values * (input_scale * UNIT).view(-1, 1)
-        amaxes = largest_of_groups(values.clone(), group, groups)
+        amaxes = amaxes_of_groups(values, group, groups)
         multiplier, of_columns = scaling_from_amax(amaxes, dtype, True)
         g2 = quantize(values, multiplier.index_select(0, group), dtype, fits=True)
         made += [g2 if source is None else transposed_groups(g2, source), of_columns / UNIT]

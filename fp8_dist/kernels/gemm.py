@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8_dist.device import device_has_float8_gemm, e4m3
 from fp8_dist.env import strict_alignment
-from fp8_dist.kernels.blocks import fp32_scales, scaled_by
+from fp8_dist.kernels.blocks import dequantize_blocks, fp32_scales
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up, transposed_copy
 from fp8_dist.text import warn_once
@@ -265,43 +265,6 @@ def of_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         a if a.shape[1] == depth else a[:, :depth],
         b if b.shape[0] == depth else b[:depth],
     )
-
-
-@custom_op("dequantize_blocks(Tensor x, Tensor scales, int[] blocks, ScalarType dtype) -> Tensor")
-def dequantize_blocks(
-    x: Tensor, scales: Tensor, blocks: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    """Multiply float8 data by its block scales (exponents or fp32), in a wider dtype.
-
-    The result has the memory layout of ``x``. With exponents it is exact, except for values that
-    are subnormal in bf16.
-    """
-    return dequantized_with(Tensor.to, x, scales, blocks, dtype)
-
-
-def dequantized_with(
-    upcast: Callable[[Tensor, torch.dtype], Tensor],
-    x: Tensor,
-    scales: Tensor,
-    blocks: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Implement :func:`dequantize_blocks` with the given conversion to the wider dtype."""
-    if is_transposed(x):
-        turned = transposed_blocks(blocks)
-        return dequantized_with(upcast, x.t(), scales.t(), turned, dtype).t()
-    return scaled_by(upcast(x, dtype), fp32_scales(scales), blocks)
-
-
-def is_transposed(x: Tensor) -> bool:
-    """Return whether a matrix has contiguous columns in memory, and no contiguous rows."""
-    return x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous()
-
-
-def transposed_blocks(blocks: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return the blocks of a matrix's transpose."""
-    rows, columns, first_row, first_column = blocks
-    return columns, rows, first_column, first_row
 
 
 @custom_op(

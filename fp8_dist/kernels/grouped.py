@@ -11,7 +11,7 @@ anew with each group. Sums over rows then have groups of multiples of 32.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -23,6 +23,8 @@ from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.gemm import in_tiles, row_major
 from fp8_dist.kernels.quantization import ALIGNMENT, padded
 from fp8_dist.torch_internals import native_scaled_grouped_mm
+
+_grouped_mm = partial(native_scaled_grouped_mm, out_dtype=torch.bfloat16)
 
 
 class Padded(NamedTuple):
@@ -156,14 +158,7 @@ def grouped_scaled_mm(
     """
     experts, _, columns = b.shape
     of_columns = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
-    return native_scaled_grouped_mm(
-        a,
-        row_major(b.mT).mT,
-        scale_a.reshape(-1),
-        of_columns,
-        groups.ends,
-        out_dtype=torch.bfloat16,
-    )
+    return _grouped_mm(a, row_major(b.mT).mT, scale_a.reshape(-1), of_columns, groups.ends)
 
 
 def grouped_scaled_sums(
@@ -181,8 +176,7 @@ def grouped_scaled_sums(
     experts, ends = len(groups.counts), groups.padded(ALIGNMENT).ends
     each = ((scale_a, a), (scale_b, b))
     scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in each]
-    sums = native_scaled_grouped_mm(a, b.t(), *scales, ends, out_dtype=torch.bfloat16)
-    return without_empty(sums, groups)
+    return without_empty(_grouped_mm(a, b.t(), *scales, ends), groups)
 
 
 def without_empty(sums: Tensor, groups: Groups) -> Tensor:
@@ -230,14 +224,8 @@ def grouped_mx_mm(
     of_a = in_tiles(_rows_of(exponents_a, source)).view(torch.float8_e8m0fnu)
     of_columns = exponents_b.mT.repeat_interleave(MX, dim=1)
     rows = padded(of_columns, (0, 0, 0, -of_columns.shape[1] % _TILE_ROWS)).flatten(0, 1)
-    return native_scaled_grouped_mm(
-        a,
-        row_major(b.mT).mT,
-        of_a.view(len(source), -1),
-        in_tiles(rows).view(torch.float8_e8m0fnu).view(len(b), -1),
-        groups.ends,
-        out_dtype=torch.bfloat16,
-    )
+    of_a, of_b = of_a.view(len(source), -1), in_tiles(rows).view(torch.float8_e8m0fnu)
+    return _grouped_mm(a, row_major(b.mT).mT, of_a, of_b.view(len(b), -1), groups.ends)
 
 
 def grouped_mx_sums(
@@ -254,9 +242,7 @@ def grouped_mx_sums(
     """
     blocks = groups.of_blocks(MX)
     scales = [_tiles_of_groups(each, blocks) for each in (exponents_a, exponents_b)]
-    ends = groups.padded(MX).ends
-    sums = native_scaled_grouped_mm(a, b.t(), *scales, ends, out_dtype=torch.bfloat16)
-    return without_empty(sums, groups)
+    return without_empty(_grouped_mm(a, b.t(), *scales, groups.padded(MX).ends), groups)
 
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 4

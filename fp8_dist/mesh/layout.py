@@ -137,9 +137,9 @@ def local_sizes(layout: Layout, dim: int) -> set[int]:
     return {sum(end - begin for begin, end in shard) for shard in _shards(layout, dim)}
 
 
-def shard_starts(layout: Layout, dim: int) -> tuple[int, ...]:
-    """Start indices of all ranks' pieces along a dim, ascending; the same result on all ranks."""
-    return tuple(sorted({begin for shard in _shards(layout, dim) for begin, _ in shard}))
+def cuts_blocks(layout: Layout, dim: int, block: int) -> bool:
+    """Whether any rank's piece along a dim begins inside a block; the same on all ranks."""
+    return any(begin % block for shard in _shards(layout, dim) for begin, _ in shard)
 
 
 def is_packed(layout: Layout, dim: int) -> bool:

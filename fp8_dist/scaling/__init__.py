@@ -1,11 +1,9 @@
 """Scaling schemes: what a scale covers, and how data is cast, moved and multiplied with scales."""
 
-from fp8_dist.kernels import GemmOptions as GemmOptions
 from fp8_dist.scaling.blocks import (
     Blocks as Blocks,
     BlockScheme as BlockScheme,
     Fp32Blocks as Fp32Blocks,
-    as_matrix as as_matrix,
     transposed as transposed,
 )
 from fp8_dist.scaling.dense import Dense as Dense, covering as covering
@@ -14,14 +12,12 @@ from fp8_dist.scaling.operators import (
     by_scheme as by_scheme,
     cast as cast,
     dequantize as dequantize,
-    empty_scales as empty_scales,
     empty_statistics as empty_statistics,
     flat as flat,
     matrices as matrices,
     measure as measure,
     multiply as multiply,
     operand_of as operand_of,
-    unshared as unshared,
 )
 from fp8_dist.scaling.reduction import (
     Placed as Placed,

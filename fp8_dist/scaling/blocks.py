@@ -141,9 +141,9 @@ class BlockScheme(Scheme):
         tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
-        new, own = _resized(self, 1, 1), amaxes_of_groups(*known, group, count)
-        found = all_reduce_max(new.scales_of_amaxes(own), groups_over(layout.mesh, axes))
-        each, values = found.index_select(0, group), dequantize_blocks(*known, torch.float32)
+        new, values = _resized(self, 1, 1), dequantize_blocks(*known, torch.float32)
+        own = new.scales_of_amaxes(amaxes_of_groups(values, group, count))
+        each = all_reduce_max(own, groups_over(layout.mesh, axes)).index_select(0, group)
         return Quantized(new.quantize(values, (each,), (0, 0)), (each,), new)
 
     def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
@@ -260,11 +260,7 @@ class Fp32Blocks(BlockScheme):
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
         x, blocks = self._taken(x), self._blocks(start)
-        return quantize_by_scales(x, scales[0], self.dtype, blocks, self._divides)
-
-    @property
-    def _divides(self) -> bool:
-        return self.division == "vllm"
+        return quantize_by_scales(x, scales[0], self.dtype, blocks, self.division == "vllm")
 
 
 def as_matrix(operand: Quantized) -> Quantized:

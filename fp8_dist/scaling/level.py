@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_dist.kernels import blocks_along
-from fp8_dist.mesh import Layout, Pieces, own_pieces, shard_starts, sharded_dim
+from fp8_dist.mesh import Layout, Pieces, cuts_blocks, own_pieces, sharded_dim
 
 # Offset of a part of a tensor within its first blocks: (row, column).
 Start = tuple[int, int]
@@ -122,12 +122,6 @@ class DimsLevel(Level):
         return False
 
 
-def cut_blocks(layout: Layout, dim: int, block: int) -> tuple[int, ...]:
-    """Indices of the blocks along a dim that shards cut; the same on all ranks."""
-    starts = shard_starts(layout, dim)
-    return tuple(sorted({start // block for start in starts if start % block}))
-
-
 def axes_of_level(level: Level, layout: Layout) -> tuple[int, ...]:
     """The mesh axes along which ranks share blocks of this level."""
     ndim = len(layout.shape)
@@ -135,6 +129,6 @@ def axes_of_level(level: Level, layout: Layout) -> tuple[int, ...]:
     blocks = {dim: level.block(dim, ndim) for dim in dims if dim is not None}
     in_blocks = {dim: block for dim, block in blocks.items() if block is not None and block > 1}
     shared = {dim for dim, block in blocks.items() if block is None}
-    if any(cut_blocks(layout, dim, block) for dim, block in in_blocks.items()):
+    if any(cuts_blocks(layout, dim, block) for dim, block in in_blocks.items()):
         shared |= set(in_blocks)  # a cut block may have parts along both dims
     return tuple([i for i, dim in enumerate(dims) if dim in shared and layout.mesh.size(i) > 1])

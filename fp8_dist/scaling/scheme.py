@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8_dist.kernels import GemmOptions, blocks_along, expanded, fp32_scales, transposed_copy
 from fp8_dist.mesh import (
     Layout,
+    cuts_blocks,
     global_offset,
     is_packed,
     local_sizes,
@@ -30,7 +31,7 @@ from fp8_dist.mesh import (
     sharded_dim,
     taken,
 )
-from fp8_dist.scaling.level import Level, Start, axes_of_level, cut_blocks
+from fp8_dist.scaling.level import Level, Start, axes_of_level
 from fp8_dist.torch_internals import cached_but_in_graphs
 
 Statistics = tuple[Tensor, ...]  # one per level, fp32 or uint8
@@ -526,7 +527,7 @@ def _sharded_block_dims(scheme: Scheme, layout: Layout) -> bool:
 def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
     """Whether shards cut blocks. The result is the same on all ranks."""
     dims = _blocked_dims(scheme, layout)
-    return any(cut_blocks(layout, dim, _period((scheme,), dim)) for dim in dims)
+    return any(cuts_blocks(layout, dim, _period((scheme,), dim)) for dim in dims)
 
 
 @cached_but_in_graphs

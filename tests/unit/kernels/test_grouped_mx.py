@@ -3,6 +3,7 @@
 A reference of the operator reads the tiles of exponents by their definition.
 """
 
+from functools import partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -48,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(args)
         return by_definition(*args, **kwargs)
 
-    monkeypatch.setattr(grouped, "native_scaled_grouped_mm", run)
+    monkeypatch.setattr(grouped, "_grouped_mm", partial(run, out_dtype=torch.bfloat16))
     return found
 
 

@@ -24,7 +24,8 @@ from fp8_dist.kernels import (
     quantize_blocks,
     reblock,
 )
-from fp8_dist.kernels.gemm import dequantize_blocks, gemm_scales, in_tiles
+from fp8_dist.kernels.blocks import dequantize_blocks
+from fp8_dist.kernels.gemm import gemm_scales, in_tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -6,7 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.blocks import empty_reblocked, reblock
+from fp8_dist.kernels.blocks import (
+    dequantize_blocks,
+    empty_reblocked,
+    is_transposed,
+    reblock,
+    transposed_blocks,
+)
 from fp8_dist.kernels.cuda.triton.blocks import (
     exponents_of_codes,
     multipliers_by,
@@ -31,12 +37,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     saturated,
     to_float8,
 )
-from fp8_dist.kernels.gemm import (
-    dequantize_blocks,
-    gemm_scales,
-    is_transposed,
-    transposed_blocks,
-)
+from fp8_dist.kernels.gemm import gemm_scales
 from fp8_dist.kernels.quantization import rounded_up
 
 

@@ -169,9 +169,7 @@ def _fold_gradient(
     made = empty_folds(grad, dtype, weight_scale, input_scale, transposed)
     first = made[:2] if weight_scale is not None else (None, None)
     of_rows = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
-    column_amax = None
-    if input_scale is not None:
-        column_amax = torch.zeros(N, dtype=torch.float32, device=device)
+    bits = None if input_scale is None else torch.zeros(N, dtype=torch.int32, device=device)
     _multipliers(
         lambda chosen: (programs(M, chosen["BM"]),),
         *(matrix(grad), weight_scale, of_rows, first[1]),
@@ -180,13 +178,12 @@ def _fold_gradient(
     _fold_rows(
         lambda chosen: (programs(M, chosen["BM"] * STEPS), programs(N, chosen["BN"])),
         *(matrix(grad), of_rows, weight_scale, input_scale),
-        None if first[0] is None else as_bytes(first[0]),
-        None if column_amax is None else column_amax.view(torch.int32),
+        *(None if first[0] is None else as_bytes(first[0]), bits),
         STEPS=STEPS,
         **float8_constants(dtype, device),
     )
-    if input_scale is not None:
-        qdata, scale = made[-2:]
+    if bits is not None:
+        column_amax, (qdata, scale) = bits.view(torch.float32), made[-2:]
         _fold_columns(
             tiles(M, N),
             *(matrix(grad), of_rows[0], input_scale, column_amax, as_bytes(qdata), scale),
@@ -308,19 +305,16 @@ def _fold_groups(
     made = empty_group_folds(g0, scale, weight_scale, input_scale, group, groups, source)
     first = made[:2] if weight_scale is not None else (None, None)
     scales = [None if s is None else s.contiguous() for s in (weight_scale, input_scale)]
-    column_amax = None
-    if input_scale is not None:
-        column_amax = torch.zeros(groups, N, dtype=torch.float32, device=device)
+    bits = None if input_scale is None else torch.zeros(groups, N, dtype=torch.int32, device=device)
     _fold_rows_of_groups(
         lambda chosen: (programs(M, chosen["BM"]),),
         *(as_bytes(g0), scale, *scales, group),
         *(None if t is None else as_bytes(t) for t in first),
-        None if column_amax is None else column_amax.view(torch.int32),
-        *(M, N),
+        *(bits, M, N),
         **float8_constants(dtype, device),
     )
-    if column_amax is not None and source is not None:
-        P, (qdata, of_columns) = len(source), made[-2:]
+    if bits is not None and source is not None:
+        P, (qdata, of_columns), column_amax = len(source), made[-2:], bits.view(torch.float32)
         multiplier = torch.empty_like(column_amax)
         find_scaling(column_amax, multiplier, of_columns, dtype, True, 1 / FOLDED_UNIT)
         _fold_columns_of_groups(
