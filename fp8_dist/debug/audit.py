@@ -34,8 +34,6 @@ from fp8_dist.torch_internals import (
     storage_address,
 )
 
-RowKey = tuple[str, str, torch.dtype, str, bool]
-
 
 @dataclass(frozen=True)
 class CommRow:
@@ -71,11 +69,6 @@ class CommRow:
     bytes: int
 
     @property
-    def key(self) -> RowKey:
-        """The fields that the row's collectives have in common."""
-        return self.op, self.axis, self.dtype, self.module, self.in_mixed_gather
-
-    @property
     def float8_bytes(self) -> int:
         """``bytes`` if the payload is float8, else 0."""
         return self.bytes if is_float8(self.dtype) else 0
@@ -90,7 +83,7 @@ class CommTable:
     """The rows of collectives, and their totals."""
 
     def __init__(self, rows: Iterable[CommRow] = ()) -> None:
-        self._rows: dict[RowKey, CommRow] = {}
+        self._rows: dict[CommRow, CommRow] = {}  # by the row with zeros as its numbers
         for row in rows:
             self.add(row)
 
@@ -106,15 +99,14 @@ class CommTable:
 
     def add(self, row: CommRow) -> None:
         """Add a row to the table, or its numbers to the row with the same key if there is one."""
-        key = row.key
-        if known := self._rows.get(key):
-            row = replace(
-                known,
-                count=known.count + row.count,
-                elements=known.elements + row.elements,
-                bytes=known.bytes + row.bytes,
-            )
-        self._rows[key] = row
+        key = replace(row, count=0, elements=0, bytes=0)
+        known = self._rows.get(key, key)
+        self._rows[key] = replace(
+            row,
+            count=known.count + row.count,
+            elements=known.elements + row.elements,
+            bytes=known.bytes + row.bytes,
+        )
 
     def count(
         self,

@@ -16,10 +16,8 @@ from transformers import PreTrainedModel
 
 from fp8_dist.device import is_float8
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import float8_weights
 from fp8_dist.model.export import entries_of, quantization_config, weights_by_key
 from fp8_dist.scaling import BlockScheme
-from fp8_dist.text import without_wrappers
 
 _save = PreTrainedModel.save_pretrained
 
@@ -27,11 +25,7 @@ _save = PreTrainedModel.save_pretrained
 @wraps(_save)
 def _save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     state = signature(_save).bind(self, *args, **kwargs).arguments.get("state_dict")
-    stored = {
-        without_wrappers(fqn): weight
-        for fqn, weight in float8_weights(self).items()
-        if weight.is_stored
-    }
+    stored = {key: weight for key, weight in weights_by_key(self).items() if weight.is_stored}
     has_codes = state is None or any(
         isinstance(each, torch.Tensor) and is_float8(each.dtype) for each in state.values()
     )

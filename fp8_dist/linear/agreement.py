@@ -113,15 +113,11 @@ def first_difference(
         largest, negative_smallest = bounds.tolist()
         if largest == -negative_smallest:
             return None
-        texts = [f"{dist.get_rank()}{text}"]
+        by_rank = {dist.get_rank(): dict(facts)}
         for group in groups:
             parts: list[Any] = [None] * group.size()
-            dist.all_gather_object(parts, texts, group)
-            texts = [text for part in parts for text in part]
-    by_rank = {}
-    for each in texts:
-        rank, *lines = each.split("\n")
-        by_rank[int(rank)] = dict(line.split("\t", 1) for line in lines)
+            dist.all_gather_object(parts, by_rank, group)
+            by_rank = {rank: own for part in parts for rank, own in part.items()}
     return _described(dict(sorted(by_rank.items())))
 
 

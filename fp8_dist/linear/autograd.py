@@ -150,7 +150,7 @@ def _gemm(
     gemm: Gemm,
     spec: LinearSpec,
     out_dtype: torch.dtype,
-    layouts: tuple[Layout, Layout] | None = None,
+    layouts: tuple[Layout | None, Layout | None] = (None, None),
 ) -> torch.Tensor:
     """Run one of the three GEMMs on local operands ``[..., K]``. No other code runs them.
 
@@ -164,9 +164,8 @@ def _gemm(
         return torch.mm(a, b.to(a.dtype)).to(out_dtype)
     options = spec.config.gemm_options(gemm)
     if gemm == "grad_weight":
-        where = layouts or (None, None)
-        left = left.scheme.for_rows(left, where[0])
-        right = right.scheme.for_rows(right, where[1])
+        left = left.scheme.for_rows(left, layouts[0])
+        right = right.scheme.for_rows(right, layouts[1])
     turn = gemm == "grad_weight", gemm == "output"
     if is_observed():
         observe_multiply(spec.owner, gemm, left, right, out_dtype)
@@ -313,18 +312,17 @@ class _LinearFunction(torch.autograd.Function):
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         right: Local | None = None
-        statistics: list[torch.Tensor] = []
+        recast: Recast | None = None
         if needs_input and of_recast is not None:
-            right, statistics = weight, of_recast.tensors(flat)
+            _, scheme, start, is_cut = of_recast
+            assert scheme is not None
+            right, recast = weight, Recast(tuple(of_recast.tensors(flat)), scheme, start, is_cut)
         elif needs_input:
             right = local_tensor(weight) if of_grad_input is None else of_grad_input.operand(flat)
         # Save plain tensors, so that hooks on saved tensors see the real bytes.
-        of_input: Local | None = None
-        if needs_weight:
-            of_input = wait_local(x["grad_weight"], uses["grad_weight"])
-        saved, ctx.forms = flattened(of_input, right, *statistics, *amaxes.values())
+        of_input = wait_local(x["grad_weight"], uses["grad_weight"]) if needs_weight else None
+        saved, ctx.forms = flattened(of_input, right, recast, *amaxes.values())
         ctx.names = tuple(amaxes)
-        ctx.recast = of_recast
         ctx.unused = (None,) * (2 + len(flat))
         ctx.save_for_backward(*saved)
         ctx.bias_layout = Layout.of(bias)
@@ -351,9 +349,7 @@ class _LinearFunction(torch.autograd.Function):
         records, begins = _counts(ctx) if spec.histories else (False, None)
         if not (needs_input or needs_weight or records):
             return None, None, grad_bias, *unused
-        saved, (of_x, of_w, *others) = ctx.saved_tensors, ctx.forms
-        first = len(others) - len(ctx.names)
-        of_statistics, of_amaxes = others[:first], others[first:]
+        saved, (of_x, of_w, of_recast, *of_amaxes) = ctx.saved_tensors, ctx.forms
         amaxes = {n: form.operand(saved) for n, form in zip(ctx.names, of_amaxes, strict=True)}
         if not (needs_input or needs_weight):
             # Only the bias is trained, of a plain layer. (That of a DTensor is added elsewhere.)
@@ -362,9 +358,8 @@ class _LinearFunction(torch.autograd.Function):
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
         x = of_x.operand(saved) if needs_weight else None
         w = of_w.operand(saved) if needs_input else None
-        if w is not None and of_statistics:
-            statistics = [form.operand(saved) for form in of_statistics]
-            w = _recast(w, statistics, ctx.recast, grad, spec)
+        if w is not None and of_recast is not None:
+            w = _recast(w, of_recast.tensors(saved), of_recast, grad, spec)
         operands, of_grad = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         if records:
             in_float8 = [gemm for gemm, (_, x) in operands.items() if isinstance(x, Quantized)]
@@ -391,7 +386,7 @@ class _LinearFunction(torch.autograd.Function):
                 moving = start_reduction(grad_input, target, transport)
         if needs_weight:
             left, right = operands["grad_weight"]
-            where = None
+            where = None, None
             if layouts is not None:
                 where = (
                     ctx.x_layout._replace(placements=layouts.grad_output, shape=grad.shape),

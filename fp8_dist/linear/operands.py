@@ -102,7 +102,7 @@ class OperandPlan(NamedTuple):
 @cached_but_in_graphs
 def plan_operand(
     schemes: tuple[Scheme | None, ...],
-    now: Placements | None,
+    now: Placements,
     then: Placements | None,
     ndim: int,
     amax_scope: str = "global",
@@ -111,28 +111,24 @@ def plan_operand(
 
     Args:
         schemes: the scheme that each GEMM takes, or ``None`` for high precision.
-        now: the placements of a DTensor operand; ``None`` for a plain tensor.
+        now: the placements of the operand, a DTensor.
         then: the placements that the GEMMs need.
         amax_scope: with ``"rank"``, statistics are reduced only over axes along which float8 data
             is moved.
     """
-    axes: tuple[int, ...] = ()
-    dims: list[int] = []
-    for axis, (p, needed) in enumerate(zip(now or (), then or (), strict=True)):
-        dim = sharded_dim(p, ndim)
-        if dim is not None and p != needed:
-            axes += (axis,)
-            dims.append(dim)
+    pairs = enumerate(zip(now, then or (), strict=True))
+    changed = [(axis, sharded_dim(p, ndim)) for axis, (p, needed) in pairs if p != needed]
+    dims = {axis: dim for axis, dim in changed if dim is not None}  # by mesh axis
     moves = now != then
     # Shards that consist of several pieces are not redistributed as float8.
     first = None if has_pieces(now) else schemes[0]
     if first is not None and not (
         all(scheme == first for scheme in schemes)
-        and first.can_move(dims, ndim)
+        and first.can_move([*dims.values()], ndim)
         and (first.can_gather or not moves)
     ):
         first = None
-    within = None if amax_scope == "global" else axes if first is not None else ()
+    within = None if amax_scope == "global" else tuple(dims) if first is not None else ()
     return OperandPlan(first, moves, within)
 
 

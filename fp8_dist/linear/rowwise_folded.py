@@ -36,7 +36,7 @@ largest value of their row, are lost for grad_weight. A cast of g with one scale
 have kept them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -79,43 +79,36 @@ def folded_gradients(
     If N is sharded, an all-reduce of 8 bytes per row. If rows are sharded, an all-reduce of 4 bytes
     per column.
     """
-    grad = _with_whole_rows(grad, placements)
     weight, input = right.get("grad_input"), right.get("grad_weight")
     s = None if weight is None else weight.scales[0].reshape(-1)
     t = None if input is None else input.scales[0]
     if isinstance(grad, DTensor):
         assert placements is not None
+        now = tuple(grad.placements)
+        cut = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
+        if now != placements and (cut or has_pieces(now)):
+            # Its rows are cut or consist of several pieces: it moves in high precision.
+            grad = grad.redistribute(placements=placements)
         made, transposed = _folded(grad, scheme, placements, s, t, within), False
     else:
         matrix, t = as_matrix(grad), None if t is None else t.reshape(-1)
         made = fold_gradient(matrix, scheme.dtype, s, t, transposed)
-    operands = _in_pairs(made, scheme, right, transposed)
-    if is_observed():
-        _observe(operands, grad, placements, right, owner)
-    return operands
-
-
-def _in_pairs(
-    made: Iterable[torch.Tensor],
-    scheme: Scheme,
-    right: Mapping[Gemm, Quantized],
-    transposed: bool,
-) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """Pair the results of :func:`fold_gradient` with the right operands, whose scales become 1."""
-    made = iter(made)
+    each = iter(made)
     # The shape of these scales is one that a GPU's GEMM accepts together with scales of rows.
     ones = unit_scales(next(iter(right.values())).qdata)
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
     for gemm in gemms:
         if gemm in right:
-            qdata, scale, turns = next(made), next(made), gemm == "grad_weight"
+            qdata, scale, turns = next(each), next(each), gemm == "grad_weight"
             qdata = qdata.t() if turns and transposed else qdata
             left = Quantized(qdata, (scale,), scheme.for_row_contraction if turns else scheme)
             unscaled = right[gemm]._replace(
                 scales=(ones,), scheme=right[gemm].scheme.for_row_contraction
             )
             operands[gemm] = left, unscaled
+    if is_observed():
+        _observe(operands, grad, placements, right, owner)
     return operands
 
 
@@ -193,13 +186,3 @@ def _observe(
         part = own(as_bytes(qdata)).view(qdata.dtype)
         folded, low = high.reshape(part.shape) * folds, Quantized(part, (scale,), left.scheme)
         observe(owner, "grad_output", folded, [low], repeats=False)
-
-
-def _with_whole_rows(grad: torch.Tensor, placements: Placements | None) -> torch.Tensor:
-    """Redistribute grad in high precision if its rows are cut or consist of several pieces."""
-    if not isinstance(grad, DTensor) or placements is None:
-        return grad
-    now = tuple(grad.placements)
-    cut = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
-    moves = now != placements and (cut or has_pieces(now))
-    return grad.redistribute(placements=placements) if moves else grad

@@ -49,7 +49,7 @@ class Routing(NamedTuple):
         """
         if self.arrivals is None:
             return rows
-        return self._exchanged(rows, self.sent, self.received).index_select(0, self.arrivals)
+        return _exchange(rows, self.received, self.sent, self.group).index_select(0, self.arrivals)
 
     def to_slots(self, rows: Tensor) -> Tensor:
         """Move rows ``[R, C]`` back to their slots, ``[tokens * top_k, C]``; others become 0.
@@ -66,17 +66,12 @@ class Routing(NamedTuple):
 
     def returned(self, rows: Tensor) -> Tensor:
         """Send rows back in the order in which they were received."""
-        return self._exchanged(rows, self.received, self.sent)
+        return _exchange(rows, self.sent, self.received, self.group)
 
     def placed(self, rows: Tensor) -> Tensor:
         """Put rows, in the order of ``slots``, to their slots."""
         found = rows.new_zeros((self.tokens * self.top_k, rows.shape[1]))
         return _placed(found, self.slots, rows)
-
-    def _exchanged(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        if self.group is None:
-            return rows
-        return _all_to_all(rows.contiguous(), receive, send, self.group)
 
 
 def _placed(to: Tensor, places: Tensor, rows: Tensor) -> Tensor:
@@ -116,9 +111,8 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
         )
     flat = expert_ids.reshape(-1)
     slots, sent = slots_by_expert(flat, num_experts)
-    received, own = sent, num_experts // ranks
-    if group is not None:
-        received = _all_to_all(sent, [own] * ranks, [own] * ranks, group)
+    own = num_experts // ranks
+    received = _exchange(sent, [own] * ranks, [own] * ranks, group)
     sent, received = sent.view(ranks, own), received.view(ranks, own)
     numbers = numbers_of_rows(sent, received, flat)
     to, back = numbers[:ranks].tolist(), numbers[ranks : 2 * ranks].tolist()
@@ -129,11 +123,13 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
     return Routing(slots, tokens, top_k, groups, arrivals, to, back, group)
 
 
-def _all_to_all(
-    rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup
+def _exchange(
+    rows: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
+    if group is None:
+        return rows
     # A functional collective, because graphs and selective checkpointing know these.
-    found = funcol.all_to_all_single(rows, receive, send, str(group.group_name))
+    found = funcol.all_to_all_single(rows.contiguous(), receive, send, str(group.group_name))
     return funcol.wait_tensor(found)
 
 

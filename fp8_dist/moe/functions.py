@@ -103,16 +103,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _save(
-    ctx: Any,
-    rows: Quantized,
-    weights: Sequence[Weight],
-    dtype: torch.dtype,
-    groups: Groups,
-    config: Float8ExpertsConfig,
-    routing: Routing | None,
-) -> None:
-    ctx.groups, ctx.config, ctx.routing, ctx.high = groups, config, routing, None
+def _save(ctx: Any, rows: Quantized, weights: Sequence[Weight], dtype: torch.dtype) -> None:
+    ctx.high = None
     # FSDP2 frees a weight that it gathered in high precision, and gathers it again.
     operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
     tensors, ctx.forms = flattened(rows, *operands)  # of the rows, then of each weight
@@ -125,10 +117,7 @@ def _save(
 
 
 def _gradients(
-    ctx: Any,
-    grads: Sequence[Quantized],
-    needs: Sequence[bool],
-    high: Sequence[Tensor | None],
+    ctx: Any, grads: Sequence[Quantized], needs: Sequence[bool], high: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The gradient of the rows, and of each weight.
 
@@ -162,23 +151,18 @@ def _gradients(
 
 
 def _observe_products(
-    rows: Tensor,
-    weights: Sequence[Weight],
-    products: Sequence[Tensor],
-    groups: Groups,
-    group: ProcessGroup | None,
-) -> list[Tensor | None]:
+    ctx: Any, rows: Tensor, weights: Sequence[Weight], products: Sequence[Tensor]
+) -> None:
     """Show observers the products of ``rows`` in high precision.
 
-    Returns:
-        The operands of the gradient GEMMs in high precision: the rows, and each weight.
+    Those of the gradient GEMMs, the rows and each weight, are kept in ``ctx.high``.
 
     Collectives: all-gathers of the weights that FSDP2 gathered in float8.
     """
-    high = [_high_precision(weight, group) for weight in weights]
-    for weight, right, product in zip(weights, high, products, strict=True):
-        _observe_gemm(weight.owner, "output", groups, rows, right, product)
-    return [rows, *high]
+    group = ctx.routing and ctx.routing.group
+    ctx.high = [rows, *[_high_precision(weight, group) for weight in weights]]
+    for weight, right, product in zip(weights, ctx.high[1:], products, strict=True):
+        _observe_gemm(weight.owner, "output", ctx.groups, rows, right, product)
 
 
 def _high_precision(weight: Weight, group: ProcessGroup | None) -> Tensor | None:
@@ -218,17 +202,10 @@ def _cast_rows(
     """Cast rows. ``layout``: their layout, if ranks have parts of each row."""
     rows = rows.detach().contiguous()
     low = quantize(rows if layout is None else layout.wrap(rows), config.rows)
-    _observe(rows, low, operand, owners)
-    return low
-
-
-def _observe(
-    high: Tensor, low: Quantized, operand: Operand, owners: Iterable[Float8Weight | None]
-) -> None:
-    """Show observers a cast."""
     for owner in owners if is_observed() else ():
         if owner is not None:
-            observe(owner, operand, high, [low], repeats=operand == "input")
+            observe(owner, operand, rows, [low], repeats=operand == "input")
+    return low
 
 
 class _Up(torch.autograd.Function):
@@ -247,18 +224,18 @@ class _Up(torch.autograd.Function):
         rows = _cast_rows(x, config, "input", [weight.owner for weight in weights])
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
-        _save(ctx, rows, weights, x.dtype, groups, config, routing)
+        ctx.groups, ctx.config, ctx.routing = groups, config, routing
+        _save(ctx, rows, weights, x.dtype)
         products = []
         for weight in weights:
             own = weight.casts.output
             assert own is not None
             products.append(grouped_mm(rows, own, True, groups, x.dtype, config))
         if are_gemms_observed():
-            high, group = x.detach(), None
+            high = x.detach()
             if routing is not None:
-                high = high.index_select(0, routing.slots // routing.top_k)
-                high, group = routing.to_experts(high), routing.group
-            ctx.high = _observe_products(high, weights, products, groups, group)
+                high = routing.to_experts(high.index_select(0, routing.slots // routing.top_k))
+            _observe_products(ctx, high, weights, products)
         return tuple(products)
 
     @staticmethod
@@ -320,10 +297,10 @@ class _Down(torch.autograd.Function):
         output = product
         if bias is not None:
             output = add_bias(product, bias.detach(), routing.groups)
-        _save(ctx, rows, [weight], dtype, routing.groups, config, routing)
+        ctx.groups, ctx.config, ctx.routing = routing.groups, config, routing
+        _save(ctx, rows, [weight], dtype)
         if are_gemms_observed():
-            of_gemm = hidden.detach(), [weight], [product]
-            ctx.high = _observe_products(*of_gemm, routing.groups, routing.group)
+            _observe_products(ctx, hidden.detach(), [weight], [product])
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
         ctx.set_materialize_grads(False)  # that of the output

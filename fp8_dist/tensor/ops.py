@@ -60,13 +60,15 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
 def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest = args[0], args[1:]
     moved = func(x.qdata, *rest, **kwargs)
-    scheme = x.scheme
     if func in (aten.alias.default, aten.detach.default):
         return x.rewrap(qdata=moved, scale=tuple([func(scale) for scale in x.scales]))
-    if func in _PARTS and any(level.has_blocks for level in scheme.levels):
+    if func in _PARTS and any(level.has_blocks for level in x.scheme.levels):
         return _parts_in_blocks(func, x, moved, rest, kwargs)
     if (turned := _turned_scheme(func, x, rest)) is not None:
-        return _turn(x, moved, turned)
+        if moved.shape == x.shape and moved.stride() == x.qdata.stride():
+            return x.rewrap(qdata=moved)  # permuted without effect
+        swapped = tuple([scale.transpose(-2, -1) if scale.ndim else scale for scale in x.scales])
+        return x.rewrap(qdata=moved, scale=swapped, scheme=turned, start=x.start[::-1])
     scales = [func(e, *rest, **kwargs) for e in _expanded(x)]
     if isinstance(moved, torch.Tensor):
         return _with_moved_scales(func, x, moved, scales)
@@ -96,14 +98,6 @@ def _turned_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme 
         if any(level.leading != 1 for level in turned.levels):
             return None
     return turned
-
-
-def _turn(x: Float8Tensor, moved: torch.Tensor, turned: Scheme) -> Float8Tensor:
-    """Rewrap matrices whose data was transposed, or permuted without effect."""
-    if moved.shape == x.shape and moved.stride() == x.qdata.stride():
-        return x.rewrap(qdata=moved)
-    scales = tuple([scale.transpose(-2, -1) if scale.ndim else scale for scale in x.scales])
-    return x.rewrap(qdata=moved, scale=scales, scheme=turned, start=x.start[::-1])
 
 
 def _parts_in_blocks(
@@ -306,10 +300,8 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
         if not level.is_scalar:
             fixed = _fixed_dims(level, x.ndim)
             sides = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
-            if scale.dtype is torch.float32:
-                scale = func(scale, sides, 0)
-            else:  # as bytes, because torch can't pad all dtypes of scales
-                scale = func(scale.view(torch.uint8), sides, 0).view(scale.dtype)
+            # As integers, because torch can't pad all dtypes of scales.
+            scale = func(scale.view(_BITS[scale.itemsize]), sides, 0).view(scale.dtype)
         scales.append(scale)
     blocked = {d for level in x.scheme.levels for d in _fixed_dims(level, x.ndim)}
     in_front = any(n for i, n in enumerate(pad[::2]) if x.ndim - 1 - i in blocked)
