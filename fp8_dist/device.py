@@ -3,7 +3,7 @@
 docs/design.md defines the terms of the package (amax, scale, qdata, axis, dim).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -153,11 +153,27 @@ def is_captured(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Keep the memory of tensors, once freed, until the current stream has read them.
+def keep_for(stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
+    """Keep the memory of a tensor, once freed, until a stream has read it.
 
     The caching allocator would otherwise reuse it at once on the stream that allocated it.
     """
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
+
+
+class QueuedWork:
+    """The work that the current stream has queued by now, for which other streams wait.
+
+    A stream waits once: what it queues later comes after that.
+    """
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event()
+        self._waited: set[torch.cuda.Stream] = set()
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream wait."""
+        if stream not in self._waited:
+            self._waited.add(stream)
+            stream.wait_event(self._event)

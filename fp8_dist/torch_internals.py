@@ -215,6 +215,11 @@ def dtensor_local(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def dtensor_spec(tensor: DTensor) -> object:
+    """What describes mesh, placements and shape: another object after they have changed."""
+    return tensor._spec
+
+
 def set_dtensor_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Replace the local tensor with another of the same shape and dtype, as FSDP2 does."""
     tensor._local_tensor = local

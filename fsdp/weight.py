@@ -82,23 +82,17 @@ class Float8AllGatherWeight(KnownWeight):
 
         """
         weight = weights_of(module)[self.name_of_weight]
-        cast, whole = weight.gather_cast(self)
+        plan, (cast, whole) = weight.gather_plan(), weight.gather_cast(self)
         data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
         # A view of the float8 dtype, so that an audit can find the payload's dtype.
-        data, layout = as_bytes(data.view(cast.qdata.dtype)), weight.layout()
+        data = as_bytes(data.view(cast.qdata.dtype))
         scheme, scales = cast.scheme, cast.scales
-        unsharded = layout and weight.gathered_layout(layout)
-        gathered: tuple[int, ...] = ()
-        if whole is not None and unsharded is not None:
-            own = scheme.local_part(whole, unsharded)
+        if whole is not None:
+            own = scheme.local_part(whole, plan.arrives)
             scales = tuple([scale.to(cast.qdata.device) for scale in own])
-        else:
-            gathered = scheme.moving_levels(layout, unsharded)
-        start, is_cut = scheme.start(unsharded), scheme.is_cut(unsharded)
-        inputs = (data, *[_as_input(cast.scales[i]) for i in gathered])
+        inputs = (data, *[_as_input(cast.scales[i]) for i in plan.moving])
         # The metadata must not refer to the cast, whose memory it would keep.
-        how = _Metadata(scheme, scales, start, is_cut, outer_size, gathered)
-        return inputs, how
+        return inputs, _Metadata(scheme, scales, *plan.position_of_whole, outer_size, plan.moving)
 
     def fsdp_post_all_gather(
         self,

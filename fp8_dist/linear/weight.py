@@ -25,7 +25,8 @@ selective activation checkpointing ask by operators (``runtime_ops``).
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from operator import is_not
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -34,7 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fp8_dist.cast import Copies, cast_by, cast_copies
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.device import is_captured, is_float8, keep_for_current_stream
+from fp8_dist.device import QueuedWork, is_captured, is_float8, keep_for
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import FROZEN, PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.checks import check_gathered
@@ -58,8 +59,10 @@ from fp8_dist.scaling import (
     Quantized,
     Scales,
     Scheme,
+    Start,
     Statistics,
     by_scheme,
+    cast,
     common_start,
     empty_statistics,
     measure,
@@ -78,12 +81,51 @@ from fp8_dist.torch_internals import (
     backward_id,
     carry_attributes,
     dtensor_local,
+    dtensor_spec,
     has_hooks_after_accumulation,
     is_plain,
     set_dtensor_local,
 )
 
 _GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # those of a weight
+
+
+class GatherPlan(NamedTuple):
+    """How FSDP2 gathers a weight in float8, given its layout and config.
+
+    Attributes:
+        layout: of the sharded parameter.
+        arrives: the layout of what is gathered.
+        kept: the statistics that are kept. With DELAYED scales, the history has them.
+        cast: of the shard.
+        position: start and ``is_cut`` of the shard, as in :class:`Quantized`.
+        position_of_whole: those of what is gathered.
+        moving: the levels whose scales the gather carries.
+    """
+
+    layout: Layout
+    arrives: Layout
+    kept: Kept
+    cast: CastPlan
+    position: tuple[Start, bool]
+    position_of_whole: tuple[Start, bool]
+    moving: tuple[int, ...]
+
+    @staticmethod
+    def of(schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout) -> "GatherPlan":
+        """Make the plan of a weight of one scheme."""
+        (scheme,) = schemes
+        moving = scheme.moving_levels(layout, arrives)
+        whole = bool(moving) and not scheme.scales_fit_gather(layout, arrives)
+        return GatherPlan(
+            layout,
+            arrives,
+            kept=Kept(schemes, layout, whole),
+            cast=CastPlan(schemes),
+            position=(scheme.start(layout), scheme.is_cut(layout)),
+            position_of_whole=(scheme.start(arrives), scheme.is_cut(arrives)),
+            moving=() if whole else moving,
+        )
 
 
 class Float8Weight:
@@ -100,8 +142,7 @@ class Float8Weight:
         is_compared: whether the ranks were found to agree about the layer (``agreement``).
         fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
         unsharded: what FSDP2 has gathered in high precision, if its scales may be known.
-        scales_ready: on a GPU, an event of the stream that ran precompute or sync. After it, the
-            scales of the weight are ready for other streams.
+        scales_ready: on a GPU, when the stream that ran precompute or sync had made the scales.
     """
 
     def __init__(
@@ -120,7 +161,8 @@ class Float8Weight:
         self.is_compared = False
         self.fsdp: FsdpParameter | None = None
         self.unsharded: KnownWeight | None = None
-        self.scales_ready: torch.cuda.Event | None = None
+        self.scales_ready: QueuedWork | None = None
+        self._plan: tuple[tuple[Any, ...], GatherPlan] | None = None  # what it depends on; itself
 
     def __reduce__(self) -> Any:
         return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
@@ -481,12 +523,11 @@ class Float8Weight:
 
     def found_for_gather(self, held: KnownWeight, shard: torch.Tensor) -> Statistics:
         """The statistics of a shard, or of the whole weight, known or measured, and then kept."""
-        parameter = self.master()
+        parameter, plan = self.master(), self.gather_plan()
         if self.history is not None:
-            return self.history.statistics_of(self._wrapped(shard), self._kind(parameter))[0]
-        kept = self.kept()
-        assert kept is not None
-        (found,) = self._found(held.check(parameter), kept, shard, self.schemes, parameter)
+            tensor = plan.layout.wrap(shard)
+            return self.history.statistics_of(tensor, self._kind(parameter))[0]
+        (found,) = self._found(held.check(parameter), plan.kept, shard, self.schemes, parameter)
         return found
 
     def _found(
@@ -520,13 +561,24 @@ class Float8Weight:
         if layout is None or not self.is_dynamic:
             return None
         if hasattr(local_tensor(parameter), "fsdp_pre_all_gather"):
-            (scheme,) = self.schemes
-            gathered = self.gathered_layout(layout)
-            moves = bool(scheme.moving_levels(layout, gathered))
-            return Kept((scheme,), layout, moves and not scheme.scales_fit_gather(layout, gathered))
+            return self.gather_plan().kept
         arrives = self.gathered_layout(layout) or layout
         shared = self.shared_schemes(arrives)
         return Kept(shared, arrives) if shared else None
+
+    def gather_plan(self) -> GatherPlan:
+        """How FSDP2 gathers the parameter in float8; made again if its layout has changed."""
+        parameter = self.master()
+        assert isinstance(parameter, DTensor)
+        declared = getattr(self.module, "local_placements", None)
+        depends_on = dtensor_spec(parameter), declared, self.fsdp, self.config
+        # (To compare layouts would take longer than to make the plan.)
+        if self._plan is None or any(map(is_not, self._plan[0], depends_on)):
+            layout = self.layout(parameter)
+            assert layout is not None
+            plan = GatherPlan.of(self.schemes, layout, self.gathered_layout(layout) or layout)
+            self._plan = depends_on, plan
+        return self._plan[1]
 
     def gather_cast(self, tensor: KnownWeight) -> tuple[Quantized, Scales | None]:
         """Return the cast of the sharded parameter that FSDP2 gathers, of its local tensor.
@@ -537,33 +589,37 @@ class Float8Weight:
         Collectives: as :meth:`statistics`. If scales of the whole weight are needed and not known,
         those of :func:`fp8_dist.scaling.whole_statistics`.
         """
-        parameter, shard = self.master(), tensor.plain.detach()
+        parameter, shard, plan = self.master(), tensor.plain.detach(), self.gather_plan()
         own, held = local_tensor(parameter), tensor
         if isinstance(own, KnownWeight) and own.device != tensor.device:
             held = own
-        if self.scales_ready is not None and not is_captured(shard):
+        waits = shard.is_cuda and not is_captured(shard)
+        stream = torch.cuda.current_stream(shard.device) if waits else None
+        if self.scales_ready is not None and stream is not None:
             # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
-            self.scales_ready.wait()
-        kept, plan, scales = self.kept(), CastPlan(self.schemes), None
-        with torch.inference_mode(False), torch.no_grad():  # autograd can't save inference tensors
+            self.scales_ready.wait(stream)
+        (scheme,), scales = self.schemes, None
+        with torch.inference_mode(False):  # autograd can't save inference tensors
             if self.history is not None and not must_query():
                 kind = self._kind(parameter)
-                (found,) = self.history.copies_of(self._wrapped(shard), plan, kind)[1]
+                (found,) = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)[1]
             else:
                 statistics: Statistics
                 if must_query():
                     statistics = tuple(gather_statistics.overload(shard, self.handle))
                 else:
                     statistics = self.found_for_gather(held, shard)
-                if kept is not None and kept.whole:
-                    scales = plan.schemes[0].scales_from(statistics)
-                    statistics = plan.schemes[0].local_part(statistics, kept.layout)
-                (found,) = cast_by(shard, plan, [statistics], self.layout())
+                if plan.kept.whole:
+                    scales = scheme.scales_from(statistics)
+                    statistics = scheme.local_part(statistics, plan.layout)
+                _, (own_scales,), (qdata,) = cast(shard, plan.cast, [statistics], plan.position[0])
+                found = Quantized(qdata, own_scales, scheme, *plan.position)
         if is_observed():
             observe(self, "weight", shard, [found])
-        if not is_captured(shard):
-            # Precompute may drop tensors while this stream still reads them.
-            keep_for_current_stream([*found.scales, held.known])
+        if stream is not None:
+            # Precompute and sync may drop tensors while this stream still reads them.
+            for made in (held.known, *(found.scales if self.history else ())):
+                keep_for(stream, made)
         return found, scales
 
     def parameter_replaced(self, new: torch.Tensor | None) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from fp8_dist.device import QueuedWork
 from fp8_dist.linear.stored import check_has_no_codes
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import has_pieces, local_tensor, with_local
@@ -129,9 +130,9 @@ def note_made(weights: Iterable[Float8Weight]) -> None:
     if not torch.cuda.is_available():
         return
     if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
-        event = torch.cuda.current_stream().record_event()
+        made = QueuedWork()
         for weight in on_gpu:
-            weight.scales_ready = event
+            weight.scales_ready = made
 
 
 def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:

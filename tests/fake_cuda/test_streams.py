@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
+    device,
     float8_layers,
     update_float8_scales,
 )
@@ -185,7 +186,7 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
     assert not found, shown(found)
 
 
-_WAIT = f"{streams.__name__}.Event.wait"
+_WAIT = f"{device.__name__}.QueuedWork.wait"
 # Statistics of tensors on the network, those of rows, and those of histories.
 _MADE = "(all_reduce on NCCL|(_many|amax) on compute) .*"
 _SCALES_TOO_EARLY = f"(_cast|add|all_gather_copy_in) on .* reads what {_MADE}"
@@ -204,7 +205,7 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
         (_WAIT, Training("rowwise_folded", event=True), _SCALES_TOO_EARLY),
         # What gathers on other streams need.
         (
-            f"{weight.__name__}.keep_for_current_stream",
+            f"{weight.__name__}.keep_for",
             dataclasses.replace(_INVALIDATED, explicit=True),
             "memory of compute .* before _cast on .*; made at .*:all_reduce_max .*",
         ),

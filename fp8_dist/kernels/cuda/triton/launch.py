@@ -176,11 +176,16 @@ def empty_layouts(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool
     """
     *leading, columns = x.shape
     rows = math.prod(leading)
-    copies = [x.new_empty((columns, rounded_up(rows)), dtype=dtype) for _ in transposed]
-    return [
-        copy if each else copy.view(-1)[: x.numel()].view(x.shape)
-        for copy, each in zip(copies, transposed, strict=True)
-    ]
+    padded, copies = rounded_up(rows), []
+    for each in transposed:
+        if each:
+            copies.append(x.new_empty((columns, padded), dtype=dtype))
+        elif padded == rows:
+            copies.append(x.new_empty(x.shape, dtype=dtype))
+        else:
+            behind = x.new_empty(columns * padded, dtype=dtype)
+            copies.append(behind[: x.numel()].view(x.shape))
+    return copies
 
 
 def as_layouts(
