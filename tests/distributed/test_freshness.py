@@ -1,9 +1,11 @@
 """A scale is used only for the values it was computed from."""
 
+import dataclasses
 import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -131,14 +133,16 @@ def test_a_first_forward_in_inference_mode() -> list[str]:
     return world.wrong_casts(torch.inference_mode()(lambda: world.net(x)))
 
 
-@on_ranks(1, 2, returns=[])
-def test_a_layer_that_follows_another_config() -> list[str]:
-    """Scales that are known for the former config are not those of the new one."""
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    world = Distributed(1, 2, config=config)
+@pytest.mark.parametrize(("recipe", "dp", "tp"), [("rowwise", 1, 2), ("rowwise_folded", 2, 1)])
+@on_ranks("dp", "tp", returns=[])
+def test_a_layer_that_follows_another_config(recipe: str, dp: int, tp: int) -> list[str]:
+    """Neither scales that are known for the former config, nor its gathers, serve the new one."""
+    gather: dict[str, Any] = {"enable_fsdp_float8_all_gather": dp > 1}
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world = Distributed(dp, tp, config=dataclasses.replace(config, **gather))
     precompute_float8_dynamic_scale(world.net)
     for layer in float8_layers(world.net).values():
-        layer.config = Float8LinearConfig()
+        layer.config = Float8LinearConfig(**gather)
     x = world.mine(torch.randn(4, 8, 64))
     return world.wrong_casts(torch.no_grad()(lambda: world.net(x)))
 
