@@ -1,13 +1,15 @@
 """Builds the site: python -m scripts.site [FOLDER] (default: build/site).
 
-The front page is the README, the pages are those of docs/, and each public package has a page of
-its docstrings. What Sphinx warns of is an error. Needs the extra `docs`.
+The front page is the README, the pages are those of docs/ in the groups of docs/README.md, and
+each public package has a page of its docstrings. What Sphinx warns of is an error. Needs the extra
+`docs`.
 """
 
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,6 @@ PACKAGES = {
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 
-def page_of(path: Path) -> str | None:
-    """The name in the site of a Markdown file of the repository; None if it has none."""
-    if path == ROOT / "README.md":
-        return "index.md"
-    return path.name if path.parent == ROOT / "docs" and path.name != "README.md" else None
-
-
 def staged(page: Path) -> str:
     """The text of a page with links as the site has them: to other pages; else as plain text."""
 
@@ -48,17 +43,22 @@ def staged(page: Path) -> str:
         text, target, anchor = match.groups()
         if "://" in target or target.endswith(".png"):
             return match.group()
-        name = page_of((page.parent / target).resolve())
-        return f"[{text}]({name}{anchor or ''})" if name else text
+        path = (page.parent / target).resolve()
+        name = "index.md" if path == ROOT / "README.md" else path.name
+        is_page = name == "index.md" or (path.parent == ROOT / "docs" and name != "README.md")
+        return f"[{text}]({name}{anchor or ''})" if is_page else text
 
     return LINK.sub(link, page.read_text())
 
 
 def public_names(package: str) -> dict[str, Any]:
-    """The objects of a package's ``__all__``, by name."""
+    """The objects of a package's ``__all__``, by name; first those that the pages use most."""
     with mock(["torchtitan"]):  # which has an environment of its own
         module = import_module(package)
-    return {name: getattr(module, name) for name in sorted(module.__all__, key=str.swapcase)}
+    texts = [page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
+    uses = Counter(re.findall(r"\w+", " ".join(texts)))
+    names = sorted(module.__all__, key=lambda name: (-uses[name], name))
+    return {name: getattr(module, name) for name in names}
 
 
 def api_page(package: str, title: str) -> str:
@@ -72,22 +72,25 @@ def api_page(package: str, title: str) -> str:
         kind = "class" if isinstance(value, type) else "function"
         lines += [f".. auto{kind}:: {package}.{name}"]
         lines += ["   :members:"] * (kind == "class")
-        lines += ["   :inherited-members:"] * (kind == "class" and _is_ours(value))
+        bases = {base.__module__ for base in getattr(value, "__mro__", ()) if base is not object}
+        if bases and all(module.startswith("fp8_dist") for module in bases):
+            lines += ["   :inherited-members:"]
         elsewhere = package != "fp8_dist" and name in fp8_dist.__all__
         lines += ["   :no-index:"] * elsewhere + [""]
     return "\n".join([*lines, "```", ""])
 
 
-def _is_ours(cls: type) -> bool:
-    """Whether all that a class inherits is the library's."""
-    return all(base is object or base.__module__.startswith("fp8_dist") for base in cls.__mro__)
+def guides() -> dict[str, list[str]]:
+    """The pages of each group of docs/README.md."""
+    _, *sections = re.split("^## ", (ROOT / "docs" / "README.md").read_text(), flags=re.M)
+    links = {text.partition("\n")[0]: [link[1] for link in LINK.findall(text)] for text in sections}
+    return {group: [n for n in names if not n.startswith("..")] for group, names in links.items()}
 
 
-def contents(pages: Sequence[str]) -> str:
-    """The site's table of contents."""
-    api = [f"api/{package}" for package in PACKAGES]
-    lines = ["", "```{toctree}", ":hidden:", ":caption: Guides", *pages, "```"]
-    return "\n".join([*lines, "```{toctree}", ":hidden:", ":caption: API", *api, "```", ""])
+def contents(groups: Mapping[str, Sequence[str]]) -> str:
+    """The site's table of contents: a list of pages under each title."""
+    tree = "```{{toctree}}\n:hidden:\n:caption: {}\n{}\n```\n"
+    return "".join("\n" + tree.format(title, "\n".join(names)) for title, names in groups.items())
 
 
 def build(target: Path) -> int:
@@ -95,27 +98,22 @@ def build(target: Path) -> int:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder)
         (source / "api").mkdir()
-        index = (ROOT / "docs" / "README.md").read_text()
-        links = dict.fromkeys(name for _, name, _ in LINK.findall(index))
-        pages = [name for name in links if page_of((ROOT / "docs" / name).resolve()) == name]
-        for name in pages:
+        groups = guides()
+        for name in [name for names in groups.values() for name in names]:
             (source / name).write_text(staged(ROOT / "docs" / name))
         for picture in (ROOT / "docs").glob("*.png"):
             (source / picture.name).write_bytes(picture.read_bytes())
-        (source / "index.md").write_text(staged(ROOT / "README.md") + contents(pages))
+        groups["API"] = [f"api/{package}" for package in PACKAGES]
+        (source / "index.md").write_text(staged(ROOT / "README.md") + contents(groups))
         for package, title in PACKAGES.items():
             (source / "api" / f"{package}.md").write_text(api_page(package, title))
-        conf = str(Path(__file__).parent)
-        strict = ["-W", "--keep-going", "-q"]
-        return sphinx([*strict, "-E", "-b", "html", "-c", conf, str(source), str(target)])
+        options = ["-W", "--keep-going", "-q", "-E", "-b", "html", "-c", str(Path(__file__).parent)]
+        return sphinx([*options, str(source), str(target)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser("scripts.site", __doc__)
-    default = ROOT / "build" / "site"
-    parser.add_argument(
-        "folder", nargs="?", type=Path, default=default, help="default: %(default)s"
-    )
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "site")
     target = parser.parse_args(argv).folder
     status = build(target)
     if status == 0:

@@ -31,5 +31,7 @@ def setup(app: Sphinx) -> None:
 
 html_theme = "furo"
 html_title = "fp8_dist"
+html_static_path = ["static"]
+html_css_files = ["code.css"]
 html_copy_source = False
 html_show_sphinx = False

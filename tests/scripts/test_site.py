@@ -1,6 +1,7 @@
 """The site of the documentation: it builds without a warning, and everything is found in it."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -64,6 +65,17 @@ def test_every_public_name_is_there(built: Path, package: str) -> None:
     assert [name for name in names if name not in short and f">{name}<" not in text] == []
 
 
+def test_guides_are_in_groups_and_the_api_begins_with_what_is_called_first(built: Path) -> None:
+    front = (built / "index.html").read_text()
+    captions = re.findall(r'caption-text">([^<]+)', front)
+    assert captions == [*site.guides(), "API"]
+    named = [name for names in site.guides().values() for name in names]
+    pages = {page.name for page in (site.ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(named) == sorted(pages)
+    first = list(site.public_names("fp8_dist"))[:5]
+    assert {"convert_to_float8_training", "attach_update", "Float8LinearConfig"} <= {*first}
+
+
 @pytest.fixture(scope="module")
 def front_page(built: Path) -> Iterator[BrowserPage]:
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -85,3 +97,15 @@ def test_a_reader_follows_the_guides(front_page: BrowserPage) -> None:
     page.go_back()
     page.click(".sidebar-tree >> text=FSDP2")
     page.locator("h1", has_text="FSDP2").wait_for()
+
+
+@pytest.mark.parametrize("width", [500, 1000, 1400])
+def test_no_line_of_code_is_cut_off(built: Path, front_page: BrowserPage, width: int) -> None:
+    front_page.set_viewport_size({"width": width, "height": 900})
+    wider = (
+        "pres => pres.filter(pre => pre.scrollWidth > pre.clientWidth).map(pre => pre.innerText)"
+    )
+    for name in ("debugging", "tensor_parallel", "api/fp8_dist"):
+        front_page.goto((built / f"{name}.html").as_uri())
+        assert front_page.locator("pre").count()
+        assert front_page.eval_on_selector_all("pre", wider) == [], name

@@ -143,7 +143,7 @@ def test_debugging_records_captures_and_compares(
         "batches": [torch.ones(4, 32)] * 2,
         "optimizer": torch.optim.SGD(model.parameters()),
     }
-    exec(statistics, scope | {"update_float8_scales": fp8_dist.update_float8_scales})
+    exec(statistics, scope)
     printed = capsys.readouterr().out
     assert printed.count("layers.3.feed_forward.w2") == 3  # its casts in step 0
     code = captures.replace("...  # forward and backward", "model(torch.ones(4, 32))")
