@@ -19,7 +19,7 @@ memory is a candidate's own, its parameters included.
   forward and backward; "optimizer" is AdamW (fused) and the update of scales.
 - experts: forward and backward of a layer of experts, of equal and of unequal groups of rows.
 - training: fifty steps of a Llama in some recipes, eager and compiled.
-- nccl: a training step of a small model under FSDP2, alone in a group of NCCL.
+- nccl: training steps of a small model under FSDP2, alone in a group of NCCL.
 """
 
 import argparse
@@ -513,13 +513,14 @@ def trained(variant: Variant, tokens: int) -> Found:
 
 
 def nccl_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """A group of one rank."""
-    known = Result(recipe="tensorwise", shape="debug")
-    measure = partial(measured_alone, torch.device("cuda", 0), args.repeat)
-    yield case("nccl, one rank", known, measure)
+    """A group of one rank, and a model so small that the host's time for FSDP2 counts."""
+    for name in (BF16, "tensorwise", *TORCHAO[:1]):
+        known = Result(recipe=name, shape="debug")
+        measure = partial(measured_alone, name, torch.device("cuda", 0), args.repeat)
+        yield case(f"nccl, one rank, {name}", known, measure)
 
 
-def measured_alone(device: torch.device, repeat: int) -> Found:
+def measured_alone(name: str, device: torch.device, repeat: int) -> Found:
     """A sum over a group's only rank, and training steps under FSDP2."""
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
@@ -529,8 +530,8 @@ def measured_alone(device: torch.device, repeat: int) -> Found:
         ones = torch.ones(2**20, device=device)
         dist.all_reduce(ones)
         mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "tp"))
-        model = build("tensorwise", MODELS["debug"], mesh, device, shard=True)
-        step, update = parts_of_step("tensorwise", model, MODELS["debug"].max_seq_len, sharded=True)
+        model = build(name, MODELS["debug"], mesh, device, shard=True)
+        step, update = parts_of_step(name, model, MODELS["debug"].max_seq_len, sharded=True)
         seconds = [sum(event_seconds(step, update)) for _ in range(WARM_UP + repeat)]
         note = f"the mean of a sum of ones is {ones.mean().item():g}, loss {step().item():.4f}"
         return {"readings": tuple(seconds[WARM_UP:]), "note": note}

@@ -88,6 +88,7 @@ def test_stages(tmp_path: Path) -> None:
     assert (step.tokens, step.compiled, step.shape) == (64, True, "1 blocks x 64 tokens")
     assert optimizer.readings == step.readings == (1e-3, 1e-3)
     assert [line.recipe for line in of["experts"]] == ["bf16", "bf16"]
+    assert [line.recipe for line in of["nccl"]] == ["bf16", "tensorwise", *TORCHAO[:1]]
     assert "NCCL" in of["nccl"][0].error  # which a build for CPUs has not
 
 
@@ -107,7 +108,7 @@ def test_a_group_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         return [time.perf_counter() - begin]
 
     monkeypatch.setattr(gpu, "event_seconds", seconds)
-    found = gpu.measured_alone(torch.device("cpu"), 2)
+    found = gpu.measured_alone("tensorwise", torch.device("cpu"), 2)
     assert len(found["readings"]) == 2
     assert found["note"].startswith("the mean of a sum of ones is 1, loss 5.")
     assert not torch.distributed.is_initialized()
