@@ -264,7 +264,8 @@ class Float8LinearConfig:
         gemm_config_grad_weight: the GEMM of the gradient of the weight.
         enable_fsdp_float8_all_gather: whether FSDP2 gathers the weight as float8. With ``"auto"``
             it does if one float8 copy of the weight serves both of its GEMMs, and otherwise gathers
-            in high precision (see :attr:`fsdp_float8_all_gather`).
+            in high precision (see :attr:`fsdp_float8_all_gather`). ``None`` means False, with a
+            warning at FSDP2's first gather if ``"auto"`` would gather as float8.
         pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs. Without
             it, misaligned local shapes raise an error on such a device.
         emulate: multiply in a wider type even if the device has a float8 GEMM.
@@ -289,7 +290,7 @@ class Float8LinearConfig:
     gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
-    enable_fsdp_float8_all_gather: bool | Literal["auto"] = False
+    enable_fsdp_float8_all_gather: bool | Literal["auto"] | None = None
     pad_inner_dim: bool = False
     emulate: bool = False
     force_recompute_fp8_weight_in_bwd: bool = False
@@ -321,7 +322,7 @@ class Float8LinearConfig:
         """Whether FSDP2 gathers the weight as float8, with ``"auto"`` resolved."""
         if self.enable_fsdp_float8_all_gather == "auto":
             return self.recipe.gather_scheme["weight"] is not None
-        return self.enable_fsdp_float8_all_gather
+        return bool(self.enable_fsdp_float8_all_gather)
 
     def gemm_enabled(self, gemm: Gemm) -> bool:
         """Whether ``gemm`` multiplies float8 operands. Either both are cast, or neither is."""

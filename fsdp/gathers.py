@@ -1,7 +1,8 @@
 """Hooks of FSDP2's sharding, and checks before gathers and before weights are put back.
 
-Importing this module makes FSDP2 gather weights in float8 where layers ask for it, and compare
-layers between ranks before its first gather.
+Importing this module makes FSDP2 gather weights in float8 where layers ask for it. Before its first
+gather, FSDP2 compares layers between ranks, and warns of gathers in high precision that no config
+chose.
 """
 
 from typing import Any
@@ -16,13 +17,16 @@ from fp8_dist.linear.agreement import (
     mark_compared,
     needs_comparison,
 )
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_modules, weights_of
 from fp8_dist.mesh import local_tensor
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     FsdpParameter,
     fsdp_groups_of_module,
     fsdp_is_running,
     fsdp_parameters,
+    fsdp_reduce_scatter_group,
     fsdp_reshards_to_smaller_mesh,
     fsdp_roots_of,
     in_backward,
@@ -40,6 +44,7 @@ def _when_sharded(parameter: FsdpParameter) -> None:
     if (group := parameter.led_group) is not None:
         _compare_between_ranks(group)
         _check_reshards(group)
+        _warn_of_high_precision(group)
 
 
 def _compare_between_ranks(group: Any) -> None:
@@ -91,3 +96,28 @@ def _check_reshards(group: Any) -> None:
                 "weights that it gathers in float8 to a smaller mesh; use True or False there, or "
                 "leave enable_fsdp_float8_all_gather off, and freeze_to_float8 out"
             )
+
+
+def _warn_of_high_precision(group: Any) -> None:
+    """Warn once of a weight that FSDP2 could gather in float8 if the config asked for it."""
+    shards = fsdp_reduce_scatter_group(group)
+    if shards is None or shards.size() == 1 or fsdp_reshards_to_smaller_mesh(group):
+        return
+    for parameter in fsdp_parameters([group]):
+        weights = [weights_of(module).get(name) for module, name in parameter.users]
+        if weights[0] is not None and all(map(_leaves_gather_open, weights)):
+            warn_once(
+                "gather in high precision",
+                f"{weights[0].fqn}: FSDP2 gathers the weight in high precision, because "
+                "enable_fsdp_float8_all_gather is not set in the layer's config. Set it to "
+                '"auto" to gather float8, 1 byte per element, or to False to leave it so',
+            )
+            return
+
+
+def _leaves_gather_open(weight: Float8Weight | None) -> bool:
+    if weight is None or weight.is_stored:
+        return False
+    config = weight.config
+    can_gather = config.recipe.gather_scheme["weight"] is not None
+    return can_gather and config.enable_fsdp_float8_all_gather is None

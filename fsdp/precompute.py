@@ -176,7 +176,7 @@ def dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     if not (weights or any(weight.is_stored for weight in every.values())):
         what = CONVERT_FIRST
         if any(layer.histories for layer in float8_layers(module).values()):
-            what = "call sync_float8_amax_and_scale_history for DELAYED ones"
+            what = "call update_float8_scales(model) instead, which serves all recipes"
         raise ValueError(
             f"{caller}: the module has no layer with a float8 weight of dynamic scale; {what}"
         )

@@ -87,7 +87,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     if not layers:
         raise ValueError(
             "sync_float8_amax_and_scale_history: the module has no Float8Linear with a DELAYED "
-            "operand; convert it with the recipe 'delayed', or drop the call"
+            "operand; convert it with the recipe 'delayed', or call update_float8_scales(model) "
+            "instead, which serves all recipes"
         )
     reshard(module, "sync_float8_amax_and_scale_history")
     histories = [history for layer in layers for history in layer.histories.values()]

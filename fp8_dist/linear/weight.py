@@ -541,7 +541,8 @@ class Float8Weight:
         """Recall statistics, or measure the shard, and store them if ``parameter`` has ``held``."""
         known = held.recall(kept, shard)
         if missing := [scheme for scheme in schemes if scheme not in known]:
-            self._warn_if_stale(held)
+            if kept.whole or self.shared_schemes(kept.layout):  # otherwise no other rank is asked
+                self._warn_if_stale(held)
             known |= zip(missing, measured(shard, missing, kept.layout, kept.whole), strict=True)
             if parameter is not None and not is_captured(shard):
                 held.store(kept, [known[scheme] for scheme in kept.schemes], parameter)
@@ -692,7 +693,8 @@ class Float8Weight:
             warn_once(
                 "stale history",
                 f"{self.fqn}: {steps} steps have run since the amax histories of DELAYED scales "
-                "were last updated; call sync_float8_amax_and_scale_history(model) once per step",
+                "were last updated; call update_float8_scales(model) after each optimizer step, or "
+                "attach_update(optimizer, model) once",
             )
 
     def _warn_if_flag_has_no_effect(self, parameter: torch.Tensor) -> None:

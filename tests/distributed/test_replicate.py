@@ -20,6 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
+    Float8LinearRecipeName,
     attach_update,
     cast_to_float8,
     convert_to_float8_training,
@@ -78,6 +79,35 @@ def test_weights_that_are_stored_in_float8() -> list[bool]:
         same(run(shard(frozen("blockwise"), mesh=device_mesh(dp=2))), expected)
         for shard in (replicate, fully_shard)
     ]
+
+
+@on_ranks(4)
+def test_gathers_in_high_precision_that_nobody_chose() -> None:
+    """They are said once, where "auto" would make them float8."""
+
+    def said(model: nn.Sequential, shard: Any = fully_shard, **options: Any) -> list[str]:
+        fp8_dist.text._warned.clear()
+        x = torch.randn(32, model[0].in_features, dtype=model[0].weight.dtype)
+        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+            warnings.simplefilter("always")
+            model = shard(model, **{"mesh": device_mesh(dp=4)} | options)
+            for _ in range(2):
+                model(x)
+        return [text for w in caught if "in high precision, because" in (text := str(w.message))]
+
+    for recipe in (each.value for each in Float8LinearRecipeName):
+        can = recipe not in ("rowwise", "rowwise_with_gw_hp")
+        texts = said(net(recipe, None))
+        assert len(texts) == can, recipe
+        assert all(text.startswith("0: FSDP2 gathers the weight in high p") for text in texts)
+        assert said(net(recipe, "auto")) == said(net(recipe, False)) == []
+    tied = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    tied[1].weight = tied[0].weight
+    convert_to_float8_training(tied, module_filter_fn=lambda _, fqn: fqn == "0")
+    assert said(tied) == said(frozen("tensorwise")) == []
+    assert said(net("tensorwise", None), replicate) == []
+    assert said(net("tensorwise", None), reshard_after_forward=2) == []
+    assert said(net("tensorwise", None), mesh=device_mesh(dp=4, one=1)["one"]) == []
 
 
 def simple_fsdp(model: nn.Module, cast: bool) -> nn.Module:

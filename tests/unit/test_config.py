@@ -153,7 +153,11 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         "input has a DELAYED scale in one GEMM and a DYNAMIC one in the other",
     ),
     ("delayed", {"amax_scope": "rank"}, "it costs no all-reduce in the step and"),
-    ("tensorwise", {"enable_fsdp_float8_all_gather": "on"}, "must be bool or 'auto', got 'on'"),
+    (
+        "tensorwise",
+        {"enable_fsdp_float8_all_gather": "on"},
+        "must be bool or None or 'auto', got 'on'",
+    ),
     ("rowwise", GATHER, f"{TWO} column; leave it off"),
     ("rowwise_with_gw_hp", GATHER, f"{TWO} tensor; leave it off"),
     ("tensorwise", {"fold_row_scales": True}, f"{ROWS} input has another cast"),

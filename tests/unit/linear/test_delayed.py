@@ -341,7 +341,7 @@ def test_a_forgotten_sync_is_said_once(precompute: bool) -> None:
     assert steps_with_warnings(config, True, precompute) == []
     (text,) = steps_with_warnings(config, False, precompute)
     assert text.startswith("layers.0.w1: 2 steps have run since the amax histories of DELAYED")
-    assert text.endswith("call sync_float8_amax_and_scale_history(model) once per step")
+    assert text.endswith("optimizer step, or attach_update(optimizer, model) once")
 
 
 def test_errors() -> None:
@@ -353,7 +353,9 @@ def test_errors() -> None:
         (lambda: sync(nn.Linear(2, 2)), sync_what),
     ]
     for call, text in calls:
-        assert text in raised(ValueError, call)
+        message = raised(ValueError, call)
+        assert text in message
+        assert message.endswith("update_float8_scales(model) instead, which serves all recipes")
 
 
 def test_a_layer_that_is_not_used_does_not_make_the_host_wait(
