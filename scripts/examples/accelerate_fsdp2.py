@@ -3,12 +3,16 @@
 accelerate launch --config_file scripts/examples/accelerate_fsdp2.yaml \
     scripts/examples/accelerate_fsdp2.py
 
-It writes a checkpoint that plain transformers loads to runs/accelerate. accelerate shards models on
-GPUs alone; on CPUs (--cpu) it uses DDP. Needs the extra hf.
+Writes a checkpoint that plain transformers loads to runs/accelerate. Needs the extra hf.
+
+accelerate shards models on GPUs alone. On CPUs this command trains with DDP instead:
+
+ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 scripts/examples/accelerate_fsdp2.py
 """
 
 import argparse
 import inspect
+import os
 
 import torch
 from accelerate import Accelerator
@@ -28,6 +32,12 @@ CONFIG = LlamaConfig(
 )
 
 accelerator = Accelerator()
+ranks = int(os.environ.get("WORLD_SIZE", "1"))
+if accelerator.num_processes != ranks:
+    raise RuntimeError(
+        f"{ranks} processes were started, but accelerate uses {accelerator.num_processes}: each "
+        "would train a model of its own. On CPUs, start them with ACCELERATE_USE_CPU=true torchrun"
+    )
 torch.manual_seed(0)
 model = LlamaForCausalLM(CONFIG)
 # First float8, then the optimizer, then accelerate, which shards.

@@ -41,7 +41,7 @@ model = Qwen3MoeForCausalLM(CONFIG).to(device)
 
 # First float8, then expert parallelism, then FSDP2, then the optimizer.
 convert_experts_to_float8_training(model, config=Float8ExpertsConfig("rowwise_folded"))
-config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
 convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
 for experts in float8_experts(model).values():
     parallelize_module(experts, mesh["ep"], Float8ExpertParallel())

@@ -9,12 +9,7 @@ from own_model import Model, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fp8_dist import (
-    Float8LinearConfig,
-    attach_update,
-    convert_to_float8_training,
-    skip_head,
-)
+from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training, skip_head
 from fp8_dist.debug import comm_audit
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,7 +19,7 @@ torch.manual_seed(0)
 model = Model().to(device)
 
 # First float8, then FSDP2, then the optimizer.
-config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
 convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
 for block in model.blocks:
     fully_shard(block, mesh=mesh)

@@ -9,18 +9,9 @@ from own_model import Model, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from fp8_dist import (
-    Float8LinearConfig,
-    attach_update,
-    convert_to_float8_training,
-    skip_head,
-)
+from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training, skip_head
 from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
@@ -36,7 +27,7 @@ torch.manual_seed(0)
 model = Model().to(device)
 
 # First float8, then tensor parallelism, then FSDP2, then the optimizer.
-config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
 convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
 
 # Between layers each rank has a part of the sequence, Shard(1). Layers in float8 have styles whose

@@ -18,7 +18,7 @@ from fp8_dist.debug import comm_audit
 
 
 def parallelize(model: Model, mesh: DeviceMesh) -> Model:
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
     convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
     for block in model.blocks:
         fully_shard(block, mesh=mesh["data_parallel"])

@@ -25,7 +25,7 @@ class Float8Module(LightningModule):
     def configure_model(self) -> None:
         if isinstance(self.model, FSDPModule):
             return  # Lightning calls this again for validate and test
-        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
         convert_to_float8_training(
             self.model, config=config, module_filter_fn=skip_head(self.model)
         )

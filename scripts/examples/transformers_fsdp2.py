@@ -34,7 +34,7 @@ torch.manual_seed(0)  # the same weights on all ranks; or LlamaForCausalLM.from_
 model = LlamaForCausalLM(CONFIG).to(device)
 
 # First float8, then FSDP2, then the optimizer.
-config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
 convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
 for layer in model.model.layers:
     fully_shard(layer, mesh=mesh)

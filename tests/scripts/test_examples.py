@@ -113,6 +113,27 @@ def test_the_engine_has_the_logits_of_the_trainer(tmp_path: Path) -> None:
     assert synced[0] in page
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about CPUs")
+@pytest.mark.parametrize("cpu", ["true", "false"])
+def test_accelerate_on_cpus(cpu: str, tmp_path: Path) -> None:
+    """The second command in the docstring; without its variable each rank would train alone."""
+    text = (EXAMPLES / "accelerate_fsdp2.py").read_text()
+    found = re.search(r"^ACCELERATE_USE_CPU=true torchrun (.*) (scripts/\S+)$", text, re.MULTILINE)
+    assert found
+    command = [sys.executable, "-m", "forking_torchrun", *found[1].split(), str(ROOT / found[2])]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment["ACCELERATE_USE_CPU"] = cpu
+    done = run(command, cwd=tmp_path, env=environment, timeout=300)
+    if cpu == "true":
+        assert done.returncode == 0, done.stderr
+        assert len(re.findall("loss", done.stdout)) == 20
+        check_saved(tmp_path / "runs/accelerate")
+    else:
+        assert done.returncode != 0
+        assert "2 processes were started, but accelerate uses 1: each would train a" in done.stderr
+
+
 def check_saved(folder: Path) -> None:
     """Plain transformers loads a checkpoint, whose model has learnt."""
     model = LlamaForCausalLM.from_pretrained(folder)
