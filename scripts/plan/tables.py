@@ -39,6 +39,7 @@ def memory_table(runs: Runs) -> str:
     """Bytes by kind; a column per variant."""
     kinds = dict.fromkeys(kind for _, step in runs for kind in step.memory)
     lines = [[kind, *(f"{step.memory.get(kind, 0):,}" for _, step in runs)] for kind in kinds]
+    lines.append(["all", *(f"{sum(step.memory.values()):,}" for _, step in runs)])
     return table(["bytes on rank 0", *_variants(runs)], lines, "lr")
 
 

@@ -5,12 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+from ranks import RankPool
 from torch.distributed.tensor import parallel
 
 import fp8_dist
 from fp8_dist import tensor_parallel
+from scripts.common.candidates import TORCHAO
+from scripts.plan.__main__ import parse, plans_of
+from scripts.plan.step import PEER, Plan, make_mesh, run_step
+from scripts.plan.world import fake_world
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -81,6 +89,44 @@ def test_with_tensor_parallelism(tmp_path: Path) -> None:
     code = FSDP2.replace(SHARDING, TENSOR_PARALLEL)
     # Per block: the weights twice and two inputs (e4m3), two output gradients (e5m2).
     assert result(code, 4, tmp_path).startswith("True [8, 4] ")
+
+
+def planned(commands: list[str]) -> list[list[tuple[str, ...]]]:
+    """By command and plan: GB exchanged, and of memory. It takes the default group's place."""
+    dist.destroy_process_group()
+    with fake_world(8):
+        return [
+            [gigabytes(plan) for plan in plans_of(parse(command.split()))] for command in commands
+        ]
+
+
+def gigabytes(plan: Plan) -> tuple[str, ...]:
+    """Of all blocks, by those of one and of two: each block adds the same."""
+    sizes = []
+    for blocks in (1, 2):
+        part = replace(plan, model=replace(plan.model, n_layers=blocks))
+        step = run_step(part, make_mesh(part), fake_tensors=True)
+        exchanged = sum(row.bytes for row in step.collectives)
+        sizes.append((exchanged, sum(step.memory.values())))
+    totals = [
+        one + (plan.model.n_layers - 1) * (two - one) for one, two in zip(*sizes, strict=True)
+    ]
+    return tuple(f"{total / 1e9:.1f}" for total in totals)
+
+
+@pytest.mark.skipif(PEER not in TORCHAO, reason="the table has torchao's figures")
+def test_the_table_has_the_figures_of_its_commands() -> None:
+    commands = re.findall(r"^    python -m scripts\.plan (.*)$", README, re.MULTILINE)
+    pool = RankPool(1)  # a process used for nothing else
+    try:
+        dp, dp_tp = pool.run(planned, commands, timeout=300)[0]
+    finally:
+        pool.close()
+    rows = [[a, b, c, d] for (a, c), (b, d) in zip(dp, dp_tp, strict=True)]
+    ours, bf16, torchao, encoded = rows
+    table = re.findall(r"^\|[^|]+\| \d.*$", README, re.MULTILINE)
+    shown = [[cell.strip() for cell in line.split("|")[2:6]] for line in table]
+    assert shown == [bf16, torchao, ours, encoded]
 
 
 def test_the_example_is_short() -> None:
