@@ -57,6 +57,11 @@ class CommRow:
         bytes: the size of these elements in bytes. The buffer is the output of an all-gather, the
             input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
             of an op that this library doesn't know.
+        bf16_bytes: the size of these elements if nothing were in float8. Each float8 element counts
+            2 bytes. What only float8 needs counts 0: amaxes (all-reduces of int32 or uint8), and
+            scales (what is neither float8 nor bf16 in a message with float8; also fp32 parameters,
+            which FSDP2 gathers in such messages without a ``param_dtype``). Any other element, of
+            bf16 or not, counts as it is.
     """
 
     op: str
@@ -67,6 +72,7 @@ class CommRow:
     count: int
     elements: int
     bytes: int
+    bf16_bytes: int
 
     @property
     def float8_bytes(self) -> int:
@@ -99,13 +105,14 @@ class CommTable:
 
     def add(self, row: CommRow) -> None:
         """Add a row to the table, or its numbers to the row with the same key if there is one."""
-        key = replace(row, count=0, elements=0, bytes=0)
+        key = replace(row, count=0, elements=0, bytes=0, bf16_bytes=0)
         known = self._rows.get(key, key)
         self._rows[key] = replace(
             row,
             count=known.count + row.count,
             elements=known.elements + row.elements,
             bytes=known.bytes + row.bytes,
+            bf16_bytes=known.bf16_bytes + row.bf16_bytes,
         )
 
     def count(
@@ -131,26 +138,34 @@ class CommTable:
         """Return a table of the same collectives, summed over modules."""
         return CommTable(replace(row, module="") for row in self.rows)
 
-    def table(self, by_module: bool = False) -> str:
-        """Return the rows as text, with totals; ``by_module`` gives one line per module.
+    def table(self, by_module: bool = False, baseline: bool = False) -> str:
+        """Return the rows as text, with totals.
 
         A ``+`` in place of a count marks data that was sent in the collectives of another line of
         the same op and axis, because FSDP2 gathers tensors of several dtypes in one message.
+
+        Args:
+            by_module: one line per module.
+            baseline: a column ``in bf16``: what the same collectives would send without float8
+                (``bf16_bytes`` of :class:`CommRow`).
         """
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:
             return "no collectives"
-        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "module"]]
+        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "in bf16", "module"]]
         for row in rows:
             count = "+" if row.in_mixed_gather else f"{row.count:,}"
             dtype = str(row.dtype).removeprefix("torch.")
-            sizes = [count, f"{row.elements:,}", f"{row.bytes:,}"]
-            lines.append([row.op, row.axis, dtype, *sizes, row.module])
-        float8 = sum(row.float8_bytes for row in rows)
-        lines.append(["total", "", "", f"{self.count():,}", "", f"{self.bytes:,}", ""])
-        lines.append(["  float8", "", "", "", "", f"{float8:,}", ""])
-        lines.append(["  other", "", "", "", "", f"{self.bytes - float8:,}", ""])
-        return aligned(lines if by_module else [line[:-1] for line in lines], right=range(3, 6))
+            sizes = [f"{size:,}" for size in (row.elements, row.bytes, row.bf16_bytes)]
+            lines.append([row.op, row.axis, dtype, count, *sizes, row.module])
+        parts = {"total": rows, "  float8": [row for row in rows if is_float8(row.dtype)]}
+        parts["  other"] = [row for row in rows if row not in parts["  float8"]]
+        for name, part in parts.items():
+            count = f"{self.count():,}" if name == "total" else ""
+            sizes = [f"{sum(r.bytes for r in part):,}", f"{sum(r.bf16_bytes for r in part):,}"]
+            lines.append([name, "", "", count, "", *sizes, ""])
+        columns = [*range(6), *[6] * baseline, *[7] * by_module]
+        return aligned([[line[i] for i in columns] for line in lines], right=range(3, 6 + baseline))
 
 
 class CommAudit(CommTable):
@@ -223,6 +238,8 @@ class CommAudit(CommTable):
                 count=0 if position else 1,
                 elements=nbytes * collective.factor // dtype.itemsize,
                 bytes=nbytes * collective.factor,
+                bf16_bytes=_bf16_bytes(collective.op, dtype, nbytes, by_dtype[0][0])
+                * collective.factor,
             )
             self.add(row)
 
@@ -300,6 +317,15 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
             "groups, or None"
         )
     return CommAudit(mesh)
+
+
+def _bf16_bytes(op: str, dtype: torch.dtype, nbytes: int, first: torch.dtype) -> int:
+    """Return ``bf16_bytes`` of a part of a message whose row is that of the dtype ``first``."""
+    if is_float8(dtype):
+        return nbytes * torch.bfloat16.itemsize
+    is_amax = op == "all_reduce" and dtype in (torch.int32, torch.uint8)
+    is_scale = is_float8(first) and dtype != torch.bfloat16
+    return 0 if is_amax or is_scale else nbytes
 
 
 def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:

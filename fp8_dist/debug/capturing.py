@@ -58,6 +58,8 @@ class CapturedCast:
         call: the number of earlier casts of this operand for these GEMMs in the step, on this rank.
             It is the index of the micro-batch if the layer runs once in each.
         delayed: whether the scale is computed from the amaxes of earlier steps.
+        folded: the operand whose scales multiply this one before it is cast; see
+            :class:`CastStats`.
         high: the local tensor before the cast, ``[..., K]``.
         qdata: the float8 copy, in the same shape.
         scales: the dequantization scales, one tensor for each level of the scheme.
@@ -72,6 +74,7 @@ class CapturedCast:
     gemms: tuple[Gemm, ...]
     call: int
     delayed: bool
+    folded: Operand | None
     high: torch.Tensor
     qdata: torch.Tensor
     scales: Scales
@@ -101,7 +104,7 @@ class CapturedCast:
     def stats(self) -> CastStats:
         """Return the statistics that ``float8_stats`` would report for this cast alone."""
         found = Measures(*measure(self.high, self.low, self.rank).tolist())
-        fields = ("step", "fqn", "operand", "gemms", "delayed")
+        fields = ("step", "fqn", "operand", "gemms", "delayed", "folded")
         cast = {name: getattr(self, name) for name in fields}
         return CastStats.of(found, self.low.scheme, **cast)
 
@@ -203,6 +206,7 @@ _VALUES: dict[str, Callable[[Any], bool]] = {
     "gemms": lambda v: v in [[*some] for n in (1, 2) for some in permutations(get_args(Gemm), n)],
     "call": _is_count,
     "delayed": lambda v: isinstance(v, bool),
+    "folded": lambda v: v in (None, *get_args(Operand)),
     "scheme": lambda v: isinstance(v, str),
     "start": lambda v: isinstance(v, list) and len(v) == 2 and all(map(_is_count, v)),
 }
@@ -314,6 +318,7 @@ class Capture(StepRecorder):
             gemms=slot.gemms,
             call=self._calls[slot],
             delayed=slot.delayed,
+            folded=slot.folded,
             high=high,
             qdata=low.qdata,
             scales=low.scales,

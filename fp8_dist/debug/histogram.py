@@ -8,6 +8,7 @@ import torch
 
 from fp8_dist.debug.capturing import CapturedCast
 from fp8_dist.debug.measures import matrix_scales, saturation_limit
+from fp8_dist.debug.rows import product
 from fp8_dist.device import short_name
 from fp8_dist.kernels.encoding import as_bytes
 
@@ -99,7 +100,7 @@ def facts(cast: CapturedCast) -> Iterator[str]:
     kind = "delayed" if cast.delayed else "dynamic"
     several = "" if stats.scale == stats.scale_min else f" ({stats.scale_min:.4g} the smallest)"
     fqn = "".join(c if c.isprintable() else "?" for c in cast.fqn)  # no terminal control codes
-    yield f"{fqn}: {cast.operand}, for {', '.join(cast.gemms)}"
+    yield f"{fqn}: {product(cast.operand, cast.folded)}, for {', '.join(cast.gemms)}"
     yield f"  step {cast.step}, rank {cast.rank}, call {cast.call}"
     yield f"  shape       {shape}, {cast.high.dtype} to {dtype}"
     yield f"  amax        {stats.amax:.4g}"

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8_dist.linear.observing import Observer, Owner, observed_by
 from fp8_dist.linear.weights import weights_by_layer
-from fp8_dist.recipe import Gemm, Operand
+from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import without_wrappers
 
@@ -32,6 +32,7 @@ class Slot(NamedTuple):
     gemms: tuple[Gemm, ...]
     scheme: Scheme | None = None  # of a cast
     delayed: bool = False
+    folded: Operand | None = None  # whose scales multiply it before the cast
 
     @property
     def key(self) -> tuple[Owner, Operand | None, tuple[Gemm, ...]]:
@@ -45,7 +46,11 @@ def slots_of(model: nn.Module, gemms: bool = False) -> Iterator[Slot]:
         of, config = (without_wrappers(name) or weight.fqn, weight), weight.config
         for operand in get_args(Operand):
             for taken_by, scheme in weight.casts_of(operand).items():
-                yield Slot(*of, operand, taken_by, scheme, operand in config.recipe.delayed)
+                is_delayed, folded = operand in config.recipe.delayed, None
+                if config.recipe.folds and operand == "grad_output" and len(taken_by) == 1:
+                    # (Experts fold scales into the float8 copy instead, of which there is one.)
+                    folded = next(o for o in GEMM_OPERANDS[taken_by[0]] if o != operand)
+                yield Slot(*of, operand, taken_by, scheme, is_delayed, folded)
         for gemm in get_args(Gemm):
             if gemms and config.gemm_enabled(gemm):
                 yield Slot(*of, None, (gemm,))

@@ -17,6 +17,8 @@ from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import aligned
 
+RECENT = 16  # recorded steps, with whose amaxes the next one is compared
+
 What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]  # the kind of an anomaly
 
 
@@ -44,6 +46,8 @@ class CastStats:
         sqnr: the SQNR in dB, ``10 log10(sum x^2 / sum (float8 * scale - x)^2)``. It is infinite for
             a cast that changes nothing, and NaN if there are values that are not finite.
         delayed: whether the scale is computed from the amaxes of earlier steps.
+        folded: the operand whose scales multiply this one before it is cast, as in the recipe
+            ``rowwise_folded``; the other fields describe the product. None if there is none.
         nonfinite_rank: the first rank with a value that is not finite; None if there is none.
         position: the place of the cast among the casts and GEMMs of the step, which are counted in
             the order in which they are computed; the first place if ranks or micro-batches differ.
@@ -64,6 +68,7 @@ class CastStats:
     nonfinite: float
     sqnr: float
     delayed: bool
+    folded: Operand | None
     nonfinite_rank: int | None
     position: int = dataclasses.field(default=0, compare=False)
 
@@ -104,6 +109,11 @@ class GemmStats:
     gemm: Gemm
     sqnr: float
     position: int = dataclasses.field(default=0, compare=False)
+
+
+def product(operand: str, folded: str | None) -> str:
+    """Return an operand's name, with the operand whose scales multiply it before the cast."""
+    return operand if folded is None else f"{operand} times the scales of {folded}"
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -164,7 +174,7 @@ class AnomalyLimits:
         lag: the number of octaves by which the amax may exceed the amax for which a DELAYED scale
             was computed. A cast that saturates for this reason is not judged by its SQNR.
         jump: the number of octaves by which the amax may exceed the largest amax of the same cast
-            in the last 16 recorded steps.
+            in the last ``RECENT`` (16) recorded steps.
 
     Raises:
         TypeError: a limit is not a number.
@@ -210,9 +220,11 @@ class Anomaly:
 
     def __str__(self) -> str:
         row, value, limit = self.row, f"{self.value:.4g}", f"{self.limit:g}"
-        place = f"the GEMM of {row.gemm}" if not isinstance(row, CastStats) else row.operand
-        if isinstance(row, CastStats) and row.gemms:
-            place += f" (for {', '.join(row.gemms)})"
+        if isinstance(row, CastStats):
+            gemms = f" (for {', '.join(row.gemms)})" if row.gemms else ""
+            place = product(row.operand, row.folded) + gemms
+        else:
+            place = f"the GEMM of {row.gemm}"
         found = {
             "non-finite": f"{value} % of the values are NaN or infinite, first on rank {self.rank}",
             "jump": f"the amax is {value} octaves above the largest of the last steps (limit: "
@@ -247,7 +259,9 @@ class FirstAnomalies:
         self._limits = limits
         self._known: set[tuple[str, str]] = set()
         # The finite amaxes of each cast in the last recorded steps, by layer, operand and GEMMs.
-        self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(partial(deque, maxlen=16))
+        self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(
+            partial(deque, maxlen=RECENT)
+        )
 
     def of(self, row: Row) -> Iterator[Anomaly]:
         """Yield the anomalies of the next row that are the first. Causes come before effects."""

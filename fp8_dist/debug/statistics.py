@@ -39,7 +39,7 @@ from fp8_dist.debug.rows import (
 )
 from fp8_dist.linear.agreement import first_difference
 from fp8_dist.linear.observing import Casts, Owner
-from fp8_dist.linear.weights import weights_by_layer, weights_of_model
+from fp8_dist.linear.weights import weights_by_layer
 from fp8_dist.mesh import GroupNames, make_group
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.torch_internals import resolve_process_group
@@ -57,6 +57,7 @@ class Float8Stats(StepRecorder):
             on all ranks.
         anomalies: the first anomaly of each kind in each layer, in the order of the casts.
         step: the number of the last step that was entered.
+        limits: the limits beyond which statistics are anomalous.
     """
 
     def __init__(
@@ -71,26 +72,29 @@ class Float8Stats(StepRecorder):
         super().__init__("float8_stats", gemms)
         self.rows: list[Row] = []
         self.anomalies: list[Anomaly] = []
+        self.limits = limits
+        self._last: list[Row] = []  # those of the last recorded step
         self._model, self._every = model, every
         self._on_anomaly, self._first = on_anomaly, FirstAnomalies(limits)
         self._measured: dict[_Key, torch.Tensor] = {}
         self._ranks = _RanksOfLayers(model, mesh)
 
     def _begin(self) -> bool:
-        is_recorded = self.step % self._every == 0
-        if is_recorded:
-            self._ranks.look()
-        return is_recorded
+        if self.step % self._every:
+            return False
+        self._ranks.look()
+        return bool(self._ranks.owners)
 
     def _end(self, failed: bool) -> None:
         measured, self._measured = self._measured, {}
-        if failed or self.step % self._every:
+        if failed or self.step % self._every or not self._ranks.owners:
             return
         for i, each in enumerate(measured.values()):
             each[Measures._fields.index("minus_position")] = -i
         found = self._ranks.combined([*slots_of(self._model, self._gemms)], measured).items()
         # Some rank has measured those that have a scale.
         rows = [_row(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
+        self._last = rows
         self.rows += rows
         # Alarms are raised in the order of the casts, so that causes come before effects.
         for row in sorted(rows, key=lambda row: row.position):
@@ -155,7 +159,7 @@ class Float8Stats(StepRecorder):
     def _take_scalars(self, caller: str, layers: Patterns) -> dict[int, dict[str, float]]:
         """Remove the rows, and return the numbers of those of some layers by step and name."""
         names = [*dict.fromkeys(slot.fqn for slot in slots_of(self._model))]
-        chosen = matching(caller, "layers", layers, names, "converted layer")
+        chosen = matching(caller, "layers", layers, names, "converted layer") if names else set()
         rows, self.rows = self.rows, []
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for row in rows:
@@ -170,8 +174,10 @@ class Float8Stats(StepRecorder):
         return found
 
     def table(self) -> str:
-        """Return the rows as text."""
-        return table(self.rows)
+        """Return the rows of the last recorded step as text, also if they were removed."""
+        if not self._ranks.owners:
+            return "no casts: the model has no converted layer"
+        return table(self._last)
 
     def __repr__(self) -> str:
         return f"Float8Stats({len(self.rows)} rows, {len(self.anomalies)} anomalies)"
@@ -189,7 +195,7 @@ def _row(slot: Slot, found: Measures, step: int) -> Row:
         sqnr = decibels(found.signal, found.noise)
         return GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-found.minus_position))
     cast = {"step": step, "fqn": slot.fqn, "operand": slot.operand, "gemms": slot.gemms}
-    return CastStats.of(found, slot.scheme, **cast, delayed=slot.delayed)
+    return CastStats.of(found, slot.scheme, **cast, delayed=slot.delayed, folded=slot.folded)
 
 
 class _RanksOfLayers:
@@ -301,17 +307,19 @@ def float8_stats(
             optimizer.step()
         print(stats.table())
 
-    Entering the block begins a step; ``with stats.at(step):`` sets the number of the step. The
+    Entering the block begins a step; ``with stats.at(step):`` sets the number of the step. Steps
+    are counted from 0, or from the ``first`` of a :class:`fp8_dist.report.RunWriter`. The
     statistics cover all casts in the block, over all micro-batches, but not the forwards that
     activation checkpointing repeats. They describe global tensors: the numbers are what one device
     would measure if it cast the data of all data-parallel ranks as its micro-batches.
 
     This works with every recipe and all parallelism. In recorded blocks, all code runs eagerly,
-    even if ``torch.compile`` has compiled it. Outside of them, nothing costs more.
+    even if ``torch.compile`` has compiled it. Outside of them, nothing costs more. A model without
+    converted layers, such as a baseline in bf16, is not observed and has no rows.
 
     Args:
         model: a model that is already converted and parallelized.
-        every: record only steps whose numbers are multiples of this. The first step is 0.
+        every: record only steps whose numbers are multiples of this.
         gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
             float8 GEMM's result. Then every rank gathers full operands and results; the rows of
             experts are sent in high precision too. Of experts of which ranks have parts, only
@@ -320,7 +328,8 @@ def float8_stats(
         mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
-            layer on one of several axes, pipeline stages without FSDP2.
+            layer on one of several axes, pipeline stages without FSDP2. Ranks without a converted
+            layer take no part.
         on_anomaly: a function that is called on all ranks when a block ends, with the first
             :class:`Anomaly` of each kind in each layer. ``"warn"``: issue a warning instead, on the
             first of the ranks whose measures are combined.
@@ -333,17 +342,16 @@ def float8_stats(
     mesh, of 88 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If
     no layer is on a mesh, also an all-reduce of 16 bytes before the first of them. With ``gemms``,
     also all-gathers of operands and results in high precision, and of their sizes (8 bytes), in the
-    forward and the backward, and for experts all-to-alls of their rows in high precision.
+    forward and the backward, and for experts all-to-alls of their rows in high precision. None
+    without converted layers.
 
     Raises:
         TypeError: ``model`` is not a module, ``on_anomaly`` is not callable, ``limits`` is not an
             AnomalyLimits, or ``mesh`` is not a DeviceMesh.
-        ValueError: the model has no converted layer, or ``every`` is not a positive integer. When
-            the first recorded block ends: no layer is on a mesh, and the ranks have different
-            layers.
+        ValueError: ``every`` is not a positive integer. When the first recorded block ends: no
+            layer is on a mesh, and the ranks have different layers.
         RuntimeError: the context manager is entered again inside its own block.
     """
-    weights_of_model(model, "float8_stats")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"float8_stats: every={every!r} must be a positive integer")
     if not (on_anomaly in (None, "warn") or callable(on_anomaly)):

@@ -13,15 +13,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from fp8_dist.debug import CommRow
+from fp8_dist.debug import AnomalyLimits, CommRow
 from fp8_dist.debug.audit import CommTable
-from fp8_dist.report.writer import ANOMALIES, COMM, CONFIG, METRICS, STATS
+from fp8_dist.debug.rows import product
+from fp8_dist.report.writer import ANOMALIES, COMM, CONFIG, LIMITS, METRICS, STATS
 
 Row = dict[str, Any]
 T = TypeVar("T")
 
 # Numbers of a float8 cast. Percentages are of the elements that are not zero.
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
+LAST_STEPS = 20  # those that a run is judged by
 FILES = (CONFIG, METRICS, STATS, ANOMALIES, COMM)
 
 
@@ -35,7 +37,7 @@ class Run:
 
     Attributes:
         name: the folder.
-        config: config.json.
+        config: config.json, with the limits of anomalies as AnomalyLimits.
         metrics: one row for each step of metrics.jsonl.
         comm: the collectives of comm.json.
         stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
@@ -45,7 +47,7 @@ class Run:
     """
 
     name: str
-    config: Row = dataclasses.field(default_factory=dict)
+    config: Row = dataclasses.field(default_factory=lambda: {LIMITS: AnomalyLimits()})
     metrics: list[Row] = dataclasses.field(default_factory=list)
     comm: CommTable | None = None
     stats: list[Row] | None = None
@@ -99,7 +101,7 @@ def read_run(folder: Path) -> Run:
             run.notes.append(f"{name}: {len(bad)} passed over, the first of them {bad[0]}")
         return found
 
-    run.config = next(iter(rows(CONFIG, dict) or ()), {})
+    run.config = next(iter(rows(CONFIG, _config) or ()), run.config)
     steps: dict[int, Row] = {}
     for row in rows(METRICS, _metrics_row) or []:
         steps.setdefault(row["step"], {}).update(row)
@@ -111,6 +113,14 @@ def read_run(folder: Path) -> Run:
     return run
 
 
+def differences(run: Run, baseline: Run, metric: str = "loss") -> dict[int, float]:
+    """Return a metric of a run minus the baseline's, by step, where both are finite."""
+    known = {row["step"]: row.get(metric, math.nan) for row in baseline.metrics}
+    found = {row["step"]: row.get(metric, math.nan) for row in run.metrics}
+    both = {step: value - known[step] for step, value in found.items() if step in known}
+    return {step: value for step, value in both.items() if math.isfinite(value)}
+
+
 def _loaded(text: str) -> list[Any]:
     """Return the elements of a JSON list; another value is the only one."""
     found = json.loads(text)
@@ -120,6 +130,10 @@ def _loaded(text: str) -> list[Any]:
 def _number(value: Any) -> float:
     """Convert a number, or the name of one that JSON lacks ("NaN", "Infinity"); None is NaN."""
     return math.nan if value is None else float(value)
+
+
+def _config(row: Row) -> Row:
+    return row | {LIMITS: AnomalyLimits(**row.get(LIMITS, {}))}
 
 
 def _metrics_row(row: Row) -> Row:
@@ -137,7 +151,8 @@ def stats_row(row: Row) -> Row:
     if row["kind"] == "gemm":
         finite = found["sqnr"] > -math.inf
         return found | {"label": f"result of the {row['gemm']} GEMM", "finite": finite}
-    label = f"{row['operand']} as {row['dtype']}, scaled per {row['granularity']}"
+    operand = product(row["operand"], row.get("folded"))
+    label = f"{operand} as {row['dtype']}, scaled per {row['granularity']}"
     finite = math.isfinite(found["amax"]) and row["nonfinite"] == 0
     gemms = " and ".join(row["gemms"])
     return found | {"label": f"{label}, for {gemms}" if gemms else label, "finite": finite}

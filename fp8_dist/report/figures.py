@@ -5,36 +5,63 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fp8_dist.report.data import Row, Run
+from fp8_dist.debug import AnomalyLimits
+from fp8_dist.debug.rows import RECENT
+from fp8_dist.report.data import LAST_STEPS, Row, Run, differences
+from fp8_dist.report.writer import LIMITS
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
-BAD, EMPTY = "#d1247f", "#e9ecf0"
+BAD = "#d1247f"
 MAX_TICKS = 12
+LOUD = 0.75  # of the way to an anomaly; jumps in healthy training reach 0.74 (docs/debugging.md)
+COLORS = LinearSegmentedColormap.from_list(
+    "quiet to loud", [(0, "#e6ebf0"), (0.5, "#ecd7a8"), (LOUD, "#f2b85c"), (1, "#7d2508")]
+)
 HEATS = {
-    "amax": "amax: the largest absolute value",
+    "amax": f"amax: octaves above the largest of the last {RECENT} recorded steps",
     "underflow": "underflow: % of non-zero elements that became zero in float8",
     "saturation": "saturation: % of elements that were clamped to the largest",
     "sqnr": "SQNR: signal to quantization noise, dB",
 }
-_STYLE = {"svg.fonttype": "none", "text.parse_math": False}  # names are text as they are, "$" too
+_STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names are text as they are, "$" too
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+
+class Kind(NamedTuple):
+    """The heat maps of one kind of cast, of all runs."""
+
+    label: str
+    loud: list[str]  # pictures
+    quiet: list[str]
+    worst: str  # what the quiet ones show, in words
 
 
 def charts(runs: Sequence[Run]) -> list[list[str]]:
-    """Return two pictures of each metric, with a linear and with a logarithmic axis."""
+    """Return two pictures of each metric, with a linear and with a logarithmic axis.
+
+    Of several runs, the loss minus that of the first run comes before them.
+    """
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
     with mpl.rc_context(_STYLE):
-        return [[_line_chart(runs, name, log) for log in (False, True)] for name in names]
+        minus = [_difference_chart(runs)] * 2
+        each = [[_line_chart(runs, name, log) for log in (False, True)] for name in names]
+    return [minus, *each] if minus[0] else each
 
 
 def layer_chart(run: Run, fqn: str) -> str:
@@ -57,36 +84,85 @@ def layer_chart(run: Run, fqn: str) -> str:
         return _picture(figure)
 
 
-def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], list[tuple[str, list[str]]]]]:
-    """Yield the label of each kind of cast, its measures that are zero everywhere, and pictures.
+def heat_maps(runs: Sequence[Run]) -> Iterator[Kind]:
+    """Yield the heat maps of each kind of cast, a map for each measure and run.
 
-    The pictures are, for each run, its name and one of each other measure, with the same colours in
-    all runs.
+    A map without a cell that is nearly anomalous is quiet. Maps other than those of SQNR are left
+    out if nothing is above zero.
     """
-    by_label: dict[str, dict[str, list[Row]]] = {}
+    by_label: dict[str, list[tuple[Run, list[Row]]]] = {}
     for run in runs:
+        labels: dict[str, list[Row]] = {}
         for row in run.stats or []:
-            by_label.setdefault(row["label"], {}).setdefault(run.name, []).append(row)
+            labels.setdefault(row["label"], []).append(row)
+        for label, rows in labels.items():
+            by_label.setdefault(label, []).append((run, rows))
     with mpl.rc_context(_STYLE):
         for label, by_run in by_label.items():
-            pictures: dict[str, list[str]] = {name: [] for name in by_run}
-            zero = []
-            for measure in HEATS:
-                grids = {name: grid(rows, measure) for name, rows in by_run.items()}
-                values = np.concatenate([g[2][np.isfinite(g[2])] for g in grids.values()])
-                if not any(measure in row for rows in by_run.values() for row in rows):
-                    continue
-                is_share = measure in ("underflow", "saturation")
-                if is_share and not values.any():
-                    zero.append(measure)
-                    continue
-                # The colours end at percentiles 1 and 99, at least one unit apart.
-                first, last = np.percentile(values, [1, 99]) if values.size else (0.0, 1.0)
-                low = 0.0 if is_share else float(first)
-                limits = low, float(max(last, low + 1))
-                for name, each in grids.items():
-                    pictures[name].append(_heat_map(*each, measure, limits))
-            yield label, zero, list(pictures.items())
+            yield _kind(label, by_run, is_named=len(runs) > 1)
+
+
+def _kind(label: str, by_run: list[tuple[Run, list[Row]]], is_named: bool) -> Kind:
+    loud: list[str] = []
+    quiet: list[str] = []
+    of_quiet: dict[str, list[Array]] = {}  # the values of quiet maps, also of those left out
+    for measure, title in HEATS.items():
+        for run, rows in by_run:
+            if not any(measure in row for row in rows):
+                continue
+            layers, steps, values, bad = grid(rows, measure)
+            begin, end = ends = colored(measure, run.config[LIMITS])
+            part = (values - begin) / (end - begin)  # of the way to an anomaly
+            largest = np.fmax.reduce(part, axis=None, initial=0.0)
+            is_loud = largest >= LOUD or (measure == "sqnr" and bad.any())
+            if not is_loud:
+                of_quiet.setdefault(measure, []).append(values[np.isfinite(values)])
+            if largest > 0 or measure == "sqnr":
+                named = f"{run.name}: {title}" if is_named else title
+                picture = _heat_map(layers, steps, part, bad, named, ends)
+                (loud if is_loud else quiet).append(picture)
+    worst = [_worst(measure, np.concatenate(values)) for measure, values in of_quiet.items()]
+    return Kind(label, loud, quiet, ", ".join(worst))
+
+
+def colored(measure: str, limits: AnomalyLimits) -> tuple[float, float]:
+    """Return the values at both ends of the colours. The second one is where anomalies begin.
+
+    A measure without a limit has the default's. Saturation has none of its own.
+    """
+    name = {"amax": "jump", "saturation": "underflow"}.get(measure, measure)
+    given: float | None = getattr(limits, name)
+    limit = float(getattr(AnomalyLimits(), name) if given is None else given)
+    return (limit + 15, limit) if measure == "sqnr" else (0.0, limit or 1e-9)
+
+
+def _worst(measure: str, values: Array) -> str:
+    if measure == "sqnr":
+        return f"SQNR at least {_number(values.min())} dB" if values.size else "SQNR exact"
+    largest = float(values.max(initial=0.0))
+    if measure == "amax":
+        return f"amax at most {_number(largest)} octaves up"
+    return f"{measure} at most {_number(largest)} %" if largest else f"{measure} 0 %"
+
+
+def _difference_chart(runs: Sequence[Run]) -> str:
+    """Draw the loss minus the first run's, and its mean over steps; "" if nothing is common."""
+    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(0, color="C0", linewidth=1.2, label=runs[0].name)
+    for i, run in enumerate(runs[1:], 1):
+        found = differences(run, runs[0])
+        steps, values = list(found), np.array([*found.values()])
+        means = [values[max(0, j - LAST_STEPS) : j].mean() for j in range(1, len(values) + 1)]
+        axes.plot(steps, values, color=f"C{i}", linewidth=0.6, alpha=0.4)
+        axes.plot(steps, means, color=f"C{i}", linewidth=1.6, label=run.name)
+    if not any(np.size(line.get_xdata()) for line in axes.lines[1:]):
+        return ""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    title = f"loss minus {runs[0].name}'s; bold: mean of the last {LAST_STEPS}"
+    axes.set(title=title, xlabel="step")
+    axes.legend(fontsize=8)
+    return _picture(figure)
 
 
 def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
@@ -139,7 +215,7 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
     """Return the layers, the steps, the value of each cell, and whether it is bad.
 
     A cell without a row is NaN. Of several rows of a cell the worst value counts: the largest, or
-    the smallest SQNR. Amaxes are octaves.
+    the smallest SQNR. Amaxes are octaves above the largest of recent steps, 0 if there is none.
     """
     layers = list(dict.fromkeys(row["fqn"] for row in rows))
     steps = sorted({row["step"] for row in rows})
@@ -152,35 +228,39 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
         values[cell] = worst(values[cell], row.get(measure, math.nan))
         bad[cell] |= not row["finite"]
     if measure == "amax":
-        values = np.log2(np.where(values > 0, values, np.nan))
+        octaves = np.log2(np.where((values > 0) & (values < np.inf), values, np.nan))
+        for step in range(len(steps)):
+            before = octaves[:, max(0, step - RECENT) : step]
+            above = octaves[:, step] - np.fmax.reduce(before, axis=1, initial=np.nan)
+            known = np.where(np.isfinite(values[:, step]), 0.0, np.nan)
+            values[:, step] = np.where(np.isnan(above), known, above)
     return layers, steps, values, bad
 
 
 def _heat_map(
     layers: list[str],
     steps: list[int],
-    values: Array,
+    part: Array,
     bad: Mask,
-    measure: str,
-    limits: tuple[float, float],
+    title: str,
+    ends: tuple[float, float],
 ) -> str:
-    """Draw layers x steps of a measure of one kind of rows, and the cells that are not finite."""
+    """Draw layers x steps of one kind of rows, and the cells that are not finite.
+
+    ``part`` is 0 where the colours begin, at the first of ``ends``, and 1 where they end.
+    """
     figure = Figure(figsize=(13, 1.4 + 0.16 * len(layers)), layout="constrained")
     axes = figure.subplots()
-    axes.set_facecolor(EMPTY)
-    colors = "cividis_r" if measure == "sqnr" else "cividis"
-    # (An exact result has an infinite SQNR.)
-    shown = np.ma.masked_invalid(np.where(np.isinf(values), np.sign(values) * 1e30, values))
     show = partial(axes.imshow, aspect="auto", interpolation="nearest")
-    image = show(shown, cmap=colors, vmin=limits[0], vmax=limits[1])
-    bar = figure.colorbar(image, aspect=12, pad=0.01)
-    bar.locator = MaxNLocator(4)
-    bar.formatter = FuncFormatter(lambda x, _: _number(2.0**x if measure == "amax" else x))
+    # (An exact result has an infinite SQNR.)
+    image = show(np.clip(part, 0, 1), cmap=COLORS, vmin=0, vmax=1)
+    bar = figure.colorbar(image, aspect=12, pad=0.01, ticks=[0, 0.5, 1])
+    bar.formatter = FuncFormatter(lambda x, _: _number(ends[0] + x * (ends[1] - ends[0])))
     show(np.where(bad, 1.0, np.nan), cmap=ListedColormap([BAD]))
     ticks = range(0, len(steps), -(-len(steps) // MAX_TICKS))
     axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
     axes.set_yticks(range(len(layers)), layers, fontsize=7)
-    axes.set(title=HEATS[measure], xlabel="step")
+    axes.set(title=title, xlabel="step")
     return _picture(figure)
 
 

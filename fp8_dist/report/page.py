@@ -4,18 +4,18 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import jinja2
 
-from fp8_dist.report.data import Row, Run, read_runs
+from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
+from fp8_dist.report.writer import LIMITS
 
 MAX_ANOMALIES = 200  # rows of their table
 MAX_LAYERS = 30  # with anomalies that have a picture, of each run
-LAST_STEPS = 20
-HIDDEN = {"float8_layers", "units"}  # of config.json
+HIDDEN = {"float8_layers", "units", LIMITS}  # of config.json
 
 
 def write(path: Path, folders: list[Path]) -> list[str]:
@@ -38,8 +38,8 @@ def render(runs: Sequence[Run]) -> str:
     )
     return environment.get_template("page.html").render(
         runs=runs,
+        verdicts=[(run.name, [*verdict(run, runs[0])]) for run in runs],
         summary=summary(runs),
-        alerts=[alert for run in runs for alert in alerts(run, f"{run.name}: " * (len(runs) > 1))],
         anomalies=[row for i, run in enumerate(runs) for row in anomalies(i, run)],
         max_anomalies=MAX_ANOMALIES,
         layers=[
@@ -49,6 +49,7 @@ def render(runs: Sequence[Run]) -> str:
         ],
         charts=charts(runs),
         heat_maps=list(heat_maps(runs)),
+        last_steps=LAST_STEPS,
         collectives=[(r, r.comm.without_modules().rows) for r in runs if r.comm is not None],
         config=config(runs),
     )
@@ -96,12 +97,37 @@ def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(name, [plain(run.config.get(name, "")) for run in runs]) for name in names]
 
 
-def alerts(run: Run, prefix: str) -> Iterator[str]:
-    """Yield sentences about metrics that are not finite."""
+def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
+    """Yield sentences about a run, and whether each of them tells of a fault."""
     for name in run.metric_names:
         bad = [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]
         if bad:
-            yield f"{prefix}{name} is not finite in {len(bad)} steps, first in {bad[0]}."
+            yield True, f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
+    last = [*differences(run, baseline).values()][-LAST_STEPS:]
+    if last and run is not baseline:
+        yield False, _loss_sentence(last, baseline.name)
+    if run.anomalies:
+        first = run.anomalies[0]
+        count = "1 anomaly," if len(run.anomalies) == 1 else f"{len(run.anomalies):,} anomalies,"
+        begin = f"{count} the first in step {first['step']}"
+        yield True, f"{begin}: {first['fqn']}, {first['cast']}: {first['message']}."
+    elif run.stats:
+        steps = len({row["step"] for row in run.stats})
+        yield False, f"No anomalies in the casts of {steps:,} recorded steps."
+    else:
+        yield False, "No casts were recorded."
+
+
+def _loss_sentence(last: list[float], baseline: str) -> str:
+    """Compare the mean of paired differences with two of its standard errors."""
+    mean = fmean(last)
+    than = "above" if mean > 0 else "below"
+    begin = f"Over the last {len(last)} steps the loss is {abs(mean):.2g} {than} {baseline}'s"
+    if len(last) < 3:
+        return f"{begin}: too few steps to tell from noise."
+    noise = 2 * stdev(last) / math.sqrt(len(last))
+    how = "beyond" if abs(mean) > noise else "within"
+    return f"{begin}, {how} the noise of these steps (± {noise:.2g})."
 
 
 def layers_with_anomalies(run: Run) -> list[str]:

@@ -24,6 +24,7 @@ CONFIG, METRICS, STATS, ANOMALIES, COMM = (
     "anomalies.jsonl",
     "comm.json",
 )
+LIMITS = "anomaly_limits"  # in config.json
 
 
 class RunWriter:
@@ -41,17 +42,19 @@ class RunWriter:
 
     Make the writer, and call its methods, on all ranks: rank 0 writes. Files of an earlier run in
     the folder are removed. Lines are appended and closed at once, so a run can be read while it
-    goes on. ``config.json`` has the config, the units and versions, ``metrics.jsonl`` the metrics,
-    ``float8_stats.jsonl`` and ``anomalies.jsonl`` what ``stats`` recorded.
+    goes on. ``config.json`` has the config, the units, the limits of anomalies and versions,
+    ``metrics.jsonl`` the metrics, ``float8_stats.jsonl`` and ``anomalies.jsonl`` what ``stats``
+    recorded.
 
     Args:
         folder: the folder of the run.
         stats: statistics whose rows and anomalies are written. The writer removes the rows from
-            ``stats.rows``. Default: none are written.
+            ``stats.rows``; ``stats.table()`` still has the last ones. Default: none are written.
         config: facts about the run, as JSON can represent them. If ``steps`` is the number of steps
             of the whole run, the report shows the progress.
         units: the units of metrics, by name.
-        first: the first step of a run that continues: lines of earlier steps are kept.
+        first: the first step of a run that continues: lines of earlier steps are kept, and the
+            next block of ``stats`` has this number.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class RunWriter:
     ) -> None:
         self.folder, self._stats = Path(folder), stats
         self._is_writing, self._seen = own_rank() == 0, 0
+        if stats is not None and first is not None:
+            stats.at(first)
         if not self._is_writing:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +83,8 @@ class RunWriter:
         versions = {"torch": torch.__version__, "fp8_dist": __version__}
         versions["python"] = platform.python_version()
         facts = {**(config or {}), "units": dict(units or {}), **versions}
+        if stats is not None:
+            facts[LIMITS] = dataclasses.asdict(stats.limits)
         text = json.dumps(facts, indent=2, default=str)
         (self.folder / CONFIG).write_text(text + "\n")
 
@@ -85,7 +92,7 @@ class RunWriter:
         """Append the metrics of a step, and the rows and anomalies recorded since the last call.
 
         Args:
-            step: the number of the step, counted as ``stats`` counts.
+            step: the number of the step, that of the last block of ``stats``.
             metrics: numbers, or tensors of one element. NaN and infinities are written too. Plain
                 tensors are those of rank 0: average them over ranks before, where they differ.
 
@@ -93,7 +100,13 @@ class RunWriter:
 
         Raises:
             TypeError: a metric is neither a number nor a tensor of one element.
+            ValueError: there are new rows, and the last block of ``stats`` has another number.
         """
+        if self._stats is not None and self._stats.rows and self._stats.step != step:
+            raise ValueError(
+                f"RunWriter.log: step={step}, but the last block of the statistics was step "
+                f"{self._stats.step}; enter them with `with stats.at(step):`, or log stats.step"
+            )
         for name, value in metrics.items():
             if not isinstance(value, Real | torch.Tensor):
                 raise TypeError(f"RunWriter.log: {name}={value!r} must be a number or a tensor")

@@ -189,7 +189,9 @@ def every_kind() -> str:
         dist.recv(torch.empty(4), 1 - rank)
         sending.wait()
         dist.barrier()
-    return audit.table()
+        rows = Float8Tensor(qdata, torch.ones(4, 1), torch.bfloat16)  # with a scale each
+        funcol.wait_tensor(funcol.all_gather_into_tensor(rows, 2, group.group_name))
+    return audit.table(baseline=True)
 
 
 def test_every_kind_of_collective(ranks: RankPools) -> None:
@@ -197,21 +199,22 @@ def test_every_kind_of_collective(ranks: RankPools) -> None:
     assert_expected_inline(
         found,
         """\
-op          axis   dtype        count  elements  bytes
-all_gather  world  float8_e5m2      2       128    128
-all_gather  world  uint8            1         6      6
-all_reduce  world  int32            2         2      8
-all_gather  world  float32          1         6     24
-all_to_all  world  float32          1         2      8
-broadcast   world  float32          1         5     20
-reduce      world  float32          1         5     20
-scatter     world  float32          1         4     16
-gather      world  float32          1         4     16
-send        world  float32          1         4     16
-recv        world  float32          1         4     16
-total                              13              278
-  float8                                           128
-  other                                            150""",
+op          axis   dtype        count  elements  bytes  in bf16
+all_gather  world  float8_e5m2      3       192    192      384
+all_gather  world  uint8            1         6      6        6
+all_reduce  world  int32            2         2      8        0
+all_gather  world  float32          1         6     24       24
+all_to_all  world  float32          1         2      8        8
+broadcast   world  float32          1         5     20       20
+reduce      world  float32          1         5     20       20
+scatter     world  float32          1         4     16       16
+gather      world  float32          1         4     16       16
+send        world  float32          1         4     16       16
+recv        world  float32          1         4     16       16
+all_gather  world  float32          +         8     32        0
+total                              14              374      526
+  float8                                           192      384
+  other                                            182      142""",
     )
 
 

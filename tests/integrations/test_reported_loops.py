@@ -180,6 +180,23 @@ def test_a_browser_shows_them(runs: list[Path], browser_page: Page, tmp_path: Pa
     target = page.locator(":target")
     assert target.inner_text() == "first: layers.1"
     assert -1 < target.bounding_box()["y"] < 900
+    page.locator("#anomalies a").nth(1).click()
+    assert page.locator("section:visible").all_inner_texts() == [
+        "first: layers.1",  # the first one of each run is shown always
+        "first: layers.2",
+        "lightning: net.layers.1",
+    ]
+    # The page is dark where the browser is, pictures too.
+    colors = "[document.body, document.images[0]].map(e => getComputedStyle(e)).map(s => s.filter + s.backgroundColor)"
+    for theme, shown in (
+        ("light", ["nonergb(255, 255, 255)", "nonergba(0, 0, 0, 0)"]),
+        ("dark", ["nonergb(20, 23, 27)", "invert(1) hue-rotate(180deg)rgba(0, 0, 0, 0)"]),
+    ):
+        page.emulate_media(color_scheme=theme)
+        assert page.evaluate(colors) == shown
+    # A map with a fault is not collapsed.
+    faults = page.locator("h3:has-text('input as')").locator("xpath=following-sibling::*[1]")
+    assert faults.first.evaluate("e => e.tagName") == "IMG"
     # Linear or logarithmic.
     linear, log = page.locator("img.linear").first, page.locator("img.log").first
     assert (linear.is_visible(), log.is_visible()) == (True, False)

@@ -165,7 +165,7 @@ class Graphs:
                 elements = buffer.numel() * collective.factor
                 size = elements * buffer.dtype.itemsize
                 axis = self._axis(collective.group)
-                row = CommRow(collective.op, axis, buffer.dtype, "", False, 1, elements, size)
+                row = CommRow(collective.op, axis, buffer.dtype, "", False, 1, elements, size, size)
                 rows.append(row)
         return ops, rows
 

@@ -16,9 +16,9 @@ import torch
 from reference import raised
 from torch import nn
 
-from fp8_dist import convert_to_float8_training
-from fp8_dist.debug import Anomaly, GemmStats, float8_stats
-from fp8_dist.report import RunWriter, data
+from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist.debug import Anomaly, AnomalyLimits, GemmStats, float8_stats
+from fp8_dist.report import RunWriter, data, figures, page
 from fp8_dist.report import __main__ as command
 
 LAYERS = [f"layers.{block}.{name}" for block in range(2) for name in ("wq", "w1", "w2")]
@@ -50,7 +50,7 @@ ANOMALY = {
     "ranks": [0],
     "message": f"step 10: {SPIKE}: input (for output): 61 % of the values become zero",
 }
-SIZES = {"count": 1, "elements": 2, "bytes": 4, "float8_bytes": 0, "in_mixed_gather": False}
+SIZES = {"count": 1, "elements": 2, "bytes": 4, "bf16_bytes": 4, "in_mixed_gather": False}
 COMM = {"op": "all_gather", "axis": "dp", "dtype": "torch.bfloat16", "module": ""} | SIZES
 METRICS = {"step": 1, "loss": 2.0, "tokens_per_second": 9.0, "grad_norm": 1.0}
 
@@ -72,7 +72,7 @@ def write_run(folder: Path, layers: list[str] = LAYERS, **config: Any) -> Path:
     for step in range(2, 21, 2):
         for index, fqn in enumerate(layers):
             where = {"step": step, "fqn": fqn, "position": index}
-            rows.append(CAST | where | {"amax": 2.0**index})
+            rows.append(CAST | where | {"amax": 2.0**index, "sqnr": 30 - index / 7})
             if (fqn, step) == (SPIKE, 10):
                 rows[-1] |= {"amax": 2.0**13, "underflow": 61.0, "sqnr": 9.5}
             rows.append(GRADIENT | where | {"position": 2 * len(layers) - index})
@@ -101,7 +101,8 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
         '<td class="short">input (for output)</td>',
         "<td>61 % of the values become zero</td>",
         "<th>logged steps</th>",
-        "<li>grad_norm is not finite in 2 steps, first in 18.",
+        '<p class="alert">grad_norm is not finite in 2 steps, first in 18. 1 anomaly, the first in '
+        f"step 10: {SPIKE}, input (for output): 61 % of the values become zero.</p>",
         "<td>20 of 20</td>",
         '<td>all_gather</td><td>dp</td><td>torch.bfloat16</td><td class="right">2</td>',
         "<h3>input as float8_e4m3fn, scaled per tensor, for output and grad_weight</h3>",
@@ -110,10 +111,15 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
     ):
         assert text in page
     assert "could not be read" not in page
-    # Three metrics, twice; a layer with anomalies; measures of two casts, of a GEMM one.
-    assert len(pictures) == 2 * 3 + 1 + 3 + 2 + 1
-    for zero in ("Saturation: 0 % everywhere.", "Underflow and saturation: 0 % everywhere."):
-        assert page.count(zero) == 1
+    # Three metrics, twice; a layer with anomalies; three measures of inputs, the SQNR of the others.
+    # Those of GEMMs are quiet, and so is what is zero everywhere.
+    assert len(pictures) == 2 * 3 + 1 + 3 + 1 + 1
+    quiet = re.findall("<details>\n<summary>(.*?)</summary>(.*?)</details>", page, re.DOTALL)
+    assert [(text, maps.count("<img")) for text, maps in quiet] == [
+        ("saturation 0 %", 0),
+        ("amax at most 0 octaves up, underflow 0 %, saturation 0 %", 0),
+        ("SQNR at least 30 dB", 1),
+    ]
     assert "loss, nats per token" in pictures[0]
     assert all(f">{SPIKE}</text>" in picture for picture in pictures[7:])
     # Links of anomalies lead to the pictures of their layers.
@@ -129,8 +135,10 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, **{"lr": n}) for n, name in enumerate(("first", "second"))]
     page, pictures = page_of(*runs)
     assert "<h1>first, second</h1>" in page
-    assert all(f">{name}</text>" in pictures[0] for name in ("first", "second"))
-    assert page.count("<h4>second</h4>") == 3
+    for name in ("first", "second"):
+        assert f">{name}</text>" in pictures[0]
+        assert sum(f">{name}: SQNR: signal to" in picture for picture in pictures) == 3
+    assert ">loss minus first's; bold: mean of the last 20</text>" in pictures[0]
     assert '<tr class="differs"><th>lr</th><td>0</td><td>1</td></tr>' in page
     assert "<tr><th>recipe</th><td>tensorwise</td><td>tensorwise</td></tr>" in page
     assert 'href="#layer-1-0"' in page
@@ -147,6 +155,7 @@ def test_metrics_that_are_rare_or_never_positive(tmp_path: Path) -> None:
         writer.log(step, reward=-1.5 - step, zero=0, nan=math.nan, **rare)
     page, pictures = page_of(tmp_path / "run")
     (table,) = re.findall('<table id="summary">.*?</table>', page, re.S)
+    assert "No casts were recorded." in page
     assert re.findall("<t[hd]>(.*?)<", table) == [
         *("run", "logged steps", "reward", "zero", "eval_loss", "anomalies"),
         *("run", "60", "-51", "0", "2.25", "0"),
@@ -210,6 +219,7 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
             loss = model(torch.ones(4, 32)).square().mean()
         writer.log(step, loss=loss, grad_norm=math.inf)
     assert stats.rows == []
+    assert [line.split()[0] for line in stats.table().splitlines()[1:]] == ["2", "2"]
     metrics = lines_of(tmp_path / "run" / "metrics.jsonl")
     assert metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": "Infinity"}
     rows = lines_of(tmp_path / "run" / "float8_stats.jsonl")
@@ -217,13 +227,94 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
     run = data.read_run(tmp_path / "run")
     assert run.metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": math.inf}
     assert (run.config["lr"], run.config["units"]) == (0.1, {"loss": "nats"})
-    error = raised(TypeError, partial(writer.log, 3, loss="low"))
+    error = raised(TypeError, partial(writer.log, 2, loss="low"))
     assert "RunWriter.log: loss='low' must be a number" in error
-    error = raised(TypeError, partial(writer.log, 3, loss=torch.ones(2)))
+    error = raised(TypeError, partial(writer.log, 2, loss=torch.ones(2)))
     assert "RunWriter.log: loss has the shape [2]; log one number, such as" in error
     assert len(lines_of(tmp_path / "run" / "metrics.jsonl")) == 3
-    writer.log(3, loss=np.float32(0.5), tokens=np.int64(7))
-    assert lines_of(tmp_path / "run" / "metrics.jsonl")[3] == {"step": 3, "loss": 0.5, "tokens": 7}
+    writer.log(2, loss=np.float32(0.5), tokens=np.int64(7))
+    assert lines_of(tmp_path / "run" / "metrics.jsonl")[3] == {"step": 2, "loss": 0.5, "tokens": 7}
+    # The run goes on: the statistics count on, too.
+    stats = float8_stats(model, every=2, limits=AnomalyLimits(sqnr=20.0, jump=None))
+    writer = RunWriter(tmp_path / "run", stats, first=3)
+    writer.log(2, eval_loss=0.5)
+    for step in range(3, 6):
+        with stats:
+            model(torch.ones(4, 32))
+        writer.log(step)
+    rows = lines_of(tmp_path / "run" / "float8_stats.jsonl")
+    assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2, 4, 4]
+    assert data.read_run(tmp_path / "run").config["anomaly_limits"] == stats.limits
+    with stats:
+        model(torch.ones(4, 32))
+    assert "step=7, but the last block of the statistics was step 6; enter them with" in raised(
+        ValueError, partial(writer.log, 7)
+    )
+
+
+def test_maps_are_loud_where_anomalies_are_near() -> None:
+    """Colours end at the limits, whatever the values are."""
+    own = AnomalyLimits(sqnr=20.0, underflow=8.0, jump=None)
+    ends = {name: figures.colored(name, own) for name in figures.HEATS}
+    assert ends == {
+        "amax": (0.0, 7.0),
+        "underflow": (0.0, 8.0),
+        "saturation": (0.0, 8.0),
+        "sqnr": (35.0, 20.0),
+    }
+
+    def kinds(changed: dict[str, Any], step: int = 30) -> tuple[int, int, str]:
+        rows = [CAST | {"step": s} | (changed if s == step else {}) for s in range(40)]
+        run = data.Run("run", stats=[data.stats_row(row) for row in rows])
+        (kind,) = figures.heat_maps([run])
+        return len(kind.loud), len(kind.quiet), kind.worst
+
+    quiet = "amax at most 0 octaves up, underflow 0 %, saturation 0 %, SQNR at least 30 dB"
+    assert kinds({}) == (0, 1, quiet)
+    assert kinds({"underflow": 36.0})[:2] == (0, 2)
+    assert kinds({"underflow": 38.0})[:2] == (1, 1)
+    assert kinds({"sqnr": 19.0})[:2] == (0, 1)
+    assert kinds({"sqnr": 18.0})[:2] == (1, 0)
+    assert kinds({"amax": 2.0**5})[2].startswith("amax at most 5 octaves up, ")
+    assert kinds({"amax": 2.0**6})[:2] == (1, 1)
+    assert kinds({"amax": 2.0**-6})[:2] == (0, 1)  # lower for a step is not a jump after it
+    assert kinds({"amax": 2.0**6}, step=0)[:2] == (0, 1)
+    assert kinds({"amax": "NaN", "sqnr": "NaN", "nonfinite": 1.0})[:2] == (1, 0)
+
+
+def test_the_verdict_on_a_loss(tmp_path: Path) -> None:
+    """Beyond the noise is what two standard errors of the differences do not explain."""
+
+    def sentence(name: str, *extra: float) -> str:
+        writer = RunWriter(tmp_path / name)
+        for step in range(40):
+            writer.log(step, loss=3 - step / 20 + extra[step % len(extra)])
+        baseline = data.read_run(tmp_path / "base")
+        run = baseline if name == "base" else data.read_run(tmp_path / name)
+        return " ".join(text for _, text in page.verdict(run, baseline))
+
+    assert sentence("base", 0.0) == "No casts were recorded."
+    over = "Over the last 20 steps the loss is "
+    # A mean of 0.01; the deviation of +-0.02 is 0.0205 with 19 degrees of freedom.
+    assert sentence("above", 0.03, -0.01).startswith(
+        f"{over}0.01 above base's, beyond the noise of these steps (± 0.0092)."
+    )
+    assert sentence("below", 0.028, -0.032).startswith(
+        f"{over}0.002 below base's, within the noise of these steps (± 0.014)."
+    )
+
+
+def test_folded_casts_say_so() -> None:
+    config = Float8LinearConfig.from_recipe_name("rowwise_folded")
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
+    with (stats := float8_stats(model)):
+        model(torch.ones(4, 32, requires_grad=True)).sum().backward()
+    assert [data.stats_row(row)["label"] for row in stats.to_dicts()] == [
+        "input as e4m3fn, scaled per row, for output and grad_weight",
+        "weight as e4m3fn, scaled per row, for output and grad_input",
+        "grad_output times the scales of weight as e4m3fn, scaled per row, for grad_input",
+        "grad_output times the scales of input as e4m3fn, scaled per column, for grad_weight",
+    ]
 
 
 def test_what_a_resumed_run_knows_and_syncs(tmp_path: Path) -> None:

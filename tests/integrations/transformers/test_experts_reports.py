@@ -313,7 +313,6 @@ def test_messages_name_both_conversions() -> None:
         partial(precompute_float8_dynamic_scale, model),
         partial(update_float8_scales, model),
         partial(attach_update, optimizer, model),
-        partial(float8_stats, model),
         partial(capture, model, "never"),
     ):
         text = raised(ValueError, call)

@@ -27,14 +27,14 @@ def cast_of(high: torch.Tensor, config: CastConfig | None = None) -> CapturedCas
     made = cast_to_float8(high, config or CastConfig(), dim=-1 if by_rows else None)
     assert isinstance(made, Float8Tensor)
     others = (made.qdata, made.scales, made.scheme.key)
-    return CapturedCast(7, 0, "layers.1.w2", "input", ("output",), 0, False, high, *others)
+    return CapturedCast(7, 0, "layers.1.w2", "input", ("output",), 0, False, None, high, *others)
 
 
 def saturating(high: torch.Tensor, scale: float) -> CapturedCast:
     """Cast by a scale of earlier steps."""
     qdata = (high / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     others = (high, qdata, (torch.tensor(scale),), Dense(qdata.dtype).key)
-    return CapturedCast(7, 1, "layers.1.w2", "input", ("output",), 2, True, *others)
+    return CapturedCast(7, 1, "layers.1.w2", "input", ("output",), 2, True, None, *others)
 
 
 def wide(seed: int = 0) -> torch.Tensor:
