@@ -6,6 +6,7 @@ if __name__ != "fp8_dist.tensor_parallel":
         "fp8_dist.tensor_parallel (from the root of a checkout, or after pip install)"
     )
 
+from fp8_dist.tensor_parallel.check import check_tp_plan
 from fp8_dist.tensor_parallel.experts import Float8ExpertParallel, Float8ExpertTensorParallel
 from fp8_dist.tensor_parallel.inputs import share_input
 from fp8_dist.tensor_parallel.local import declare_placements
@@ -24,6 +25,7 @@ __all__ = [
     "Float8RowwiseParallel",
     "PrepareFloat8ModuleInput",
     "apply_tp_plan",
+    "check_tp_plan",
     "declare_placements",
     "llama_tp_plan",
     "share_input",

@@ -8,13 +8,15 @@ longer share one. If all of them shard it in the same way, they share the first 
 again. Otherwise the plan is an error.
 """
 
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,7 +36,16 @@ from fp8_dist.tensor_parallel.styles import (
 )
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
-_HEAD_COUNTS = ("n_heads", "n_kv_heads", "num_heads", "num_key_value_heads")
+_HEADS = ("n_heads", "n_head", "num_heads")
+_KV_HEADS = ("n_kv_heads", "n_kv_head", "num_key_value_heads")
+
+# Names of layers that are several projections. (DeepSeek's kv_b_proj is ordered by head.)
+_FUSED = re.compile(
+    r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(_proj)?$", re.IGNORECASE
+)
+
+# Layers of models that have passed check_tp_plan.
+checked_layers: "WeakSet[nn.Module]" = WeakSet()
 
 
 def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> nn.Module:
@@ -51,6 +62,12 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
 
     Parameters that modules share (tied embeddings) stay shared. Converted layers may have torch's
     styles. Their activations are then redistributed in high precision, with a warning.
+
+    A warning names column-parallel layers that look fused: their name is that of several
+    projections (``qkv``, ``c_attn``, ``in_proj``, ``gate_up_proj``, ``kv``), or their output has
+    the size of q, k and v for the heads of the module around them. Each rank gets consecutive
+    output features, so the model must take q, k and v by head. Layers are not named if the model
+    has passed :func:`check_tp_plan`, or if ``hf_tp_plan`` made the plan.
 
     Collectives: one all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare the
     float8 layers and the plan between ranks. Then those of torch's ``parallelize_module``, which
@@ -79,11 +96,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             )
     facts = {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
     check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
-    # By the first name of each module, which is the only name that torch knows.
-    names = {module: name for name, module in model.named_modules()}
-    matches = {
-        pattern: {names[module]: module for module in _matches(model, pattern)} for pattern in plan
-    }
+    matches = {pattern: matched(model, [pattern]) for pattern in plan}
     # Names instead of patterns, for which torch warns about every module that does not match.
     resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
     ties = _ties(model)
@@ -93,6 +106,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         listing = "\n".join(f"  - {offender}" for offender in offenders)
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
+    if mesh.size() > 1:
+        _warn_of_fused(model, resolved)
     parallelize_module(model, mesh, resolved)
     for tie in ties:
         places = {name: _place(model.get_parameter(name)) for name in tie}
@@ -128,6 +143,42 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
             "after convert_to_float8_training, or use the float8 styles",
             stacklevel=3,
         )
+
+
+def _warn_of_fused(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
+    """Warn about column-parallel layers that look like several projections in one."""
+    fused = [name for name, style in styles.items() if _looks_fused(model, name, styles)]
+    if fused:
+        warnings.warn(
+            f"apply_tp_plan: {', '.join(fused)}: column-parallel, and like several projections in "
+            "one layer (q, k and v, or gate and up). If they are, each rank gets consecutive "
+            "output features, not a part of each projection, and chunk(3, -1) or split mixes them "
+            "without an error. Order the rows of the weight by head and take the output apart by "
+            "unflatten(-1, (-1, 3, head_dim)), or use separate projections, or leave the layer out "
+            "of the plan (docs/tensor_parallel.md). check_tp_plan compares the model with one "
+            "device; if it has passed, there is no such warning",
+            stacklevel=3,
+        )
+
+
+def _looks_fused(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) -> bool:
+    layer, style = model.get_submodule(name), styles[name]
+    if not isinstance(style, ColwiseParallel) or not isinstance(layer, nn.Linear):
+        return False
+    parent_name, _, own = name.rpartition(".")
+    # The style that hf_tp_plan gives to the parent has the number of parts of the layer's output,
+    # of which no rank splits one: transformers declares the layer to be ordered.
+    declared = own in getattr(styles.get(parent_name), "parts", ())
+    if declared or style.output_layouts == (Replicate(),) or layer in checked_layers:
+        return False
+    size = _size_of_qkv(model.get_submodule(parent_name), layer.in_features)
+    return bool(_FUSED.search(own)) or layer.out_features == size
+
+
+def matched(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules that patterns match, by their first name, which is the only one torch knows."""
+    names = {module: name for name, module in model.named_modules()}
+    return {names[m]: m for pattern in patterns for m in _matches(model, pattern)}
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
@@ -168,11 +219,27 @@ def _offenders(
                 yield from _check_heads(model, name, size)
 
 
+def _size_of_qkv(attention: nn.Module, in_features: int) -> int:
+    """The size of q, k and v for the heads of a module; 0 if it does not tell its heads."""
+
+    def number(names: tuple[str, ...], *owners: object) -> int:
+        found = (getattr(owner, name, None) for owner in owners for name in names)
+        return next((value for value in found if isinstance(value, int)), 0)
+
+    # A number of its own, because an MLP may have the config of the model, too.
+    if not number((*_HEADS, *_KV_HEADS, "head_dim"), attention):
+        return 0
+    owners = attention, getattr(attention, "config", None)
+    heads = number((*_HEADS, "num_attention_heads"), *owners)
+    head_dim = number(("head_dim",), *owners) or in_features // max(heads, 1)
+    return (heads + 2 * (number(_KV_HEADS, *owners) or heads)) * head_dim
+
+
 def _check_heads(model: nn.Module, name: str, size: int) -> Iterator[str]:
     """Yield an error for each head count in the parent of a layer that ``size`` does not divide."""
     parent_name = name.rpartition(".")[0]
     parent = model.get_submodule(parent_name)
-    for attribute in _HEAD_COUNTS:
+    for attribute in (*_HEADS, *_KV_HEADS):
         count = getattr(parent, attribute, None)
         if isinstance(count, int) and count % size:
             yield (

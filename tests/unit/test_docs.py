@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fp8_dist
 from fp8_dist import (
@@ -158,6 +162,46 @@ def test_debugging_records_captures_and_compares(
     }
     exec(left_out.replace("24.7", "0"), scope)
     assert scope["low"] == set()
+
+
+class FusedAttention(nn.Module):
+    """nanoGPT's, with two heads."""
+
+    head_dim = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[dict[str, DeviceMesh]]:
+    """A mesh of this process alone, by the name of its axis."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield {"tp": init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))}
+    dist.destroy_process_group()
+
+
+def test_tensor_parallel_orders_a_projection_by_head(one_rank: dict[str, DeviceMesh]) -> None:
+    section = (ROOT / "docs/tensor_parallel.md").read_text().partition("## Check the plan")[2]
+    checked, by_head = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.M)[:2]
+    model, x = FusedAttention(), torch.randn(2, 4, 16)
+    expected = model(x)
+    scope = {"torch": torch, "F": F}
+    exec(by_head, scope)
+    scope["order_by_head"](model.qkv, model.head_dim)
+    model.forward = partial(scope["attention"], model)  # type: ignore[method-assign]
+    torch.testing.assert_close(model(x), expected)
+    plan = {"qkv": tensor_parallel.Float8ColwiseParallel()}
+    fp8_dist.convert_to_float8_training(model)
+    run = {"check_tp_plan": tensor_parallel.check_tp_plan, "mesh": one_rank, "plan": plan}
+    exec(checked, run | {"model": model, "tokens": x})
 
 
 def test_the_table_of_recipes() -> None:

@@ -38,6 +38,8 @@ from torch_releases import uneven_sequence_viewed
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaForCausalLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
@@ -47,7 +49,7 @@ from fp8_dist import convert_to_float8_training, float8_layers
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
+from fp8_dist.tensor_parallel import apply_tp_plan, check_tp_plan, llama_tp_plan
 
 # Gathers in high precision in a step with sequence parallelism, besides those of the head's input,
 # the logits, and the embedding's gradient. Routed experts: input, and gradient of the output.
@@ -461,6 +463,33 @@ def test_heads_that_ranks_cannot_share(fake_world: DeviceMesh) -> None:
     ]
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     assert torch.equal(model(input_ids=batch(0)).logits, forward)
+
+
+def checked(kind: str, sequence_parallel: bool) -> None:
+    """On ranks: a plan and its model pass the check."""
+    model = converted(kind)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "hf_tp_plan leaves routed experts")
+        plan = hf_tp_plan(model, sequence_parallel=sequence_parallel)
+    inputs = {"input_ids": batch(0), "labels": batch(0)}
+    check_tp_plan(model, device_mesh(tp=2), plan, inputs)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "glm4_moe"])
+def test_plans_pass_the_check(ranks: RankPools, kind: str) -> None:
+    for sequence_parallel in (True, False):
+        ranks(2).run(checked, kind, sequence_parallel)
+
+
+def test_a_projection_that_is_declared_by_head_is_not_warned_of(fake_world: DeviceMesh) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=1, vocab_size=64)
+    model = GPTNeoXForCausalLM(config)
+    plan = hf_tp_plan(model)
+    assert "gpt_neox.layers.0.attention.query_key_value" in plan
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "apply_tp_plan: ")
+        apply_tp_plan(model, fake_world, plan)
 
 
 def test_options_that_a_plan_does_not_have() -> None:

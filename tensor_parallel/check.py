@@ -1,0 +1,344 @@
+"""Comparison of a model under a tensor-parallel plan with the model on one device.
+
+The comparison needs a tolerance, because a sum over ranks is rounded in another order, and a float8
+cast or a deep model enlarges such differences. A second run on one device measures the tolerance:
+in it the output of each module, and its gradient, is off by rounding errors.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice, zip_longest
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from fp8_dist.linear.agreement import Facts
+from fp8_dist.mesh import check_axis
+from fp8_dist.tensor_parallel.plan import apply_tp_plan, checked_layers, matched
+from fp8_dist.torch_internals import tree_leaves, tree_map_only
+
+# The multiple of what rounding does from which a difference counts. Right plans reached 1.3, wrong
+# ones 6 or more (2 and 4 ranks, 2 to 12 layers, fp32 and bf16, all recipes).
+_MARGIN = 3.0
+# The relative size of rounding errors, at least. In fp32 one amax in a new binade may change all
+# values of a cast, so the errors of fp32 itself would be too small.
+_ROUNDING = 2.0**-12
+
+_Tensors = list[torch.Tensor]
+K = TypeVar("K")
+
+
+def check_tp_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: dict[str, ParallelStyle],
+    batch: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> None:
+    """Check that ``model`` computes the same under ``plan`` as on one device.
+
+    Run it once for a model and its plan. A few layers and a small batch are enough, and every rank
+    runs a copy of the whole model. The model and the state of random numbers are not changed. The
+    copies are in eval mode, without dropout.
+
+    The floating-point outputs of modules are compared, and then the gradients of parameters, by the
+    root mean square of the difference. It counts if it is more than three times what rounding the
+    output of each module, and its gradient, changes on one device. A plain tensor is compared with
+    the tensor of one device, or, if it is the output of the model or of a module of the plan, with
+    this rank's part along one dim. It also agrees if the sum over ranks does. Other outputs of
+    another shape are not compared. Weights that are zero hide what they are multiplied with.
+
+    Args:
+        model: the model before ``apply_tp_plan``, ``fully_shard`` and ``torch.compile``, converted
+            or not. It has the same weights on all ranks.
+        mesh, plan: as for :func:`apply_tp_plan`.
+        batch: the arguments of the forward: a tuple or list of them, a dict of keyword arguments,
+            or else the only one. Tensors are whole, the same on all ranks.
+        loss: a function of the model's output that returns a scalar. None: the sum of all outputs
+            with random weights.
+
+    For layers of ``model`` that have been compared, ``apply_tp_plan`` does not warn that they look
+    fused.
+
+    Collectives: an all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare weights
+    and batch between ranks. Those of ``apply_tp_plan``, and of a forward and a backward. An
+    all-gather or all-reduce of each output and gradient that is a DTensor, and an all-reduce of
+    each plain output that differs. Two all-reduces of 16 bytes per module call and per parameter.
+
+    Raises:
+        ValueError: on all ranks: the output of a module or the gradient of a parameter differs (the
+            first one is named, with how much), the forward or the backward fails (the module is
+            named), the plan does not fit (see ``apply_tp_plan``), the model is sharded already or
+            on the meta device, or ranks have different weights or batches.
+    """
+    check_axis(mesh, "check_tp_plan")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or parameter.is_meta:
+            found = "on the meta device" if parameter.is_meta else "sharded already"
+            raise ValueError(
+                f"check_tp_plan: {name!r} is {found}. Check a model with its values, before "
+                "apply_tp_plan and fully_shard"
+            )
+    facts = Facts()
+    facts.of(mesh).update(
+        {f"the values of {name!r}": _digest(x) for name, x in model.state_dict().items()}
+        | {f"tensor {i} of the batch": _digest(x) for i, x in enumerate(tree_leaves(batch))}
+    )
+    facts.check("check_tp_plan", fix="Give the same weights and the same batch to all ranks")
+    devices = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=mesh.device_type), torch.enable_grad():
+        one, rounded, parallel = runs = [_Run(copy.deepcopy(model).eval(), mesh) for _ in range(3)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "apply_tp_plan: ")
+            apply_tp_plan(parallel.model, mesh, plan)
+        for run in runs:
+            run.forward(batch, rounds=run is rounded)
+        _compare_outputs({"", *matched(model, plan)}, *runs)
+        for run in runs:
+            run.backward(loss, [*one.outputs.values()][-1])
+        _compare_gradients(_errors(mesh, *(run.gradients() for run in runs)))
+    for name, module in parallel.model.named_modules():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            checked_layers.add(model.get_submodule(name))
+
+
+class _Call(NamedTuple):
+    name: str
+    number: int  # among the calls of the module
+
+
+class _Error(NamedTuple):
+    """Root mean squares, after the ratio of the difference to what rounding changes."""
+
+    ratio: float = 0.0
+    difference: float = 0.0
+    size: float = 0.0
+    rounding: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        return self.ratio > _MARGIN
+
+    def __str__(self) -> str:
+        by = f"by {self.difference:.2g}" if self.difference < torch.inf else "in shape, or by NaN"
+        return (
+            f"{by}, where values are {self.size:.2g} and rounding changes them by "
+            f"{self.rounding:.2g} (root mean squares)"
+        )
+
+
+class _Run:
+    """A forward and a backward of a model.
+
+    Attributes:
+        outputs: copies of the outputs of modules, whole or local, in the order in which calls end.
+            The last ones are the model's.
+        begun: the names of modules, in the order in which calls begin.
+        within: the names of the modules whose calls have not ended.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self.model, self.mesh = model, mesh
+        self.outputs: dict[_Call, list[torch.Tensor]] = {}
+        self.begun: list[str] = []
+        self.within: list[str] = []
+
+    def forward(self, batch: Any, *, rounds: bool) -> None:
+        def enter(name: str, *_: Any) -> None:
+            self.begun.append(name)
+            self.within.append(name)
+
+        def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+            self.within.pop()
+            if rounds:
+                output = tree_map_only(torch.Tensor, _rounded, output)
+            number = sum(call.name == name for call in self.outputs)
+            copies = [_whole(x.detach()).clone() for x in _floating(output)]
+            self.outputs[_Call(name, number)] = copies
+            return output
+
+        hooks = []
+        for name, module in self.model.named_modules():
+            hooks.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+            hooks.append(module.register_forward_hook(partial(leave, name)))
+        with self._named_failure():
+            if isinstance(batch, Mapping):
+                self.output = self.model(**batch)
+            else:
+                self.output = self.model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+        for hook in hooks:
+            hook.remove()
+
+    def backward(self, loss: Callable[[Any], Any] | None, outputs: list[torch.Tensor]) -> None:
+        """Compute the gradients; ``outputs`` are whole, those of one device."""
+        torch.manual_seed(0)
+        weights = [torch.randn_like(output) for output in outputs]
+        with self._named_failure():
+            if loss is not None:
+                loss(self.output).backward()
+            elif self.trained() and not outputs:
+                raise ValueError("the output has no floating-point tensors, so give a loss")
+            elif self.trained():
+                local = [_whole(x) for x in _floating(self.output)]
+                parts = [_part(w, x.shape, self.mesh) for w, x in zip(weights, local, strict=True)]
+                terms = [(x * w).sum() for x, w in zip(local, parts, strict=True)]
+                torch.stack(terms).sum().backward()
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters, in about the order in which a backward comes to them."""
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        # Parameters that no call of their own module uses come last.
+        order = {name: i for i, name in enumerate(reversed(self.begun))}
+        return dict(
+            sorted(named, key=lambda pair: order.get(pair[0].rpartition(".")[0], len(order)))
+        )
+
+    def gradients(self) -> dict[str, list[torch.Tensor]]:
+        given = [(name, p, p.grad) for name, p in self.trained().items()]
+        return {name: [_whole(torch.zeros_like(p) if g is None else g)] for name, p, g in given}
+
+    @contextmanager
+    def _named_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            parallel = any(isinstance(p, DTensor) for p in self.model.parameters())
+            missing = (
+                f"the gradient of {n!r}" for n, p in self.trained().items() if p.grad is None
+            )
+            at = f"the forward of {self.within[-1]!r}" if self.within else next(missing, "the loss")
+            raise ValueError(
+                f"check_tp_plan: {'under the plan' if parallel else 'on one device'}, {at} fails: "
+                f"{error}"
+            ) from error
+
+
+def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run) -> None:
+    """Raise for the first difference. ``placed``: the modules whose outputs may be parts."""
+    mesh, found = one.mesh, {}
+    for call, expected in one.outputs.items():
+        outputs = parallel.outputs.get(call, [])
+        if call.name in placed or [x.shape for x in outputs] == [x.shape for x in expected]:
+            found[call] = outputs
+    errors = _errors(mesh, one.outputs, rounded.outputs, found)
+    agreeing = "no module"
+    for call, expected in one.outputs.items():
+        how = ""
+        if errors[call].counts and call.name:
+            # Are they summands, which a module around this one adds?
+            sums = [torch.zeros_like(x) for x in expected]
+            for total, x in zip(sums, found.get(call, []), strict=False):
+                if total.shape == x.shape:
+                    total.copy_(x)
+            for total in sums:
+                dist.all_reduce(total, group=mesh.get_group())
+            as_sums = _errors(mesh, {call: expected}, rounded.outputs, {call: sums})[call]
+            if not as_sums.counts:
+                errors[call], how = as_sums, ", summed over ranks,"
+        if errors[call].counts:
+            raise ValueError(
+                f"check_tp_plan: the output of {call.name!r} is the first that differs from one "
+                f"device's under the plan: {errors[call]}. Before it, that of {agreeing} agrees. "
+                "Look at the entries of the plan up to this module, and at code between the two "
+                "that takes a rank's part of the features for all of them (chunk, split, a fixed "
+                "number of heads) or its summand for the sum"
+            )
+        agreeing = f"{call.name!r}{how}" if errors[call].ratio >= 0 else agreeing
+
+
+def _compare_gradients(errors: dict[str, _Error]) -> None:
+    for name, error in errors.items():
+        if error.counts:
+            raise ValueError(
+                f"check_tp_plan: the outputs agree. From the last layer on, the gradient of "
+                f"{name!r} is the first that differs from one device's under the plan: {error}. A "
+                "parameter that ranks use on their parts of the sequence or of the heads needs a "
+                "style that sums its gradient, such as SequenceParallel"
+            )
+
+
+def _errors(
+    mesh: DeviceMesh,
+    one: dict[K, _Tensors],
+    rounded: dict[K, _Tensors],
+    parallel: dict[K, _Tensors],
+) -> dict[K, _Error]:
+    """The largest error of each list of tensors, over the tensors and over the ranks.
+
+    Its ratio is -1 if ``parallel`` does not have the list on any rank.
+    """
+    rows = []
+    for key, tensors in one.items():
+        worst = _Error(-1.0)
+        if key not in parallel:
+            tensors = []
+        others = zip_longest(tensors, rounded.get(key, ()), parallel.get(key, ()))
+        for x, noisy, found in islice(others, len(tensors)):
+            rounding, difference = _distance(x, noisy, mesh), _distance(x, found, mesh)
+            ratio = difference / min(max(rounding, 1e-30), 1e30)
+            worst = max(worst, _Error(ratio, difference, _rms(x), rounding))
+        rows.append(worst)
+    table = torch.tensor(rows, device=mesh.device_type).view(-1, len(_Error._fields))
+    dist.all_reduce(table, dist.ReduceOp.MAX, mesh.get_group())
+    return {key: _Error(*row) for key, row in zip(one, table.tolist(), strict=True)}
+
+
+def _distance(whole: torch.Tensor, other: torch.Tensor | None, mesh: DeviceMesh) -> float:
+    """The RMS of the difference; infinite for NaN, or if the other is not a part of its shape."""
+    if other is None or (part := _part(whole, other.shape, mesh)).shape != other.shape:
+        return torch.inf
+    return _rms(torch.where(part == other, 0, part - other))
+
+
+def _rms(x: torch.Tensor) -> float:
+    norm = torch.linalg.vector_norm(x.double()) / max(x.numel(), 1) ** 0.5
+    return float(norm.nan_to_num(torch.inf, torch.inf))
+
+
+def _part(whole: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's part along the first dim of another size than in ``shape``, if there is one."""
+    for dim, (size, other) in enumerate(zip(whole.shape, shape, strict=False)):
+        if size != other:
+            parts = dict(enumerate(whole.chunk(mesh.size(), dim)))
+            return parts.get(mesh.get_local_rank(), whole.narrow(dim, 0, 0))
+    return whole
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _floating(output: Any) -> list[torch.Tensor]:
+    tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
+    return [x for x in tensors if x.dtype.is_floating_point]
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """Add random rounding errors to a tensor, and to its gradient in the backward."""
+
+    def off(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + max(_ROUNDING, torch.finfo(x.dtype).eps / 2) * torch.randn_like(x))
+
+    if not x.dtype.is_floating_point:
+        return x
+    x = off(x)
+    if x.requires_grad:
+        x.register_hook(off)
+    return x
+
+
+def _digest(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        return str(type(x))
+    values = x.double().flatten()
+    total = values @ torch.linspace(1, 2, len(values), dtype=values.dtype, device=x.device)
+    return f"{x.dtype} {list(x.shape)} with the weighted sum {float(total)!r}"
