@@ -65,9 +65,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
 
     A warning names column-parallel layers that look fused: their name is that of several
     projections (``qkv``, ``c_attn``, ``in_proj``, ``gate_up_proj``, ``kv``), or their output has
-    the size of q, k and v for the heads of the module around them. Each rank gets consecutive
-    output features, so the model must take q, k and v by head. Layers are not named if the model
-    has passed :func:`check_tp_plan`, or if ``hf_tp_plan`` made the plan.
+    the size of q, k and v for the heads of the module around them, or three times that of their
+    input, if no layer beside them takes as much. Each rank gets consecutive output features, so the
+    model must take q, k and v by head. Layers are not named if the model has passed
+    :func:`check_tp_plan`, or if ``hf_tp_plan`` made the plan.
 
     Collectives: one all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare the
     float8 layers and the plan between ranks. Then those of torch's ``parallelize_module``, which
@@ -171,8 +172,12 @@ def _looks_fused(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) 
     declared = own in getattr(styles.get(parent_name), "parts", ())
     if declared or style.output_layouts == (Replicate(),) or layer in checked_layers:
         return False
-    size = _size_of_qkv(model.get_submodule(parent_name), layer.in_features)
-    return bool(_FUSED.search(own)) or layer.out_features == size
+    parent, size = model.get_submodule(parent_name), layer.out_features
+    if _FUSED.search(own) or size == _size_of_qkv(parent, layer.in_features):
+        return True
+    # Three times the input, which no layer beside it takes as it is: that would be an MLP.
+    beside = (each for each in parent.children() if isinstance(each, nn.Linear))
+    return size == 3 * layer.in_features and all(each.in_features != size for each in beside)
 
 
 def matched(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:

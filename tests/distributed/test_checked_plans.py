@@ -341,7 +341,7 @@ FUSED: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
         for name in ["qkv", "Wqkv", "to_qkv", "qkv_proj", "c_attn", "query_key_value", "in_proj"]
     },
     **{name: ((64, 128), {}) for name in ["kv", "to_kv", "kv_proj", "wkv", "gate_up_proj"]},
-    "one": ((64, 192), {"n_head": 4}),
+    "one": ((64, 192), {}),
     "all": ((64, 96), {"num_heads": 8, "num_key_value_heads": 2, "head_dim": 8}),
     # As transformers' attention: some numbers are in the config.
     "wide": (
@@ -372,7 +372,7 @@ def test_ordinary_layers_are_not_warned_of(fake_tp: DeviceMesh) -> None:
         (dict.fromkeys(("wk", "v_proj"), (64, 16)), {"num_heads": 8, "num_key_value_heads": 2}),
         ({"kv_b_proj": (64, 128)}, {"num_heads": 8, "head_dim": 8}),
         # MLPs of 3 and 4 times their input, or with the config of a model whose heads fit.
-        (dict.fromkeys(("w1", "w3", "c_fc", "fc_in"), (64, 192)), {}),
+        (dict.fromkeys(("w1", "w3", "c_fc"), (64, 192)) | {"w2": (192, 64)}, {}),
         ({"up_proj": (64, 256), "gate_proj": (64, 96)}, {"config": heads}),
     ]
     for sizes, attributes in ordinary:
