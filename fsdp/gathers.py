@@ -108,9 +108,9 @@ def _warn_of_high_precision(group: Any) -> None:
         if weights[0] is not None and all(map(_leaves_gather_open, weights)):
             warn_once(
                 "gather in high precision",
-                f"{weights[0].fqn}: FSDP2 gathers the weight in high precision, because "
-                "enable_fsdp_float8_all_gather is not set in the layer's config. Set it to "
-                '"auto" to gather float8, 1 byte per element, or to False to leave it so',
+                f"{weights[0].fqn} and layers like it: FSDP2 gathers their weights in high "
+                "precision, because enable_fsdp_float8_all_gather is not set in their config. Set "
+                'it to "auto" to gather float8, 1 byte per element, or to False to leave it so',
             )
             return
 

@@ -37,7 +37,9 @@ TOO_SMALL: dict[str, tuple[Limits, ...]] = {
 
 # The name of a head at any depth, and the names of heads that are direct children of the model.
 _HEAD = "lm_head"
-_HEADS_OF_A_MODEL = {"classification_head", "classifier", "cls", "embed_out", "qa_outputs", "score"}
+_HEADS_OF_A_MODEL = {
+    *("classification_head", "classifier", "cls", "embed_out", "head", "qa_outputs", "score"),
+}
 # Other names under which wrappers hold the module that they wrap.
 _WRAPPED = {"module", "model", "base_model"}
 
@@ -193,11 +195,11 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
     * the head: the result of ``get_output_embeddings()`` of the model, or of a model within it;
       layers of a transformers model outside of its base model, except for stacks of layers (a
       decoder in an nn.ModuleList); layers with the name ``lm_head``, or within a module of this
-      name; the layer ``output`` of the model itself; and ``score``, ``classifier``,
-      ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the model itself, with
-      all layers within them. A layer ``output`` or ``score`` of a module within the model, such as
-      ``attention.output``, is not the head. Names that wrappers add are ignored (``module``,
-      ``model``, ``base_model``, ``_orig_mod``, ...).
+      name; the layer ``output`` of the model itself; and ``head``, ``score``,
+      ``classifier``, ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the
+      model itself, with all layers within them. A layer ``output`` or ``score`` of a module within
+      the model, such as ``attention.output``, is not the head. Names that wrappers add are ignored
+      (``module``, ``model``, ``base_model``, ``_orig_mod``, ...).
     * routers, which decide which experts compute: layers whose name, or that of a module around
       them, contains ``router``; and beside experts, in an nn.ModuleList or as 3-D parameters,
       layers with as many outputs as there are experts, layers with the name ``gate`` or ``wg`` and

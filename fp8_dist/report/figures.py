@@ -146,20 +146,20 @@ def _worst(measure: str, values: Array) -> str:
 
 
 def _difference_chart(runs: Sequence[Run]) -> str:
-    """Draw the loss minus the first run's, and its mean over steps; "" if nothing is common."""
+    """Draw the loss minus the first run's, and its median over steps; "" if nothing is common."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     axes.axhline(0, color="C0", linewidth=1.2, label=runs[0].name)
     for i, run in enumerate(runs[1:], 1):
         found = differences(run, runs[0])
         steps, values = list(found), np.array([*found.values()])
-        means = [values[max(0, j - LAST_STEPS) : j].mean() for j in range(1, len(values) + 1)]
+        middle = [np.median(values[max(0, j - LAST_STEPS) : j]) for j in range(1, len(values) + 1)]
         axes.plot(steps, values, color=f"C{i}", linewidth=0.6, alpha=0.4)
-        axes.plot(steps, means, color=f"C{i}", linewidth=1.6, label=run.name)
+        axes.plot(steps, middle, color=f"C{i}", linewidth=1.6, label=run.name)
     if not any(np.size(line.get_xdata()) for line in axes.lines[1:]):
         return ""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    title = f"loss minus {runs[0].name}'s; bold: mean of the last {LAST_STEPS}"
+    title = f"loss minus {runs[0].name}'s; bold: median of the last {LAST_STEPS}"
     axes.set(title=title, xlabel="step")
     axes.legend(fontsize=8)
     return _picture(figure)

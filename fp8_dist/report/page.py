@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import median
 from typing import Any
 
 import jinja2
@@ -104,7 +104,8 @@ def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
         if bad:
             yield True, f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
     last = [*differences(run, baseline).values()][-LAST_STEPS:]
-    if last and run is not baseline:
+    losses = [row.get("loss", 0) for each in (run, baseline) for row in each.metrics[-LAST_STEPS:]]
+    if last and run is not baseline and all(map(math.isfinite, losses)):
         yield False, _loss_sentence(last, baseline.name)
     if run.anomalies:
         first = run.anomalies[0]
@@ -119,15 +120,20 @@ def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
 
 
 def _loss_sentence(last: list[float], baseline: str) -> str:
-    """Compare the mean of paired differences with two of its standard errors."""
-    mean = fmean(last)
-    than = "above" if mean > 0 else "below"
-    begin = f"Over the last {len(last)} steps the loss is {abs(mean):.2g} {than} {baseline}'s"
+    """Compare the median of paired differences with two of its standard errors.
+
+    The error is that of the median of normal numbers, 1.2533 sigma / sqrt(n), with sigma from the
+    median of absolute deviations (times 1.4826). One step with a high loss changes neither much.
+    """
+    middle = median(last)
+    than = "above" if middle > 0 else "below"
+    begin = f"Over the last {len(last)} steps the loss is {abs(middle):.2g} {than} {baseline}'s"
     if len(last) < 3:
-        return f"{begin}: too few steps to tell from noise."
-    noise = 2 * stdev(last) / math.sqrt(len(last))
-    how = "beyond" if abs(mean) > noise else "within"
-    return f"{begin}, {how} the noise of these steps (± {noise:.2g})."
+        return f"{begin}: too few steps to tell from their scatter."
+    deviation = median(abs(each - middle) for each in last)
+    scatter = 2 * 1.2533 * 1.4826 * deviation / math.sqrt(len(last))
+    how = "beyond" if abs(middle) > scatter else "within"
+    return f"{begin}, {how} the scatter of these steps (± {scatter:.2g})."
 
 
 def layers_with_anomalies(run: Run) -> list[str]:

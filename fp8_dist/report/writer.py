@@ -40,11 +40,11 @@ class RunWriter:
             optimizer.step()
             writer.log(step, loss=loss)
 
-    Make the writer, and call its methods, on all ranks: rank 0 writes. Files of an earlier run in
-    the folder are removed. Lines are appended and closed at once, so a run can be read while it
-    goes on. ``config.json`` has the config, the units, the limits of anomalies and versions,
-    ``metrics.jsonl`` the metrics, ``float8_stats.jsonl`` and ``anomalies.jsonl`` what ``stats``
-    recorded.
+    Make the writer, and call its methods, on all ranks: rank 0 writes. The first step that is
+    logged removes the files of an earlier run in the folder. Lines are appended and closed at once,
+    so a run can be read while it goes on. ``config.json`` has the config, the units, the limits of
+    anomalies and versions, ``metrics.jsonl`` the metrics, ``float8_stats.jsonl`` and
+    ``anomalies.jsonl`` what ``stats`` recorded.
 
     Args:
         folder: the folder of the run.
@@ -75,11 +75,14 @@ class RunWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, COMM):
             (self.folder / name).unlink(missing_ok=True)
-        for name in (METRICS, STATS):
-            _keep_lines_before(first, self.folder / name)
-        # Those before a resumed step: statistics know the anomalies of their own process alone.
-        told = _keep_lines_before(first, self.folder / ANOMALIES)
-        self._told = {(anomaly["fqn"], anomaly["what"]) for anomaly in told}
+        # Of an earlier run until the first step of this one, which may have forgotten ``first``.
+        self._others = [self.folder / name for name in (METRICS, STATS, ANOMALIES)]
+        self._told: set[tuple[str, str]] = set()
+        if first is not None:
+            kept = [_keep_lines_before(first, path) for path in self._others]
+            # Statistics know the anomalies of their own process alone.
+            self._told = {(anomaly["fqn"], anomaly["what"]) for anomaly in kept[-1]}
+            self._others = []
         versions = {"torch": torch.__version__, "fp8_dist": __version__}
         versions["python"] = platform.python_version()
         facts = {**(config or {}), "units": dict(units or {}), **versions}
@@ -105,7 +108,8 @@ class RunWriter:
         if self._stats is not None and self._stats.rows and self._stats.step != step:
             raise ValueError(
                 f"RunWriter.log: step={step}, but the last block of the statistics was step "
-                f"{self._stats.step}; enter them with `with stats.at(step):`, or log stats.step"
+                f"{self._stats.step}; enter them with `with stats.at(step):`, or log stats.step. A "
+                f"run that continues needs RunWriter(..., first={step})"
             )
         for name, value in metrics.items():
             if not isinstance(value, Real | torch.Tensor):
@@ -122,6 +126,8 @@ class RunWriter:
             if self._stats is not None:
                 self._stats.rows.clear()
             return
+        while self._others:
+            self._others.pop().unlink(missing_ok=True)
         if metrics:
             line = {"step": step} | {name: float(value) for name, value in metrics.items()}
             append_jsonl([line], self.folder / METRICS)
@@ -154,10 +160,8 @@ class RunWriter:
                     os.fsync(file.fileno())
 
 
-def _keep_lines_before(first: int | None, path: Path) -> list[dict[str, Any]]:
-    """Remove a file, or what it has of the step ``first`` and later ones; return what it keeps."""
-    if first is None:
-        path.unlink(missing_ok=True)
+def _keep_lines_before(first: int, path: Path) -> list[dict[str, Any]]:
+    """Remove what a file has of the step ``first`` and later ones; return what it keeps."""
     if not path.exists():
         return []
     kept = []

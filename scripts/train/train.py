@@ -178,6 +178,7 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         progress.set_postfix_str(f"loss {mean:.3f}, {speed:.0f} tok/s", refresh=False)
         if last:
             # Before the last checkpoint: a run that has it has nothing left to do.
+            progress.update()
             progress.close()
             write_audit(writer, audit)
         if args.checkpoint_every is not None and (last or step % args.checkpoint_every == 0):

@@ -55,6 +55,7 @@ def nested(*names: str) -> nn.Module:
         "classification_head.dense",
         "qa_outputs",
         "embed_out",
+        "module.head",
         "cls.predictions.decoder",
         "base_model.model.score.modules_to_save.default",  # PEFT
         "layers.0.q_proj.lora_A.default",

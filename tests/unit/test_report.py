@@ -138,7 +138,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     for name in ("first", "second"):
         assert f">{name}</text>" in pictures[0]
         assert sum(f">{name}: SQNR: signal to" in picture for picture in pictures) == 3
-    assert ">loss minus first's; bold: mean of the last 20</text>" in pictures[0]
+    assert ">loss minus first's; bold: median of the last 20</text>" in pictures[0]
     assert '<tr class="differs"><th>lr</th><td>0</td><td>1</td></tr>' in page
     assert "<tr><th>recipe</th><td>tensorwise</td><td>tensorwise</td></tr>" in page
     assert 'href="#layer-1-0"' in page
@@ -283,7 +283,7 @@ def test_maps_are_loud_where_anomalies_are_near() -> None:
 
 
 def test_the_verdict_on_a_loss(tmp_path: Path) -> None:
-    """Beyond the noise is what two standard errors of the differences do not explain."""
+    """Beyond the scatter is what two standard errors of the median do not explain."""
 
     def sentence(name: str, *extra: float) -> str:
         writer = RunWriter(tmp_path / name)
@@ -295,13 +295,18 @@ def test_the_verdict_on_a_loss(tmp_path: Path) -> None:
 
     assert sentence("base", 0.0) == "No casts were recorded."
     over = "Over the last 20 steps the loss is "
-    # A mean of 0.01; the deviation of +-0.02 is 0.0205 with 19 degrees of freedom.
-    assert sentence("above", 0.03, -0.01).startswith(
-        f"{over}0.01 above base's, beyond the noise of these steps (± 0.0092)."
+    # The deviation is 0.01, and 3.716 times that over the root of 20 are 0.0083.
+    assert sentence("above", 0.03, 0.01).startswith(
+        f"{over}0.02 above base's, beyond the scatter of these steps (± 0.0083)."
     )
     assert sentence("below", 0.028, -0.032).startswith(
-        f"{over}0.002 below base's, within the noise of these steps (± 0.014)."
+        f"{over}0.002 below base's, within the scatter of these steps (± 0.025)."
     )
+    assert sentence("a high step", *[0.5] * 19, 2000.0).startswith(
+        f"{over}0.5 above base's, beyond"
+    )
+    assert sentence("nan", *[0.5] * 39, math.nan).startswith("loss is not finite in 1 steps")
+    assert "scatter" not in sentence("nan", *[0.5] * 39, math.nan)
 
 
 def test_folded_casts_say_so() -> None:
@@ -337,5 +342,7 @@ def test_what_a_resumed_run_knows_and_syncs(tmp_path: Path) -> None:
     told = [(line["step"], line["fqn"]) for line in lines_of(tmp_path / "anomalies.jsonl")]
     assert told == [(1, "w1"), (5, "w2")]
     assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 4, 5]
-    tell(None)
-    assert list(tmp_path.glob("*.jsonl")) == []
+    tell(None)  # a run that may have forgotten ``first`` has removed nothing before its first step
+    assert len(list(tmp_path.glob("*.jsonl"))) == 3
+    tell(None, (0, "w1"))
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [0]
