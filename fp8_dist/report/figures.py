@@ -154,7 +154,7 @@ def _difference_chart(runs: Sequence[Run]) -> str:
         found = differences(run, runs[0])
         steps, values = list(found), np.array([*found.values()])
         middle = [np.median(values[max(0, j - LAST_STEPS) : j]) for j in range(1, len(values) + 1)]
-        axes.plot(steps, values, color=f"C{i}", linewidth=0.6, alpha=0.4)
+        axes.plot(steps, values, color=f"C{i}", linewidth=0.7, alpha=0.7)
         axes.plot(steps, middle, color=f"C{i}", linewidth=1.6, label=run.name)
     if not any(np.size(line.get_xdata()) for line in axes.lines[1:]):
         return ""
