@@ -7,10 +7,10 @@ in it the output of each module, and its gradient, is off by rounding errors.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,6 +32,9 @@ _MARGIN = 3.0
 # values of a cast, so the errors of fp32 itself would be too small.
 _ROUNDING = 2.0**-12
 
+# Of fewer elements one random draw of rounding errors tells too little, as of a scalar loss.
+_FEW = 64
+
 _Tensors = list[torch.Tensor]
 K = TypeVar("K")
 
@@ -46,9 +49,9 @@ def check_tp_plan(
 ) -> None:
     """Check that ``model`` computes the same under ``plan`` as on one device.
 
-    Run it once for a model and its plan. A few layers and a small batch are enough, and every rank
-    runs a copy of the whole model. The model and the state of random numbers are not changed. The
-    copies are in eval mode, without dropout.
+    Run it once for a model and its plan. A few layers and a small batch are enough. Every rank
+    holds three copies of the whole model, and copies of all outputs of modules. The model and the
+    state of random numbers are not changed. The copies are in eval mode, without dropout.
 
     The floating-point outputs of modules are compared, and then the gradients of parameters, by the
     root mean square of the difference. It counts if it is more than three times what rounding the
@@ -76,9 +79,10 @@ def check_tp_plan(
 
     Raises:
         ValueError: on all ranks: the output of a module or the gradient of a parameter differs (the
-            first one is named, with how much), the forward or the backward fails (the module is
-            named), the plan does not fit (see ``apply_tp_plan``), the model is sharded already or
-            on the meta device, or ranks have different weights or batches.
+            first one is named, with how much), the plan does not fit (see ``apply_tp_plan``), the
+            model is sharded already or on the meta device, or ranks have different weights or
+            batches. On the ranks where it happens: the forward or the backward fails (the module is
+            named).
     """
     check_axis(mesh, "check_tp_plan")
     for name, parameter in model.named_parameters():
@@ -105,7 +109,9 @@ def check_tp_plan(
         _compare_outputs({"", *matched(model, plan)}, *runs)
         for run in runs:
             run.backward(loss, [*one.outputs.values()][-1])
-        _compare_gradients(_errors(mesh, *(run.gradients() for run in runs)))
+        of_one, of_rounded, of_parallel = (run.gradients() for run in runs)
+        usual = _usual_rounding(mesh, of_one.values(), of_rounded.values())
+        _compare_gradients(_errors(mesh, of_one, of_rounded, of_parallel, usual))
     for name, module in parallel.model.named_modules():
         if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             checked_layers.add(model.get_submodule(name))
@@ -151,32 +157,34 @@ class _Run:
         self.outputs: dict[_Call, list[torch.Tensor]] = {}
         self.begun: list[str] = []
         self.within: list[str] = []
+        self.is_forward = True
 
     def forward(self, batch: Any, *, rounds: bool) -> None:
         def enter(name: str, *_: Any) -> None:
-            self.begun.append(name)
+            self.begun += [name] * self.is_forward
             self.within.append(name)
 
         def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
             self.within.pop()
             if rounds:
                 output = tree_map_only(torch.Tensor, _rounded, output)
-            number = sum(call.name == name for call in self.outputs)
-            copies = [_whole(x.detach()).clone() for x in _floating(output)]
-            self.outputs[_Call(name, number)] = copies
+            if self.is_forward:
+                number = sum(call.name == name for call in self.outputs)
+                copies = [_whole(x.detach()).clone() for x in _floating(output)]
+                self.outputs[_Call(name, number)] = copies
             return output
 
-        hooks = []
+        # They stay for the backward, where activation checkpointing calls modules again.
         for name, module in self.model.named_modules():
-            hooks.append(module.register_forward_pre_hook(partial(enter, name), prepend=True))
-            hooks.append(module.register_forward_hook(partial(leave, name)))
+            module.register_forward_pre_hook(partial(enter, name), prepend=True)
+            module.register_forward_hook(partial(leave, name))
+        batch = tree_map_only(torch.Tensor, torch.clone, batch)
         with self._named_failure():
             if isinstance(batch, Mapping):
                 self.output = self.model(**batch)
             else:
                 self.output = self.model(*(batch if isinstance(batch, tuple | list) else (batch,)))
-        for hook in hooks:
-            hook.remove()
+        self.is_forward = False
 
     def backward(self, loss: Callable[[Any], Any] | None, outputs: list[torch.Tensor]) -> None:
         """Compute the gradients; ``outputs`` are whole, those of one device."""
@@ -215,7 +223,8 @@ class _Run:
             missing = (
                 f"the gradient of {n!r}" for n, p in self.trained().items() if p.grad is None
             )
-            at = f"the forward of {self.within[-1]!r}" if self.within else next(missing, "the loss")
+            inner = self.within and _named(self.within[-1])
+            at = f"the forward of {inner}" if inner else next(missing, "the loss")
             raise ValueError(
                 f"check_tp_plan: {'under the plan' if parallel else 'on one device'}, {at} fails: "
                 f"{error}"
@@ -229,7 +238,8 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
         outputs = parallel.outputs.get(call, [])
         if call.name in placed or [x.shape for x in outputs] == [x.shape for x in expected]:
             found[call] = outputs
-    errors = _errors(mesh, one.outputs, rounded.outputs, found)
+    usual = _usual_rounding(mesh, one.outputs.values(), rounded.outputs.values())
+    errors = _errors(mesh, one.outputs, rounded.outputs, found, usual)
     agreeing = "no module"
     for call, expected in one.outputs.items():
         how = ""
@@ -241,16 +251,16 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
                     total.copy_(x)
             for total in sums:
                 dist.all_reduce(total, group=mesh.get_group())
-            as_sums = _errors(mesh, {call: expected}, rounded.outputs, {call: sums})[call]
+            as_sums = _errors(mesh, {call: expected}, rounded.outputs, {call: sums}, usual)[call]
             if not as_sums.counts:
                 errors[call], how = as_sums, ", summed over ranks,"
         if errors[call].counts:
             raise ValueError(
-                f"check_tp_plan: the output of {call.name!r} is the first that differs from one "
-                f"device's under the plan: {errors[call]}. Before it, that of {agreeing} agrees. "
-                "Look at the entries of the plan up to this module, and at code between the two "
-                "that takes a rank's part of the features for all of them (chunk, split, a fixed "
-                "number of heads) or its summand for the sum"
+                f"check_tp_plan: the output of {_named(call.name)} is the first that differs from "
+                f"one device's under the plan: {errors[call]}. Before it, that of {agreeing} "
+                "agrees. Look at the entries of the plan up to this module, and at code between "
+                "the two that takes a rank's part of the features for all of them (chunk, split, a "
+                "fixed number of heads) or its summand for the sum"
             )
         agreeing = f"{call.name!r}{how}" if errors[call].ratio >= 0 else agreeing
 
@@ -271,25 +281,38 @@ def _errors(
     one: dict[K, _Tensors],
     rounded: dict[K, _Tensors],
     parallel: dict[K, _Tensors],
+    usual: float,
 ) -> dict[K, _Error]:
     """The largest error of each list of tensors, over the tensors and over the ranks.
 
-    Its ratio is -1 if ``parallel`` does not have the list on any rank.
+    Its ratio is -1 if ``parallel`` does not have the list on any rank. ``usual``: the share of a
+    tensor of few elements that rounding is taken to change, at least.
     """
     rows = []
     for key, tensors in one.items():
         worst = _Error(-1.0)
-        if key not in parallel:
-            tensors = []
         others = zip_longest(tensors, rounded.get(key, ()), parallel.get(key, ()))
-        for x, noisy, found in islice(others, len(tensors)):
-            rounding, difference = _distance(x, noisy, mesh), _distance(x, found, mesh)
+        for x, noisy, found in islice(others, len(tensors) if key in parallel else 0):
+            size, rounding = _rms(x), _distance(x, noisy, mesh)
+            if x.numel() < _FEW:
+                rounding = max(rounding, usual * size)
+            difference = _distance(x, found, mesh)
             ratio = difference / min(max(rounding, 1e-30), 1e30)
-            worst = max(worst, _Error(ratio, difference, _rms(x), rounding))
+            worst = max(worst, _Error(ratio, difference, size, rounding))
         rows.append(worst)
     table = torch.tensor(rows, device=mesh.device_type).view(-1, len(_Error._fields))
     dist.all_reduce(table, dist.ReduceOp.MAX, mesh.get_group())
     return {key: _Error(*row) for key, row in zip(one, table.tolist(), strict=True)}
+
+
+def _usual_rounding(
+    mesh: DeviceMesh, one: Iterable[_Tensors], rounded: Iterable[_Tensors]
+) -> float:
+    """The largest share of a tensor's size that rounding changes, of tensors that tell it."""
+    pairs = (zip(*lists, strict=True) for lists in zip(one, rounded, strict=True))
+    known = [(_rms(x), _distance(x, y, mesh)) for x, y in chain(*pairs) if x.numel() >= _FEW]
+    shares = (off / size for size, off in known if 0 < size < torch.inf > off)
+    return max(shares, default=0.0)
 
 
 def _distance(whole: torch.Tensor, other: torch.Tensor | None, mesh: DeviceMesh) -> float:
@@ -311,6 +334,10 @@ def _part(whole: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> torch.Ten
             parts = dict(enumerate(whole.chunk(mesh.size(), dim)))
             return parts.get(mesh.get_local_rank(), whole.narrow(dim, 0, 0))
     return whole
+
+
+def _named(module: str) -> str:
+    return repr(module) if module else "the model"
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

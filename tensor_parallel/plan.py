@@ -175,9 +175,11 @@ def _looks_fused(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) 
     parent, size = model.get_submodule(parent_name), layer.out_features
     if _FUSED.search(own) or size == _size_of_qkv(parent, layer.in_features):
         return True
-    # Three times the input, which no layer beside it takes as it is: that would be an MLP.
-    beside = (each for each in parent.children() if isinstance(each, nn.Linear))
-    return size == 3 * layer.in_features and all(each.in_features != size for each in beside)
+    if size != 3 * layer.in_features:
+        return False
+    # Not if a layer beside it takes as much, or one beside its parent (an MLP in parts).
+    around = model.get_submodule(parent_name.rpartition(".")[0]).modules()
+    return all(each.in_features != size for each in around if isinstance(each, nn.Linear))
 
 
 def matched(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:

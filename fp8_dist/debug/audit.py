@@ -58,10 +58,10 @@ class CommRow:
             input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
             of an op that this library doesn't know.
         bf16_bytes: the size of these elements if nothing were in float8. Each float8 element counts
-            2 bytes. What only float8 needs counts 0: amaxes (all-reduces of int32 or uint8), and
-            scales (what is neither float8 nor bf16 in a message with float8; also fp32 parameters,
-            which FSDP2 gathers in such messages without a ``param_dtype``). Any other element, of
-            bf16 or not, counts as it is.
+            2 bytes, also of gradients, which may otherwise be reduced in fp32. Amaxes (all-reduces
+            of int32 or uint8) and scales of blocks (uint8 in a message with float8) count 0. All
+            else counts as it is, also scales of rows: 4 bytes for each row of float8, which can't
+            be told from fp32 parameters in the same message.
     """
 
     op: str
@@ -324,7 +324,7 @@ def _bf16_bytes(op: str, dtype: torch.dtype, nbytes: int, first: torch.dtype) ->
     if is_float8(dtype):
         return nbytes * torch.bfloat16.itemsize
     is_amax = op == "all_reduce" and dtype in (torch.int32, torch.uint8)
-    is_scale = is_float8(first) and dtype != torch.bfloat16
+    is_scale = is_float8(first) and dtype == torch.uint8
     return 0 if is_amax or is_scale else nbytes
 
 

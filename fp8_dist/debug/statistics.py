@@ -278,7 +278,14 @@ class _RanksOfLayers:
 
     def _check_same_layers(self, world: dist.ProcessGroup) -> None:
         facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
-        difference = first_difference(facts, [world], self._device().type)
+        try:
+            difference = first_difference(facts, [world], self._device().type)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "float8_stats: another rank did not come here, or has no converted layer. Weights "
+                "on no mesh do not tell which ranks belong together: convert the model on all "
+                f"ranks, or give mesh=. The communication failed with: {error}"
+            ) from error
         if difference is not None:
             raise ValueError(
                 f"float8_stats: the ranks have different layers ({difference}), and weights on no "
@@ -329,7 +336,7 @@ def float8_stats(
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
             layer on one of several axes, pipeline stages without FSDP2. Ranks without a converted
-            layer take no part.
+            layer take no part, so there must be none where layers are on no mesh.
         on_anomaly: a function that is called on all ranks when a block ends, with the first
             :class:`Anomaly` of each kind in each layer. ``"warn"``: issue a warning instead, on the
             first of the ranks whose measures are combined.

@@ -600,7 +600,8 @@ class Float8Weight:
             # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
             self.scales_ready.wait(stream)
         (scheme,), scales = self.schemes, None
-        with torch.inference_mode(False):  # autograd can't save inference tensors
+        # Autograd can't save inference tensors. (It records nothing of a detached shard.)
+        with torch.inference_mode(False):
             if self.history is not None and not must_query():
                 kind = self._kind(parameter)
                 (found,) = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)[1]
@@ -619,7 +620,7 @@ class Float8Weight:
             observe(self, "weight", shard, [found])
         if stream is not None:
             # Precompute and sync may drop tensors while this stream still reads them.
-            for made in (held.known, *(found.scales if self.history else ())):
+            for made in (held.known, *(found.scales if self.history is not None else ())):
                 keep_for(stream, made)
         return found, scales
 

@@ -126,6 +126,8 @@ def _loss_sentence(last: list[float], baseline: str) -> str:
     median of absolute deviations (times 1.4826). One step with a high loss changes neither much.
     """
     middle = median(last)
+    if not any(last):
+        return f"Over the last {len(last)} steps the loss equals {baseline}'s."
     than = "above" if middle > 0 else "below"
     begin = f"Over the last {len(last)} steps the loss is {abs(middle):.2g} {than} {baseline}'s"
     if len(last) < 3:

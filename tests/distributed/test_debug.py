@@ -211,10 +211,10 @@ scatter     world  float32          1         4     16       16
 gather      world  float32          1         4     16       16
 send        world  float32          1         4     16       16
 recv        world  float32          1         4     16       16
-all_gather  world  float32          +         8     32        0
-total                              14              374      526
+all_gather  world  float32          +         8     32       32
+total                              14              374      558
   float8                                           192      384
-  other                                            182      142""",
+  other                                            182      174""",
     )
 
 
