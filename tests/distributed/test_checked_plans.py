@@ -319,10 +319,8 @@ def test_what_can_not_be_checked() -> None:
 
 @on_ranks(2)
 def test_scalar_losses_in_bf16_and_checkpointed_blocks() -> None:
-    """Of one number a draw of rounding errors may be almost zero."""
-    model = gpt("tensorwise").bfloat16()
-    batch = tokens(), tokens().roll(-1, 1)
-    for seed in range(12):
+    model, batch = gpt("tensorwise").bfloat16(), (tokens(), tokens().roll(-1, 1))
+    for seed in range(12):  # of one number, a draw of rounding errors may be almost zero
         torch.manual_seed(seed)
         check(model, gpt_plan(model, False), batch)
     for block in model.h:
