@@ -85,6 +85,8 @@ def check_tp_plan(
             named).
     """
     check_axis(mesh, "check_tp_plan")
+    if mesh.size() == 1:
+        warnings.warn("check_tp_plan: on a mesh of one rank every plan passes", stacklevel=2)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) or parameter.is_meta:
             found = "on the meta device" if parameter.is_meta else "sharded already"
@@ -101,17 +103,23 @@ def check_tp_plan(
     devices = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices, device_type=mesh.device_type), torch.enable_grad():
         one, rounded, parallel = runs = [_Run(copy.deepcopy(model).eval(), mesh) for _ in range(3)]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "apply_tp_plan: ")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             apply_tp_plan(parallel.model, mesh, plan)
-        for run in runs:
-            run.forward(batch, rounds=run is rounded)
-        _compare_outputs({"", *matched(model, plan)}, *runs)
-        for run in runs:
-            run.backward(loss, [*one.outputs.values()][-1])
-        of_one, of_rounded, of_parallel = (run.gradients() for run in runs)
-        usual = _usual_rounding(mesh, of_one.values(), of_rounded.values())
-        _compare_gradients(_errors(mesh, of_one, of_rounded, of_parallel, usual))
+        try:
+            for run in runs:
+                run.forward(batch, rounds=run is rounded)
+            _compare_outputs({"", *matched(model, plan)}, *runs)
+            for run in runs:
+                run.backward(loss, [*one.outputs.values()][-1])
+            of_one, of_rounded, of_parallel = (run.gradients() for run in runs)
+            usual = _usual_rounding(mesh, of_one.values(), of_rounded.values())
+            _compare_gradients(_errors(mesh, of_one, of_rounded, of_parallel, usual))
+        except ValueError as error:
+            for warning in caught:
+                if "several projections" in str(warning.message):
+                    error.add_note(str(warning.message))
+            raise
     for name, module in parallel.model.named_modules():
         if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             checked_layers.add(model.get_submodule(name))
@@ -190,9 +198,14 @@ class _Run:
         """Compute the gradients; ``outputs`` are whole, those of one device."""
         torch.manual_seed(0)
         weights = [torch.randn_like(output) for output in outputs]
+        if loss is not None:
+            with self._named_failure("the loss"):
+                value = loss(self.output)
+                if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                    raise TypeError(f"it must return a tensor of one element, got {value!r}")
         with self._named_failure():
             if loss is not None:
-                loss(self.output).backward()
+                value.backward()
             elif self.trained() and not outputs:
                 raise ValueError("the output has no floating-point tensors, so give a loss")
             elif self.trained():
@@ -215,7 +228,7 @@ class _Run:
         return {name: [_whole(torch.zeros_like(p) if g is None else g)] for name, p, g in given}
 
     @contextmanager
-    def _named_failure(self) -> Iterator[None]:
+    def _named_failure(self, at: str = "") -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -223,11 +236,11 @@ class _Run:
             missing = (
                 f"the gradient of {n!r}" for n, p in self.trained().items() if p.grad is None
             )
-            inner = self.within and _named(self.within[-1])
-            at = f"the forward of {inner}" if inner else next(missing, "the loss")
+            if self.within:
+                at = f"the forward of {_named(self.within[-1])}"
             raise ValueError(
-                f"check_tp_plan: {'under the plan' if parallel else 'on one device'}, {at} fails: "
-                f"{error}"
+                f"check_tp_plan: {'under the plan' if parallel else 'on one device'}, "
+                f"{at or next(missing, 'the backward')} fails: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -260,7 +273,7 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
                 f"one device's under the plan: {errors[call]}. Before it, that of {agreeing} "
                 "agrees. Look at the entries of the plan up to this module, and at code between "
                 "the two that takes a rank's part of the features for all of them (chunk, split, a "
-                "fixed number of heads) or its summand for the sum"
+                "fixed number of heads), all for a part, or its summand for the sum"
             )
         agreeing = f"{call.name!r}{how}" if errors[call].ratio >= 0 else agreeing
 

@@ -155,9 +155,9 @@ def _warn_of_fused(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
             "one layer (q, k and v, or gate and up). If they are, each rank gets consecutive "
             "output features, not a part of each projection, and chunk(3, -1) or split mixes them "
             "without an error. Order the rows of the weight by head and take the output apart by "
-            "unflatten(-1, (-1, 3, head_dim)), or use separate projections, or leave the layer out "
-            "of the plan (docs/tensor_parallel.md). check_tp_plan compares the model with one "
-            "device; if it has passed, there is no such warning",
+            "unflatten(-1, (-1, 3, head_dim)), or use separate projections, or gather the output "
+            "(output_layouts=Replicate(); docs/tensor_parallel.md). check_tp_plan compares a model "
+            "with one device; if it has passed, there is no such warning",
             stacklevel=3,
         )
 

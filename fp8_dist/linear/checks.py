@@ -6,7 +6,7 @@ import torch
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
-from fp8_dist.mesh import Layout, local_sizes
+from fp8_dist.mesh import Layout, local_sizes, local_tensor, sharded_dim
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 
@@ -20,6 +20,22 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
             f"{fqn}: the weight is {own}, the input is {other}; parallelize the layer with "
             "Float8ColwiseParallel or Float8RowwiseParallel, or pass an input on the weight's mesh"
         )
+
+
+def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
+    """Raise ValueError if a rank's part of the input has other features than that of the weight."""
+    here, there = Layout.of(weight), Layout.of(input)
+    if here is None or there is None:
+        return
+    for own, other in zip(here.placements, there.placements, strict=True):
+        if sharded_dim(own, 2) == 1 and sharded_dim(other, input.ndim) == input.ndim - 1:
+            features, taken = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
+            if features != taken:
+                raise ValueError(
+                    f"{fqn}: this rank's input has {features} features, but its part of the weight "
+                    f"takes {taken}; give the layer before it a column-parallel style, or this one "
+                    "input_layouts=Replicate()"
+                )
 
 
 def check_summed_in_fp32(input: torch.Tensor, transport: str, fqn: str) -> None:

@@ -21,6 +21,7 @@ from fp8_dist.linear.amax_history import AmaxHistory, load_from_metadata, save_t
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import (
     check_alignment,
+    check_local_features,
     check_mesh,
     check_prepared,
     check_summed_in_fp32,
@@ -244,6 +245,8 @@ class Float8Linear(nn.Linear):
             check_summed_in_fp32(input, transport, self.fqn)
         if not compiling:
             check_alignment(self.config, own, input.device, self.fqn)
+            if not plain:
+                check_local_features(weight, input, self.fqn)
             if self.histories:
                 self.float8_weight.warn_if_not_synced()
         weight_casts = self.float8_weight.forward_casts(own, input.requires_grad)

@@ -225,7 +225,7 @@ def test_wrong_plans_are_named() -> None:
             refused(model, plan | {"h.1.ln_1": Failing()}),
         ]
         shown = (
-            f"of 'h.1.mlp.fc' {'is the first that differs' if recipe else 'fails'}",
+            "this rank's input has 64 features, but" if recipe else "of 'h.1.mlp.fc' fails: ",
             "check_tp_plan: the output of 'h.1.ln_2' is the first that differs from one ",
             "the gradient of 'h.0.ln_2.weight' is the first that differs from one device's",
             "the gradient of 'h.0.ln_2.weight' is the first that differs from one device's",
