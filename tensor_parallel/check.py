@@ -158,6 +158,7 @@ class _Run:
             The last ones are the model's.
         begun: the names of modules, in the order in which calls begin.
         within: the names of the modules whose calls have not ended.
+        is_forward: whether outputs are copied: not those of recomputations in the backward.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
