@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import Shard
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
-from fp8_dist.mesh import Layout, local_sizes, local_tensor, sharded_dim
+from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 
@@ -28,7 +29,8 @@ def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) ->
     if here is None or there is None:
         return
     for own, other in zip(here.placements, there.placements, strict=True):
-        if sharded_dim(own, 2) == 1 and sharded_dim(other, input.ndim) == input.ndim - 1:
+        # (An input in several pieces is moved before it is multiplied.)
+        if type(own) is type(other) is Shard and (own.dim, other.dim) == (1, input.ndim - 1):
             features, taken = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
             if features != taken:
                 raise ValueError(
