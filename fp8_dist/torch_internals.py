@@ -216,7 +216,7 @@ def dtensor_local(tensor: DTensor) -> torch.Tensor:
 
 
 def dtensor_spec(tensor: DTensor) -> object:
-    """What describes mesh, placements and shape: another object after they have changed."""
+    """The object that describes mesh, placements and shape; another one after a change of them."""
     return tensor._spec
 
 
