@@ -1,7 +1,6 @@
 """The name of the module that is running, in forward and backward, for ``comm_audit``."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -21,18 +20,14 @@ _entered: list["ModulePath"] = []
 _original_call: list[Callable[..., Any]] = []
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Replace ``nn.Module.__call__`` while a path is entered."""
     if torch.compiler.is_compiling():
         return _original_call[0](module, *args, **kwargs)
-    paths = tuple(_entered)
-    with ExitStack() as calls:
-        for path in paths:
-            calls.enter_context(path._around(module, (args, kwargs)))
-        output = _original_call[0](module, *args, **kwargs)
-        for path in paths:
-            path._after(module, output)
-    return output
+    call = _original_call[0]
+    for path in _entered:
+        call = partial(path._run, call)
+    return call(module, *args, **kwargs)
 
 
 class ModulePath:
@@ -81,26 +76,26 @@ class ModulePath:
                 self._fqns[child] = without_wrappers(name)
         return self._fqns[module]
 
-    @contextmanager
-    def _around(self, module: nn.Module, inputs: Any) -> Iterator[None]:
-        """Track a call of a module, including its hooks."""
+    def _run(
+        self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a module, and track the call, including its hooks."""
         fqn, caller = self._fqn(module), self.current
         self.current = fqn
         self._depth += 1
         # The backward leaves the module when the gradients of its inputs have been computed.
-        if tensors := _differentiable(inputs):
+        if tensors := _differentiable((args, kwargs)):
             leave = partial(self._leave_in_backward, fqn, caller)
             self._handles.append(register_multi_grad_hook(tensors, leave))
         try:
-            yield
+            output = call(module, *args, **kwargs)
         finally:
             self.current = caller
             self._depth -= 1
-
-    def _after(self, module: nn.Module, output: Any) -> None:
-        enter = partial(self._enter_in_backward, self._fqn(module))
+        enter = partial(self._enter_in_backward, fqn)
         for tensor in _differentiable(output):
             self._handles.append(_register_first_hook(tensor, enter))
+        return output
 
     # A tensor may be the output of nested modules and the input of others. So the backward enters a
     # module only from outside of it, and leaves it only from inside.
