@@ -10,7 +10,6 @@ summands. Each of these parts is counted under its own dtype.
 
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -85,6 +84,10 @@ class CommRow:
         return self.bytes - self.float8_bytes
 
 
+# The fields of a CommRow that are summed.
+_NUMBERS: dict[str, Any] = {"count": 0, "elements": 0, "bytes": 0, "bf16_bytes": 0}
+
+
 class CommTable:
     """The rows of collectives, and their totals."""
 
@@ -105,15 +108,10 @@ class CommTable:
 
     def add(self, row: CommRow) -> None:
         """Add a row to the table, or its numbers to the row with the same key if there is one."""
-        key = replace(row, count=0, elements=0, bytes=0, bf16_bytes=0)
+        key = replace(row, **_NUMBERS)
         known = self._rows.get(key, key)
-        self._rows[key] = replace(
-            row,
-            count=known.count + row.count,
-            elements=known.elements + row.elements,
-            bytes=known.bytes + row.bytes,
-            bf16_bytes=known.bf16_bytes + row.bf16_bytes,
-        )
+        sums = {name: getattr(known, name) + getattr(row, name) for name in _NUMBERS}
+        self._rows[key] = replace(row, **sums)
 
     def count(
         self,
@@ -176,7 +174,7 @@ class CommAudit(CommTable):
         self._axes = {} if mesh is None else _axes_by_group_name(mesh)
         self._path = ModulePath()
         self._recorder = _Recorder(self)
-        self._entered: ExitStack | None = None
+        self._is_recording = False
         # The payload dtypes of the storages that were viewed as uint8, by the storage's address.
         # The weak references prevent an address from being given to another storage.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
@@ -185,22 +183,21 @@ class CommAudit(CommTable):
         self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
 
     def __enter__(self) -> Self:
-        if self._entered is not None:
+        if self._is_recording:
             raise RuntimeError(
                 "this comm_audit is already recording; use a new one for a nested block"
             )
-        with ExitStack() as stack:
-            stack.enter_context(self._path)
-            stack.enter_context(self._recorder)
-            stack.callback(self._payload_dtypes.clear)
-            stack.callback(self._joined.clear)
-            self._entered = stack.pop_all()
+        self._is_recording = True
+        self._path.__enter__()
+        self._recorder.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        assert self._entered is not None
-        entered, self._entered = self._entered, None
-        entered.__exit__(*error)
+        self._recorder.__exit__(*error)
+        self._path.__exit__()
+        self._payload_dtypes.clear()
+        self._joined.clear()
+        self._is_recording = False
 
     def __repr__(self) -> str:
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
@@ -222,26 +219,16 @@ class CommAudit(CommTable):
             self._joined[storage_address(message)] = (reference, sizes)
 
     def _note_collective(self, collective: Collective) -> None:
-        sizes = self._bytes_by_dtype(collective.tensors)
+        shares = self._bytes_by_dtype(collective.tensors).items()
         # The row of the first dtype counts the collective, so float8 comes first.
-        by_dtype = sorted(sizes.items(), key=lambda item: not is_float8(item[0]))
+        by_dtype = sorted(shares, key=lambda item: not is_float8(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
-        axis, module = self._axis(collective.group), self._path.current
-        for position, (dtype, nbytes) in enumerate(by_dtype):
-            row = CommRow(
-                collective.op,
-                axis,
-                dtype,
-                module,
-                in_mixed_gather=position > 0,
-                count=0 if position else 1,
-                elements=nbytes * collective.factor // dtype.itemsize,
-                bytes=nbytes * collective.factor,
-                bf16_bytes=_bf16_bytes(collective.op, dtype, nbytes, by_dtype[0][0])
-                * collective.factor,
-            )
-            self.add(row)
+        op, axis, module = collective.op, self._axis(collective.group), self._path.current
+        for position, (dtype, share) in enumerate(by_dtype):
+            is_first, nbytes = position == 0, share * collective.factor
+            sizes = nbytes // dtype.itemsize, nbytes, _bf16_bytes(op, dtype, nbytes, by_dtype[0][0])
+            self.add(CommRow(op, axis, dtype, module, not is_first, int(is_first), *sizes))
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""
@@ -251,14 +238,13 @@ class CommAudit(CommTable):
             if isinstance(tensor, Float8Tensor):  # the scales of rows are sent in the same message
                 parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
             for part in parts:
-                address, payload = storage_address(part), part.dtype
+                address = storage_address(part)
+                _, viewed = self._payload_dtypes.get(address, (None, part.dtype))
                 if address in self._joined:
                     # Remove the entry, because a graph may reuse the memory for another message.
                     sizes.update(self._joined.pop(address)[1])
-                    continue
-                if payload == torch.uint8:
-                    payload = self._payload_dtypes.get(address, (None, payload))[1]
-                sizes[payload] += part.nbytes
+                else:
+                    sizes[viewed if part.dtype == torch.uint8 else part.dtype] += part.nbytes
         return sizes
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
@@ -267,11 +253,9 @@ class CommAudit(CommTable):
         if group.group_name in self._axes:
             return self._axes[group.group_name]
         # torch's descriptions: of the default group, of a group without one, and of a mesh axis.
-        if group.group_desc == "default_pg":
-            return "world"
-        if group.group_desc in ("", "undefined"):
-            return f"group {group.group_name}"
-        return group.group_desc.removeprefix("mesh_")
+        nameless, described = f"group {group.group_name}", group.group_desc
+        known = {"default_pg": "world", "": nameless, "undefined": nameless}
+        return known.get(described, described.removeprefix("mesh_"))
 
 
 def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
