@@ -25,13 +25,7 @@ from fp8_dist.kernels.encoding import encode_float8, pack_rows
 from fp8_dist.linear.runtime_ops import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import aligned
-from fp8_dist.torch_internals import (
-    STAND_INS,
-    OpOverload,
-    TorchDispatchMode,
-    op_name,
-    storage_address,
-)
+from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode, storage_address
 
 
 @dataclass(frozen=True)
@@ -349,7 +343,7 @@ class _Recorder(TorchDispatchMode):
             self._audit._note_collective(call)
         elif func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_payload(args[0], args[0].dtype)
-        elif isinstance(func, OpOverload) and op_name(func) == "fsdp::all_gather_copy_in":
+        elif str(func) == "fsdp.all_gather_copy_in.default":
             # FSDP2 copies all its inputs into the buffer of the next all-gather.
             self._audit._note_joined(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
