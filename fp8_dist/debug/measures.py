@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8_dist.kernels import magnitudes
@@ -140,21 +139,12 @@ def saturation_limit(dtype: torch.dtype) -> float:
     return float(info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2)
 
 
-def measure_product(exact: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return the :class:`Measures` of :func:`gemm_results`: only ``signal`` and ``noise``."""
-    total = nothing(exact.device)
-    total[1] = total[2] = 0.0
-    total[9] = exact.to(torch.float64).square().sum()
-    total[10] = (found - exact).to(torch.float64).square().sum()
-    return total
-
-
-def gemm_results(
+def measure_gemm(
     gemm: Gemm, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return a GEMM's result for operands in high precision, and its float8 result.
+) -> torch.Tensor | None:
+    """Return the :class:`Measures` of a float8 GEMM's result: only ``signal`` and ``noise``.
 
-    Both are plain fp32 matrices, on all ranks of the operands' meshes. The result is None without
+    They compare it with the product of the whole operands in fp32. The result is None without
     tokens, or if ``left`` is not the input that the layer was given, so that shapes don't match.
     The arguments are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
 
@@ -164,7 +154,12 @@ def gemm_results(
     a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
     if not a.numel() or a.shape[1] != b.shape[0] or found.shape != (len(a), b.shape[1]):
         return None
-    return torch.mm(a, b), found
+    exact = torch.mm(a, b)
+    total = nothing(exact.device)
+    total[1] = total[2] = 0.0
+    total[9] = exact.to(torch.float64).square().sum()
+    total[10] = (found - exact).to(torch.float64).square().sum()
+    return total
 
 
 def whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -201,8 +196,8 @@ def _gathered(part: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Ten
     """Concatenate the parts of all ranks of a group along ``dim``; their sizes may differ."""
     rows = part.movedim(dim, 0)
     sizes = all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
-    padding = [0, 0] * (rows.ndim - 1) + [0, max(sizes) - len(rows)]
-    padded = F.pad(rows, padding).contiguous()
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
     parts = all_gather(padded, ranks, group).view(ranks, *padded.shape)
     filled = [each[:size] for each, size in zip(parts, sizes, strict=True)]
     return torch.cat(filled).movedim(0, dim)

@@ -19,9 +19,8 @@ from fp8_dist.debug.measures import (
     Measures,
     all_gather,
     combine_,
-    gemm_results,
     measure_casts,
-    measure_product,
+    measure_gemm,
     nothing,
 )
 from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, matching, own_rank, slots_of
@@ -112,8 +111,10 @@ class Float8Stats(StepRecorder):
                 self._add((owner, operand, gemms), found)
 
     def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
-        if owner in self._ranks.owners and (found := gemm_results(gemm, *tensors)):
-            self._add((owner, None, (gemm,)), measure_product(*found))
+        if owner in self._ranks.owners:
+            found = measure_gemm(gemm, *tensors)
+            if found is not None:
+                self._add((owner, None, (gemm,)), found)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain Python values. ``kind`` is ``"cast"`` or ``"gemm"``."""
@@ -183,11 +184,8 @@ class Float8Stats(StepRecorder):
         return f"Float8Stats({len(self.rows)} rows, {len(self.anomalies)} anomalies)"
 
     def _add(self, key: _Key, found: torch.Tensor) -> None:
-        known = self._measured.get(key)
-        if known is None:
-            self._measured[key] = found.clone()
-        else:
-            combine_(known, found.to(known.device))
+        total = self._measured.setdefault(key, nothing(found.device))
+        combine_(total, found.to(total.device))
 
 
 def _row(slot: Slot, found: Measures, step: int) -> Row:
