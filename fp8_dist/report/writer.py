@@ -1,11 +1,11 @@
 """``RunWriter``: writes the folder of a run, from any training loop."""
 
-import dataclasses
 import json
 import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,8 @@ from fp8_dist.debug import CommAudit, Float8Stats, anomaly_dict, append_jsonl
 from fp8_dist.debug.recorder import own_rank
 from fp8_dist.version import __version__
 
-CONFIG, METRICS, STATS, ANOMALIES, COMM = (
-    "config.json",
-    "metrics.jsonl",
-    "float8_stats.jsonl",
-    "anomalies.jsonl",
-    "comm.json",
-)
+CONFIG, COMM = "config.json", "comm.json"
+GROWING = METRICS, STATS, ANOMALIES = "metrics.jsonl", "float8_stats.jsonl", "anomalies.jsonl"
 LIMITS = "anomaly_limits"  # in config.json
 
 
@@ -76,7 +71,7 @@ class RunWriter:
         for name in (CONFIG, COMM):
             (self.folder / name).unlink(missing_ok=True)
         # Of an earlier run until the first step of this one, which may have forgotten ``first``.
-        self._others = [self.folder / name for name in (METRICS, STATS, ANOMALIES)]
+        self._others = [self.folder / name for name in GROWING]
         self._told: set[tuple[str, str]] = set()
         if first is not None:
             kept = [_keep_lines_before(first, path) for path in self._others]
@@ -85,11 +80,8 @@ class RunWriter:
             self._others = []
         versions = {"torch": torch.__version__, "fp8_dist": __version__}
         versions["python"] = platform.python_version()
-        facts = {**(config or {}), "units": dict(units or {}), **versions}
-        if stats is not None:
-            facts[LIMITS] = dataclasses.asdict(stats.limits)
-        text = json.dumps(facts, indent=2, default=str)
-        (self.folder / CONFIG).write_text(text + "\n")
+        limits = {} if stats is None else {LIMITS: asdict(stats.limits)}
+        self._write(CONFIG, {**(config or {}), "units": dict(units or {}), **versions, **limits})
 
     def log(self, step: int, **metrics: float | torch.Tensor) -> None:
         """Append the metrics of a step, and the rows and anomalies recorded since the last call.
@@ -145,16 +137,16 @@ class RunWriter:
             audit: what :func:`fp8_dist.debug.comm_audit` returned, after its block.
         """
         if self._is_writing:
-            rows = [
-                dataclasses.asdict(row)
-                | {"dtype": str(row.dtype), "float8_bytes": row.float8_bytes}
-                for row in audit.rows
-            ]
-            (self.folder / COMM).write_text(json.dumps(rows, indent=2) + "\n")
+            rows = [asdict(row) | {"float8_bytes": row.float8_bytes} for row in audit.rows]
+            self._write(COMM, rows)
+
+    def _write(self, name: str, value: Any) -> None:
+        text = json.dumps(value, indent=2, default=str)
+        (self.folder / name).write_text(text + "\n")
 
     def sync(self) -> None:
         """Return once the lines that were written survive a crash of the machine."""
-        for name in (METRICS, STATS, ANOMALIES):
+        for name in GROWING:
             if self._is_writing and (path := self.folder / name).exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
