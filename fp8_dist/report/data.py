@@ -86,15 +86,16 @@ def read_run(folder: Path) -> Run:
         if not path.is_file():
             return None
         text = path.read_text(errors="replace")
+        is_lines = name.endswith("jsonl")
         try:
-            lines = text.splitlines() if name.endswith("jsonl") else map(json.dumps, _loaded(text))
+            whole = text.splitlines() if is_lines else json.loads(text)
         except ValueError as error:
             run.notes.append(f"{name} can't be read: {error}")
             return []
         found, bad = [], []
-        for at, line in enumerate(lines, 1):
+        for at, each in enumerate(whole if isinstance(whole, list) else [whole], 1):
             try:
-                found.append(parse(json.loads(line)))
+                found.append(parse(json.loads(each) if is_lines else each))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 bad.append(f"row {at}: {error!r}")
         if bad:
@@ -116,15 +117,10 @@ def read_run(folder: Path) -> Run:
 def differences(run: Run, baseline: Run, metric: str = "loss") -> dict[int, float]:
     """Return a metric of a run minus the baseline's, by step, where both are finite."""
     known = {row["step"]: row.get(metric, math.nan) for row in baseline.metrics}
-    found = {row["step"]: row.get(metric, math.nan) for row in run.metrics}
-    both = {step: value - known[step] for step, value in found.items() if step in known}
-    return {step: value for step, value in both.items() if math.isfinite(value)}
-
-
-def _loaded(text: str) -> list[Any]:
-    """Return the elements of a JSON list; another value is the only one."""
-    found = json.loads(text)
-    return found if isinstance(found, list) else [found]
+    found = {
+        r["step"]: r.get(metric, math.nan) - known.get(r["step"], math.nan) for r in run.metrics
+    }
+    return {step: value for step, value in found.items() if math.isfinite(value)}
 
 
 def _number(value: Any) -> float:

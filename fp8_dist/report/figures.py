@@ -90,24 +90,18 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[Kind]:
     A map without a cell that is nearly anomalous is quiet. Maps other than those of SQNR are left
     out if nothing is above zero.
     """
-    by_label: dict[str, list[tuple[Run, list[Row]]]] = {}
-    for run in runs:
-        labels: dict[str, list[Row]] = {}
-        for row in run.stats or []:
-            labels.setdefault(row["label"], []).append(row)
-        for label, rows in labels.items():
-            by_label.setdefault(label, []).append((run, rows))
-    with mpl.rc_context(_STYLE):
-        for label, by_run in by_label.items():
-            yield _kind(label, by_run, is_named=len(runs) > 1)
+    for label in dict.fromkeys(row["label"] for run in runs for row in run.stats or []):
+        with mpl.rc_context(_STYLE):
+            yield _kind(label, runs)
 
 
-def _kind(label: str, by_run: list[tuple[Run, list[Row]]], is_named: bool) -> Kind:
+def _kind(label: str, runs: Sequence[Run]) -> Kind:
     loud: list[str] = []
     quiet: list[str] = []
     of_quiet: dict[str, list[Array]] = {}  # the values of quiet maps, also of those left out
     for measure, title in HEATS.items():
-        for run, rows in by_run:
+        for run in runs:
+            rows = [row for row in run.stats or [] if row["label"] == label]
             if not any(measure in row for row in rows):
                 continue
             layers, steps, values, bad = grid(rows, measure)
@@ -118,7 +112,7 @@ def _kind(label: str, by_run: list[tuple[Run, list[Row]]], is_named: bool) -> Ki
             if not is_loud:
                 of_quiet.setdefault(measure, []).append(values[np.isfinite(values)])
             if largest > 0 or measure == "sqnr":
-                named = f"{run.name}: {title}" if is_named else title
+                named = f"{run.name}: {title}" if len(runs) > 1 else title
                 picture = _heat_map(layers, steps, part, bad, named, ends)
                 (loud if is_loud else quiet).append(picture)
     worst = [_worst(measure, np.concatenate(values)) for measure, values in of_quiet.items()]

@@ -1,7 +1,6 @@
 """The page of runs: how they went, where anomalies are, and all float8 casts."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ def write(path: Path, folders: list[Path]) -> list[str]:
     runs = read_runs(folders)
     new = path.with_name(f".{path.name}.new")
     new.write_text(render(runs), encoding="utf-8")
-    os.replace(new, path)
+    new.replace(path)
     return [note for run in runs for note in run.notes]
 
 
