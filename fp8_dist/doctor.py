@@ -197,11 +197,11 @@ def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
 def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[str]:
     """Lines for the layers whose shards gain nothing; similar layers share a line."""
     for name, (first, *_) in alike(rows):
-        *experts, out_features, in_features = first.shape
-        ranks = 1 if experts else tp  # expert parallelism moves whole experts
-        parts = smallest_parts(recipe, (out_features, in_features), ranks)
+        *experts, out, in_ = first.shape
+        # Expert parallelism moves whole experts.
+        parts = smallest_parts(recipe, (out, in_), ranks=1 if experts else tp)
         if reasons := dict.fromkeys(reason for _, reason in parts if reason):
-            yield f"  {name}, {out_features} x {in_features}: {'; '.join(reasons)}"
+            yield f"  {name}, {out} x {in_}: {'; '.join(reasons)}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Literal
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -127,7 +126,8 @@ def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]
 
 
 def _rows(model: nn.Module) -> Iterator[WeightSummary]:
-    counted: set[int] = set()  # parameters, by id
+    # Of the parameters that no row counts yet, by id.
+    sizes = {id(p): p.numel() for p in model.parameters() if not is_lazy(p)}
     whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside one of these
     inside = {part for m in model.modules() if isinstance(m, whole) for part in m.modules()}
     for name, module in model.named_modules():
@@ -144,12 +144,12 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
                 never = "convert_to_float8_training has not seen it"
                 unconvertible = why_unconvertible(module)
                 reason = LEFT_OUT.get(module) or unconvertible or never
-            name, size = name or "(the module itself)", _count(weights, counted)
-            yield WeightSummary(name, shape, reason, size)
+            size = sum(sizes.pop(id(weight), 0) for weight in weights)
+            yield WeightSummary(name or "(the module itself)", shape, reason, size)
         elif module not in inside:
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] > 1):
-                    yield _of_parameter(name, own, module, _count([parameter], counted))
+                    yield _of_parameter(name, own, module, sizes.pop(id(parameter), 0))
 
 
 def _of_parameter(owner: str, own: str, module: nn.Module, size: int) -> WeightSummary:
@@ -166,10 +166,3 @@ def _is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is transformers' Conv1D (GPT-2), without an import of it."""
     known = ("transformers.pytorch_utils", "Conv1D")
     return any((cls.__module__, cls.__name__) == known for cls in type(module).__mro__)
-
-
-def _count(parameters: Iterable[torch.Tensor], counted: set[int]) -> int:
-    """Return the number of elements of the parameters that were not counted before."""
-    new = [p for p in parameters if id(p) not in counted]
-    counted.update(map(id, new))
-    return sum(p.numel() for p in new)
