@@ -259,9 +259,7 @@ class FirstAnomalies:
         self._limits = limits
         self._known: set[tuple[str, str]] = set()
         # The finite amaxes of each cast in the last recorded steps, by layer, operand and GEMMs.
-        self._amaxes: dict[tuple[str, ...], deque[float]] = defaultdict(
-            partial(deque, maxlen=RECENT)
-        )
+        self._amaxes = defaultdict[tuple[str, ...], deque[float]](partial(deque, maxlen=RECENT))
 
     def of(self, row: Row) -> Iterator[Anomaly]:
         """Yield the anomalies of the next row that are the first. Causes come before effects."""
