@@ -45,6 +45,7 @@ _WRAPPED = {"module", "model", "base_model"}
 
 _IS_HEAD = "it is the model's head"
 _IS_ROUTER = "it is a router"
+_IS_OUTSIDE = "it stands outside of the base model"
 # The reasons why conversions left out layers.
 LEFT_OUT: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 
@@ -56,14 +57,11 @@ class LayerFilter:
     """
 
     def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
-        self._never: dict[nn.Module, str] = {}
-        self._known: set[nn.Module] = set()
-        if model is not None:
-            self._known.update(model.modules())
-            outside = "it stands outside of the base model"
-            self._never = dict.fromkeys(_outside_of_base_models(model), outside)
-            self._never |= dict.fromkeys(routers(model), _IS_ROUTER)
-            self._never |= dict.fromkeys(_output_embeddings(model), _IS_HEAD)
+        model = nn.Module() if model is None else model  # of an empty one nothing is known
+        self._known = {*model.modules()}
+        self._never = dict.fromkeys(_outside_of_base_models(model), _IS_OUTSIDE)
+        self._never |= dict.fromkeys(routers(model), _IS_ROUTER)
+        self._never |= dict.fromkeys(_output_embeddings(model), _IS_HEAD)
         self._names = tuple(names)
         self._reasons: dict[str, str] = {}
 
@@ -155,25 +153,22 @@ class AutoFilter(LayerFilter):
         self._rows: dict[str, FilterDecision] = {}
 
     def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
-        reason = ""
-        if named := [entry for entry in self._filter_fqns if entry in fqn]:
-            reason = f"filter_fqns: {', '.join(map(repr, named))}"
-        elif isinstance(module, nn.Linear) and is_lazy(module.weight):
+        named = ", ".join(repr(entry) for entry in self._filter_fqns if entry in fqn)
+        if not named and isinstance(module, nn.Linear) and is_lazy(module.weight):
             raise ValueError(
                 f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
                 "before the conversion, or name it in filter_fqns"
             )
-        reason = reason or self._why_never(module, fqn, shapes)
+        reason = f"filter_fqns: {named}" if named else self._why_never(module, fqn, shapes)
         # Tensor parallelism leaves experts whole.
         ranks = self._tp_size if isinstance(module, nn.Linear) else 1
-        locals_, small = {}, ""
+        locals_: dict[str, Shape] = {}
         for name, shape in shapes.items():
             # A division that skips the layer decides, or else the one with the smaller side.
             parts = smallest_parts(self._recipe, shape, ranks)
             locals_[name], why = min(parts, key=lambda part: (not part[1], min(part[0])))
             # Experts are converted with all of their weights, or not at all.
-            small = small or (f"{name}: {why}" if why and len(shapes) > 1 else why)
-        reason = reason or small
+            reason = reason or (f"{name}: {why}" if why and len(shapes) > 1 else why)
         for name, shape in shapes.items():
             row = fqn if name == "weight" else f"{fqn}.{name}".removeprefix(".")
             verdict = not reason, reason or "large enough"
