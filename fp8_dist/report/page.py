@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jinja2
+from jinja2 import StrictUndefined, Template
 
 from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
@@ -28,23 +28,20 @@ def write(path: Path, folders: list[Path]) -> list[str]:
 
 def render(runs: Sequence[Run]) -> str:
     """Return the page of runs."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    template = Template(
+        text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("page.html").render(
+    return template.render(
         runs=runs,
         verdicts=[(run.name, [*verdict(run, runs[0])]) for run in runs],
         summary=summary(runs),
         anomalies=[row for i, run in enumerate(runs) for row in anomalies(i, run)],
         max_anomalies=MAX_ANOMALIES,
         layers=[
-            (f"layer-{i}-{j}", run, fqn, layer_chart(run, fqn))
+            (anchor, run, fqn, layer_chart(run, fqn))
             for i, run in enumerate(runs)
-            for j, fqn in enumerate(layers_with_anomalies(run))
+            for fqn, anchor in anchors(i, run).items()
         ],
         charts=charts(runs),
         heat_maps=list(heat_maps(runs)),
@@ -67,7 +64,7 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             last = [row[name] for row in run.metrics if name in row][-LAST_STEPS:]
             values = [value for value in last if math.isfinite(value)]
             cells.append(shown_number(median(values)) if values else "")
-        layers = len({row["fqn"] for row in run.stats or []} or run.config.get("float8_layers", ()))
+        layers = len({row["fqn"] for row in run.stats} or run.config.get("float8_layers", ()))
         cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
         comm = run.comm.rows if run.comm else []
         size = sum(row.bytes for row in comm)
@@ -137,15 +134,14 @@ def _loss_sentence(last: list[float], baseline: str) -> str:
     return f"{begin}, {how} the scatter of these steps (± {scatter:.2g})."
 
 
-def layers_with_anomalies(run: Run) -> list[str]:
-    """Return the first layers with anomalies, which have a picture."""
-    return list(dict.fromkeys(row["fqn"] for row in run.anomalies))[:MAX_LAYERS]
+def anchors(index: int, run: Run) -> dict[str, str]:
+    """Return the anchors of the pictures of the first layers with anomalies."""
+    layers = list(dict.fromkeys(row["fqn"] for row in run.anomalies))[:MAX_LAYERS]
+    return {fqn: f"layer-{index}-{j}" for j, fqn in enumerate(layers)}
 
 
 def anomalies(index: int, run: Run) -> Iterator[Row]:
     """Yield the first anomalies of a run, with links to the pictures of their layers."""
-    layers = layers_with_anomalies(run)
+    pictures = anchors(index, run)
     for row in run.anomalies[:MAX_ANOMALIES]:
-        at = row["fqn"]
-        link = f"#layer-{index}-{layers.index(at)}" if at in layers else ""
-        yield row | {"run": run.name, "layer_link": link}
+        yield row | {"run": run.name, "picture": pictures.get(row["fqn"])}
