@@ -33,13 +33,13 @@ class NoRun(Exception):
 
 @dataclasses.dataclass
 class Run:
-    """Contents of a folder, as far as they could be read; rows are None where there is no file.
+    """Contents of a folder, as far as they could be read.
 
     Attributes:
         name: the folder.
         config: config.json, with the limits of anomalies as AnomalyLimits.
         metrics: one row for each step of metrics.jsonl.
-        comm: the collectives of comm.json.
+        comm: the collectives of comm.json; None if there is no such file.
         stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
             order of layers.
         anomalies: of anomalies.jsonl.
@@ -50,7 +50,7 @@ class Run:
     config: Row = dataclasses.field(default_factory=lambda: {LIMITS: AnomalyLimits()})
     metrics: list[Row] = dataclasses.field(default_factory=list)
     comm: CommTable | None = None
-    stats: list[Row] | None = None
+    stats: list[Row] = dataclasses.field(default_factory=list)
     anomalies: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -80,11 +80,11 @@ def read_run(folder: Path) -> Run:
         raise NoRun(f"{folder} has none of the files of a run: {', '.join(FILES)}")
     run = Run(folder.resolve().name)
 
-    def rows(name: str, parse: Callable[[Row], T]) -> list[T] | None:
+    def rows(name: str, parse: Callable[[Row], T]) -> list[T]:
         """Return the rows of a file, which has one per line or is a list of them."""
         path = folder / name
         if not path.is_file():
-            return None
+            return []
         text = path.read_text(errors="replace")
         is_lines = name.endswith("jsonl")
         try:
@@ -102,15 +102,14 @@ def read_run(folder: Path) -> Run:
             run.notes.append(f"{name}: {len(bad)} passed over, the first of them {bad[0]}")
         return found
 
-    run.config = next(iter(rows(CONFIG, _config) or ()), run.config)
+    run.config = next(iter(rows(CONFIG, _config)), run.config)
     steps: dict[int, Row] = {}
-    for row in rows(METRICS, _metrics_row) or []:
+    for row in rows(METRICS, _metrics_row):
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
-    comm = rows(COMM, _comm_row)
-    run.comm = None if comm is None else CommTable(comm)
+    run.comm = CommTable(rows(COMM, _comm_row)) if (folder / COMM).is_file() else None
     run.stats = rows(STATS, stats_row)
-    run.anomalies = rows(ANOMALIES, _anomaly_row) or []
+    run.anomalies = rows(ANOMALIES, _anomaly_row)
     return run
 
 
@@ -155,9 +154,8 @@ def stats_row(row: Row) -> Row:
 
 
 def _anomaly_row(row: Row) -> Row:
-    known = {name: row[name] for name in ("step", "fqn", "what")}
     ranks = ", ".join(map(str, row["ranks"] or ())) or "all"
     text = row["message"].removeprefix(f"step {row['step']}: {row['fqn']}: ")
     cast, _, message = text.partition(": ")
-    shown = {"cast": cast, "message": message, "ranks": ranks}
-    return known | shown | {"operand": row.get("operand") or ""}
+    known = {name: row[name] for name in ("step", "fqn", "what")}
+    return known | {"cast": cast, "message": message, "ranks": ranks}

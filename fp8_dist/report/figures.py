@@ -67,7 +67,7 @@ def charts(runs: Sequence[Run]) -> list[list[str]]:
 def layer_chart(run: Run, fqn: str) -> str:
     """Draw the amax and SQNR of a layer's casts over steps, with dotted lines at anomalies."""
     casts: dict[str, list[Row]] = {}
-    for row in run.stats or []:
+    for row in run.stats:
         if row["fqn"] == fqn and "amax" in row:
             casts.setdefault(row["label"], []).append(row)
     with mpl.rc_context(_STYLE):
@@ -90,7 +90,7 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[Kind]:
     A map without a cell that is nearly anomalous is quiet. Maps other than those of SQNR are left
     out if nothing is above zero.
     """
-    for label in dict.fromkeys(row["label"] for run in runs for row in run.stats or []):
+    for label in dict.fromkeys(row["label"] for run in runs for row in run.stats):
         with mpl.rc_context(_STYLE):
             yield _kind(label, runs)
 
@@ -101,7 +101,7 @@ def _kind(label: str, runs: Sequence[Run]) -> Kind:
     of_quiet: dict[str, list[Array]] = {}  # the values of quiet maps, also of those left out
     for measure, title in HEATS.items():
         for run in runs:
-            rows = [row for row in run.stats or [] if row["label"] == label]
+            rows = [row for row in run.stats if row["label"] == label]
             if not any(measure in row for row in rows):
                 continue
             layers, steps, values, bad = grid(rows, measure)
