@@ -341,23 +341,20 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented
         if call is not None:
             self._audit._note_collective(call)
-        elif func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
+        elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
+            with self:  # the query may communicate
+                return QUERIES[func](*args, **kwargs)
+        found = func(*args, **kwargs)
+        if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
             self._audit._note_payload(args[0], args[0].dtype)
         elif str(func) == "fsdp.all_gather_copy_in.default":
             # FSDP2 copies all its inputs into the buffer of the next all-gather.
             self._audit._note_joined(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
-            message = func(*args, **kwargs)
-            self._audit._note_joined(message, [args[0], *args[1]], message.nbytes)
-            return message
+            self._audit._note_joined(found, [args[0], *args[1]], found.nbytes)
         elif func is encode_float8.overload:
-            codes, exponents = func(*args, **kwargs)
-            self._audit._note_payload(codes, torch.float8_e4m3fn)
-            return codes, exponents
-        elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
-            with self:  # the query may communicate
-                return QUERIES[func](*args, **kwargs)
-        return func(*args, **kwargs)
+            self._audit._note_payload(found[0], torch.float8_e4m3fn)
+        return found
 
 
 def _rewrites_ops(kind: Any) -> bool:
