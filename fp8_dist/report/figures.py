@@ -22,6 +22,7 @@ from fp8_dist.report.writer import LIMITS
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+Ends = tuple[float, float]
 
 BAD = "#d1247f"
 MAX_TICKS = 12
@@ -66,20 +67,17 @@ def charts(runs: Sequence[Run]) -> list[list[str]]:
 
 def layer_chart(run: Run, fqn: str) -> str:
     """Draw the amax and SQNR of a layer's casts over steps, with dotted lines at anomalies."""
-    casts: dict[str, list[Row]] = {}
-    for row in run.stats:
-        if row["fqn"] == fqn and "amax" in row:
-            casts.setdefault(row["label"], []).append(row)
+    rows = [row for row in run.stats if row["fqn"] == fqn and "amax" in row]
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(13, 3), layout="constrained")
         left, right = figure.subplots(1, 2)
         for axes, measure, title in ((left, "amax", "amax"), (right, "sqnr", "SQNR, dB")):
-            for label, rows in casts.items():
-                _plot(axes, rows, measure, label)
+            for label in dict.fromkeys(row["label"] for row in rows):
+                _plot(axes, [row for row in rows if row["label"] == label], measure, label)
             _mark(axes, [row for row in run.anomalies if row["fqn"] == fqn])
             axes.set(title=title, xlabel="step")
         _log_scale(left)
-        if casts:
+        if rows:
             figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=8)
         return _picture(figure)
 
@@ -96,8 +94,7 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[Kind]:
 
 
 def _kind(label: str, runs: Sequence[Run]) -> Kind:
-    loud: list[str] = []
-    quiet: list[str] = []
+    loud, quiet = list[str](), list[str]()
     of_quiet: dict[str, list[Array]] = {}  # the values of quiet maps, also of those left out
     for measure, title in HEATS.items():
         for run in runs:
@@ -119,7 +116,7 @@ def _kind(label: str, runs: Sequence[Run]) -> Kind:
     return Kind(label, loud, quiet, ", ".join(worst))
 
 
-def colored(measure: str, limits: AnomalyLimits) -> tuple[float, float]:
+def colored(measure: str, limits: AnomalyLimits) -> Ends:
     """Return the values at both ends of the colours. The second one is where anomalies begin.
 
     A measure without a limit has the default's. Saturation has none of its own.
@@ -232,12 +229,7 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
 
 
 def _heat_map(
-    layers: list[str],
-    steps: list[int],
-    part: Array,
-    bad: Mask,
-    title: str,
-    ends: tuple[float, float],
+    layers: list[str], steps: list[int], part: Array, bad: Mask, title: str, ends: Ends
 ) -> str:
     """Draw layers x steps of one kind of rows, and the cells that are not finite.
 
