@@ -16,6 +16,7 @@ from fp8_dist.text import aligned
 
 # Modules whose 2-D or 3-D parameters are looked up, or multiply each token more than once.
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
+_NOT_SEEN = "convert_to_float8_training has not seen it"
 
 Kind = Literal["linear", "Conv1D", "experts", "other"]
 
@@ -141,9 +142,7 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
             ]
             shape, reason = (module.out_features, module.in_features), ""
             if not isinstance(module, Float8Linear):
-                never = "convert_to_float8_training has not seen it"
-                unconvertible = why_unconvertible(module)
-                reason = LEFT_OUT.get(module) or unconvertible or never
+                reason = LEFT_OUT.get(module) or why_unconvertible(module) or _NOT_SEEN
             size = sum(sizes.pop(id(weight), 0) for weight in weights)
             yield WeightSummary(name or "(the module itself)", shape, reason, size)
         elif module not in inside:
