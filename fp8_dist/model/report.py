@@ -87,8 +87,7 @@ class ConversionSummary:
             shape = " x ".join(map(str, rows[0].shape))
             verdict = "float8" if rows[0].converted else "skip"
             table.append((name, shape, verdict, f"{self.share(rows):.1%}", rows[0].reason))
-        rest = self.parameters - sum(row.parameters for row in self.rows)
-        if rest:
+        if rest := self.parameters - sum(row.parameters for row in self.rows):
             share = f"{rest / self.parameters:.1%}"
             table.append(("(embeddings, norms, biases, ...)", "", "", share, ""))
         return f"{first}\n{indent(aligned(table, right=(3,)), '  ')}"
@@ -127,23 +126,19 @@ def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]
 
 
 def _rows(model: nn.Module) -> Iterator[WeightSummary]:
-    # Of the parameters that no row counts yet, by id.
-    sizes = {id(p): p.numel() for p in model.parameters() if not is_lazy(p)}
+    # Of the weights that no row counts yet, by id.
+    sizes = {id(p): p.numel() for p in model.parameters() if not is_lazy(p) and p.ndim > 1}
     whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside one of these
     inside = {part for m in model.modules() if isinstance(m, whole) for part in m.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             # A parametrized weight consists of several parameters. A layer may have children.
             children = {name for name, _ in module.named_children()} - {"parametrizations"}
-            weights = [
-                p
-                for own, p in module.named_parameters()
-                if not is_lazy(p) and p.ndim > 1 and own.partition(".")[0] not in children
-            ]
+            held = [p for n, p in module.named_parameters() if n.partition(".")[0] not in children]
             shape, reason = (module.out_features, module.in_features), ""
             if not isinstance(module, Float8Linear):
                 reason = LEFT_OUT.get(module) or why_unconvertible(module) or _NOT_SEEN
-            size = sum(sizes.pop(id(weight), 0) for weight in weights)
+            size = sum(sizes.pop(id(parameter), 0) for parameter in held)
             yield WeightSummary(name or "(the module itself)", shape, reason, size)
         elif module not in inside:
             for own, parameter in module.named_parameters(recurse=False):
