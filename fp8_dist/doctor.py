@@ -164,10 +164,9 @@ def _model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
     yield "module_filter_fn=skip_head(model)"
     try:
+        admits = skip_head(model)
         with warnings.catch_warnings(action="ignore"):  # the summary has the same information
-            model = convert_to_float8_training(
-                model, module_filter_fn=skip_head(model), config=config
-            )
+            model = convert_to_float8_training(model, module_filter_fn=admits, config=config)
     except ValueError as error:
         yield f"refused: {error}"
         return

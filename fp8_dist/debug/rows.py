@@ -188,11 +188,9 @@ class AnomalyLimits:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
                 raise TypeError(f"AnomalyLimits: {name}={value!r} must be a number or None (never)")
-            if math.isnan(value) or (value < 0 and name != "sqnr"):
+            if value is not None and (math.isnan(value) or (value < 0 and name != "sqnr")):
                 raise ValueError(
                     f"AnomalyLimits: {name}={value!r} is no limit; give a number"
                     f"{'' if name == 'sqnr' else ' that is not negative'}, or None (never)"

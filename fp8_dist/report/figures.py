@@ -161,8 +161,7 @@ def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     for i, run in enumerate(runs):
-        rows = [row for row in run.metrics if metric in row]
-        if rows:
+        if rows := [row for row in run.metrics if metric in row]:
             _plot(axes, rows, metric, run.name, f"C{i}")
             _mark(axes, run.anomalies)
     unit = next(filter(None, (run.config.get("units", {}).get(metric) for run in runs)), "")

@@ -96,8 +96,7 @@ def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
     """Yield sentences about a run, and whether each of them tells of a fault."""
     for name in run.metric_names:
-        bad = [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]
-        if bad:
+        if bad := [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]:
             yield True, f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
     last = [*differences(run, baseline).values()][-LAST_STEPS:]
     losses = [row.get("loss", 0) for each in (run, baseline) for row in each.metrics[-LAST_STEPS:]]
