@@ -244,12 +244,11 @@ class CommAudit(CommTable):
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
             return "unknown"
-        if group.group_name in self._axes:
-            return self._axes[group.group_name]
         # torch's descriptions: of the default group, of a group without one, and of a mesh axis.
         nameless, described = f"group {group.group_name}", group.group_desc
         known = {"default_pg": "world", "": nameless, "undefined": nameless}
-        return known.get(described, described.removeprefix("mesh_"))
+        own = known.get(described, described.removeprefix("mesh_"))
+        return self._axes.get(group.group_name, own)
 
 
 def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:

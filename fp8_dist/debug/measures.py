@@ -50,9 +50,8 @@ def nothing(device: torch.device | str) -> torch.Tensor:
 
 def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
     """Add the measures of more casts of the same operands, ``[..., 11]``, to a total in place."""
-    maxima = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
+    total[..., :MAXIMA] = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
     total[..., MAXIMA:] += more[..., MAXIMA:]
-    total[..., :MAXIMA] = maxima
 
 
 def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:

@@ -111,10 +111,8 @@ class Float8Stats(StepRecorder):
                 self._add((owner, operand, gemms), found)
 
     def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
-        if owner in self._ranks.owners:
-            found = measure_gemm(gemm, *tensors)
-            if found is not None:
-                self._add((owner, None, (gemm,)), found)
+        if owner in self._ranks.owners and (found := measure_gemm(gemm, *tensors)) is not None:
+            self._add((owner, None, (gemm,)), found)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain Python values. ``kind`` is ``"cast"`` or ``"gemm"``."""
@@ -161,11 +159,9 @@ class Float8Stats(StepRecorder):
         """Remove the rows, and return the numbers of those of some layers by step and name."""
         names = [*dict.fromkeys(slot.fqn for slot in slots_of(self._model))]
         chosen = matching(caller, "layers", layers, names, "converted layer") if names else set()
-        rows, self.rows = self.rows, []
+        rows, self.rows = [row for row in self.rows if row.fqn in chosen], []
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for row in rows:
-            if row.fqn not in chosen:
-                continue
             if isinstance(row, CastStats):
                 tag = f"float8/{row.operand}_for_{'_'.join(row.gemms)}/{row.fqn}"
                 for name in ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr"):
