@@ -83,9 +83,8 @@ class LayerFilter:
         for name in self._names:
             if is_part(name, fqn):
                 return f"modules_to_not_convert: {name}"
-        reason = self._why_never(module, fqn, shapes)
         misaligned = (why_misaligned(*shape) for shape in shapes.values())
-        reason = reason or next(filter(None, misaligned), "")
+        reason = self._why_never(module, fqn, shapes) or next(filter(None, misaligned), "")
         return reason and f"skip_head: {reason}"
 
     def _why_never(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
