@@ -16,6 +16,8 @@ from fp8_dist.text import aligned
 
 # Modules whose 2-D or 3-D parameters are looked up, or multiply each token more than once.
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
+# The class of GPT-2's layers, which is not imported.
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
 _NOT_SEEN = "convert_to_float8_training has not seen it"
 
 Kind = Literal["linear", "Conv1D", "experts", "other"]
@@ -149,14 +151,9 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
 def _of_parameter(owner: str, own: str, module: nn.Module, size: int) -> WeightSummary:
     """Return the row of a parameter whose owner is not an nn.Linear."""
     name, shape = f"{owner}.{own}".strip("."), tuple(module.get_parameter(own).shape)
-    kind: Kind = "Conv1D" if _is_conv1d(module) and own == "weight" else "other"
+    classes = [(cls.__module__, cls.__name__) for cls in type(module).__mro__]
+    kind: Kind = "Conv1D" if _CONV1D in classes and own == "weight" else "other"
     reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
     if len(shape) == 3 and re.search("expert|moe", f"{name} {type(module).__name__}", re.I):
         kind, reason = "experts", f"no nn.Linear, but a 3-D parameter of {shape[0]} experts"
     return WeightSummary(name, shape, "" if own in weights_of(module) else reason, size, kind)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is transformers' Conv1D (GPT-2), without an import of it."""
-    known = ("transformers.pytorch_utils", "Conv1D")
-    return any((cls.__module__, cls.__name__) == known for cls in type(module).__mro__)
