@@ -14,10 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import tree_leaves, when_backward_ends
 
+Call = Callable[..., Any]
+
 # The paths that are entered now, and the ``nn.Module.__call__`` that they replaced. Global module
 # hooks are no alternative: compiled graphs have guards on them, and would be recompiled.
 _entered: list["ModulePath"] = []
-_original_call: list[Callable[..., Any]] = []
+_original_call: list[Call] = []
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -76,9 +78,7 @@ class ModulePath:
                 self._fqns[child] = without_wrappers(name)
         return self._fqns[module]
 
-    def _run(
-        self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _run(self, call: Call, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module, and track the call, including its hooks."""
         fqn, caller = self._fqn(module), self.current
         self.current = fqn

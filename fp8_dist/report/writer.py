@@ -141,8 +141,7 @@ class RunWriter:
             self._write(COMM, rows)
 
     def _write(self, name: str, value: Any) -> None:
-        text = json.dumps(value, indent=2, default=str)
-        (self.folder / name).write_text(text + "\n")
+        (self.folder / name).write_text(json.dumps(value, indent=2, default=str) + "\n")
 
     def sync(self) -> None:
         """Return once the lines that were written survive a crash of the machine."""
