@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.agreement import Facts
 from fp8_dist.mesh import check_axis
-from fp8_dist.tensor_parallel.plan import apply_tp_plan, checked_layers, matched
+from fp8_dist.tensor_parallel.plan import apply_tp_plan, checked_layers, fused_layers, matched
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
 # The multiple of what rounding does from which a difference counts. Right plans reached 1.3, wrong
@@ -69,8 +69,8 @@ def check_tp_plan(
         loss: a function of the model's output that returns a scalar. None: the sum of all outputs
             with random weights.
 
-    For layers of ``model`` that have been compared, ``apply_tp_plan`` does not warn that they look
-    fused.
+    Afterwards ``apply_tp_plan`` does not warn of the layers of ``model`` that look fused under
+    ``plan``.
 
     Collectives: an all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare weights
     and batch between ranks. Those of ``apply_tp_plan``, and of a forward and a backward. An
@@ -120,9 +120,8 @@ def check_tp_plan(
                 if "several projections" in str(warning.message):
                     error.add_note(str(warning.message))
             raise
-    for name, module in parallel.model.named_modules():
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
-            checked_layers.add(model.get_submodule(name))
+    styles = {name: style for pattern, style in plan.items() for name in matched(model, [pattern])}
+    checked_layers.update(model.get_submodule(n) for n in fused_layers(model, mesh, styles))
 
 
 class _Call(NamedTuple):

@@ -44,7 +44,7 @@ _FUSED = re.compile(
     r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(_proj)?$", re.IGNORECASE
 )
 
-# Layers of models that have passed check_tp_plan.
+# Layers that look fused under a plan for which check_tp_plan has passed.
 checked_layers: "WeakSet[nn.Module]" = WeakSet()
 
 
@@ -68,7 +68,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     the size of q, k and v for the heads of the module around them, or three times that of their
     input, if no layer beside them takes as much. Each rank gets consecutive output features, so the
     model must take q, k and v by head. Layers are not named if the model has passed
-    :func:`check_tp_plan`, or if ``hf_tp_plan`` made the plan.
+    :func:`check_tp_plan` with a plan under which they look fused, or if ``hf_tp_plan`` made the
+    plan.
 
     Collectives: one all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare the
     float8 layers and the plan between ranks. Then those of torch's ``parallelize_module``, which
@@ -107,8 +108,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         listing = "\n".join(f"  - {offender}" for offender in offenders)
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
-    if mesh.size() > 1:
-        _warn_of_fused(model, resolved)
+    _warn_of_fused(fused_layers(model, mesh, resolved))
     parallelize_module(model, mesh, resolved)
     for tie in ties:
         places = {name: _place(model.get_parameter(name)) for name in tie}
@@ -146,9 +146,7 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
         )
 
 
-def _warn_of_fused(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
-    """Warn about column-parallel layers that look like several projections in one."""
-    fused = [name for name, style in styles.items() if _looks_fused(model, name, styles)]
+def _warn_of_fused(fused: list[str]) -> None:
     if fused:
         warnings.warn(
             f"apply_tp_plan: {', '.join(fused)}: column-parallel, and like several projections in "
@@ -160,6 +158,14 @@ def _warn_of_fused(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
             "with one device; if it has passed, there is no such warning",
             stacklevel=3,
         )
+
+
+def fused_layers(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> list[str]:
+    """Return the column-parallel layers that look like several projections in one.
+
+    There are none on a mesh of one rank, and none that were checked.
+    """
+    return [name for name in styles if mesh.size() > 1 and _looks_fused(model, name, styles)]
 
 
 def _looks_fused(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) -> bool:

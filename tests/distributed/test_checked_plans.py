@@ -410,3 +410,6 @@ def test_a_model_that_passed_is_not_warned_of() -> None:
     convert_to_float8_training(right, module_filter_fn=skip_head(right))
     assert warned(mesh, right, gpt_plan(right, True)) == []
     assert len(warned(mesh, wrong, gpt_plan(wrong, True))) == 1
+    other = gpt(by_head=False)
+    check(other, {"h.*.attn.qkv": ColwiseParallel(output_layouts=Replicate())})
+    assert len(warned(mesh, other, gpt_plan(other, True))) == 1
