@@ -44,12 +44,10 @@ class StreamInput(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            x = _moved(args[0], device_mesh, _WHOLE, _SEQUENCE)
-            return (local_if_even(x), *args[1:]), kwargs
+        def enter(x: torch.Tensor) -> torch.Tensor:
+            return local_if_even(_moved(x, device_mesh, _WHOLE, _SEQUENCE))
 
-        _pass_first_argument_alone(module)
-        module.register_forward_pre_hook(enter, with_kwargs=True)
+        _pass_first_argument_alone(module, enter)
         return module
 
 
@@ -123,9 +121,8 @@ class ReplicatedBlock(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            x = _moved(args[0], device_mesh, _SEQUENCE, _WHOLE)
-            return (x.to_local(), *args[1:]), kwargs
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            return _moved(x, device_mesh, _SEQUENCE, _WHOLE).to_local()
 
         def keep_part(module: nn.Module, args: Any, output: Any) -> Any:
             first, *others = output if isinstance(output, tuple) else (output,)
@@ -133,8 +130,7 @@ class ReplicatedBlock(ParallelStyle):
             part = local_if_even(_moved(first, device_mesh, _WHOLE, _SEQUENCE))
             return (part, *others) if isinstance(output, tuple) else part
 
-        _pass_first_argument_alone(module)
-        module.register_forward_pre_hook(gather, with_kwargs=True)
+        _pass_first_argument_alone(module, gather)
         module.register_forward_hook(keep_part)
         return module
 
@@ -151,12 +147,14 @@ def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor
     return torch.ops.aten._unsafe_view.default(output, output.shape)
 
 
-def _pass_first_argument_alone(module: nn.Module) -> None:
-    """Pass only the first argument of a module by position, and the others by keyword."""
+def _pass_first_argument_alone(
+    module: nn.Module, change: Callable[[Any], Any] = lambda x: x
+) -> None:
+    """Pass only the first argument of a module, changed, by position, and the others by keyword."""
     names = list(inspect.signature(module.forward).parameters)
 
     def rearrange(module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        return (given.pop(names[0]),), given
+        return (change(given.pop(names[0])),), given
 
     module.register_forward_pre_hook(rearrange, with_kwargs=True)
