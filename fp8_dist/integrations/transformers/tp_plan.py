@@ -33,8 +33,11 @@ _GATHERING_READER = {"colwise_gather_output", "colwise_rep"}
 _WRITER = {"rowwise"}
 _SPLITTING_WRITER = {"rowwise_split_input", "rowwise_rep"}
 _HEAD_NORM = "replicated_with_grad_allreduce"
-_EMBEDDING = {"embedding_rowwise"}
+_EMBEDDING = "embedding_rowwise"
 _READERS, _WRITERS = _READER | _GATHERING_READER, _WRITER | _SPLITTING_WRITER
+# The classes of modules with these styles.
+_CLASSES: dict[str, type[nn.Module]] = dict.fromkeys(_READERS | _WRITERS, nn.Linear)
+_CLASSES |= {_EMBEDDING: nn.Embedding, _HEAD_NORM: nn.Module}
 _EXPERTS = "experts"
 
 
@@ -127,22 +130,13 @@ class Structure:
             self.refuse(f"no module has a name of its plan: {', '.join(declared)}")
         found = {name: style for name, style in found.items() if not self.is_routed(name)}
         for name, style in found.items():
-            self.check_style(name, style)
+            module = self.modules.get(name)
+            if style not in _CLASSES:
+                self.refuse(f"{name}: the style {style!r}")
+            elif not isinstance(module, _CLASSES[style]):
+                kind = type(module).__name__ if module is not None else "parameter"
+                self.refuse(f"{name}: the style {style!r} of a {kind}")
         return found
-
-    def check_style(self, name: str, style: str) -> None:
-        module = self.modules.get(name)
-        expected: Any = nn.Module
-        if style in _READERS | _WRITERS:
-            expected = nn.Linear
-        elif style in _EMBEDDING:
-            expected = nn.Embedding
-        elif style != _HEAD_NORM:
-            self.refuse(f"{name}: the style {style!r}")
-            return
-        if not isinstance(module, expected):
-            kind = type(module).__name__ if module is not None else "parameter"
-            self.refuse(f"{name}: the style {style!r} of a {kind}")
 
     def is_routed(self, name: str) -> bool:
         """Return whether a module belongs to routed experts, or is the router beside them."""
@@ -223,7 +217,7 @@ class Structure:
             name
             for name, module in siblings.items()
             if isinstance(module, nn.Embedding)
-            and (module is found or styles.get(name) in _EMBEDDING)
+            and (module is found or styles.get(name) == _EMBEDDING)
         ]
         norms = [name for name, module in siblings.items() if _is_norm(module)]
         if len(embeddings) != 1:
