@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch.nn as nn
-from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.linear.amax_history import saved_rows
 from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.model.export import unwrapped
 from fp8_dist.text import without_wrappers
 
 
@@ -41,8 +41,7 @@ class Float8State:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inner = getattr(model, "_orig_mod", model)  # torch.compile may wrap DDP
-        self.model = inner.module if isinstance(inner, DistributedDataParallel) else model
+        self.model = unwrapped(model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the amaxes by layer name and operand.
@@ -50,10 +49,7 @@ class Float8State:
         The newest amax of a history comes first. A history is empty before the first sync.
         """
         return {
-            name: {
-                operand: [] if each.history is None else [a for a in each.history.tolist() if a]
-                for operand, each in layer.histories.items()
-            }
+            name: {operand: each.amaxes().tolist() for operand, each in layer.histories.items()}
             for name, layer in self._layers().items()
         }
 
