@@ -122,12 +122,21 @@ class Fp8DistQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         """Convert the layers on the meta device."""
-        _check_names(model, self.quantization_config.modules_to_not_convert or [])
-        self._convert(model)
+        config = self.quantization_config
+        names = config.modules_to_not_convert or []
+        _check_names(model, names)
+        if (experts := config.experts_config()) is not None:
+            convert_experts_to_float8_training(
+                model,
+                config=experts,
+                module_filter_fn=lambda _, fqn: not any(is_part(name, fqn) for name in names),
+            )
+        layers, layer_filter = config.layer_config(), LayerFilter(model, names)
+        convert_to_float8_training(model, config=layers, module_filter_fn=layer_filter)
         state, name_of = model.state_dict(), _renaming(model)
         files = kwargs.get("checkpoint_files") or []
         stored = float8_entries(files, lambda key: state.get(name_of(key)))
-        if self.quantization_config.freeze:
+        if config.freeze:
             self._freeze(model, stored)
         elif stored:
             raise ValueError(
@@ -135,19 +144,6 @@ class Fp8DistQuantizer(HfQuantizer):
                 "loaded without its scales; pass freeze=True, or, to train the weights, make the "
                 "model, convert it, and call load_float8_checkpoint"
             )
-
-    def _convert(self, model: PreTrainedModel) -> None:
-        names = self.quantization_config.modules_to_not_convert or []
-        experts = self.quantization_config.experts_config()
-        if experts is not None:
-            convert_experts_to_float8_training(
-                model,
-                config=experts,
-                module_filter_fn=lambda _, fqn: not any(is_part(name, fqn) for name in names),
-            )
-        config = self.quantization_config.layer_config()
-        layer_filter = LayerFilter(model, names)
-        convert_to_float8_training(model, config=config, module_filter_fn=layer_filter)
 
     def _freeze(self, model: PreTrainedModel, stored: dict[str, Float8Entry]) -> None:
         """Prepare layers for the entries in float8 that a checkpoint has for them."""
@@ -183,11 +179,10 @@ class Fp8DistQuantizer(HfQuantizer):
             freeze_to_float8(model, module_filter_fn=lambda module, _: module in found)
         for fqn, entry in entries.items():
             # transformers compares shapes; Float8Weight.restore decides what they mean.
-            weight, scales = weights[fqn], torch.empty(entry.shape, device="meta")
-            scales = nn.Parameter(
-                StoredScales(scales, torch.float32, torch.float32), requires_grad=False
-            )
-            weight.module.register_parameter(weight.scales_name, scales)
+            weight, shaped = weights[fqn], torch.empty(entry.shape, device="meta")
+            scales = StoredScales(shaped, torch.float32, torch.float32)
+            own = nn.Parameter(scales, requires_grad=False)
+            weight.module.register_parameter(weight.scales_name, own)
             if not entry.scales.endswith("_inv"):
                 self.renames = True
 
