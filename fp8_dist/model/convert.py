@@ -23,8 +23,8 @@ from fp8_dist.linear.module import (
     other_users,
     why_unconvertible,
 )
-from fp8_dist.linear.weights import weights_of
-from fp8_dist.mesh import Placements
+from fp8_dist.linear.weights import float8_weights, weights_of
+from fp8_dist.mesh import Placements, redistributed
 from fp8_dist.model.filters import LEFT_OUT, why_misaligned
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.routers import routers
@@ -162,8 +162,7 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
             raise ValueError(
                 f"convert_to_linear: {fqn or 'the module'} can't become an nn.Linear: it {why}"
             )
-    parts = [*layers.values(), *experts.values()]
-    unwrap_float8_weights([weight for part in parts for weight in weights_of(part).values()])
+    unwrap_float8_weights(float8_weights(module).values())
     for layer in layers.values():
         placements = layer.output_placements
         layer.become_linear()
@@ -207,17 +206,11 @@ def _place_input(layer: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...]:
     input, *others = args
     assert isinstance(layer.weight, DTensor)
     rowwise = layer.weight.placements[0] == Shard(1)
-    return (_placed(input, (Shard(input.ndim - 1) if rowwise else Replicate(),)), *others)
+    return (redistributed(input, (Shard(input.ndim - 1) if rowwise else Replicate(),)), *others)
 
 
 def _place_output(placements: Placements, layer: nn.Linear, args: Any, output: DTensor) -> DTensor:
-    return _placed(output, placements)
-
-
-def _placed(tensor: DTensor, placements: Placements) -> DTensor:
-    # Redistributing to the same placements would reduce the gradient here.
-    is_placed = tuple(tensor.placements) == tuple(placements)
-    return tensor if is_placed else tensor.redistribute(placements=placements)
+    return redistributed(output, placements)
 
 
 def _choose(
@@ -254,13 +247,11 @@ def _choose(
     not_linear = [*_not_linear(module)]
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
         kind = type(module).__name__
-        lines = [f"no layer of {kind} was converted:"]
-        lines += [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in reasons.items()]
+        title = f"no layer of {kind} was converted:"
         if not reasons:
-            lines = [f"{kind} contains no nn.Linear, so nothing was converted"]
-        raise ValueError(
-            "\n".join(["convert_to_float8_training: " + lines[0], *lines[1:], *not_linear])
-        )
+            title = f"{kind} contains no nn.Linear, so nothing was converted"
+        lines = [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in reasons.items()]
+        raise ValueError("\n".join([f"convert_to_float8_training: {title}", *lines, *not_linear]))
     notes = []
     if unfit:
         listed = "; ".join(f"{fqn} ({reasons[fqn]})" for fqn in unfit)
