@@ -381,11 +381,10 @@ def _check(part: _Part, files: _Files, own: set[str]) -> None:
         _check_values(key, tensor.dtype, files, own)
         if are_coded and weight is not None and weight.is_stored:
             _first_block(weight, entry)
-        if are_coded and files.float8(key):
-            if weight is not None and weight.is_stored:
+            if files.float8(key):
                 _stored_scales(weight, entry, files)
-            else:
-                _blocks_of(entry, files)
+        elif are_coded and files.float8(key):
+            _blocks_of(entry, files)
 
 
 def _check_values(key: str, dtype: torch.dtype, files: _Files, own: Container[str]) -> None:

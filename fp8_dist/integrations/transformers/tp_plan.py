@@ -207,10 +207,8 @@ class Structure:
     def check_ends(self, stack: str, styles: dict[str, str]) -> tuple[str, str]:
         """Return the names of the embedding before the layers and of the norm after them."""
         base = stack.rpartition(".")[0]
-        siblings = {
-            f"{base}.{child}" if base else child: module
-            for child, module in self.modules[base].named_children()
-        }
+        children = self.modules[base].named_children()
+        siblings = {f"{base}.{child}".removeprefix("."): module for child, module in children}
         get: Any = getattr(self.model, "get_input_embeddings", lambda: None)
         found = get()
         embeddings = [
