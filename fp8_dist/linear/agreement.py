@@ -23,8 +23,8 @@ from fp8_dist.torch_internals import STAND_INS, innermost, without_dispatch_mode
 
 # Modules whose parameters and layers were compared, including their submodules.
 _compared: "WeakSet[nn.Module]" = WeakSet()
-# Models that were converted. A part of one may have converted layers on other ranks only.
-_converted: "WeakSet[nn.Module]" = WeakSet()
+# Models that are converted. A part of one may have converted layers on other ranks only.
+CONVERTED: "WeakSet[nn.Module]" = WeakSet()
 
 # Modules with float8 parameters, by name. (Any, because Float8Linear imports this module.)
 Layers = Mapping[str, Any]
@@ -142,18 +142,13 @@ def _listed(ranks: Iterable[int]) -> str:
 
 def note_converted(model: nn.Module) -> None:
     """Remember a converted model, whose parts are compared even if they have no float8 layers."""
-    _converted.add(model)
+    CONVERTED.add(model)
     _compared.difference_update(model.modules())
-
-
-def forget_converted(model: nn.Module) -> None:
-    """Undo :func:`note_converted`."""
-    _converted.discard(model)
 
 
 def is_part_of_converted(module: nn.Module) -> bool:
     """Whether a module belongs to a model that was converted."""
-    return any(part is module for model in _converted for part in model.modules())
+    return any(part is module for model in CONVERTED for part in model.modules())
 
 
 def needs_comparison(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
-from fp8_dist.linear.agreement import forget_converted, note_converted
+from fp8_dist.linear.agreement import CONVERTED, note_converted
 from fp8_dist.linear.checks import takes_any_size
 from fp8_dist.linear.class_change import why_forward_is_kept, with_forward_held
 from fp8_dist.linear.module import (
@@ -172,7 +172,7 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
             layer.register_forward_hook(partial(_place_output, placements), prepend=True)
     for part in experts.values():
         convert_back(part)
-    forget_converted(module)
+    CONVERTED.discard(module)
     return module
 
 
