@@ -24,10 +24,7 @@ from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
 
 
 def share_input(
-    input: torch.Tensor,
-    layers: Sequence[Float8Linear],
-    *,
-    reduce_transport: Encoding = None,
+    input: torch.Tensor, layers: Sequence[Float8Linear], *, reduce_transport: Encoding = None
 ) -> torch.Tensor:
     """Cast and gather an input once for several layers, such as wq, wk and wv.
 
@@ -169,11 +166,7 @@ class _CastInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        scheme: Scheme,
-        history: AmaxHistory | None,
-        shared: int,
+        ctx: Any, input: torch.Tensor, scheme: Scheme, history: AmaxHistory | None, shared: int
     ) -> torch.Tensor:
         if history is not None:
             _, (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), shared)

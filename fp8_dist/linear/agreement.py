@@ -194,10 +194,7 @@ def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
 
 
 def check_placed(
-    layers: Layers,
-    mesh: DeviceMesh,
-    caller: str,
-    others: Mapping[str, str] | None = None,
+    layers: Layers, mesh: DeviceMesh, caller: str, others: Mapping[str, str] | None = None
 ) -> None:
     """Compare layers that are being placed on a mesh, and other facts that must agree.
 

@@ -9,10 +9,7 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
 from fp8_dist.moe.experts import FilterFn, check_arguments, packages_of
 from fp8_dist.scaling import CastPlan
-from fp8_dist.torch_internals import (
-    give_back_to_ddp,
-    leave_out_of_ddp,
-)
+from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp
 
 # By the package of a module's class, what to call after weights of a model were stored.
 AFTER_FREEZE: dict[str, Callable[[], object]] = {}

@@ -44,11 +44,7 @@ def experts_forward(
 
 
 def _forward(
-    self: Any,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    division: Division,
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, division: Division
 ) -> Tensor:
     config, (first, second) = experts_config(self), weights_of(self)
     assert config is not None
@@ -169,10 +165,7 @@ def _check_converted(module: nn.Module, argument: str) -> None:
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 if find_spec("transformers.distributed.expert_parallel"):  # in later releases of transformers 5
-    from transformers.distributed.expert_parallel import (
-        EPImplementation,
-        EPImplementationInterface,
-    )
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
     class Float8EP(EPImplementation):
         """Expert parallelism of converted experts, whose rows travel in float8.

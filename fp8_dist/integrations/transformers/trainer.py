@@ -161,12 +161,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         update_float8_scales(model)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        *_: Any,
-        logs: dict[str, Any],
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any], **kw: Any
     ) -> None:
         """Write the metrics that the Trainer logs; not the summary of the whole training."""
         if self._writer is not None and "train_runtime" not in logs:
