@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8_dist.debug.recorder import own_rank
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.module import config_text, other_users
 from fp8_dist.linear.weight import Float8Weight
@@ -104,8 +104,7 @@ def iter_float8_weights(
     """
     if bucket_bytes < 1:
         raise ValueError(f"iter_float8_weights: bucket_bytes is {bucket_bytes}; pass 1 or more")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    keeps = ranks is None or rank in ranks
+    keeps = ranks is None or own_rank() in ranks
     return float8_stream(model, "iter_float8_weights", True, keeps, bucket_bytes)
 
 
@@ -141,8 +140,7 @@ def float8_state_dict(
 
     Raises: its errors.
     """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    keeps = is_first or not (full_state_dict and cpu_offload)
+    keeps = own_rank() == 0 or not (full_state_dict and cpu_offload)
     state: dict[str, Any] = {}
     for name, tensor, scales in float8_stream(model, "float8_state_dict", full_state_dict, keeps):
         state[name] = tensor.cpu() if cpu_offload else tensor
