@@ -60,14 +60,13 @@ class Float8State:
         ``state_dict`` start anew. Those of unknown layers and operands are ignored.
         ``load_state_dict`` of the model does not replace loaded histories that no forward has used.
         """
-        layers = self._layers()
-        rows = {
-            name: saved_rows(state_dict.get(name, {}), layer.histories)
-            for name, layer in layers.items()
-        }
-        for name, layer in layers.items():
+        saved = [
+            (layer, saved_rows(state_dict.get(name, {}), layer.histories))
+            for name, layer in self._layers().items()
+        ]
+        for layer, rows in saved:
             for operand, history in layer.histories.items():
-                history.load(rows[name][operand].to(layer.weight.device))
+                history.load(rows[operand].to(layer.weight.device))
                 history.restored = True
 
     def __reduce__(self) -> NoReturn:
