@@ -73,9 +73,8 @@ class _Files(dict[str, Any]):
         super().__init__(entries)
         self.companions: dict[str, list[str]] = {}
         for key in entries:
-            begins = [key[: each.start()] for each in re.finditer("[._]", key)]
-            for owner in begins:
-                rest = key[len(owner) :]
+            for each in re.finditer("[._]", key):
+                owner, rest = key[: each.start()], key[each.start() :]
                 is_companion = owner in entries and ("scal" in rest or "zero_point" in rest)
                 if is_companion and (rest in _SCALES or not _CALIBRATED.search(key)):
                     self.companions.setdefault(owner, []).append(key)
