@@ -116,7 +116,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         **kwargs: Any,
     ) -> None:
         """Check the model and optimizer that the Trainer made, and compute the first scales."""
-        if not float8_layers(model):
+        layers = float8_layers(model)
+        if not layers:
             raise ValueError(
                 "Float8Callback: the model was wrapped for training before the callback could "
                 "convert it. Pass the callback when the Trainer is made (callbacks=[...], not "
@@ -134,7 +135,13 @@ class Float8Callback(TrainerCallback, ExportableState):
                 f"Float8Callback: the Trainer has {len(saved)} of these callbacks; leave one"
             )
         histories = saved.get("attributes", {}).get("histories", {})
-        _restore_histories(model, histories, is_new=state.global_step == 0)
+        for name, layer in layers.items():
+            if histories:
+                rows, device = histories.get(without_wrappers(name), {}), layer.weight.device
+                load_histories(layer.histories, rows, layer.float8_weight.meshes(), device)
+            elif state.global_step == 0:  # a new training restores none, whatever was loaded
+                for history in layer.histories.values():
+                    history.restored = False
         update_float8_scales(model)
         if self.run is not None:
             self._stats = float8_stats(model, every=self.stats_every, on_anomaly="warn")
@@ -174,18 +181,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         """Update the scales if the Trainer may have loaded the best model after the last step."""
         if args.load_best_model_at_end:
             update_float8_scales(model)
-
-
-def _restore_histories(
-    model: nn.Module, saved: dict[str, dict[str, list[float]]], is_new: bool
-) -> None:
-    for name, layer in float8_layers(model).items():
-        if saved:
-            rows, device = saved.get(without_wrappers(name), {}), layer.weight.device
-            load_histories(layer.histories, rows, layer.float8_weight.meshes(), device)
-        elif is_new:  # a new training restores no histories, whatever accelerate has loaded
-            for history in layer.histories.values():
-                history.restored = False
 
 
 def _check_back_end(args: TrainingArguments) -> None:
