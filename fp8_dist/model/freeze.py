@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
+from fp8_dist.linear.module import other_users
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
 from fp8_dist.moe.experts import FilterFn, check_arguments, packages_of
@@ -73,14 +74,14 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
         if not (weight.is_stored or weight.parameter().requires_grad)
         and (module_filter_fn is None or module_filter_fn(weight.module, weight.fqn))
     }
-    others = {
-        id(parameter): fqn
-        for part_fqn, part in module.named_modules()
-        for name, parameter in part._parameters.items()
-        if (fqn := f"{part_fqn}.{name}".removeprefix(".")) not in chosen
-    }
     for fqn, weight in chosen.items():
-        _check(fqn, weight, others.get(id(weight.parameter())))
+        _check(fqn, weight)
+    parameters = {fqn: weight.parameter() for fqn, weight in chosen.items()}
+    if shared := other_users(module, parameters, [weight.module for weight in chosen.values()]):
+        raise ValueError(
+            f"freeze_to_float8: {'; '.join(shared)}, which stays in high precision, and both "
+            "together would take more memory; leave the layer out (module_filter_fn)"
+        )
     made: dict[int, Float8Weight] = {}
     for weight in chosen.values():
         first = made.setdefault(id(weight.parameter()), weight)
@@ -167,7 +168,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
     return weight.high_precision()
 
 
-def _check(fqn: str, weight: Float8Weight, other: str | None) -> None:
+def _check(fqn: str, weight: Float8Weight) -> None:
     uses = set(weight.config.recipe.uses["weight"].values())
     if len(uses) > 1 or None in uses or len(weight.schemes[0].levels) > 1:
         in_high = "multiplied in high precision in a GEMM"
@@ -181,11 +182,6 @@ def _check(fqn: str, weight: Float8Weight, other: str | None) -> None:
         raise ValueError(
             f"freeze_to_float8: {fqn} is distributed already, or is not a plain parameter; freeze "
             "the model before apply_tp_plan and fully_shard"
-        )
-    if other is not None:
-        raise ValueError(
-            f"freeze_to_float8: {fqn} is also {other}, which stays in high precision, and both "
-            "together would take more memory; leave the layer out (module_filter_fn)"
         )
 
 
