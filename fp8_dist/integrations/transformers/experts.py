@@ -46,8 +46,7 @@ def experts_forward(
 def _forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, division: Division
 ) -> Tensor:
-    config, (first, second) = experts_config(self), weights_of(self)
-    assert config is not None
+    config, (first, second) = self.float8_experts_config, weights_of(self)
     _check_whole(self)
     _warn_if_set(self)
     num_experts, group, mesh = division
