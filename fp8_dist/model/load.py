@@ -383,7 +383,7 @@ def _check(part: _Part, files: _Files, own: set[str]) -> None:
             if files.float8(key):
                 _stored_scales(weight, entry, files)
         elif are_coded and files.float8(key):
-            _blocks_of(entry, files)
+            _scales_of(entry, files)
 
 
 def _check_values(key: str, dtype: torch.dtype, files: _Files, own: Container[str]) -> None:
@@ -458,36 +458,35 @@ def _read(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
 
 def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
     """Read a part of an entry in float8, times its scales, fp32."""
-    rows, columns = _blocks_of(entry, files)
-    scales = files[files.scales(entry.key)][...].to(torch.float32)
-    sizes = [-(-n // block) for n, block in zip(entry.size[-2:], (rows, columns), strict=True)]
+    scales, blocks = _scales_of(entry, files)
+    sizes = [-(-n // block) for n, block in zip(entry.size[-2:], blocks, strict=True)]
     shape = (*entry.size[:-2], *sizes)
     scales = scales.view(()).expand(shape) if scales.numel() == 1 else scales.view(shape)
     row, column = (
         torch.arange(each.start, each.stop) // block
-        for each, block in zip(index[-2:], (rows, columns), strict=True)
+        for each, block in zip(index[-2:], blocks, strict=True)
     )
     values = _read(entry, files, index).to(torch.float32)
     return values * scales[index[:-2]][..., row, :][..., column]
 
 
-def _blocks_of(entry: Entry, files: _Files) -> tuple[int, int]:
-    """Return the size of the blocks of an entry that have one scale, by the shape of the scales.
+def _scales_of(entry: Entry, files: _Files) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return the scales of an entry, fp32, and the size of the blocks that have one each.
 
     Raises:
         ValueError: the shape has no meaning or several, or :func:`checked_scales` refuses them.
     """
     key, shape = files.scales(entry.key), files.matrices(entry)
-    checked_scales(files[key][...], f"load_float8_checkpoint: {key}")
+    scales = checked_scales(files[key][...], f"load_float8_checkpoint: {key}").to(torch.float32)
     found, size = counts(files.shape(key), shape), shape[-2:]
     if len(size) == 2:
         if found[-2:] == [1, 1] and math.prod(found) in (1, math.prod(shape[:-2])):
-            return size[0], size[1]
+            return scales, size
         if found == [*shape[:-1], 1]:
-            return 1, size[1]
+            return scales, (1, size[1])
         for block in _BLOCKS:
             if found == [*shape[:-2], *(-(-n // block) for n in size)]:
-                return block, block
+                return scales, (block, block)
     raise ValueError(
         f"load_float8_checkpoint: {key} is {list(files.shape(key))}, which is neither one scale "
         f"for {list(shape)}, nor one per row or per square block of {_BLOCKS}; dequantize the "
