@@ -117,7 +117,7 @@ class Fp8DistQuantizer(HfQuantizer):
     """The quantizer that ``from_pretrained`` uses for :class:`Fp8DistConfig`."""
 
     requires_calibration = False
-    renames = False  # whether scales have other names in the checkpoint
+    renaming: Any = None  # of scales that have other names in the checkpoint
     quantization_config: Fp8DistConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -184,15 +184,12 @@ class Fp8DistQuantizer(HfQuantizer):
             own = nn.Parameter(scales, requires_grad=False)
             weight.module.register_parameter(weight.scales_name, own)
             if not entry.scales.endswith("_inv"):
-                self.renames = True
+                self.renaming = WeightRenaming(r"\.weight_scale", ".weight_scale_inv")
 
     def update_weight_conversions(self, weight_conversions: Any, model: PreTrainedModel) -> Any:
         """Load the scales ``weight_scale``, as in compressed-tensors' checkpoints, too."""
         found = super().update_weight_conversions(weight_conversions, model)
-        if not self.renames:
-            return found
-        self.renaming = WeightRenaming(r"\.weight_scale", ".weight_scale_inv")
-        return [self.renaming, *found]
+        return [self.renaming, *found] if self.renaming else found
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Refuse transformers' own tensor parallelism, which passes layers local tensors."""
@@ -217,7 +214,7 @@ class Fp8DistQuantizer(HfQuantizer):
                 weight.parameter().requires_grad_(False)
                 weight.restore(model.dtype)
             freeze_to_float8(model)
-        if self.renames:  # save_pretrained would reverse it
+        if self.renaming:  # save_pretrained would reverse it
             conversions = model._weight_conversions
             model._weight_conversions = [each for each in conversions if each is not self.renaming]
         self.remove_quantization_config(model)
