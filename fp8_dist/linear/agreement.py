@@ -184,8 +184,7 @@ def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
             if isinstance(parameter, DTensor):
                 facts.of(parameter.device_mesh)
         for name, weight in new:
-            layout = weight.layout()
-            if layout is not None:
+            if (layout := weight.layout()) is not None:
                 facts.of(layout.mesh).update(_facts_of(weight, name))
         facts.check(caller)
     for _, weight in new:

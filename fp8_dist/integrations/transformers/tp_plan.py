@@ -173,10 +173,10 @@ class Structure:
             )
         module = self.modules[block]
         for name, child in module.named_modules():
-            if not child._parameters or styles.get(name) in _READERS | _WRITERS | {_HEAD_NORM}:
+            is_styled = styles.get(name) in _READERS | _WRITERS | {_HEAD_NORM}
+            # A norm may stand where inputs are gathered.
+            if not child._parameters or is_styled or (gathers and _is_norm(child)):
                 continue
-            if _is_norm(child) and gathers:
-                continue  # its input is gathered
             if _is_norm(child, getattr(module, "head_dim", 0)):
                 styles[name] = _HEAD_NORM
             else:
