@@ -86,21 +86,21 @@ def _written(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
     return x.clone() if isinstance(x, DTensor) else x
 
 
-def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> None:
-    """Raise a ValueError that lists all expected modules that a model does not have."""
+def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> dict[str, nn.Module]:
+    """Return a model's modules by name, or raise a ValueError that lists all that it lacks."""
     if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         raise ValueError(
             f"{caller} does not know the module names of this {type(model).__name__}, a model of "
             "transformers: use fp8_dist.integrations.transformers.hf_tp_plan(model)"
         )
     modules = dict(model.named_modules())
-    missing = [name for name in expected if name not in modules]
-    if missing:
+    if missing := [name for name in expected if name not in modules]:
         raise ValueError(
             f"{caller} does not know this {type(model).__name__}: it has no module "
             f"{', '.join(missing)}. Rename the modules, or write a plan of your own (a dict of "
             "module names to styles) and pass it to apply_tp_plan"
         )
+    return modules
 
 
 def colwise_style(
@@ -224,7 +224,7 @@ def llama_tp_plan(
         for block, (norm, consumers, writer) in _BLOCKS.items():
             expected += [f"{layer}.{norm}", f"{layer}.{block}"]
             expected += [f"{layer}.{block}.{name}" for name in (*consumers, writer)]
-    check_names(model, expected, "llama_tp_plan")
+    modules = check_names(model, expected, "llama_tp_plan")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": EmbeddingRowwiseParallel(
@@ -236,16 +236,13 @@ def llama_tp_plan(
             if sequence_parallel:
                 plan[f"{layer}.{norm}"] = SequenceParallel()
             path = f"{layer}.{block}"
-            module = model.get_submodule(path)
-            layers = {name: module.get_submodule(name) for name in consumers}
+            layers = {name: modules[f"{path}.{name}"] for name in consumers}
             plan[path] = prepare_style(layers, between, reduce_transport)
             plan |= {f"{path}.{name}": colwise_style(layer) for name, layer in layers.items()}
             plan[f"{path}.{writer}"] = residual_style(
-                module.get_submodule(writer), reduce_transport, output_layouts=between
+                modules[f"{path}.{writer}"], reduce_transport, output_layouts=between
             )
     if sequence_parallel:
         plan["norm"] = SequenceParallel()
-    plan["output"] = head_style(
-        model.get_submodule("output"), between, loss_parallel, reduce_transport
-    )
+    plan["output"] = head_style(modules["output"], between, loss_parallel, reduce_transport)
     return plan
