@@ -347,7 +347,13 @@ def hf_tp_plan(
         structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)
     }
     if sequence_parallel:
-        plan |= _stream_styles(structure)
+        plan[structure.layers[0]] = tp_styles.StreamInput()
+        plan |= {name: tp_styles.StreamNorm(local_if_even) for name in structure.norms}
+        plan |= {name: tp_styles.ReplicatedBlock() for name in structure.routed}
+        # A sharded head takes a DTensor. Without one, the output of the last norm is gathered.
+        plan[structure.last_norm] = (
+            SequenceParallel() if structure.head else tp_styles.StreamNorm(DTensor.full_tensor)
+        )
     for block, styles in structure.blocks.items():
         # Llama 4 adds the output of routed experts to that of shared ones, in place.
         in_routed = block.rpartition(".")[0] in structure.routed
@@ -356,18 +362,6 @@ def hf_tp_plan(
     if structure.head is not None:
         head = model.get_submodule(structure.head)
         plan[structure.head] = head_style(head, stream, loss_parallel, reduce_transport)
-    return plan
-
-
-def _stream_styles(structure: Structure) -> dict[str, ParallelStyle]:
-    """Make the styles of a sequence-parallel stream outside of the sharded blocks."""
-    plan: dict[str, ParallelStyle] = {structure.layers[0]: tp_styles.StreamInput()}
-    plan |= {name: tp_styles.StreamNorm(local_if_even) for name in structure.norms}
-    plan |= {name: tp_styles.ReplicatedBlock() for name in structure.routed}
-    # A sharded head takes a DTensor. Without one, the output of the last norm is gathered.
-    plan[structure.last_norm] = (
-        SequenceParallel() if structure.head else tp_styles.StreamNorm(DTensor.full_tensor)
-    )
     return plan
 
 
