@@ -81,9 +81,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         histories = {} if self._model is None else Float8State(self._model).state_dict()
         return {"args": {}, "attributes": {"histories": histories}}
 
-    def on_init_end(
-        self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: Any, model: nn.Module, **kw: Any) -> None:
         """Convert the model, before the Trainer wraps it and makes its optimizer."""
         _check_back_end(args)
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
@@ -113,7 +111,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         *_: Any,
         model: nn.Module,
         optimizer: Any,
-        **kwargs: Any,
+        **kw: Any,
     ) -> None:
         """Check the model and optimizer that the Trainer made, and compute the first scales."""
         layers = float8_layers(model)
@@ -159,7 +157,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._stats.at(state.global_step + 1).__enter__()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, model: nn.Module, **kw: Any
     ) -> None:
         """Update the scales after the optimizer step, before evaluation and saving."""
         if self._stats is not None and self._writer is not None:
@@ -175,9 +173,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             numbers = {k: v for k, v in logs.items() if isinstance(v, int | float) and k != "epoch"}
             self._writer.log(state.global_step, **numbers)
 
-    def on_train_end(
-        self, args: TrainingArguments, *_: Any, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, *_: Any, model: nn.Module, **kw: Any) -> None:
         """Update the scales if the Trainer may have loaded the best model after the last step."""
         if args.load_best_model_at_end:
             update_float8_scales(model)
