@@ -357,8 +357,7 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def _floating(output: Any) -> list[torch.Tensor]:
-    tensors = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor))
-    return [x for x in tensors if x.dtype.is_floating_point]
+    return [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:

@@ -49,14 +49,6 @@ class _Source(NamedTuple):
     weight: Float8Weight | None  # the float8 weight that it is, if it is one
     keys: list[str]  # its names in the state dict; several if layers share a weight
 
-    def shard(self) -> torch.Tensor:
-        """The values that are cast, on the device of the mesh."""
-        assert self.weight is not None
-        parameter, shard = self.weight.parameter(), self.weight.shard()
-        if isinstance(parameter, DTensor):  # collectives need it; FSDP2 may offload to the CPU
-            shard = shard.to(parameter.device_mesh.device_type)
-        return shard.detach().to(self.weight.gathered_as or shard.dtype)
-
 
 def iter_float8_weights(
     model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, ranks: Collection[int] | None = None
@@ -277,7 +269,7 @@ def _cast(
     for source in bucket:
         if (weight := source.weight) is not None and not weight.is_stored:
             (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
-            local = scheme.measure(source.shard(), scheme.start(layout))
+            local = scheme.measure(_shard(weight), scheme.start(layout))
             measured.append((scheme, local, layout))
     wholes = iter(zip(measured, whole_statistics_of_each(measured), strict=True))
     tensors: list[torch.Tensor] = []
@@ -288,7 +280,7 @@ def _cast(
             scale = next(own_scales)
         elif weight is not None:
             (scheme, statistics, layout), every = next(wholes)
-            shard, parameter = source.shard(), weight.parameter()
+            shard, parameter = _shard(weight), weight.parameter()
             if layout is not None and any(scheme.axes(layout)):  # ranks share blocks
                 statistics = scheme.local_part(every, layout)
             _, _, (qdata,) = scheme.cast(shard, statistics, scheme.start(layout), [False])
@@ -298,6 +290,14 @@ def _cast(
         tensors.append(tensor)
         scales.append(scale)
     return tensors, scales
+
+
+def _shard(weight: Float8Weight) -> torch.Tensor:
+    """The values of a weight that are cast, on the device of the mesh."""
+    parameter, shard = weight.parameter(), weight.shard()
+    if isinstance(parameter, DTensor):  # collectives need it; FSDP2 may offload to the CPU
+        shard = shard.to(parameter.device_mesh.device_type)
+    return shard.detach().to(weight.gathered_as or shard.dtype)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
