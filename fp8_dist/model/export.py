@@ -272,12 +272,11 @@ def _cast(
             local = scheme.measure(_shard(weight), scheme.start(layout))
             measured.append((scheme, local, layout))
     wholes = iter(zip(measured, whole_statistics_of_each(measured), strict=True))
-    tensors: list[torch.Tensor] = []
-    scales: list[torch.Tensor | None] = []
-    for source in bucket:
-        tensor, scale = source.value, None
+    tensors = [source.value for source in bucket]
+    scales: list[torch.Tensor | None] = [None] * len(bucket)
+    for i, source in enumerate(bucket):
         if (weight := source.weight) is not None and weight.is_stored:
-            scale = next(own_scales)
+            scales[i] = next(own_scales)
         elif weight is not None:
             (scheme, statistics, layout), every = next(wholes)
             shard, parameter = _shard(weight), weight.parameter()
@@ -285,10 +284,8 @@ def _cast(
                 statistics = scheme.local_part(every, layout)
             _, _, (qdata,) = scheme.cast(shard, statistics, scheme.start(layout), [False])
             device = shard.device if stays_on_mesh else parameter.device
-            tensor = with_local(parameter, qdata.to(device))
-            scale = fp32_scales(scheme.scales_from(every)[0]).to(device)
-        tensors.append(tensor)
-        scales.append(scale)
+            tensors[i] = with_local(parameter, qdata.to(device))
+            scales[i] = fp32_scales(scheme.scales_from(every)[0]).to(device)
     return tensors, scales
 
 
