@@ -282,15 +282,14 @@ class _Header(NamedTuple):
 
 
 def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
-    each_is_path = isinstance(files, Sequence) and all(isinstance(f, str | Path) for f in files)
-    if not (isinstance(files, Path) or each_is_path):
+    given = [files] if isinstance(files, str | Path) else files
+    if not (isinstance(given, Sequence) and all(isinstance(f, str | Path) for f in given)):
         raise TypeError(
             f"load_float8_checkpoint: expected a directory with *.safetensors, or files, got "
             f"{files!r}; pass a path, or a list of paths"
         )
-    given = [Path(files)] if isinstance(files, str | Path) else [Path(each) for each in files]
     found: list[Path] = []
-    for path in given:
+    for path in map(Path, given):
         index = path / "model.safetensors.index.json"
         if index.is_file():
             try:
@@ -300,7 +299,7 @@ def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
                 raise _damaged(index, repr(error)) from error
         else:
             found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if lacking := [str(path) for path in found or given if not path.is_file()]:
+    if lacking := [str(path) for path in found or map(Path, given) if not path.is_file()]:
         raise ValueError(
             f"load_float8_checkpoint: no safetensors file at {_some(lacking)}; pass a directory "
             "with *.safetensors, or the files"
