@@ -66,7 +66,8 @@ class Facts:
                 continue
             try:
                 groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
-                difference = first_difference(facts, groups, mesh.device_type, found and found[1])
+                known = {} if found is None else {_KNOWN: found[1]}
+                difference = first_difference(known | facts, groups, mesh.device_type)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{caller}: another rank of {mesh} did not come here, or has ended: all of "
@@ -82,20 +83,17 @@ class Facts:
 
 
 def first_difference(
-    facts: Mapping[str, str],
-    groups: Sequence[dist.ProcessGroup],
-    device: str,
-    known: str | None = None,
+    facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup], device: str
 ) -> str | None:
     """Describe the first fact that differs between ranks, and the ranks on which it differs.
 
     Returns None if there is no difference. All ranks get the same result.
 
     Args:
-        facts: values by name. Their order is compared, too.
+        facts: values by name. Their order is compared, too. If any rank passes a difference that
+            was found before, under the name ``_KNOWN``, it is the result.
         groups: the groups of this rank along each axis of a mesh, or one group of all ranks.
         device: the type of the devices that communicate.
-        known: a difference that was found before. If any rank passes one, it is the result.
 
     Collectives: one all-reduce of 16 bytes over each group. If there is a difference, also those of
     ``all_gather_object`` of the facts over each group. Dispatch modes, such as ``comm_audit``, do
@@ -103,7 +101,6 @@ def first_difference(
     """
     if not groups:
         return None
-    facts = facts if known is None else {_KNOWN: known, **facts}
     text = "".join(f"\n{name}\t{value}" for name, value in facts.items())
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
     with without_dispatch_modes(), torch.inference_mode(False):
