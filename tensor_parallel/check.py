@@ -219,9 +219,8 @@ class _Run:
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         # Parameters that no call of their own module uses come last.
         order = {name: i for i, name in enumerate(reversed(self.begun))}
-        return dict(
-            sorted(named, key=lambda pair: order.get(pair[0].rpartition(".")[0], len(order)))
-        )
+        named.sort(key=lambda pair: order.get(pair[0].rpartition(".")[0], len(order)))
+        return dict(named)
 
     def gradients(self) -> dict[str, list[torch.Tensor]]:
         given = [(name, p, p.grad) for name, p in self.trained().items()]

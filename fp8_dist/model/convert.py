@@ -201,10 +201,9 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
     return ""
 
 
-def _place_input(layer: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _place_input(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Move the input of a tensor-parallel layer to where its weight is, as torch's styles do."""
     input, *others = args
-    assert isinstance(layer.weight, DTensor)
     rowwise = layer.weight.placements[0] == Shard(1)
     return (redistributed(input, (Shard(input.ndim - 1) if rowwise else Replicate(),)), *others)
 
