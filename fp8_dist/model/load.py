@@ -260,9 +260,8 @@ def float8_entries(
             tensor is None and kind not in _FLOAT and key in opened.companions
         )
         if is_coded and not (key in of_others and kind == "F8_E8M0"):
-            scales, dtype = opened.scales(key), opened.float8(key)
-            assert dtype is not None
-            found[key] = Float8Entry(dtype, scales, opened.shape(scales))
+            scales = opened.scales(key)
+            found[key] = Float8Entry(_FLOAT8[kind], scales, opened.shape(scales))
         elif tensor is not None:
             _check_values(key, tensor.dtype, opened, tensors)
     return found
