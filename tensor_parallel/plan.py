@@ -99,8 +99,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
     ties = _ties(model)
     # Without duplicates: all projections of an attention module report its head counts.
-    offenders = dict.fromkeys(_offenders(model, mesh.size(), plan, matches))
-    if offenders:
+    if offenders := dict.fromkeys(_offenders(model, mesh.size(), plan, matches)):
         listing = "\n".join(f"  - {offender}" for offender in offenders)
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)

@@ -87,8 +87,7 @@ def convert_to_float8_training(
         )
     chosen = _choose(module, module_filter_fn, config)
     config = config or Float8LinearConfig()
-    late = [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]
-    if late:
+    if late := [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]:
         raise ValueError(
             "convert_to_float8_training: these weights are distributed already: "
             f"{', '.join(late)}. Convert the model first, then apply tensor parallelism, then "
@@ -96,8 +95,7 @@ def convert_to_float8_training(
         )
     own = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
     # FSDP2 would gather a weight in float8 for an unconverted module, too.
-    shared = config.fsdp_float8_all_gather and other_users(module, own, chosen.values())
-    if shared:
+    if shared := config.fsdp_float8_all_gather and other_users(module, own, chosen.values()):
         raise ValueError(
             "convert_to_float8_training: enable_fsdp_float8_all_gather="
             f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "

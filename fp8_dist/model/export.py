@@ -355,8 +355,7 @@ def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weig
                 "that is not parallelized, and export that"
             )
     parameters = {name: weight.parameter() for name, weight in converted.items()}
-    shared = other_users(model, parameters, [weight.module for weight in converted.values()])
-    if shared:
+    if shared := other_users(model, parameters, [w.module for w in converted.values()]):
         raise ValueError(
             f"{caller}: {'; '.join(shared)}, which would stay in high precision; leave the layer "
             "unconverted (module_filter_fn), or untie the weights"

@@ -254,8 +254,7 @@ def _renaming(model: PreTrainedModel, converts: bool = True) -> Callable[[str], 
 
 def _check_names(model: nn.Module, names: list[str]) -> None:
     modules = [fqn for fqn, _ in model.named_modules()]
-    unknown = [name for name in names if not any(is_part(name, fqn) for fqn in modules)]
-    if unknown:
+    if unknown := [name for name in names if not any(is_part(name, fqn) for fqn in modules)]:
         raise ValueError(
             f"Fp8DistConfig.modules_to_not_convert: {', '.join(unknown)}: no module of the "
             f"{type(model).__name__} has such a name. Take names, or consecutive parts of names, "

@@ -114,8 +114,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         **kw: Any,
     ) -> None:
         """Check the model and optimizer that the Trainer made, and compute the first scales."""
-        layers = float8_layers(model)
-        if not layers:
+        if not (layers := float8_layers(model)):
             raise ValueError(
                 "Float8Callback: the model was wrapped for training before the callback could "
                 "convert it. Pass the callback when the Trainer is made (callbacks=[...], not "
