@@ -409,16 +409,14 @@ def _load(part: _Part, files: _Files) -> None:
     _, tensor, weight, entries = part
     local = KnownWeight.unwrap(local_tensor(tensor))
     if weight is not None and (stored := weight.stored()) is not None:
-        coded = [entry for entry in entries if files.float8(entry.key)]
-        if len(coded) < len(entries):
+        if plain := [entry for entry in entries if not files.float8(entry.key)]:
             # Cast first, because entries in float8 replace their blocks of the cast.
             values = torch.zeros(local.shape, dtype=tensor.dtype)
-            for entry in entries:
-                if entry not in coded:
-                    _fill(values, tensor, entry, partial(_read, entry, files))
+            for entry in plain:
+                _fill(values, tensor, entry, partial(_read, entry, files))
             stored.write(with_local(tensor, values.to(local.device)))
         held = stored.local_scales
-        for entry in coded:
+        for entry in [each for each in entries if each not in plain]:
             assert isinstance(local, Stored)
             _fill(local.plain, tensor, entry, partial(_read, entry, files))
             of_scales, scales, held.saved_as = _stored_scales(weight, entry, files)
