@@ -204,8 +204,7 @@ class _Gather(torch.autograd.Function):
         if grad is None:
             return None, None
         assert isinstance(grad, DTensor)
-        placements: tuple[Placement, ...] = ctx.layout.placements
-        return reduced_to(grad, placements, ctx.spec.transport), None
+        return reduced_to(grad, ctx.layout.placements, ctx.spec.transport), None
 
 
 def _check_shared(
