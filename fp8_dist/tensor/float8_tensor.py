@@ -214,13 +214,12 @@ def scales_of(x: Float8Tensor) -> Scales:
 
 def _scheme_from(qdata: torch.Tensor, scale: torch.Tensor) -> Scheme:
     """The dense scheme that fits the shape of a scale."""
-    tensor = Dense(qdata.dtype)
     if scale.ndim == 0:
-        return tensor
+        return Dense(qdata.dtype)
     if scale.shape == (*qdata.shape[:-1], 1):
         return Dense(qdata.dtype, "row")
     covered = tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
-    return covering(covered, tensor, qdata.ndim)
+    return covering(covered, Dense(qdata.dtype), qdata.ndim)
 
 
 def _listed(dtypes: Sequence[torch.dtype]) -> str:
