@@ -13,7 +13,7 @@ import torch
 
 from fp8_dist.device import is_float8
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
-from fp8_dist.scaling import Level, Scheme, covering
+from fp8_dist.scaling import Level, Scales, Scheme, covering
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized
 from fp8_dist.torch_internals import (
     STAND_INS,
@@ -72,10 +72,8 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     scales = [func(e, *rest, **kwargs) for e in _expanded(x)]
     if isinstance(moved, torch.Tensor):
         return _with_moved_scales(func, x, moved, scales)
-    return [
-        _with_moved_scales(func, x, part, [each[i] for each in scales])
-        for i, part in enumerate(moved)
-    ]
+    parts = zip(moved, *scales, strict=True)
+    return [_with_moved_scales(func, x, part, own) for part, *own in parts]
 
 
 _PARTS = (
@@ -132,6 +130,12 @@ def _moving_levels(x: Float8Tensor) -> list[tuple[Level, torch.Tensor]]:
     return [(level, scale) for level, scale in pairs if not level.is_scalar]
 
 
+def _changed(x: Float8Tensor, change: Callable[[Level, torch.Tensor], torch.Tensor]) -> Scales:
+    """The scales of all levels, with ``change`` applied to those that cover parts."""
+    pairs = zip(x.scheme.levels, x.scales, strict=True)
+    return tuple([scale if level.is_scalar else change(level, scale) for level, scale in pairs])
+
+
 def _expanded(x: Float8Tensor) -> list[torch.Tensor]:
     """Views of the scales in the shape of the data, with stride 0 along the dims they cover."""
     views = []
@@ -183,16 +187,16 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     qdata = func(x.qdata, size, **kwargs)
     if not moving or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
-    scales, last = [], x.ndim - 1
-    for level, scale in zip(x.scheme.levels, x.scales, strict=True):
-        if not level.is_scalar:
-            fixed = _fixed_dims(level, x.ndim)
-            if fixed not in ((last,), tuple(range(last))) or (level.rows or 1) > 1:
-                raise _no_scale_for(func, x)
-            rows = qdata.shape[:-1] if fixed == (last,) else [1] * (qdata.ndim - 1)
-            scale = scale.reshape(*rows, scale.shape[-1])
-        scales.append(scale)
-    return x.rewrap(qdata=qdata, scale=tuple(scales))
+    last = x.ndim - 1
+
+    def viewed(level: Level, scale: torch.Tensor) -> torch.Tensor:
+        fixed = _fixed_dims(level, x.ndim)
+        if fixed not in ((last,), tuple(range(last))) or (level.rows or 1) > 1:
+            raise _no_scale_for(func, x)
+        rows = qdata.shape[:-1] if fixed == (last,) else [1] * (qdata.ndim - 1)
+        return scale.reshape(*rows, scale.shape[-1])
+
+    return x.rewrap(qdata=qdata, scale=_changed(x, viewed))
 
 
 @implements(aten.as_strided.default, aten._reshape_alias.default)
@@ -294,15 +298,16 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             "scale; call .dequantize() first"
         )
     _check_not_cut(func, x)  # DTensor pads the parts of some ranks before it gathers them
-    # pad has a pair for each dim, the last dim first.
-    qdata, scales = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype), []
-    for level, scale in zip(x.scheme.levels, x.scales, strict=True):
-        if not level.is_scalar:
-            fixed = _fixed_dims(level, x.ndim)
-            sides = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
-            # As integers, because torch can't pad all dtypes of scales.
-            scale = func(scale.view(_BITS[scale.itemsize]), sides, 0).view(scale.dtype)
-        scales.append(scale)
+    qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
+
+    def padded(level: Level, scale: torch.Tensor) -> torch.Tensor:
+        fixed = _fixed_dims(level, x.ndim)
+        # pad has a pair for each dim, the last dim first.
+        sides = [0 if x.ndim - 1 - i // 2 in fixed else n for i, n in enumerate(pad)]
+        # As integers, because torch can't pad all dtypes of scales.
+        return func(scale.view(_BITS[scale.itemsize]), sides, 0).view(scale.dtype)
+
+    scales = _changed(x, padded)
     blocked = {d for level in x.scheme.levels for d in _fixed_dims(level, x.ndim)}
     in_front = any(n for i, n in enumerate(pad[::2]) if x.ndim - 1 - i in blocked)
     has_blocks = any(level.has_blocks for level in x.scheme.levels)
@@ -310,7 +315,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     shapes = x.scheme.scale_shapes(qdata.shape, x.start)
     if has_blocks and (in_front or [[*scale.shape] for scale in scales] != shapes):
         raise _no_scale_for(func, x)
-    return x.rewrap(qdata=qdata, scale=tuple(scales))
+    return x.rewrap(qdata=qdata, scale=scales)
 
 
 @implements(aten._to_copy.default)
@@ -358,13 +363,11 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     x = args[0]
     if kwargs.get("dtype") is not None:
         return func(x.qdata, *args[1:], **kwargs)
-    size, scales = args[1], list(x.scales)
-    for i, level in enumerate(x.scheme.levels):
-        if not level.is_scalar:
-            if len(size) != x.ndim:
-                raise _no_scale_for(func, x)
-            scales[i] = scales[i].new_zeros(level.shape(size, x.start))
-    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=tuple(scales))
+    size = args[1]
+    if len(size) != x.ndim and _moving_levels(x):
+        raise _no_scale_for(func, x)
+    scales = _changed(x, lambda level, scale: scale.new_zeros(level.shape(size, x.start)))
+    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scales)
 
 
 @implements(aten.dequantize.self)
@@ -406,9 +409,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
     qdata, arrived = unpack_rows(packed, x.qdata.dtype, x.shape[-1], like)
     # Inductor (2.13) misreads a view of bytes as fp32 that is restrided.
     numbers = iter([scale.clone() if traced else scale for scale in arrived])
-    pairs = zip(x.scheme.levels, x.scales, strict=True)
-    scales = [scale if level.is_scalar else next(numbers) for level, scale in pairs]
-    return x.rewrap(qdata=qdata, scale=tuple(scales))
+    return x.rewrap(qdata=qdata, scale=_changed(x, lambda level, scale: next(numbers)))
 
 
 @implements(funcol.wait_tensor.default)
