@@ -123,14 +123,6 @@ class KnownWeight(WrapperParameter):
         self.valid, self.seen = _flag() if valid is None else valid, 0
         return self
 
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], static: tuple[Any, ...], size: Any, stride: Any
-    ) -> Self:
-        made: Any = cls
-        of_graph: Self = made(inner["plain"], *static, known=inner["known"], valid=inner["valid"])
-        return of_graph
-
     @staticmethod
     def unwrap(tensor: Tensor) -> Tensor:
         """Return the plain tensor inside; any other tensor is returned unchanged."""
@@ -195,7 +187,7 @@ class KnownWeight(WrapperParameter):
 
     def forget(self) -> None:
         """Note a write to the values."""
-        if is_traced(self.valid):
+        if type(self.valid) is not Tensor:  # a graph is traced, which marks it when it runs
             written = -1 - (self.valid & 1)
             self.valid.copy_(torch.where(self.valid < 0, self.valid, written))
             return
@@ -240,11 +232,6 @@ class KnownWeight(WrapperParameter):
             for view in [wrapped] if isinstance(wrapped, cls) else wrapped:
                 view.valid = own.valid
         return wrapped
-
-
-def is_traced(valid: Tensor) -> bool:
-    """Whether a graph is traced, which marks ``valid`` when it runs."""
-    return type(valid) is not Tensor
 
 
 def _flag() -> Tensor:

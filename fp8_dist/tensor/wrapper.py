@@ -40,7 +40,7 @@ class WrapperParameter(torch.Tensor):
     Attributes:
         plain: the plain tensor inside, of this tensor's shape. Its dtype may be another one.
         static: the names of the other arguments of the constructor, and of their attributes.
-        parts: the names of the tensors inside.
+        parts: the names of the tensors inside. The constructor takes those after ``plain`` by name.
     """
 
     plain: torch.Tensor
@@ -84,7 +84,10 @@ class WrapperParameter(torch.Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], static: tuple[Any, ...], size: Any, stride: Any
     ) -> Self:
-        return cls(inner["plain"], *static)
+        made: Any = cls
+        others = {name: inner[name] for name in cls.parts[1:]}
+        parameter: Self = made(inner["plain"], *static, **others)
+        return parameter
 
     _stable_hash_for_caching = stable_hash
     __torch_function__ = disabled_torch_function
