@@ -26,6 +26,8 @@ from fp8_dist.torch_internals import StridedShard, remove_state_hooks
 
 FilterFn = Callable[[nn.Module, str], bool]
 
+_CALLER = "convert_experts_to_float8_training"
+
 
 class Kind:
     """How the experts of a library are converted and exported.
@@ -216,13 +218,10 @@ def convert_experts_to_float8_training(
         NotImplementedError: experts that the filter admits can't be converted.
         TypeError: an argument has the wrong type.
     """
-    check_arguments("convert_experts_to_float8_training", module, module_filter_fn)
+    check_arguments(_CALLER, module, module_filter_fn)
     config = config or Float8ExpertsConfig()
     if not isinstance(config, Float8ExpertsConfig):
-        raise TypeError(
-            "convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got "
-            f"{config!r}"
-        )
+        raise TypeError(f"{_CALLER}: config must be a Float8ExpertsConfig, got {config!r}")
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
     for fqn, part in module.named_modules():
         kind = _kind_of(part)
@@ -235,9 +234,9 @@ def convert_experts_to_float8_training(
             chosen[fqn] = part, kind
     if not chosen and not float8_experts(module):
         raise ValueError(
-            "convert_experts_to_float8_training: the model has no experts that are known, or "
-            "module_filter_fn admits none; those of transformers are known from its release 5 on, "
-            "and experts of your own need the attribute float8_weight_names"
+            f"{_CALLER}: the model has no experts that are known, or module_filter_fn admits none; "
+            "those of transformers are known from its release 5 on, and experts of your own need "
+            "the attribute float8_weight_names"
         )
     for fqn, (part, kind) in chosen.items():
         add_weights(part, kind.weights(part), config, fqn)
@@ -261,10 +260,9 @@ def why_not_convertible_back(part: nn.Module) -> str:
     """Return the reason why converted experts can't be converted back in place, or ``""``."""
     if not _kind_of(part).weights(part):
         return f"a {type(part).__name__} is built in float8"
-    weights = weights_of(part).values()
-    return (
-        "they are distributed" if any(isinstance(w.parameter(), DTensor) for w in weights) else ""
-    )
+    if any(isinstance(weight.parameter(), DTensor) for weight in weights_of(part).values()):
+        return "they are distributed"
+    return ""
 
 
 def convert_back(part: nn.Module) -> None:
@@ -275,21 +273,20 @@ def convert_back(part: nn.Module) -> None:
 
 
 def _check(part: nn.Module, kind: Kind, fqn: str, config: Float8ExpertsConfig) -> None:
-    name = "convert_experts_to_float8_training"
     known = experts_config(part)
     if known not in (None, config):
         raise ValueError(
-            f"{name}: {fqn} is converted already, with another config: {known}. Convert it once, "
-            "or exclude it in module_filter_fn"
+            f"{_CALLER}: {fqn} is converted already, with another config: {known}. Convert it "
+            "once, or exclude it in module_filter_fn"
         )
     if why := kind.unfit(part):
         raise NotImplementedError(
-            f"{name}: {fqn} can't be converted: {why}. Exclude it in module_filter_fn"
+            f"{_CALLER}: {fqn} can't be converted: {why}. Exclude it in module_filter_fn"
         )
     if known is None and any(isinstance(part._parameters[n], DTensor) for n in kind.weights(part)):
         raise ValueError(
-            f"{name}: the weights of {fqn} are distributed already. Convert the model first, then "
-            "distribute it"
+            f"{_CALLER}: the weights of {fqn} are distributed already. Convert the model first, "
+            "then distribute it"
         )
 
 
