@@ -264,38 +264,39 @@ def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
     """Return the model's parameter groups that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        of_module = fsdp_groups_of_module(module)
-        shown = name or "the root module"
-        if len(of_module) > 1 and transport is not None:
-            raise ValueError(
-                f"{_CALLER}: {shown} has {len(of_module)} parameter groups (a shard_placement_fn "
-                "that gives parameters meshes of their own); torch takes no custom reduce-scatter "
-                "for such a module. Shard its parts apart, with one mesh each"
-            )
+        of_module = fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else []
+        if transport is not None:
+            _check_takes_transport(of_module, name or "the root module")
         for group in of_module:
-            if group in groups.values():  # several modules share it
-                continue
-            if fsdp_reduce_scatter_group(group) is None:
-                if transport is None:
-                    continue
-                raise ValueError(
-                    f"{_CALLER}: {shown} is replicated (replicate, not fully_shard): its gradients "
-                    "are all-reduced, and there is no reduce-scatter"
-                )
-            own = fsdp_reduction(group)
-            is_foreign = own is not None and not isinstance(own, EncodedReduction)
-            if is_foreign and transport is not None:
-                raise ValueError(
-                    f"{_CALLER}: {shown} has a reduce-scatter of its own "
-                    f"({type(own).__name__}, of set_custom_reduce_scatter or of memory from the "
-                    "process group), which would be replaced"
-                )
-            groups[name] = group
+            is_known = group in groups.values()  # several modules may share it
+            if not is_known and fsdp_reduce_scatter_group(group) is not None:
+                groups[name] = group
     if not groups:
         raise ValueError(
             f"{_CALLER}: the {type(model).__name__} has no module that fully_shard was called on; "
             "call it after fully_shard"
         )
     return groups
+
+
+def _check_takes_transport(groups: Sequence[Any], module: str) -> None:
+    """Raise ValueError if the reduce-scatter of a module's parameter groups can't be replaced."""
+    if len(groups) > 1:
+        raise ValueError(
+            f"{_CALLER}: {module} has {len(groups)} parameter groups (a shard_placement_fn that "
+            "gives parameters meshes of their own); torch takes no custom reduce-scatter for such "
+            "a module. Shard its parts apart, with one mesh each"
+        )
+    for group in groups:
+        if fsdp_reduce_scatter_group(group) is None:
+            raise ValueError(
+                f"{_CALLER}: {module} is replicated (replicate, not fully_shard): its gradients "
+                "are all-reduced, and there is no reduce-scatter"
+            )
+        own = fsdp_reduction(group)
+        if not isinstance(own, EncodedReduction | None):
+            raise ValueError(
+                f"{_CALLER}: {module} has a reduce-scatter of its own ({type(own).__name__}, of "
+                "set_custom_reduce_scatter or of memory from the process group), which would be "
+                "replaced"
+            )
