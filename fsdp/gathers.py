@@ -70,9 +70,8 @@ when_fsdp_shards(_when_sharded)
 def reshard(module: nn.Module, caller: str) -> None:
     """Reshard all FSDP modules, which puts their sharded parameters back in place."""
     names = {m: n or "the root" for n, m in module.named_modules() if isinstance(m, FSDPModule)}
-    groups = {part: fsdp_groups_of_module(part) for part in names}
     for part, name in names.items() if in_backward() else ():
-        if any(map(fsdp_is_running, groups[part])):
+        if any(map(fsdp_is_running, fsdp_groups_of_module(part))):
             raise ValueError(
                 f"{caller}: called within a backward of {name} (from a hook?), which still needs "
                 "what FSDP2 has gathered; call it after optimizer.step(), or attach it "
