@@ -5,7 +5,6 @@ such as ``llama3_8b_tensorwise`` or ``llama3_debugmodel_rowwise_folded``.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torchtitan.models.llama3 import config_registry
@@ -14,13 +13,9 @@ from fp8_dist import Float8LinearRecipeName
 from fp8_dist.integrations.torchtitan.parallelize import with_float8
 
 
-def _config(name: str, recipe_name: str) -> Any:
-    return with_float8(getattr(config_registry, name)(), recipe_name)
-
-
 def __getattr__(name: str) -> Callable[[], Any]:
     for recipe in Float8LinearRecipeName:
         base = name.removesuffix(f"_{recipe.value}")
         if base != name and hasattr(config_registry, base):
-            return partial(_config, base, recipe.value)
+            return lambda: with_float8(getattr(config_registry, base)(), recipe.value)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
