@@ -220,31 +220,35 @@ class Float8GemmConfig:
 
 
 class Float8LinearRecipeName(enum.Enum):
-    """Names of the ready-made configs of :meth:`Float8LinearConfig.from_recipe_name`."""
+    """Names of the ready-made configs of :meth:`Float8LinearConfig.from_recipe_name`.
+
+    Attributes:
+        TENSORWISE: one dynamic scale per tensor; float8 weight, input and output-gradient gathers.
+        ROWWISE: one scale per row of each GEMM's operands, hence two casts of each tensor, along
+            different dims. Gathers stay in high precision.
+        ROWWISE_WITH_GW_HP: as rowwise; the weight in the GEMM of grad_input has one scale, and the
+            GEMM of grad_weight is left in high precision.
+        ROWWISE_FOLDED: one scale per row; what runs along a contraction is folded into grad_output
+            (see :mod:`fp8_dist.linear.rowwise_folded`), so that one copy serves all GEMMs and
+            float8 weight, input and output-gradient gathers, without amax all-reduces for what is
+            gathered.
+        BLOCKWISE: one scale per 128 values of a row of input and grad_output, and per 128 x 128
+            values of the weight. One copy of each operand serves all GEMMs and float8 gathers: for
+            the GEMM that contracts the tokens it is blocked again (:mod:`fp8_dist.kernels.blocks`).
+            No amax all-reduces but for blocks that shards cut.
+        MXFP8: as blockwise, with blocks of 32 values and of 32 x 32, and scales that are exponents
+            of MX, rounded up (``scale_rule="ceil"``).
+        DELAYED: one scale per tensor, from the history of its amax; float8 gathers as tensorwise,
+            and one all-reduce per step in ``sync_float8_amax_and_scale_history``.
+    """
 
     TENSORWISE = "tensorwise"
-    """One dynamic scale per tensor; float8 weight, input and output-gradient gathers."""
     ROWWISE = "rowwise"
-    """One scale per row of each GEMM's operands, hence two casts of each tensor, along different
-    dims. Gathers stay in high precision."""
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
-    """As rowwise; the weight in the GEMM of grad_input has one scale, and the GEMM of grad_weight
-    is left in high precision."""
     ROWWISE_FOLDED = "rowwise_folded"
-    """One scale per row; what runs along a contraction is folded into grad_output (see
-    :mod:`fp8_dist.linear.rowwise_folded`), so that one copy serves all GEMMs and float8 weight,
-    input and output-gradient gathers, without amax all-reduces for what is gathered."""
     BLOCKWISE = "blockwise"
-    """One scale per 128 values of a row of input and grad_output, and per 128 x 128 values of the
-    weight. One copy of each operand serves all GEMMs and float8 gathers: for the GEMM that
-    contracts the tokens it is blocked again (:mod:`fp8_dist.kernels.blocks`). No amax all-reduces
-    but for blocks that shards cut."""
     MXFP8 = "mxfp8"
-    """As blockwise, with blocks of 32 values and of 32 x 32, and scales that are exponents of MX,
-    rounded up (``scale_rule="ceil"``)."""
     DELAYED = "delayed"
-    """One scale per tensor, from the history of its amax; float8 gathers as tensorwise, and one
-    all-reduce per step in ``sync_float8_amax_and_scale_history``."""
 
 
 @dataclass(frozen=True)
@@ -416,17 +420,16 @@ class Float8LinearConfig:
                 )
 
     def _check_power_of_2(self) -> None:
-        casts = [getattr(self, field.name) for field in fields(self) if "cast_config" in field.name]
+        given = [getattr(self, field.name) for field in fields(self) if "cast_config" in field.name]
+        casts = [cast for cast in given if cast and cast.enabled]
         if self.round_scales_to_power_of_2:
-            given = [cast.scaling_granularity for cast in casts if cast and cast.enabled]
-            if any(isinstance(each, Scheme) for each in given):
+            if any(isinstance(cast.scaling_granularity, Scheme) for cast in casts):
                 raise ValueError(
                     "Float8LinearConfig: round_scales_to_power_of_2=True has no effect on a "
                     "scaling scheme of your own; drop it, and round in the scheme"
                 )
             return
-        in_blocks = [cast for cast in casts if cast and cast.enabled and cast.block_size]
-        if any(cast.scale_format == "ue8m0" for cast in in_blocks):
+        if any(cast.block_size and cast.scale_format == "ue8m0" for cast in casts):
             raise ValueError(
                 "Float8LinearConfig: the scales of BLOCKWISE casts are powers of two; set "
                 "round_scales_to_power_of_2=True"
