@@ -22,14 +22,7 @@ from fp8_dist.kernels.encoding import (
     stochastic_bfloat16,
     sum_of_rows,
 )
-from fp8_dist.mesh import (
-    Layout,
-    Placements,
-    has_pieces,
-    local_tensor,
-    redistributed,
-    sharded_dim,
-)
+from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, redistributed, sharded_dim
 from fp8_dist.torch_internals import funcol
 
 # Encoding of numbers on the wire; None for their own dtype.

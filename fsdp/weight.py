@@ -34,12 +34,7 @@ from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor.stored import Stored
 from fp8_dist.tensor.wrapper import padded_shard, unpadded
-from fp8_dist.torch_internals import (
-    FsdpParameter,
-    dtensor_local,
-    is_plain,
-    set_dtensor_local,
-)
+from fp8_dist.torch_internals import FsdpParameter, dtensor_local, is_plain, set_dtensor_local
 
 
 class _Metadata(NamedTuple):

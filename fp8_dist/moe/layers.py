@@ -10,12 +10,7 @@ from torch.nn.functional import pad
 from fp8_dist.kernels import Groups, custom_op
 from fp8_dist.moe.config import DEFAULT, Float8ExpertsConfig
 from fp8_dist.moe.dispatch import Routing
-from fp8_dist.moe.functions import (
-    Weight,
-    cast_weight,
-    combined_product,
-    grouped_product,
-)
+from fp8_dist.moe.functions import Weight, cast_weight, combined_product, grouped_product
 from fp8_dist.moe.operators import add_bias
 
 

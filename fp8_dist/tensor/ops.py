@@ -76,12 +76,7 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [_with_moved_scales(func, x, part, own) for part, *own in parts]
 
 
-_PARTS = (
-    aten.chunk.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-)
+_PARTS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def _turned_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme | None:

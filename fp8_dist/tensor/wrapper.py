@@ -8,12 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from fp8_dist.device import is_float8
-from fp8_dist.torch_internals import (
-    disabled_torch_function,
-    make_wrapper,
-    stable_hash,
-    tensor_data,
-)
+from fp8_dist.torch_internals import disabled_torch_function, make_wrapper, stable_hash, tensor_data
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 

@@ -22,11 +22,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import resolve_placements
 
-from fp8_dist import (
-    Float8Linear,
-    Float8LinearConfig,
-    attach_update,
-)
+from fp8_dist import Float8Linear, Float8LinearConfig, attach_update
 from fp8_dist.fsdp import set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.integrations.torchtitan.experts import Float8ExpertsConverter, fields_of
