@@ -69,13 +69,9 @@ def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Part, ...]:
     return tuple(runs)
 
 
-def seed_of(seed: int, *numbers: int) -> int:
-    """Derive a seed from the given numbers. ``NEAREST`` is returned unchanged."""
-    if seed < 0:
-        return seed
-    for number in numbers:
-        seed = (seed * 2654435761 + number * 65599 + 1) & _LARGEST_SEED
-    return seed
+def seed_of(seed: int, number: int) -> int:
+    """Derive a seed from another and a number. ``NEAREST`` is returned unchanged."""
+    return seed if seed < 0 else (seed * 2654435761 + number * 65599 + 1) & _LARGEST_SEED
 
 
 def encode(
