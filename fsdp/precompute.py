@@ -34,6 +34,8 @@ from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.known import Kept, KnownWeight
 from fp8_dist.torch_internals import fsdp_init_shards, set_dtensor_local
 
+_CALLER = "precompute_float8_dynamic_scale"
+
 # The id of a weight, which layers may share, and the key of one of its schemes.
 Key = tuple[int, str]
 
@@ -144,10 +146,10 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None = None) -> None:
     """Run :func:`precompute_float8_dynamic_scale` for the given weights, by FQN; None: all."""
     if chosen is None:
-        check_agreement(module, "precompute_float8_dynamic_scale")
-        chosen = dynamic_weights(module, "precompute_float8_dynamic_scale")
+        check_agreement(module, _CALLER)
+        chosen = _dynamic_weights(module)
     # Unsharded weights still have the values from before the optimizer step.
-    reshard(module, "precompute_float8_dynamic_scale")
+    reshard(module, _CALLER)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             fsdp_init_shards(part)
@@ -164,12 +166,11 @@ def check_agreement(module: nn.Module, caller: str) -> None:
     some.
     """
     if needs_comparison(module):
-        modules = float8_modules(module)
         reshard(module, caller)
-        check_layers(module, modules, caller)
+        check_layers(module, float8_modules(module), caller)
 
 
-def dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
+def _dynamic_weights(module: nn.Module) -> dict[str, Float8Weight]:
     """Return the float8 weights of a module that have dynamic scales, by FQN."""
     every = float8_weights(module)
     weights = {fqn: weight for fqn, weight in every.items() if weight.is_dynamic}
@@ -178,7 +179,7 @@ def dynamic_weights(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
         if any(layer.histories for layer in float8_layers(module).values()):
             what = "call update_float8_scales(model) instead, which serves all recipes"
         raise ValueError(
-            f"{caller}: the module has no layer with a float8 weight of dynamic scale; {what}"
+            f"{_CALLER}: the module has no layer with a float8 weight of dynamic scale; {what}"
         )
     return weights
 
@@ -187,10 +188,9 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
     other = [fqn for fqn, weight in weights.items() if not weight.is_registered]
     if other:
         raise ValueError(
-            "precompute_float8_dynamic_scale: these weights are not the parameters that an "
-            f"optimizer updates: {', '.join(other)} (flattened shards, as FSDP1 keeps them, or "
-            "parametrized). Use fully_shard (FSDP2), or leave precompute out: the layers scale "
-            "what they get"
+            f"{_CALLER}: these weights are not the parameters that an optimizer updates: "
+            f"{', '.join(other)} (flattened shards, as FSDP1 keeps them, or parametrized). Use "
+            "fully_shard (FSDP2), or leave precompute out: the layers scale what they get"
         )
     unsharded = [
         weight.fqn or fqn  # the full name, also if the caller passed the layer itself
@@ -199,9 +199,8 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
     ]
     if unsharded:
         raise ValueError(
-            "precompute_float8_dynamic_scale: these weights are unsharded float8 copies: "
-            f"{', '.join(unsharded)}. Call it on the root module, or reshard() the FSDP modules "
-            "that hold them first"
+            f"{_CALLER}: these weights are unsharded float8 copies: {', '.join(unsharded)}. Call "
+            "it on the root module, or reshard() the FSDP modules that hold them first"
         )
 
 
