@@ -53,9 +53,7 @@ def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) ->
     """Raise ValueError if the cast of a prepared input is not the one that the layer takes."""
     scheme = config.recipe.gather_scheme["input"]
     if scheme is None or scheme.key != input.key:
-        wanted = "two different casts of it, or high precision"
-        if scheme is not None:
-            wanted = _described(scheme)
+        wanted = _described(scheme) if scheme else "two different casts of it, or high precision"
         raise ValueError(
             f"{fqn}: the input is float8 already, {_described(input.scheme)}, but the layer takes "
             f"{wanted}; pass it in high precision (PrepareModuleInput instead of "

@@ -86,9 +86,8 @@ def _turned_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme 
         return None
     if x.ndim > 2:
         last_two = {x.ndim - 2, x.ndim - 1}
-        if func is not aten.transpose.int or {dim % x.ndim for dim in rest} != last_two:
-            return None
-        if any(level.leading != 1 for level in turned.levels):
+        swaps_them = func is aten.transpose.int and {dim % x.ndim for dim in rest} == last_two
+        if not swaps_them or any(level.leading != 1 for level in turned.levels):
             return None
     return turned
 
@@ -472,8 +471,7 @@ def scaled_mm(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: one scale per "
             f"{left.scheme.covers} and per {right.scheme.covers}: {why}; cast both of them alike"
         )
-    options = (use_fast_accum, pad_inner_dim, emulate)
-    return left.scheme.multiply(left, right, out_dtype, options)
+    return left.scheme.multiply(left, right, out_dtype, (use_fast_accum, pad_inner_dim, emulate))
 
 
 @implements(aten.mm.default, aten.addmm.default)

@@ -130,13 +130,11 @@ def with_float8(
             with ``spmd_types``, a converted layer is not sharded, or is row-parallel with a bias.
     """
     check_transport(reduce_transport, "with_float8")
-    spec = config.model_spec
-    model = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=list(filter_fqns))
+    spec, filters = config.model_spec, list(filter_fqns)
+    model = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=filters)
     converted = model.build().convert(spec.model)
     if experts_recipe is not None:
-        experts = Float8ExpertsConverter.Config(
-            recipe_name=experts_recipe, filter_fqns=list(filter_fqns)
-        )
+        experts = Float8ExpertsConverter.Config(recipe_name=experts_recipe, filter_fqns=filters)
         converted = experts.build().convert(converted)
     parallelize = partial(_parallelize, spec.parallelize_fn, gradient_transport, reduce_transport)
     config.model_spec = replace(
