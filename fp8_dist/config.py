@@ -167,10 +167,9 @@ class CastConfig:
         if isinstance(covers, Scheme):
             return covers if self.target_dtype is None else replace(covers, dtype=dtype)
         if self.block_size is not None:
-            size = self.block_size
             if self.scale_format == "fp32":
-                return Fp32Blocks(dtype, *size, self.division, source=self.source)
-            return Blocks(dtype, *size, self.scale_rule, source=self.source)
+                return Fp32Blocks(dtype, *self.block_size, self.division, source=self.source)
+            return Blocks(dtype, *self.block_size, self.scale_rule, source=self.source)
         per = "tensor" if covers is ScalingGranularity.TENSORWISE else "row"
         return Dense(dtype, per, power_of_2)
 

@@ -180,8 +180,7 @@ def check_has_no_codes(state: dict[str, Any], key: str, fqn: str) -> None:
         ValueError: it has, and torch would load the data as values, without the scales.
     """
     given = state.get(key)
-    dtype = local_tensor(given).dtype if isinstance(given, torch.Tensor) else torch.float32
-    if is_float8(dtype):
+    if isinstance(given, torch.Tensor) and is_float8(dtype := local_tensor(given).dtype):
         raise ValueError(
             f"{fqn}: the state dict has {key} in {dtype}, which load_state_dict would convert to "
             "the layer's high precision without its scales; call freeze_to_float8 before, or load "

@@ -47,10 +47,8 @@ class Float8ExpertsConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.recipe == "tensorwise":
-            row, matrix = (
-                CastConfig(scaling_granularity=Dense(e4m3(), per, True))
-                for per in ("row", "matrix")
-            )
+            schemes = [Dense(e4m3(), per, True) for per in ("row", "matrix")]
+            row, matrix = (CastConfig(scaling_granularity=scheme) for scheme in schemes)
             found = Float8LinearConfig(row, None, matrix, None, row)
         else:
             found = Float8LinearConfig.from_recipe_name(self.recipe)
