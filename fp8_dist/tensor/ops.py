@@ -41,16 +41,16 @@ def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     return register
 
 
+_PARTS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
+
+
 @implements(
+    *_PARTS,
     aten.alias.default,
-    aten.chunk.default,
     aten.detach.default,
     aten.expand.default,
     aten.permute.default,
     aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
     aten.squeeze.dim,
     aten.t.default,
     aten.transpose.int,
@@ -74,9 +74,6 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _with_moved_scales(func, x, moved, scales)
     parts = zip(moved, *scales, strict=True)
     return [_with_moved_scales(func, x, part, own) for part, *own in parts]
-
-
-_PARTS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default)
 
 
 def _turned_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme | None:
