@@ -38,12 +38,7 @@ from torch import Tensor
 
 from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels.blocks import NAN_EXPONENT, dequantize_blocks, dequantized_with
-from fp8_dist.kernels.gemm import (
-    apply_scales,
-    block_scaled_mm,
-    scaled_mm,
-    scaled_mm_with,
-)
+from fp8_dist.kernels.gemm import apply_scales, block_scaled_mm, scaled_mm, scaled_mm_with
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 
 _FP32 = Struct("f")

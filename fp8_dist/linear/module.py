@@ -34,10 +34,7 @@ from fp8_dist.linear.weights import checked_module, float8_weights, load_weights
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import (
-    is_exporting,
-    own_load_hooks,
-)
+from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
 
 # Attributes of a Float8Linear that an nn.Linear does not have.

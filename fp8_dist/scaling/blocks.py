@@ -37,12 +37,7 @@ from fp8_dist.mesh import (
     sharded_dim,
 )
 from fp8_dist.scaling.level import Level, Start
-from fp8_dist.scaling.scheme import (
-    Quantized,
-    Scales,
-    Scheme,
-    Statistics,
-)
+from fp8_dist.scaling.scheme import Quantized, Scales, Scheme, Statistics
 from fp8_dist.torch_internals import cached_but_in_graphs
 
 # Float8 data ``[M, K]``, its scales, and the description of their blocks for kernels.

@@ -24,13 +24,7 @@ from fp8_dist.kernels import (
     scaling_from_amax,
 )
 from fp8_dist.scaling.level import DimsLevel, Level, Start
-from fp8_dist.scaling.scheme import (
-    CastPlan,
-    Quantized,
-    Scales,
-    Scheme,
-    Statistics,
-)
+from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics
 from fp8_dist.torch_internals import is_exporting, statically_known_true
 
 _LEVELS = {

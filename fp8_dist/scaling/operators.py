@@ -14,14 +14,7 @@ from torch import Tensor
 from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
 from fp8_dist.scaling.blocks import as_matrix, transposed
 from fp8_dist.scaling.level import Level, Start
-from fp8_dist.scaling.scheme import (
-    CastPlan,
-    Quantized,
-    Scales,
-    Scheme,
-    Statistics,
-    scheme_named,
-)
+from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics, scheme_named
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     graphs_choose_gemms,
