@@ -61,15 +61,14 @@ def in_blocks(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     rows, columns, first_row, first_column = blocks
     *others, last = x.shape
     count = blocks_along(last, columns, first_column)
-    missing = [first_column, count * columns - first_column - last, 0, 0]
+    missing = [first_column, count * columns - first_column - last]
     if rows > 1:
         of_rows = blocks_along(others[-1], rows, first_row)
-        missing[2:] = first_row, of_rows * rows - first_row - others[-1]
+        missing += first_row, of_rows * rows - first_row - others[-1]
         others[-1:] = of_rows, rows
     else:
         others.append(1)
-    x = padded(x, missing if rows > 1 else missing[:2])
-    return x.reshape(*others, count, columns)
+    return padded(x, missing).reshape(*others, count, columns)
 
 
 def expanded(values: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
