@@ -532,8 +532,6 @@ def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
 
 @cached_but_in_graphs
 def _is_cut(scheme: Scheme, layout: Layout) -> bool:
-    if not _sharded_block_dims(scheme, layout):
-        return False
     return _cuts_blocks(scheme, layout) or any(
         is_packed(layout, dim) or len(local_sizes(layout, dim)) > 1
         for dim in _blocked_dims(scheme, layout)
