@@ -197,11 +197,6 @@ def empty_statistics(x: Tensor, schemes: Sequence[str], start: Sequence[int]) ->
     ]
 
 
-def empty_scales(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
-    """Uninitialized scales of a local tensor for each scheme, by key."""
-    return [x.new_empty(shape, dtype=level.scale) for level, shape in _levels(x, schemes, start)]
-
-
 def _levels(
     x: Tensor, schemes: Sequence[str], start: Sequence[int]
 ) -> Iterator[tuple[Level, list[int]]]:
@@ -222,7 +217,7 @@ def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) ->
     "cast(Tensor x, Tensor[] statistics, str[] schemes, int[] start, int[] of, bool[] transposed, "
     "bool fits, Tensor? after) -> Tensor[]",
     fake=lambda x, statistics, schemes, start, of, transposed, *_: [
-        *empty_scales(x, schemes, start),
+        *(x.new_empty(shape, dtype=level.scale) for level, shape in _levels(x, schemes, start)),
         *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
     ],
 )
@@ -287,5 +282,4 @@ def dequantize_operator(
 ) -> Tensor:
     """Operator of :func:`dequantize`."""
     # Not that function: while another thread compiles, is_compiling() is true here, too.
-    operand = operand_of(x, scales, scheme, start)
-    return operand.scheme.dequantize(operand.qdata, operand.scales, operand.start)
+    return scheme_named(scheme).dequantize(x, tuple(scales), (start[0], start[1]))
