@@ -115,15 +115,12 @@ def reduced_statistics(
     :func:`reduction_groups`, of the statistics of all levels whose blocks ranks share. A statistic
     has 4 bytes, or 1 byte if all of them are uint8.
     """
-    if layout is None:
+    if layout is None or not (groups := reduction_groups(scheme, layout, within)):
         return local
     axes = [
         tuple([axis for axis in over if within is None or axis in within])
         for over in scheme.axes(layout)
     ]
-    groups = reduction_groups(scheme, layout, within)
-    if not groups:
-        return local
     union = sorted({axis for over in axes for axis in over})
     if len(local) == 1:
         level, own = scheme.levels[0], local[0]
