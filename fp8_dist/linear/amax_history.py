@@ -52,7 +52,7 @@ from fp8_dist.torch_internals import is_selectively_checkpointed
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
 PREPARED_INPUT = "prepared_input"
 FROZEN = -1  # a kind of operand: a weight that is not trained
-_KEY = "float8_amax_histories"  # in the metadata of a state_dict
+AMAXES_KEY = "float8_amax_histories"  # in the metadata of a state_dict
 
 
 class AmaxHistory:
@@ -289,7 +289,9 @@ def load_histories(
 ) -> None:
     """Continue the histories of a layer from saved ones. Those that were not saved start anew.
 
-    Histories that are ``restored`` stay as they are, and other ranks take over their values.
+    Histories that are ``restored`` stay as they are, and other ranks take over their values: what
+    ``Float8State`` has loaded is kept until it is used, because the metadata of a ``state_dict``
+    may be older, as in the ``state_dict()`` that DCP reads into.
 
     Args:
         saved: the saved amaxes by name, the newest first.
@@ -315,28 +317,6 @@ def load_histories(
     for history, row in zip(histories.values(), rows, strict=True):
         history.load(row if meshes else row.to(device))
         history.restored = restored
-
-
-def save_to_metadata(histories: Mapping[str, AmaxHistory], metadata: dict[str, Any]) -> None:
-    """Save copies of a layer's histories in the metadata of its ``state_dict``."""
-    metadata[_KEY] = {name: history.amaxes() for name, history in histories.items()}
-
-
-def load_from_metadata(
-    histories: Mapping[str, AmaxHistory],
-    metadata: Mapping[str, Any],
-    meshes: Iterable[DeviceMesh],
-    device: torch.device,
-) -> None:
-    """Continue a layer's histories from the metadata of a ``state_dict``; without them, anew.
-
-    Histories that ``Float8State`` has loaded are kept until they are used, because metadata may be
-    older, as in the ``state_dict()`` that DCP reads into.
-
-    Collectives: those of :func:`load_histories`; none without histories.
-    """
-    if histories:
-        load_histories(histories, metadata.get(_KEY, {}), meshes, device)
 
 
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bool = False) -> None:

@@ -17,7 +17,7 @@ from fp8_dist.cast import check_transforms
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist.device import autocast
 from fp8_dist.env import strict_alignment
-from fp8_dist.linear.amax_history import AmaxHistory, load_from_metadata, save_to_metadata
+from fp8_dist.linear.amax_history import AMAXES_KEY, AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
 from fp8_dist.linear.checks import (
     check_alignment,
@@ -253,11 +253,8 @@ class Float8Linear(nn.Linear):
         else:
             input = autocast(input)
             input = input if plain else reduced(input)
-        training = torch.is_grad_enabled()
-        owner = self.float8_weight
-        placements, histories = self.output_placements, self.histories
-        how = self.prepared_input, transport
-        spec = LinearSpec(self.config, placements, fqn, histories, owner, training, *how)
+        settings = self.config, self.output_placements, fqn, self.histories, self.float8_weight
+        spec = LinearSpec(*settings, torch.is_grad_enabled(), self.prepared_input, transport)
         return float8_linear(input, weight, bias, weight_casts, spec)
 
     def extra_repr(self) -> str:
@@ -336,22 +333,18 @@ class Float8Linear(nn.Linear):
         # passes the metadata back.
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if self.histories and metadata is not None:
-            save_to_metadata(self.histories, metadata)
+            metadata[AMAXES_KEY] = {name: each.amaxes() for name, each in self.histories.items()}
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
         # The last pre-hook, because others may change what is loaded.
-        last = self.register_load_state_dict_pre_hook(load_weights)
-        try:
+        with self.register_load_state_dict_pre_hook(load_weights):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        finally:
-            last.remove()
         if self.histories:  # loading them needs a collective
             self.float8_weight.compare("load_state_dict")
-        device = self.weight.device
-        meshes = self.float8_weight.meshes()
-        load_from_metadata(self.histories, local_metadata, meshes, device)
+            saved, meshes = local_metadata.get(AMAXES_KEY, {}), self.float8_weight.meshes()
+            load_histories(self.histories, saved, meshes, self.weight.device)
 
 
 def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str) -> None:
