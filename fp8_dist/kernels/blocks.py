@@ -118,8 +118,6 @@ def block_exponents(
     Returns:
         The exponents, uint8, of shape :func:`exponents_shape`.
     """
-    if not x.numel():
-        return empty_exponents(x, blocks).zero_()
     return exponents_of(block_amaxes(x, blocks), dtype, rule)
 
 

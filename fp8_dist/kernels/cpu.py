@@ -99,13 +99,12 @@ def _flushes(tiny: float = 5e-324) -> bool:
 
 
 def _amax(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
-    if x.numel() == 0 or x.dtype is torch.float64:
+    reduces = dims is None or len(dims) > 0
+    if not reduces or x.numel() == 0 or x.dtype is torch.float64:
         return amax.portable(x, dims)
     if dims is None:
         low, high = torch.aminmax(x)  # both are NaN if a value is NaN
         return _scalar(abs(max(-low.item(), high.item())))
-    if not dims:
-        return amax.portable(x, dims)
     # torch finds the maximum along a dim faster for integers than for floats.
     largest = magnitudes(x).amax(tuple(dims), keepdim=True)
     return largest.view(x.dtype).to(torch.float32)

@@ -16,6 +16,7 @@ the same way when a step is repeated.
 """
 
 from collections.abc import Sequence
+from math import inf, nan
 
 import torch
 
@@ -68,7 +69,6 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
         scaled = _stochastic_float8(values, scaled, seed)
     codes = scaled.to(_FLOAT8).view(torch.uint8)
     codes = codes.masked_fill(codes == _NAN, 0).masked_fill_(values.isnan(), _NAN)
-    inf = float("inf")
     codes.masked_fill_(values == inf, _INF).masked_fill_(values == -inf, _MINUS_INF)
     return codes, exponents.to(torch.uint8)
 
@@ -80,9 +80,8 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
 def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     """Decode codes to fp32, ``[..., n]``; exact."""
     values = codes.view(_FLOAT8).to(torch.float32)
-    inf = float("inf")
     values = values.masked_fill_(codes == _INF, inf).masked_fill_(codes == _MINUS_INF, -inf)
-    values.masked_fill_(codes == _NAN, float("nan"))
+    values.masked_fill_(codes == _NAN, nan)
     scales = (exponents.to(torch.int32) << 23).view(torch.float32)
     size = codes.shape[-1]
     if size % BLOCK == 0:

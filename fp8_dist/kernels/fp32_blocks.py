@@ -54,8 +54,6 @@ def quantize_by_scales(
         A contiguous tensor of the shape of ``x``.
     """
     high, limit = x.to(torch.float32), torch.finfo(dtype).max
-    if divides:
-        quotient = scaled_by(high, scales, blocks, torch.div)
-    else:
-        quotient = scaled_by(high, scales.reciprocal(), blocks)
+    factors, operation = (scales, torch.div) if divides else (scales.reciprocal(), torch.mul)
+    quotient = scaled_by(high, factors, blocks, operation)
     return quotient.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
