@@ -29,13 +29,6 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
-def _does_not_know(what: object) -> str:
-    return (
-        f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}: {what}. "
-        "Install another release of torch"
-    )
-
-
 def _missing(owner: Any, names: str) -> list[str]:
     """The attributes that an object or a class of torch neither has nor declares."""
     kind = owner if isinstance(owner, type) else type(owner)
@@ -110,7 +103,10 @@ try:
     ]:
         raise AttributeError(f"it has no {', '.join(_renamed)}")
 except (ImportError, AttributeError) as error:
-    raise ImportError(_does_not_know(error)) from error
+    raise ImportError(
+        f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}: {error}. "
+        "Install another release of torch"
+    ) from error
 
 # Types that stand for tensors while a graph is traced.
 STAND_INS = (FakeTensor, FunctionalTensor)
@@ -188,26 +184,21 @@ def stable_hash(tensor: torch.Tensor) -> str:
     return blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
 
-def _tell_local_tensors_apart() -> None:
-    """Add the local tensor of a DTensor to its key in torch's cache of compiled graphs.
+if torch.__version__ >= "2.13":  # tensors of earlier releases make no keys
+    _hash_of_dtensor = DTensor._stable_hash_for_caching
 
-    The key of torch 2.13 has only the placements and the shape of a DTensor. A compiled optimizer
-    that was traced with plain shards would therefore also run on shards of another class, which
-    have no address for it to read. A graph of e4m3 data would run on e5m2 data.
-    """
-    if torch.__version__ < "2.13":  # tensors make no keys
-        return
-    of_dtensor = DTensor._stable_hash_for_caching
+    def _hash_with_local(self: DTensor) -> str:
+        """The key of a DTensor in torch's cache of compiled graphs, with its local tensor.
 
-    def with_local(self: DTensor) -> str:
+        The key of torch 2.13 has only the placements and the shape of a DTensor. A compiled
+        optimizer that was traced with plain shards would therefore also run on shards of another
+        class, which have no address for it to read. A graph of e4m3 data would run on e5m2 data.
+        """
         local = self._local_tensor
         is_plain = type(local) in (torch.Tensor, *STAND_INS)
-        return of_dtensor(self) + ("" if is_plain else stable_hash(local))
+        return _hash_of_dtensor(self) + ("" if is_plain else stable_hash(local))
 
-    DTensor._stable_hash_for_caching = with_local  # type: ignore[method-assign]
-
-
-_tell_local_tensors_apart()
+    DTensor._stable_hash_for_caching = _hash_with_local  # type: ignore[method-assign]
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:
@@ -452,16 +443,13 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
     )
 
 
-def _groups_of_state(state: Any) -> list[Any]:
+def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
+    """The parameter groups of a module that ``fully_shard`` was called on."""
+    state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     # torch 2.11 has one at most.
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
-    """The parameter groups of a module that ``fully_shard`` was called on."""
-    return _groups_of_state(module._get_fsdp_state())
 
 
 def fsdp_groups() -> list[Any]:
