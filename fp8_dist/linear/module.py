@@ -422,8 +422,7 @@ def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> l
     return [
         f"{field.name}={getattr(config, field.name)}"
         for field in fields(config)
-        if not field.name.startswith("cast_config")
-        and field.name != "enable_fsdp_float8_all_gather"
+        if not field.name.startswith(("cast_config", "enable_fsdp_float8_all_gather"))
         and getattr(config, field.name) != getattr(recipe, field.name)
     ]
 

@@ -35,8 +35,7 @@ def register_handle(owner: object) -> torch.Tensor:
     """Make a handle for an object that is queried at run time: a 0-dim int64 CPU tensor."""
     number = next(_numbers)
     _owners[number] = owner
-    with torch.device("cpu"):
-        return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 def owner_of(handle: torch.Tensor) -> Any:

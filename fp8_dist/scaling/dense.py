@@ -146,11 +146,10 @@ class Dense(Scheme):
             return (value,), (scale,), data
         saturate = not (fits or statistics is None)
         (value,) = known = self.measure(x) if statistics is None else statistics
-        by_rows, of = self._is_cast_by_rows(x), [0] * len(transposed)
+        by_rows = self._is_cast_by_rows(x)
         amaxes = [value.expand(*x.shape[:-1], 1) if by_rows else value]
-        scale, *data = cast_copies(
-            x, amaxes, self.dtype, self.power_of_2, of, transposed, saturate=saturate
-        )
+        how = self.dtype, self.power_of_2, [0] * len(transposed), transposed
+        scale, *data = cast_copies(x, amaxes, *how, saturate=saturate)
         if by_rows:
             scale = scale[..., :1, :].contiguous()
         return known, (scale,), data
