@@ -117,12 +117,9 @@ def by_scheme(
 
     Returns the groups, and the rest of the list.
     """
-    found, begin = [], 0
-    for scheme in schemes:
-        end = begin + len(scheme.levels)
-        found.append(tuple(flat[begin:end]))
-        begin = end
-    return found, list(flat[begin:])
+    rest = iter(flat)
+    found = [tuple([next(rest) for _ in scheme.levels]) for scheme in schemes]
+    return found, list(rest)
 
 
 def multiply(
