@@ -117,10 +117,8 @@ def reduced_statistics(
     """
     if layout is None or not (groups := reduction_groups(scheme, layout, within)):
         return local
-    axes = [
-        tuple([axis for axis in over if within is None or axis in within])
-        for over in scheme.axes(layout)
-    ]
+    within = range(layout.mesh.ndim) if within is None else within
+    axes = [[axis for axis in over if axis in within] for over in scheme.axes(layout)]
     union = sorted({axis for over in axes for axis in over})
     if len(local) == 1:
         level, own = scheme.levels[0], local[0]
@@ -180,9 +178,8 @@ def reduction_groups(
     """The groups over which statistics are reduced; arguments as in :func:`reduced_statistics`."""
     if layout is None:
         return ()
-    over = [a for a in range(layout.mesh.ndim) if any(a in axes for axes in scheme.axes(layout))]
-    if within is not None:
-        over = [axis for axis in over if axis in within]
+    every = {axis for axes in scheme.axes(layout) for axis in axes}
+    over = sorted([axis for axis in every if within is None or axis in within])
     if not over:
         return ()
     same = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
