@@ -162,10 +162,7 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
     fake=lambda x, exponents, dtype, *_: x.new_empty(x.shape, dtype=dtype),
 )
 def quantize_blocks(
-    x: torch.Tensor,
-    exponents: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
+    x: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
 ) -> torch.Tensor:
     """Cast ``saturate(float32(x) / scale)`` to ``dtype``, with one scale per block.
 

@@ -186,10 +186,7 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
 
 
 def unpack_rows(
-    packed: torch.Tensor,
-    dtype: torch.dtype,
-    columns: int,
-    like: Sequence[tuple[int, torch.dtype]],
+    packed: torch.Tensor, dtype: torch.dtype, columns: int, like: Sequence[tuple[int, torch.dtype]]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Unpack a message of :func:`pack_rows` into views of the data and the numbers.
 

@@ -36,11 +36,7 @@ def scales_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     fake=lambda x, scales, dtype, *_: x.new_empty(x.shape, dtype=dtype),
 )
 def quantize_by_scales(
-    x: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-    divides: bool,
+    x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], divides: bool
 ) -> torch.Tensor:
     """Cast a local tensor with one fp32 scale per block.
 

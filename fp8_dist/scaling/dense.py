@@ -168,12 +168,7 @@ class Dense(Scheme):
         return [(value,) for value in amaxes(x, [each.per for each in kinds])]
 
     def cast_with(
-        self,
-        x: Tensor,
-        plan: CastPlan,
-        statistics: Sequence[Statistics],
-        start: Start,
-        fits: bool,
+        self, x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], start: Start, fits: bool
     ) -> tuple[list[Scales], list[Tensor]] | None:
         kinds = _in_one_pass(plan.schemes)
         if kinds is None or len({(each.dtype, each.power_of_2) for each in kinds}) > 1:

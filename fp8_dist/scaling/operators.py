@@ -83,11 +83,7 @@ def cast(
 
 
 def _cast(
-    x: Tensor,
-    plan: CastPlan,
-    statistics: Sequence[Statistics] | None,
-    start: Start,
-    fits: bool,
+    x: Tensor, plan: CastPlan, statistics: Sequence[Statistics] | None, start: Start, fits: bool
 ) -> tuple[Sequence[Statistics], list[Scales], list[Tensor]]:
     schemes, of, transposed = plan
     first = schemes[0]

@@ -351,12 +351,7 @@ class Scheme:
         return [scheme.measure(x, start) for scheme in schemes]
 
     def cast_with(
-        self,
-        x: Tensor,
-        plan: CastPlan,
-        statistics: Sequence[Statistics],
-        start: Start,
-        fits: bool,
+        self, x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], start: Start, fits: bool
     ) -> tuple[list[Scales], list[Tensor]] | None:
         """:meth:`cast` to copies of several schemes, of which ``self`` is the first, in one pass.
 
