@@ -368,7 +368,8 @@ class Scheme:
         for level, scale in zip(self.levels, scales, strict=True):
             wide = fp32_scales(scale)
             if level.has_blocks:
-                wide = _expanded(wide, level, shape, start)
+                rows, columns = level.rows or 1, level.columns or 1
+                wide = expanded(wide, shape, (rows, columns, start[0] % rows, start[1] % columns))
             total = wide if total is None else total * wide
         assert total is not None, f"{self} has no levels"
         return total
@@ -480,16 +481,6 @@ def _value(literal: Any) -> Any:
     """The inverse of :func:`_text`."""
     is_dtype = isinstance(literal, str) and literal.startswith("torch.")
     return getattr(torch, literal.removeprefix("torch.")) if is_dtype else literal
-
-
-def _expanded(values: Tensor, level: Level, shape: Sequence[int], start: Start) -> Tensor:
-    """Repeat one value per block along the dims in which a block has several indices."""
-    sizes = [*values.shape]
-    for dim in (-1, -2)[: len(shape)]:
-        if (level.block(len(shape) + dim, len(shape)) or 1) > 1:
-            sizes[dim] = shape[dim]
-    rows, columns = level.rows or 1, level.columns or 1
-    return expanded(values, sizes, (rows, columns, start[0] % rows, start[1] % columns))
 
 
 def _gathered_dims(layout: Layout, gathered: Layout | None) -> set[int]:
