@@ -77,12 +77,10 @@ def expanded(values: torch.Tensor, shape: Sequence[int], blocks: Sequence[int]) 
     A dim with a single block keeps size 1, and is left to broadcasting.
     """
     rows, columns, first_row, first_column = blocks
-    if values.shape[-1] != 1:
-        values = values.repeat_interleave(columns, dim=-1)
-        values = values.narrow(-1, first_column if shape[-1] else 0, shape[-1])
-    if rows > 1 and values.shape[-2] != 1:
-        values = values.repeat_interleave(rows, dim=-2)
-        values = values.narrow(-2, first_row if shape[-2] else 0, shape[-2])
+    for dim, block, first in ((-1, columns, first_column), (-2, rows, first_row)):
+        if block > 1 and values.shape[dim] != 1:
+            values = values.repeat_interleave(block, dim=dim)
+            values = values.narrow(dim, first if shape[dim] else 0, shape[dim])
     return values
 
 
@@ -197,11 +195,8 @@ def scaled_by(
     in_parts = first_row or first_column or x.shape[-1] % columns
     in_parts = in_parts or (rows > 1 and x.shape[-2] % rows)
     if x.is_contiguous() and not in_parts:
-        wide = scales.unsqueeze(-1) if rows == 1 else scales[..., :, None, :, None]
-        shape = (*scales.shape, columns)
-        if rows > 1:
-            shape = (*scales.shape[:-1], rows, scales.shape[-1], columns)
-        return operation(x.view(shape), wide.to(x.dtype)).view(x.shape)
+        wide = scales.unsqueeze(-2).unsqueeze(-1).to(x.dtype)
+        return operation(in_blocks(x, blocks), wide).view(x.shape)
     return operation(x, expanded(scales.to(x.dtype), x.shape, blocks))
 
 
