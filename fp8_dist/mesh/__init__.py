@@ -28,6 +28,7 @@ from fp8_dist.mesh.layout import (
     narrowed as narrowed,
     normalized as normalized,
     own_pieces as own_pieces,
+    own_rank as own_rank,
     redistributed as redistributed,
     reduced as reduced,
     regions as regions,

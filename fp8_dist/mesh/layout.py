@@ -169,6 +169,11 @@ def replicated_over(layout: Layout, mesh: DeviceMesh) -> Layout:
 Pieces = tuple[tuple[int, int], ...]
 
 
+def own_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def own_pieces(tensor: torch.Tensor | Layout) -> tuple[Pieces, ...]:
     """This rank's part of each dim of a tensor, given the tensor or its layout."""
     layout = tensor if isinstance(tensor, Layout) else Layout.of(tensor)

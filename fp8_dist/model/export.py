@@ -13,12 +13,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist.debug.recorder import own_rank
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.module import config_text, other_users
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import weights_of, weights_of_model
-from fp8_dist.mesh import Layout, full_tensors, with_local
+from fp8_dist.mesh import Layout, full_tensors, own_rank, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, whole_statistics_of_each
 from fp8_dist.text import without_wrappers

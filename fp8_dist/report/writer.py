@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.debug import CommAudit, Float8Stats, anomaly_dict, append_jsonl
-from fp8_dist.debug.recorder import own_rank
+from fp8_dist.mesh import own_rank
 from fp8_dist.version import __version__
 
 CONFIG, COMM = "config.json", "comm.json"
