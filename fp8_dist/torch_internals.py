@@ -433,6 +433,11 @@ def outside_of_modes() -> AbstractContextManager[Any]:
     return without_dispatch_modes() if is_in_torch_dispatch_mode() else nullcontext()
 
 
+def has_dispatch_modes() -> bool:
+    """Whether there are active dispatch modes, such as that of ``comm_audit``."""
+    return bool(_len_torch_dispatch_stack())
+
+
 def can_skip_dispatch(tensor: torch.Tensor) -> bool:
     """Whether an operator's implementation may be called directly, which is faster."""
     return (

@@ -7,8 +7,9 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from fp8_dist.debug.measures import (
     measure_gemm,
     nothing,
 )
-from fp8_dist.debug.recorder import Patterns, Slot, StepRecorder, matching, own_rank, slots_of
 from fp8_dist.debug.rows import (
     Anomaly,
     AnomalyLimits,
@@ -36,10 +36,11 @@ from fp8_dist.debug.rows import (
     decibels,
     table,
 )
+from fp8_dist.debug.slots import Patterns, Slot, matching, slots_of
 from fp8_dist.linear.agreement import first_difference
-from fp8_dist.linear.observing import Casts, Owner
+from fp8_dist.linear.observing import Casts, Observer, Owner, Source, observed_by
 from fp8_dist.linear.weights import weights_by_layer
-from fp8_dist.mesh import GroupNames, make_group
+from fp8_dist.mesh import GroupNames, make_group, own_rank
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.torch_internals import resolve_process_group
 
@@ -48,7 +49,7 @@ OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
 
-class Float8Stats(StepRecorder):
+class Float8Stats(Observer):
     """The context manager that :func:`float8_stats` returns, with the rows that it recorded.
 
     Attributes:
@@ -68,31 +69,52 @@ class Float8Stats(StepRecorder):
         on_anomaly: OnAnomaly,
         limits: AnomalyLimits,
     ) -> None:
-        super().__init__("float8_stats", gemms)
+        self.step = -1  # the last one that was entered
         self.rows: list[Row] = []
         self.anomalies: list[Anomaly] = []
         self.limits = limits
         self._last: list[Row] = []  # those of the last recorded step
-        self._model, self._every = model, every
+        self._model, self._every, self._gemms = model, every, gemms
+        self._block: AbstractContextManager[None] | None = None
         self._on_anomaly, self._first = on_anomaly, FirstAnomalies(limits)
         self._measured: dict[_Key, torch.Tensor] = {}
-        self._ranks = _RanksOfLayers(model, mesh)
+        self._ranks = RanksOfLayers(model, mesh)
 
-    def _begin(self) -> bool:
-        if self.step % self._every:
-            return False
-        self._ranks.look()
-        return bool(self._ranks.owners)
+    def at(self, step: int) -> Self:
+        """Return this object, so that entering it begins the step with this number."""
+        self.step = step - 1
+        return self
 
-    def _end(self, failed: bool) -> None:
+    def __enter__(self) -> Self:
+        if self._block is not None:
+            name = type(self).__name__
+            raise RuntimeError(f"this {name} is already recording; leave its block first")
+        self.step += 1
+        self._block = nullcontext()
+        if self.step % self._every == 0:
+            self._ranks.look()
+            if self._ranks.owners:
+                # On all ranks, because a graph may order collectives unlike eager code.
+                self._block = observed_by(self, self._gemms)
+        self._block.__enter__()
+        return self
+
+    def __exit__(self, error: Any, *others: Any) -> None:
+        block, self._block = self._block, None
+        assert block is not None
+        block.__exit__(None, None, None)
+        if error is None and self.step % self._every == 0 and self._ranks.owners:
+            self._end()
+        self._measured = {}
+
+    def _end(self) -> None:
+        """End a step: combine what the ranks have measured, and look for anomalies."""
         measured, self._measured = self._measured, {}
-        if failed or self.step % self._every or not self._ranks.owners:
-            return
         for i, each in enumerate(measured.values()):
             each[Measures._fields.index("minus_position")] = -i
         found = self._ranks.combined([*slots_of(self._model, self._gemms)], measured).items()
         # Some rank has measured those that have a scale.
-        rows = [_row(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
+        rows = [row_of(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
         self._last = rows
         self.rows += rows
         # Alarms are raised in the order of the casts, so that causes come before effects.
@@ -104,9 +126,12 @@ class Float8Stats(StepRecorder):
                 elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
                     warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
 
-    def on_casts(self, owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts) -> None:
+    def takes_products_of(self, owner: Owner) -> bool:
+        return False
+
+    def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
         if owner in self._ranks.owners:
-            measured = measure_casts(high, [*lows.values()], own_rank())
+            measured = measure_casts(source.product(), [*lows.values()], own_rank())
             for gemms, found in zip(lows, measured, strict=True):
                 self._add((owner, operand, gemms), found)
 
@@ -127,7 +152,7 @@ class Float8Stats(StepRecorder):
         rows, self.rows = self.to_dicts(), []
         append_jsonl(rows, Path(path))
 
-    def to_tensorboard(self, writer: Any, *, layers: Patterns = None) -> None:
+    def to_tensorboard(self, writer: Any, *, layers: Patterns | None = None) -> None:
         """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and remove them.
 
         The tags are ``float8/OPERAND_for_GEMMS/LAYER/amax`` and so on, with the names of the GEMMs
@@ -146,7 +171,7 @@ class Float8Stats(StepRecorder):
             for tag, value in scalars.items():
                 writer.add_scalar(tag, value, step)
 
-    def to_wandb(self, run: Any, *, layers: Patterns = None) -> None:
+    def to_wandb(self, run: Any, *, layers: Patterns | None = None) -> None:
         """Log the rows to a run of W&B, what ``wandb.init()`` returns, and remove them.
 
         Names, arguments and errors are as in :meth:`to_tensorboard`. The numbers of a step become
@@ -155,10 +180,10 @@ class Float8Stats(StepRecorder):
         for step, scalars in self._take_scalars("to_wandb", layers).items():
             run.log(scalars, step=step)
 
-    def _take_scalars(self, caller: str, layers: Patterns) -> dict[int, dict[str, float]]:
+    def _take_scalars(self, caller: str, layers: Patterns | None) -> dict[int, dict[str, float]]:
         """Remove the rows, and return the numbers of those of some layers by step and name."""
         names = [*dict.fromkeys(slot.fqn for slot in slots_of(self._model))]
-        chosen = matching(caller, "layers", layers, names, "converted layer") if names else set()
+        chosen = set(names) if layers is None or not names else matching(caller, layers, names)
         rows, self.rows = [row for row in self.rows if row.fqn in chosen], []
         found: dict[int, dict[str, float]] = defaultdict(dict)
         for row in rows:
@@ -184,7 +209,8 @@ class Float8Stats(StepRecorder):
         combine_(total, found.to(total.device))
 
 
-def _row(slot: Slot, found: Measures, step: int) -> Row:
+def row_of(slot: Slot, found: Measures, step: int) -> Row:
+    """Return the row of a cast or a GEMM."""
     if slot.operand is None or slot.scheme is None:
         sqnr = decibels(found.signal, found.noise)
         return GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-found.minus_position))
@@ -192,7 +218,7 @@ def _row(slot: Slot, found: Measures, step: int) -> Row:
     return CastStats.of(found, slot.scheme, **cast, delayed=slot.delayed, folded=slot.folded)
 
 
-class _RanksOfLayers:
+class RanksOfLayers:
     """The ranks whose measures are combined, for each layer.
 
     These are the ranks of ``mesh`` if it is given, otherwise of the largest mesh that the layer's

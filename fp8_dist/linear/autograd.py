@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.amax_history import record_amaxes
 from fp8_dist.linear.observing import (
+    Product,
+    Source,
     are_gemms_observed,
     high_precision,
     is_observed,
@@ -154,7 +156,7 @@ def _gemm(
 ) -> torch.Tensor:
     """Run one of the three GEMMs on local operands ``[..., K]``. No other code runs them.
 
-    ``layouts``: for grad_weight, the layouts of its operands.
+    ``layouts``: those of the operands, which grad_weight and observers need.
     """
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         assert isinstance(left, torch.Tensor)
@@ -167,9 +169,10 @@ def _gemm(
         left = left.scheme.for_rows(left, layouts[0])
         right = right.scheme.for_rows(right, layouts[1])
     turn = gemm == "grad_weight", gemm == "output"
+    result = multiply(left, right, turn, out_dtype, options)
     if is_observed():
-        observe_multiply(spec.owner, gemm, left, right, out_dtype)
-    return multiply(left, right, turn, out_dtype, options)
+        observe_multiply(spec.owner, Product(gemm, left, right, result, options, layouts))
+    return result
 
 
 def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
@@ -306,7 +309,11 @@ class _LinearFunction(torch.autograd.Function):
         # Wait for the gather of the input only here, where the weight's cast has been issued.
         uses = spec.config.recipe.uses["input"]
         left = wait_local(x["output"], uses["output"])
-        product = _gemm(left, w, "output", spec, input.dtype)
+        where: tuple[Layout | None, Layout | None] = (None, None)
+        if layouts is not None and x_layout is not None and is_observed():
+            gathered = x_layout._replace(placements=layouts.input, shape=whole.shape)
+            where = gathered, w_layout
+        product = _gemm(left, w, "output", spec, input.dtype, where)
         output = _unflattened(product, input if layouts is None else left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
@@ -366,11 +373,14 @@ class _LinearFunction(torch.autograd.Function):
             gemm = [*in_float8, *operands][0]
             left, right = operands[gemm]
             operands[gemm] = left, _recorded(right, spec.owner, amaxes | of_grad, begins)
-        grad_input = grad_weight = moving = None
+        grad_input = grad_weight = moving = of_output = None
+        if layouts is not None:
+            of_output = ctx.x_layout._replace(placements=layouts.grad_output, shape=grad.shape)
         if needs_input:
             left, right = operands["grad_input"]
             left = wait_local(left, spec.config.recipe.uses["grad_output"]["grad_input"])
-            product = _gemm(left, right, "grad_input", spec, ctx.input_dtype)
+            where = of_output, ctx.w_layout
+            product = _gemm(left, right, "grad_input", spec, ctx.input_dtype, where)
             grad_input = _unflattened(product, grad if layouts is None else left)
             if layouts is not None:
                 layout = ctx.x_layout._replace(placements=layouts.grad_input)
@@ -386,15 +396,10 @@ class _LinearFunction(torch.autograd.Function):
                 moving = start_reduction(grad_input, target, transport)
         if needs_weight:
             left, right = operands["grad_weight"]
-            where = None, None
-            if layouts is not None:
-                where = (
-                    ctx.x_layout._replace(placements=layouts.grad_output, shape=grad.shape),
-                    ctx.x_layout._replace(placements=layouts.input),
-                )
+            of_input = layouts and ctx.x_layout._replace(placements=layouts.input)
             scheme, dtype = spec.config.recipe.uses["grad_output"]["grad_weight"], ctx.weight_dtype
             left = wait_local(left, scheme)
-            grad_weight = _gemm(left, right, "grad_weight", spec, dtype, where)
+            grad_weight = _gemm(left, right, "grad_weight", spec, dtype, (of_output, of_input))
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
@@ -442,7 +447,7 @@ def _recast(
     _, (scales,), (qdata,) = cast(local, CastPlan((scheme,)), known, start, after=after)
     w = Quantized(qdata, scales, scheme, start, is_cut)
     if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
-        observe(spec.owner, "weight", local, [w], repeats=False)
+        observe(spec.owner, "weight", Source(local, Layout.of(weight)), [w], repeats=False)
     return w
 
 

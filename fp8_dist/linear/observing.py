@@ -1,4 +1,4 @@
-"""Observers of the casts and GEMMs of layers, for statistics, captures and tests.
+"""Observers of the casts and GEMMs of layers, for statistics, recordings and tests.
 
 Without an observer a cast costs one check of a Python variable, and no operator. With an observer
 all code runs eagerly, so that compiled code needs neither operators nor guards for observers.
@@ -10,18 +10,24 @@ carries what was cast, its :class:`Origin`.
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fp8_dist.cast import Copies
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.mesh import local_tensor
+from fp8_dist.kernels import Groups
+from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scheme
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.torch_internals import STAND_INS, in_backward, without_dispatch_modes
+from fp8_dist.torch_internals import (
+    STAND_INS,
+    has_dispatch_modes,
+    in_backward,
+    without_dispatch_modes,
+)
 
 # The float8 copies of an operand, by the GEMMs that take each.
 Casts = Mapping[tuple[Gemm, ...], Quantized]
@@ -40,6 +46,46 @@ class Owner(Protocol):
         """The schemes of the casts of an operand, by the GEMMs that take each."""
 
 
+class Source(NamedTuple):
+    """The local tensor that a cast reads.
+
+    Attributes:
+        high: ``[..., K]``, in high precision.
+        layout: the layout of the operand of which ``high`` is this rank's part; ``None`` if it is
+            all of it.
+        folds: fp32, broadcasts to ``high``: the scales of another operand that multiply it before
+            the cast, as in the recipe ``rowwise_folded``; ``None`` if there are none.
+    """
+
+    high: torch.Tensor
+    layout: Layout | None = None
+    folds: torch.Tensor | None = None
+
+    def product(self) -> torch.Tensor:
+        """``high``, times the scales that are folded into it."""
+        return self.high if self.folds is None else self.high.to(torch.float32) * self.folds
+
+
+class Product(NamedTuple):
+    """A float8 GEMM of local operands ``[..., K]``, see :data:`fp8_dist.recipe.GEMM_OPERANDS`.
+
+    Attributes:
+        gemm, left, right, result: the GEMM, its operands and its result.
+        options: the other arguments of the function that multiplies.
+        layouts: the layouts of the operands; ``None`` for one that is whole.
+        groups: the rows of each expert in a grouped GEMM, whose scales are not folded yet;
+            ``None`` for a linear layer.
+    """
+
+    gemm: Gemm
+    left: Quantized
+    right: Quantized
+    result: torch.Tensor
+    options: tuple[Any, ...]
+    layouts: tuple[Layout | None, Layout | None] = (None, None)
+    groups: Groups | None = None
+
+
 class Observer:
     """Base class of observers of casts and GEMMs.
 
@@ -47,22 +93,18 @@ class Observer:
     called without gradients and outside dispatch modes.
     """
 
-    def on_casts(self, owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts) -> None:
+    def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
         """Called when a local operand was cast for GEMMs, or when a layer takes a prepared input.
 
-        ``high`` is ``[..., K]`` in high precision. ``lows`` are float8 copies of the same shape, by
-        the GEMMs that take them.
+        ``lows`` are float8 copies of the shape of the source, by the GEMMs that take them.
         """
 
-    def on_multiply(
-        self,
-        owner: Owner,
-        gemm: Gemm,
-        left: Quantized,
-        right: Quantized,
-        out_dtype: torch.dtype,
-    ) -> None:
-        """Called before a linear layer multiplies two local float8 operands, ``[..., K]`` each."""
+    def takes_products_of(self, owner: Owner) -> bool:
+        """Whether :meth:`on_multiply` is called for a layer."""
+        return True
+
+    def on_multiply(self, owner: Owner, product: Product) -> None:
+        """Called after a layer multiplied two local float8 operands."""
 
     def on_gemm(
         self,
@@ -96,6 +138,7 @@ class _Block(NamedTuple):
 
 
 _observers: dict[Observer, _Block] = {}
+_eager = ExitStack()  # of the stance while there is an observer
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -119,22 +162,28 @@ def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
 
     With ``gemms``, operands are kept in high precision, and ``on_gemm`` is called too.
     """
+    if not _observers:  # the blocks of observers may overlap without being nested
+        _eager.enter_context(torch.compiler.set_stance("force_eager"))
     _observers[observer] = _Block(gemms, set())
     try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         del _observers[observer]
+        if not _observers:
+            _eager.close()
 
 
 def _tell(method: Callable[..., None], *arguments: Any) -> None:
     """Call a method of an observer without gradients, outside dispatch modes."""
-    with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or has_dispatch_modes():
+        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+            method(*arguments)
+    else:  # in an autograd function; contexts take time
         method(*arguments)
 
 
 def observe(
-    owner: Owner, operand: Operand, high: torch.Tensor, made: Copies, repeats: bool = True
+    owner: Owner, operand: Operand, source: Source, made: Copies, repeats: bool = True
 ) -> None:
     """Show observers the cast of an operand.
 
@@ -144,13 +193,13 @@ def observe(
             forward does not make the casts that only the backward takes.
     """
     gemms_of = {scheme: gemms for gemms, scheme in owner.casts_of(operand).items()}
+    shape = source.high.shape
     lows: dict[tuple[Gemm, ...], Quantized] = {}
     for low in made:
-        if low.qdata.shape != high.shape:  # a transposed copy may have more rows, of zeros
-            rows = math.prod(high.shape[:-1])
-            low = low._replace(qdata=low.qdata[:rows].view(high.shape))
+        if low.qdata.shape != shape:  # a transposed copy may have more rows, of zeros
+            low = low._replace(qdata=low.qdata[: math.prod(shape[:-1])].view(shape))
         lows.setdefault(gemms_of[low.scheme], low)
-    _show(owner, operand, high, lows, repeats)
+    _show(owner, operand, source, lows, repeats)
 
 
 def observe_prepared(owner: Owner, prepared: Float8Tensor) -> None:
@@ -158,11 +207,12 @@ def observe_prepared(owner: Owner, prepared: Float8Tensor) -> None:
     if prepared.origin is not None:  # else the cast was not observed
         high, low = prepared.origin
         (gemms,) = owner.casts_of("input")
-        _show(owner, "input", local_tensor(high), {gemms: low}, repeats=True)
+        source = Source(local_tensor(high), Layout.of(high))
+        _show(owner, "input", source, {gemms: low}, repeats=True)
 
 
-def _show(owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts, repeats: bool) -> None:
-    if isinstance(high, STAND_INS):
+def _show(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats: bool) -> None:
+    if isinstance(source.high, STAND_INS):
         return
     for observer, block in [*_observers.items()]:
         new = lows
@@ -174,15 +224,15 @@ def _show(owner: Owner, operand: Operand, high: torch.Tensor, lows: Casts, repea
         elif repeats:
             block.in_forward.update((owner, operand, gemms) for gemms in lows)
         if new:
-            _tell(observer.on_casts, owner, operand, high, new)
+            _tell(observer.on_casts, owner, operand, source, new)
 
 
-def observe_multiply(
-    owner: Owner, gemm: Gemm, left: Quantized, right: Quantized, out_dtype: torch.dtype
-) -> None:
-    """Show observers the operands of a float8 GEMM."""
-    for observer in [*_observers]:
-        _tell(observer.on_multiply, owner, gemm, left, right, out_dtype)
+def observe_multiply(owner: Owner, product: Product) -> None:
+    """Show observers a float8 GEMM."""
+    if isinstance(product.result, STAND_INS):
+        return
+    for observer in [observer for observer in _observers if observer.takes_products_of(owner)]:
+        _tell(observer.on_multiply, owner, product)
 
 
 def high_precision(

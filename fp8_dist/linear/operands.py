@@ -20,9 +20,10 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
-from fp8_dist.linear.observing import Owner, is_observed, observe, observe_prepared
+from fp8_dist.linear.observing import Owner, Source, is_observed, observe, observe_prepared
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.mesh import (
+    Layout,
     Placements,
     has_pieces,
     local_tensor,
@@ -266,7 +267,9 @@ def _copies(
     else:
         made = cast_copies(matrix, plan, within)[1]
     if is_observed():
-        observe(spec.owner, operand, local_tensor(matrix), made, is_input)
+        observe(
+            spec.owner, operand, Source(local_tensor(matrix), Layout.of(matrix)), made, is_input
+        )
     return made, amaxes
 
 

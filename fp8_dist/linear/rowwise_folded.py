@@ -45,8 +45,17 @@ from fp8_dist.kernels import amax, quantize, scaling_from_amax
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
 from fp8_dist.kernels.quantization import as_matrix
-from fp8_dist.linear.observing import Owner, is_observed, observe
-from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, sharded_dim
+from fp8_dist.linear.observing import Owner, Source, is_observed, observe
+from fp8_dist.mesh import (
+    Layout,
+    Placements,
+    global_offset,
+    has_pieces,
+    local_tensor,
+    own_pieces,
+    sharded_dim,
+    taken,
+)
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, Scheme, reduced_statistics
 from fp8_dist.tensor import Float8Tensor
@@ -162,18 +171,19 @@ def _observe(
     right: Mapping[Gemm, Quantized],
     owner: Owner,
 ) -> None:
-    """Show g1 and g2 to observers, with the high-precision gradient times the folded scales.
+    """Show g1 and g2 to observers, with the gradient and the scales that are folded into it.
 
     If operands were gathered to ``placements``, only the part from this rank's gradient is shown.
     """
-    layout, high = Layout.of(grad), local_tensor(grad).to(torch.float32)
+    layout, high = Layout.of(grad), local_tensor(grad)
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         if layout is None or placements is None or layout.placements == placements:
             return tensor
-        shape = torch.Size((*layout.shape[:-1], tensor.shape[-1]))
-        gathered = layout._replace(placements=placements, shape=shape).wrap(tensor)
-        return local_tensor(gathered.redistribute(placements=layout.placements))
+        begins = global_offset(layout._replace(placements=placements))
+        dims = zip(own_pieces(layout)[:-1], begins, strict=False)
+        rows = [tuple((a - begin, b - begin) for a, b in dim) for dim, begin in dims]
+        return taken(tensor, [*rows, ((0, tensor.shape[-1]),)])
 
     for gemm, (left, _) in operands.items():
         (qdata, (scale,), *_), folded_in = left, right[gemm].scales[0]
@@ -184,5 +194,6 @@ def _observe(
                 qdata = qdata[: folded_in.numel()]
             folds = own(folded_in.reshape(*qdata.shape[:-1], 1))
         part = own(as_bytes(qdata)).view(qdata.dtype)
-        folded, low = high.reshape(part.shape) * folds, Quantized(part, (scale,), left.scheme)
-        observe(owner, "grad_output", folded, [low], repeats=False)
+        source = Source(high.reshape(part.shape), layout, folds)
+        low = Quantized(part, (scale,), left.scheme)
+        observe(owner, "grad_output", source, [low], repeats=False)

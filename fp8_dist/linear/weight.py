@@ -40,7 +40,7 @@ from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import FROZEN, PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.checks import check_gathered
 from fp8_dist.linear.local_placements import LocalPlacements
-from fp8_dist.linear.observing import is_observed, observe
+from fp8_dist.linear.observing import Source, is_observed, observe
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import note_replaced
 from fp8_dist.linear.runtime_ops import must_query, owner_of, query, register_handle
@@ -457,7 +457,8 @@ class Float8Weight:
             else:
                 float8 = self.casts(parameter, plan)
         if is_observed() and float8:
-            observe(self, "weight", KnownWeight.unwrap(local), float8)
+            source = Source(KnownWeight.unwrap(local), self.layout(parameter))
+            observe(self, "weight", source, float8)
         casts = [None if place is None else float8[place] for place in places]
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
 
@@ -617,7 +618,7 @@ class Float8Weight:
                 _, (own_scales,), (qdata,) = cast(shard, plan.cast, [statistics], plan.position[0])
                 found = Quantized(qdata, own_scales, scheme, *plan.position)
         if is_observed():
-            observe(self, "weight", shard, [found])
+            observe(self, "weight", Source(shard, plan.layout), [found])
         if stream is not None:
             # Precompute and sync may drop tensors while this stream still reads them.
             for made in (held.known, *(found.scales if self.history is not None else ())):

@@ -23,7 +23,15 @@ from fp8_dist.cast import cast_copies, quantize
 from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
 from fp8_dist.linear.autograd import flattened
-from fp8_dist.linear.observing import are_gemms_observed, is_observed, observe, observe_gemm
+from fp8_dist.linear.observing import (
+    Product,
+    Source,
+    are_gemms_observed,
+    is_observed,
+    observe,
+    observe_gemm,
+    observe_multiply,
+)
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim
@@ -145,9 +153,32 @@ def _gradients(
         one, of_weight = grouped_gradients(Operands(grad, rows, weight), *arguments)
         of_rows = one if of_rows is None else of_rows if one is None else of_rows + one
         of_weights.append(of_weight)
+        _observe_multiply(ctx, owner, "grad_input", grad, weight, one, weight)
+        _observe_multiply(ctx, owner, "grad_weight", grad, rows, of_weight, weight)
         _observe_gemm(owner, "grad_input", ctx.groups, left, right, one)
         _observe_gemm(owner, "grad_weight", ctx.groups, left, high_rows, of_weight)
     return of_rows, of_weights
+
+
+def _observe_multiply(
+    ctx: Any,
+    owner: Float8Weight | None,
+    gemm: Gemm,
+    left: Quantized,
+    right: Quantized,
+    result: Tensor | None,
+    weight: Quantized,
+) -> None:
+    """Show observers a grouped GEMM of a ``weight`` that has an owner."""
+    if not is_observed() or owner is None or result is None:
+        return
+    config, layout, turns = ctx.config, owner.layout(), is_stored_transposed(weight.qdata)
+    if turns and layout is not None:
+        experts, k, n = layout.shape
+        layout = layout._replace(shape=torch.Size((experts, n, k)))
+    layouts = None, layout if right is weight else None
+    options = config.recipe, config.pad_token_groups_for_grouped_mm, config.emulate, turns
+    observe_multiply(owner, Product(gemm, left, right, result, options, layouts, ctx.groups))
 
 
 def _observe_products(
@@ -204,7 +235,7 @@ def _cast_rows(
     low = quantize(rows if layout is None else layout.wrap(rows), config.rows)
     for owner in owners if is_observed() else ():
         if owner is not None:
-            observe(owner, operand, rows, [low], repeats=operand == "input")
+            observe(owner, operand, Source(rows, layout), [low], repeats=operand == "input")
     return low
 
 
@@ -230,7 +261,9 @@ class _Up(torch.autograd.Function):
         for weight in weights:
             own = weight.casts.output
             assert own is not None
-            products.append(grouped_mm(rows, own, True, groups, x.dtype, config))
+            product = grouped_mm(rows, own, True, groups, x.dtype, config)
+            _observe_multiply(ctx, weight.owner, "output", rows, own, product, own)
+            products.append(product)
         if are_gemms_observed():
             high = x.detach()
             if routing is not None:
@@ -298,6 +331,8 @@ class _Down(torch.autograd.Function):
         if bias is not None:
             output = add_bias(product, bias.detach(), routing.groups)
         ctx.groups, ctx.config, ctx.routing = routing.groups, config, routing
+        own = weight.casts.output
+        _observe_multiply(ctx, weight.owner, "output", rows, own, product, own)
         _save(ctx, rows, [weight], dtype)
         if are_gemms_observed():
             _observe_products(ctx, hidden.detach(), [weight], [product])

@@ -43,6 +43,7 @@ class Run:
         stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
             order of layers.
         anomalies: of anomalies.jsonl.
+        recordings: those of ``fp8_dist.debug.record`` in folders of the run.
         notes: sentences about what could not be read.
     """
 
@@ -52,6 +53,7 @@ class Run:
     comm: CommTable | None = None
     stats: list[Row] = dataclasses.field(default_factory=list)
     anomalies: list[Row] = dataclasses.field(default_factory=list)
+    recordings: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -108,9 +110,22 @@ def read_run(folder: Path) -> Run:
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
     run.comm = CommTable(rows(COMM, _comm_row)) if (folder / COMM).is_file() else None
+    _read_recordings(run, folder)
     run.stats = rows(STATS, stats_row)
     run.anomalies = rows(ANOMALIES, _anomaly_row)
     return run
+
+
+def _read_recordings(run: Run, folder: Path) -> None:
+    for path in sorted(folder.glob("*/step*[0-9]/rank00000.pt")):
+        try:
+            # Tensors are not read.
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            layers = [*dict.fromkeys(record["fqn"] for record in found["records"])]
+            row = {"step": found["step"], "reason": found["reason"], "layers": layers}
+            run.recordings.append(row | {"folder": path.parent})
+        except Exception as error:  # reading unknown bytes may raise anything
+            run.notes.append(f"{path.parent} can't be read: {error!r}")
 
 
 def differences(run: Run, baseline: Run, metric: str = "loss") -> dict[int, float]:

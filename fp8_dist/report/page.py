@@ -1,6 +1,7 @@
 """The page of runs: how they went, where anomalies are, and all float8 casts."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,8 @@ HIDDEN = {"float8_layers", "units", LIMITS}  # of config.json
 def write(path: Path, folders: list[Path]) -> list[str]:
     """Write the page of runs at once: nobody sees half of one. Return what could not be read."""
     runs = read_runs(folders)
+    for row in [row for run in runs for row in run.recordings]:
+        row["link"] = os.path.relpath(row["folder"], path.parent)
     new = path.with_name(f".{path.name}.new")
     new.write_text(render(runs), encoding="utf-8")
     new.replace(path)

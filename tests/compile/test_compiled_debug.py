@@ -1,19 +1,17 @@
-"""capture, float8_stats and comm_audit of compiled models."""
+"""record, float8_stats and comm_audit of compiled models."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from graphs import Compilations
+from recordings import casts, written
 from torch import nn
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.debug import (
-    capture,
-    comm_audit,
-    float8_stats,
-)
+from fp8_dist.debug import comm_audit, float8_stats, record
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "delayed"])
@@ -39,14 +37,18 @@ def test_recorded_steps_run_eagerly_and_graphs_know_nothing_of_it(
     options = {"guard_filter_fn": record_guards}
     forward = torch.compile(model, backend="aot_eager", fullgraph=True, options=options)
     found, expected = float8_stats(model, every=2), float8_stats(eager)
-    casts = capture(model, tmp_path, fqn="1", operand="input", steps=2)
-    for _ in range(4):
-        with found, casts:
+    recorder = record(model, tmp_path, layers="1", steps=3)
+    for i in range(4):
+        with found, ExitStack() as blocks:
+            if i % 2 == 0:
+                blocks.enter_context(recorder.at(i))
             forward(x).sum().backward()
         with expected:
             eager(x).sum().backward()
     assert found.rows == [row for row in expected.rows if row.step % 2 == 0]
-    assert len(casts.files) == 1
+    parts = [part for cast in casts(written(recorder)) for part in cast.parts]
+    inputs = [part for part in parts if (part["fqn"], part["operand"]) == ("1", "input")]
+    assert [part["step"] for part in inputs] == [0, 2]
     assert compilations.graphs == 1
     assert guards
     assert not [name for name in guards if "_observers" in name]

@@ -1,11 +1,9 @@
-"""float8_stats and capture on meshes: the numbers and casts of one device."""
+"""float8_stats and record on meshes: the numbers and casts of one device."""
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from nets import MLP, Block, net_plan
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
+from recordings import casts, different, written
 from reference import raised
 from torch import distributed as dist
 from torch import nn
@@ -23,19 +22,16 @@ from two_level import config_named
 
 from fp8_dist import (
     Float8LinearConfig,
-    Float8Tensor,
     convert_to_float8_training,
     update_float8_scales,
 )
 from fp8_dist.debug import (
     Anomaly,
-    CapturedCast,
     CastStats,
     GemmStats,
-    capture,
     comm_audit,
     float8_stats,
-    load_capture,
+    record,
 )
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
@@ -82,18 +78,11 @@ def batch(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.requires_grad_(), grad
 
 
-class Recorded(NamedTuple):
-    """Of a mesh and of one device: rows of statistics, and files of captured casts."""
-
-    mine: list[CastStats | GemmStats]
-    its: list[CastStats | GemmStats]
-    my_files: list[Path]
-    its_files: list[Path]
-    left_out: int
+Rows = list[CastStats | GemmStats]
 
 
-def recorded(dp: int, tp: int, recipe: str, folder: Path) -> Recorded:
-    """In two steps; the second one is captured."""
+def recorded(dp: int, tp: int, recipe: str, folder: Path) -> tuple[Rows, Rows, int]:
+    """Rows of a mesh and of one device in two steps; the second one's recordings are written."""
     config = config_named(recipe)
     mesh = device_mesh(dp=dp, tp=tp)
     twin = nn.Sequential(Block(convert_to_float8_training(Net(), config=config).layers[0]))  # type: ignore[index]
@@ -107,10 +96,10 @@ def recorded(dp: int, tp: int, recipe: str, folder: Path) -> Recorded:
         for module in (*net, net):
             fully_shard(module, mesh=mesh["dp"])
     mine, its = float8_stats(net, gemms=True), float8_stats(twin, gemms=True)
-    my_files = capture(net, folder / "ranks", fqn="*.w?", steps=1)
-    its_files = capture(twin, folder / f"twin {dist.get_rank()}", steps=1)
+    mine_too = record(net, folder / "ranks", layers="*.w?", steps=1)
+    its_too = record(twin, folder / "twin", layers="*", steps=1)
     for step in range(2):
-        with my_files.at(step):
+        with mine_too.at(step):
             mine.__enter__()
             x, grad = batch(step, mesh.get_local_rank("dp"))
             if tp > 1:
@@ -119,31 +108,15 @@ def recorded(dp: int, tp: int, recipe: str, folder: Path) -> Recorded:
             with comm_audit() as audit:
                 mine.__exit__(None)
             assert audit.count() == 1
-        with its, its_files.at(step):
+        with its, its_too.at(step):
             for part in range(dp):
                 x, grad = batch(step, part)
                 twin(x).backward(grad)
         for model in (net, twin):
             update_float8_scales(model)
-    return Recorded(mine.rows, its.rows, my_files.files, its_files.files, my_files.left_out)
-
-
-def content(paths: Iterable[Path]) -> dict[tuple[Any, ...], Any]:
-    """All values in high precision and dequantized, sorted; of each cast of a layer."""
-    found: dict[tuple[Any, ...], list[CapturedCast]] = {}
-    for each in map(load_capture, paths):
-        if each.operand != "weight" or each.call == 0:
-            found.setdefault((each.fqn, each.operand, each.gemms), []).append(each)
-    return {
-        key: [
-            torch.cat([t.reshape(-1) for t in tensors]).double().sort().values.tolist()
-            for tensors in zip(
-                *((c.high, Float8Tensor.of(c.low, c.high.dtype).dequantize()) for c in each),
-                strict=True,
-            )
-        ]
-        for key, each in found.items()
-    }
+    for recorder in (mine_too, its_too):
+        written(recorder)
+    return mine.rows, its.rows, mine_too.dropped
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -158,22 +131,20 @@ def test_the_numbers_and_casts_of_one_device(
     for recipe in recipes:
         folder = tmp_path / recipe
         results = pool.run(recorded, *mesh, recipe, folder, timeout=180)
-        for mine, its, *_, left_out in results:
+        for mine, its, dropped in results:
             assert len(mine) == len(its) >= 2 * 3 * 3 - 2 * 3
             for row, expected in zip(mine, its, strict=True):
                 assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
                 assert dataclasses.replace(row, sqnr=expected.sqnr) == expected
             assert any(row.underflow for row in its if isinstance(row, CastStats))
             assert all(math.isfinite(row.sqnr) for row in its)
-            assert left_out == 0
-        files = [path for result in results for path in result.my_files]
-        assert sorted(files) == sorted((folder / "ranks").iterdir())
-        names = {(c.rank, c.step, c.call) for c in map(load_capture, files)}
+            assert dropped == 0
+        of_ranks = folder / "ranks" / "step000001"
+        parts = [part for cast in casts(of_ranks) for part in cast.parts]
+        names = {(part["rank"], part["step"], part["call"]) for part in parts}
         assert names == {(rank, 1, 0) for rank in range(pool.world_size)}
-        if recipe in ("tensorwise", "rowwise_folded", "delayed"):  # each rank casts its shard
-            expected = content(results[0].its_files)
-            assert content(files) == expected
-            assert len(expected) >= 3 * 3
+        assert different(of_ranks, folder / "twin" / "step000001") == []
+        assert len({(part["fqn"], part["operand"]) for part in parts}) == 3 * 3
 
 
 def with_fault(parallel: str) -> tuple[str, str, int | None, int]:
@@ -228,21 +199,6 @@ def test_warnings_are_those_of_one_rank(ranks: RankPools) -> None:
     """Of the ranks that share their rows: each pipeline stage has others."""
     assert ranks(4).run(warned, False) == [1, 0, 0, 0]
     assert ranks(4).run(warned, True) == [1, 0, 1, 0]
-
-
-def chosen(folder: Path) -> list[Path]:
-    net = convert_to_float8_training(Net())
-    with capture(net, folder, operand="weight", ranks=1) as files:
-        for layer in net.layers:  # type: ignore[union-attr]
-            layer(torch.ones(2, 64))
-    return files.files
-
-
-def test_the_chosen_rank_alone_writes(ranks: RankPools, tmp_path: Path) -> None:
-    none, files = ranks(2).run(chosen, tmp_path)
-    assert none == []
-    assert len(files) == 3
-    assert sorted(files) == sorted(tmp_path.iterdir())
 
 
 def given_mesh() -> list[int]:

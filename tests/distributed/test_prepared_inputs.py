@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import RankPools, device_mesh
+from recordings import casts, written
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.debug import CapturedCast, CastStats, GemmStats, capture, float8_stats, load_capture
+from fp8_dist.debug import CastStats, GemmStats, float8_stats, record
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     PrepareFloat8ModuleInput,
@@ -67,6 +68,10 @@ def batch(part: int) -> list[torch.Tensor]:
     return [x, 100 * memory, 1e-3 * third, grad]
 
 
+# The input of each layer.
+SOURCES = {"cross.q": 0, "cross.k": 1, "cross.v": 1, "cross.o": 0, "cross.gate.g": 2}
+
+
 def parallelized(net: nn.Module) -> None:
     mesh = device_mesh(tp=2)
     prepare = partial(PrepareFloat8ModuleInput, use_local_output=False)
@@ -91,10 +96,8 @@ def run(net: nn.Module, checkpointed: bool, parts: int, tp: int) -> None:
         run(*inputs).backward(grad)
 
 
-def recorded(
-    recipe: str, compiled: bool, checkpointed: bool, folder: Path
-) -> tuple[Rows, Rows, list[CapturedCast]]:
-    """The rows under tensor and sequence parallelism and of one device; what was captured."""
+def recorded(recipe: str, compiled: bool, checkpointed: bool, folder: Path) -> tuple[Rows, Rows]:
+    """The rows under tensor and sequence parallelism, which are recorded too, and of one device."""
     torch._dynamo.reset()
     config = Float8LinearConfig.from_recipe_name(recipe)
     twin, net = (convert_to_float8_training(Net(), config=config) for _ in range(2))
@@ -102,13 +105,14 @@ def recorded(
     if compiled:
         net.compile(backend="aot_eager", fullgraph=True)
     mine, its = float8_stats(net, gemms=True), float8_stats(twin, gemms=True)
-    files = capture(net, folder, fqn=["cross.q", "cross.v"], operand="input")
-    for step in range(2):
-        with files.at(step), mine:
+    recorder = record(net, folder, layers="*")
+    for _ in range(2):
+        with recorder, mine:
             run(net, checkpointed, 2, tp=2)
         with its:
             run(twin, False, 2, tp=1)
-    return mine.rows, its.rows, [load_capture(path) for path in files.files]
+    written(recorder)
+    return mine.rows, its.rows
 
 
 CASES = [
@@ -128,16 +132,15 @@ def test_inputs_of_one_width_are_told_apart(
 ) -> None:
     arguments = recipe, compiled, checkpointed, tmp_path
     rows = 2 * 5 * 6 + (2 * 5 if recipe == "rowwise_folded" else 0)
-    for rank, (mine, its, captured) in enumerate(ranks(2).run(recorded, *arguments, timeout=180)):
+    for mine, its in ranks(2).run(recorded, *arguments, timeout=180):
         assert len(mine) == len(its) == rows
         for row, expected in zip(mine, its, strict=True):
             assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
             if isinstance(row, CastStats) and isinstance(expected, CastStats):
                 assert row.fqn == expected.fqn
                 assert (row.amax, row.scale) == (expected.amax, expected.scale)
-        names = [(c.step, c.call, c.fqn) for c in captured]
-        assert sorted(names) == list(product(range(2), range(2), ("cross.q", "cross.v")))
-        for c in captured:
-            x, memory, *_ = batch(c.call)
-            mine_of = (x if c.fqn == "cross.q" else memory).chunk(2, 1)[rank]
-            torch.testing.assert_close(c.high, mine_of, rtol=0, atol=0)
+    inputs = [c for c in casts(tmp_path / "step000001") if c.parts[0]["operand"] == "input"]
+    names = [(c.parts[0]["step"], c.parts[0]["call"], c.parts[0]["fqn"]) for c in inputs]
+    assert sorted(names) == list(product(range(2), range(2), sorted(SOURCES)))
+    for (_, call, fqn), cast in zip(names, inputs, strict=True):
+        assert torch.equal(cast.high, batch(call)[SOURCES[fqn]])

@@ -21,7 +21,7 @@ from fp8_dist import (
 from fp8_dist.debug import CastStats, float8_stats
 from fp8_dist.debug.measures import Measures, measure
 from fp8_dist.debug.rows import decibels
-from fp8_dist.linear.observing import Observer, Owner, observed_by
+from fp8_dist.linear.observing import Observer, Owner, Source, observed_by
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
 
@@ -212,11 +212,11 @@ class CastsOnCpu(Observer):
         self,
         owner: Owner,
         operand: Operand,
-        high: torch.Tensor,
+        source: Source,
         lows: Mapping[tuple[Gemm, ...], Quantized],
     ) -> None:
         for gemms, low in lows.items():
             scales = tuple(scale.cpu() for scale in low.scales)
             copied = low._replace(qdata=low.qdata.cpu(), scales=scales)
-            measured = measure(high.cpu(), copied, 0)
+            measured = measure(source.product().cpu(), copied, 0)
             self.found[owner.fqn, operand, gemms] = Measures(*measured.tolist())

@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-
 from fp8_dist import Float8Tensor
 from fp8_dist.kernels import GemmOptions
-from fp8_dist.linear.observing import Observer, Owner, observed_by
+from fp8_dist.linear.observing import Observer, Owner, Product, observed_by
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Quantized, matrices
+from fp8_dist.scaling import matrices
 
 
 class GemmRecord(NamedTuple):
@@ -27,16 +25,12 @@ class _Recorder(Observer):
     def __init__(self) -> None:
         self.records: list[GemmRecord] = []
 
-    def on_multiply(
-        self,
-        owner: Owner,
-        gemm: Gemm,
-        left: Quantized,
-        right: Quantized,
-        out_dtype: torch.dtype,
-    ) -> None:
+    def on_multiply(self, owner: Owner, product: Product) -> None:
+        if product.groups is not None:
+            return
+        gemm, left, right, result, *_ = product
         operands = matrices(left, right, (gemm == "grad_weight", gemm == "output"))
-        copies: list[Any] = [Float8Tensor.of(each, out_dtype).clone() for each in operands]
+        copies: list[Any] = [Float8Tensor.of(each, result.dtype).clone() for each in operands]
         # FSDP2 frees the scales that it gathers with stored weights, and copies share 0-dim scales.
         a, b = (each.rewrap(scale=tuple([s.clone() for s in each.scales])) for each in copies)
         self.records.append(GemmRecord(owner.fqn, gemm, a, b, owner.config.gemm_options(gemm)))

@@ -1,5 +1,6 @@
 """What the documents refer to exists; the code of some pages runs, and recipes are as shown."""
 
+import importlib
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -133,11 +134,12 @@ class OneLayer(nn.Module):
         return self.layers["3"]["feed_forward"]["w2"](x)  # type: ignore[index]
 
 
-def test_debugging_records_captures_and_compares(
+@pytest.mark.filterwarnings("ignore:record")
+def test_debugging_records_replays_and_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs/debugging.md").read_text()
-    statistics, captures, comparison, left_out = re.findall(
+    recorded, statistics, comparison, left_out, one_layer = re.findall(
         r"^```python\n(.*?)^```", text, re.DOTALL | re.M
     )
     monkeypatch.chdir(tmp_path)
@@ -147,13 +149,15 @@ def test_debugging_records_captures_and_compares(
         "batches": [torch.ones(4, 32)] * 2,
         "optimizer": torch.optim.SGD(model.parameters()),
     }
+    exec(recorded, scope)
+    assert not list((tmp_path / "recordings").iterdir())  # nothing went wrong
     exec(statistics, scope)
     printed = capsys.readouterr().out
     assert printed.count("layers.3.feed_forward.w2") == 3  # its casts in step 0
-    code = captures.replace("...  # forward and backward", "model(torch.ones(4, 32))")
-    exec(code, {"model": model, "capture": debug.capture, "torch": torch})
-    assert len(list((tmp_path / "captured").iterdir())) == 1
-    capsys.readouterr()
+    exec(one_layer.replace("...  # two steps", "model(batches[0])"), scope)
+    (command,) = re.findall(r"^python -m (fp8_dist.debug.replay) (.*)$", text, re.M)
+    assert importlib.import_module(command[0]).main([command[1]]) == 0
+    assert capsys.readouterr().out.count("layers.3.feed_forward.w2") == 2
     scope |= {"tokens": torch.randn(4, 32), "loss": torch.sum}
     exec(comparison, scope)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from recordings import casts, written
 from reference import raised, same_bits, same_values
 from stored_weights import CONFIGS, converted, frozen, run, same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -37,7 +38,7 @@ from fp8_dist import (
     unfreeze_from_float8,
     update_float8_scales,
 )
-from fp8_dist.debug import CastStats, GemmStats, capture, float8_stats
+from fp8_dist.debug import CastStats, GemmStats, float8_stats, record
 from fp8_dist.device import is_float8
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
@@ -517,20 +518,19 @@ def test_codes_are_no_values_of_a_weight_in_high_precision(assign: bool) -> None
 # Tools
 
 
-def test_statistics_and_captures(tmp_path: Path) -> None:
+def test_statistics_and_recordings(tmp_path: Path) -> None:
     net, twin = frozen(), converted()
-    with float8_stats(net, gemms=True) as stats, capture(net, tmp_path):
+    with float8_stats(net, gemms=True) as stats, record(net, tmp_path, layers="*") as recorder:
         run(net)
     with float8_stats(twin) as of_twin:
         run(twin)
     # Weights are not cast: only inputs and gradients have rows.
     gemms = [row for row in stats.rows if isinstance(row, GemmStats)]
-    casts = [row for row in stats.rows if row not in gemms]
-    assert casts == [r for r in of_twin.rows if isinstance(r, CastStats) and r.operand != "weight"]
+    rows = [row for row in stats.rows if row not in gemms]
+    assert rows == [r for r in of_twin.rows if isinstance(r, CastStats) and r.operand != "weight"]
     assert [(row.fqn, row.gemm) for row in gemms] == [
         (fqn, gemm) for fqn in "02" for gemm in ("output", "grad_input")
     ]
     assert all(25 < row.sqnr < 60 for row in gemms)
-    names = {path.name.split("-")[3] for path in tmp_path.iterdir()}
-    assert names == {"input", "grad_output"}
+    assert {c.parts[0]["operand"] for c in casts(written(recorder))} == {"input", "grad_output"}
     assert "2 of 2 weights in float8" in str(conversion_summary(net))

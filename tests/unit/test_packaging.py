@@ -85,7 +85,6 @@ def test_a_sub_package_is_linked_and_has_no_second_name(folder: str) -> None:
 
 # Modules that nothing else in the library imports without asking, and what they need besides torch.
 OPTIONAL = {
-    "fp8_dist.debug.plot": {"matplotlib"},
     "fp8_dist.report.figures": {"matplotlib", "numpy"},
     "fp8_dist.report.page": {"jinja2"},
     "fp8_dist.kernels.cuda.triton": {"triton"},

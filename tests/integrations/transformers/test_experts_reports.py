@@ -1,6 +1,7 @@
-"""Statistics, captures, collectives, filters and the doctor's report of converted experts."""
+"""Statistics, recordings, collectives, filters and the doctor's report of converted experts."""
 
 import dataclasses
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hf_experts import IDS, Mixture, made, step
 from hf_models import build
 from moe_layers import GEMMS, expected, rounded
 from ranks import RankPools, device_mesh
+from recordings import casts, corrupt_gathers, different, written
 from reference import raised, same_bits, sqnr
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -29,18 +31,16 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
     update_float8_scales,
 )
-from fp8_dist.debug import (
-    CapturedCast,
-    CastStats,
-    GemmStats,
-    capture,
-    comm_audit,
-    float8_stats,
-    load_capture,
+from fp8_dist.debug import CastStats, GemmStats, comm_audit, float8_stats, record
+from fp8_dist.debug.replay import Replay
+from fp8_dist.moe import (
+    Float8ExpertsConfig,
+    convert_experts_to_float8_training,
+    float8_experts,
+    functions,
 )
-from fp8_dist.debug.histogram import histogram
-from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.moe.config import ExpertsRecipe
+from fp8_dist.moe.dispatch import send_rows
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -79,18 +79,19 @@ def operands(model: nn.Module) -> dict[str, torch.Tensor]:
 )
 def test_casts_of_experts(tmp_path: Path, kind: str, recipe: ExpertsRecipe) -> None:
     model = made(kind, recipe)
-    stats, captured = float8_stats(model, gemms=True), capture(model, tmp_path, fqn=f"{EXPERTS}.*")
-    with stats, captured:
+    stats, recorder = float8_stats(model, gemms=True), record(model, tmp_path, layers="*")
+    with stats, recorder:
         expected = operands(model)
     assert len(stats.rows) == 2 * 2 * (3 + 3)  # layers, weights, operands and GEMMs
     rows = {f"{r.fqn} {r.operand}": r for r in stats.rows if isinstance(r, CastStats)}
-    casts = {f"{c.fqn} {c.operand}": c for c in map(load_capture, captured.files)}
-    assert casts.keys() == {name for name in rows if name.startswith(EXPERTS)}
+    found = {f"{c.parts[0]['fqn']} {c.parts[0]['operand']}": c for c in casts(written(recorder))}
+    assert found.keys() == rows.keys()
     of_rows, of_weight = BLOCKS[recipe]
     rule = "ceil" if recipe == "mxfp8" else None
     for name, high in expected.items():
-        row, cast = rows[f"{EXPERTS}.{name}"], casts[f"{EXPERTS}.{name}"]
-        assert dataclasses.replace(cast.stats(), step=row.step) == row
+        row, cast = rows[f"{EXPERTS}.{name}"], found[f"{EXPERTS}.{name}"]
+        again = {"gemms": row.gemms, "position": cast.parts[0]["position"]}
+        assert dataclasses.replace(cast.stats(), **again) == row
         assert same_bits(cast.high, high)
         blocks = of_weight if high.ndim == 3 else of_rows
         matrices = high if high.ndim == 3 else high[None]
@@ -105,9 +106,9 @@ def test_casts_of_experts(tmp_path: Path, kind: str, recipe: ExpertsRecipe) -> N
         assert row.underflow == pytest.approx(100 * (1 - low.count_nonzero().item() / values))
         noise = (low - high.double()).square().sum() / high.double().square().sum()
         assert row.sqnr == pytest.approx(-10 * noise.log10().item(), abs=1e-3)
-        counts = histogram(cast)
-        to_zero = sum(octave.to_zero for octave in counts.octaves)
-        assert (counts.values, to_zero) == (values, values - low.count_nonzero().item())
+        kept, to_zero, saturated = map(sum, zip(*cast.octaves().values(), strict=True))
+        assert (kept, saturated) == (low.count_nonzero().item(), 0)
+        assert to_zero == values - kept
 
 
 @pytest.mark.parametrize("recipe", BLOCKS)
@@ -115,16 +116,17 @@ def test_gemms_of_experts(tmp_path: Path, recipe: ExpertsRecipe) -> None:
     """Their errors are those of the formula of the recipe, for the same operands."""
     model, x = Mixture(Float8ExpertsConfig(recipe)), torch.randn(40, 160)
     ids = torch.rand(40, 7).argsort(1)[:, :2]  # expert 7 has no tokens
-    stats, captured = float8_stats(model, gemms=True), capture(model, tmp_path, fqn="experts.*")
-    with stats, captured:
+    stats, recorder = float8_stats(model, gemms=True), record(model, tmp_path, layers="experts.*")
+    with stats, recorder:
         model(x, ids, torch.rand(40, 2)).backward(torch.randn(40, 160))
     found = {(r.fqn, r.gemm): r.sqnr for r in stats.rows if isinstance(r, GemmStats)}
-    casts = {(c.fqn, c.operand): c.high for c in map(load_capture, captured.files)}
+    recorded = [(cast.parts[0], cast.high) for cast in casts(written(recorder))]
+    highs = {(part["fqn"], part["operand"]): high for part, high in recorded}
     slots, counts = ids.flatten().argsort(stable=True), ids.flatten().bincount(minlength=8).tolist()
     rows = {"gate_up_proj": (slots // 2, slice(None)), "down_proj": (slice(None), slots)}
     for name, (of_input, of_grad) in rows.items():
         fqn = f"experts.{name}"
-        x, w, g = (casts[fqn, operand] for operand in ("input", "weight", "grad_output"))
+        x, w, g = (highs[fqn, operand] for operand in ("input", "weight", "grad_output"))
         operands = x[of_input], w, g[of_grad], counts
         results = expected("high_precision", *operands), expected(recipe, *operands)
         for gemm, exact, low in zip(GEMMS, *results, strict=True):
@@ -146,42 +148,26 @@ def parallel(model: Any, dp: int, ep: int, dim: int) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-Recorded = tuple[list[Any], list[Any], list[Path], list[Path]]
-
-
-def recorded(dp: int, ep: int, dim: int, fields: dict[str, Any], folder: Path) -> Recorded:
-    """Statistics and captures of a step on ranks, which have a text each, and on one device."""
+def recorded(
+    dp: int, ep: int, dim: int, fields: dict[str, Any], folder: Path
+) -> tuple[list[Any], list[Any]]:
+    """Statistics and recordings of a step on ranks, which have a text each, and on one device."""
     rank, texts = dist.get_rank(), len(IDS) // (dp * ep)
     model, twin = parallel(made("mixtral", **fields), dp, ep, dim), made("mixtral", **fields)
     mine, its = float8_stats(model, gemms=True), float8_stats(twin, gemms=True)
-    my_files = capture(model, folder / "ranks")
-    its_files = capture(twin, folder / f"twin {rank}")
-    with my_files:
+    mine_too = record(model, folder / "ranks", layers="*")
+    its_too = record(twin, folder / "twin", layers="*")
+    with mine_too:
         mine.__enter__()
         step(model, IDS[texts * rank : texts * (rank + 1)])
         with comm_audit() as audit:
             mine.__exit__(None)
         assert audit.count() == 1
-    with its, its_files:
+    with its, its_too:
         step(twin)
-    return mine.rows, its.rows, my_files.files, its_files.files
-
-
-def values(files: list[Path]) -> dict[tuple[str, str], list[float]]:
-    """All values in high precision, and all dequantized ones, sorted, of each cast."""
-    found: dict[tuple[str, str], list[CapturedCast]] = {}
-    for each in map(load_capture, files):
-        found.setdefault((each.fqn, each.operand), []).append(each)
-    casts = {
-        k: [(c.high, Float8Tensor.of(c.low, c.high.dtype)) for c in v] for k, v in found.items()
-    }
-    return {
-        key: [
-            *torch.cat([high.flatten() for high, _ in each]).sort().values.tolist(),
-            *torch.cat([low.dequantize().flatten() for _, low in each]).sort().values.tolist(),
-        ]
-        for key, each in casts.items()
-    }
+    for recorder in (mine_too, its_too):
+        written(recorder)
+    return mine.rows, its.rows
 
 
 @pytest.mark.parametrize(
@@ -197,7 +183,7 @@ def test_casts_and_gemms_on_ranks_are_those_of_one_device(
     ranks: RankPools, tmp_path: Path, dp: int, ep: int, dim: int, fields: dict[str, Any]
 ) -> None:
     results = ranks(dp * ep).run(recorded, dp, ep, dim, fields, tmp_path)
-    for mine, its, *_ in results:
+    for mine, its in results:
         assert len(mine) == len(its) == 2 * 2 * (3 + 3)
         for row, other in zip(mine, its, strict=True):
             # (Data-parallel ranks have a product each, of which FSDP2 makes a sum.)
@@ -205,12 +191,104 @@ def test_casts_and_gemms_on_ranks_are_those_of_one_device(
             assert abs(row.sqnr - other.sqnr) < (0.5 if is_part else 0.01), (row, other)
             assert dataclasses.replace(row, sqnr=other.sqnr) == other
         assert any(row.underflow for row in its if isinstance(row, CastStats))
-    files = [path for result in results for path in result[2]]
-    assert sorted(files) == sorted((tmp_path / "ranks").iterdir())
-    gathers = fields.get("enable_fsdp_float8_all_gather", True)
-    if not gathers:  # each rank casts the whole weight
-        files = [path for path in files if "-weight-" not in path.name or "rank000" in path.name]
-    assert values(files) == values(results[0][3])
+    assert different(tmp_path / "ranks" / "step000000", tmp_path / "twin" / "step000000") == []
+
+
+FAULTY, STEP = 2, 1  # the rank and the step of a fault
+FIRST = "model.layers.0.mlp.experts"
+
+
+def plant(fault: str, model: Any, patch: pytest.MonkeyPatch) -> None:
+    """Plant a fault in this rank's next step."""
+    experts = model.get_submodule(FIRST)
+
+    def with_nan(_: Any, args: Any) -> Any:
+        hidden = args[0].clone()
+        hidden[5, 7] = torch.nan
+        return hidden, *args[1:]
+
+    def delivered(*args: Any) -> Any:
+        rows = send_rows(*args)
+        rows.qdata.view(torch.uint8)[3, 9] ^= 8
+        return rows
+
+    if fault == "nan":
+        experts.register_forward_pre_hook(with_nan)
+    elif fault == "rows":
+        patch.setattr(functions, "send_rows", delivered)
+    elif fault in ("scale", "byte"):
+        experts_of_rank, *sizes = experts.gate_up_proj.shape
+        corrupt_gathers(fault, (experts_of_rank // 2, *sizes), patch)
+
+
+def train(kind: str, recipe: ExpertsRecipe, dim: int, fault: str, folder: Path) -> None:
+    """Record steps with a fault, and write."""
+    rank, model = dist.get_rank(), parallel(made(kind, recipe), 2, 2, dim)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with record(model, folder, layers="*") as recorder:
+            for number in range(STEP + 1):
+                if rank == FAULTY and number == STEP:
+                    plant(fault, model, patch)
+                step(model, IDS[rank : rank + 1])
+                optimizer.step()
+                optimizer.zero_grad()
+                if rank == FAULTY and fault == "weight":
+                    with torch.no_grad():  # before the scales of the next step are computed
+                        model.get_submodule(EXPERTS).down_proj.to_local()[1, 3, 5] = 1e30
+                update_float8_scales(model)
+        recorder.write()
+    dist.barrier()
+
+
+def train_each(runs: list[Any]) -> None:
+    for run in runs:
+        train(*run)
+
+
+KINDS: list[tuple[str, ExpertsRecipe]] = [
+    *(("mixtral", recipe) for recipe in BLOCKS),
+    ("gpt_oss", "rowwise_folded"),  # its weights are stored as [E, K, N]
+]
+WHERE = {
+    "weight": (f"{EXPERTS}.down_proj", "weight", ["output", "grad_input"], (1, 3, 5)),
+    "nan": (f"{FIRST}.gate_up_proj", "input", ["output", "grad_weight"], (5, 7)),
+    "scale": (f"{FIRST}.gate_up_proj", "weight", ["output"], (0, 0, 0)),
+    "byte": (f"{FIRST}.gate_up_proj", "weight", ["output"], (0, 5, 7)),
+    "rows": (f"{FIRST}.gate_up_proj", "input", ["output"], (3, 9)),
+}
+
+
+@pytest.mark.parametrize(("kind", "recipe"), KINDS)
+def test_a_fault_of_one_rank_is_named(
+    ranks: RankPools, tmp_path: Path, kind: str, recipe: ExpertsRecipe
+) -> None:
+    runs = [(kind, recipe, 1, fault, tmp_path / fault) for fault in WHERE]
+    ranks(4).run(train_each, runs, timeout=120)
+    for fault, (fqn, operand, gemms, element) in WHERE.items():
+        first = Replay(tmp_path / fault / f"step{STEP:06d}").findings[0]
+        found = first.step, first.fqn, first.operand, [*first.gemms], first.rank
+        assert found == (STEP, fqn, operand, gemms, FAULTY), (fault, first.text)
+        part = 32 if kind == "mixtral" else 64  # of the sharded dim
+        begin = (0, part, 0) if fault == "weight" else (0,) * len(element)
+        assert first.element == tuple(map(sum, zip(element, begin, strict=True))), first.text
+
+
+@pytest.mark.parametrize(("kind", "recipe"), KINDS)
+def test_a_replay_has_the_bits_of_a_mesh(
+    ranks: RankPools, tmp_path: Path, kind: str, recipe: ExpertsRecipe
+) -> None:
+    ranks(4).run(train_each, [(kind, recipe, dim, "", tmp_path / f"{dim}") for dim in (0, 1)])
+    for dim in (0, 1):
+        replay = Replay(tmp_path / f"{dim}" / f"step{STEP:06d}")
+        assert not replay.findings
+        # Of two layers with two weights each: a weight has parts on all ranks, rows are a rank's.
+        assert replay.checked == {
+            "casts equal those of one device, bit for bit": 2 * 2 * 2 * (1 + 2 * 4),
+            "operands equal what was cast, bit for bit": 2 * 2 * 2 * 2 * 3 * 4,
+            "GEMMs are equal bit for bit": 2 * 2 * 2 * 3 * 4,
+        }
 
 
 def messages(checkpointing: bool) -> list[tuple[str, ...]]:
@@ -313,7 +391,6 @@ def test_messages_name_both_conversions() -> None:
         partial(precompute_float8_dynamic_scale, model),
         partial(update_float8_scales, model),
         partial(attach_update, optimizer, model),
-        partial(capture, model, "never"),
     ):
         text = raised(ValueError, call)
         assert "convert_to_float8_training first (for experts, fp8_dist.moe.convert_exp" in text

@@ -277,7 +277,7 @@ def test_an_error_in_the_block_leaves_nothing_and_blocks_nest() -> None:
         train(model)
         with inner:
             train(other)
-        with pytest.raises(RuntimeError, match="this float8_stats is already recording"):
+        with pytest.raises(RuntimeError, match="this Float8Stats is already recording"):
             outer.__enter__()
     assert [row.step for row in outer.rows] == [1] * 6
     assert len(inner.rows) == 12

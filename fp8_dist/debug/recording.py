@@ -1,0 +1,460 @@
+"""``record``: the last steps' casts and GEMMs, which ranks write when something goes wrong.
+
+A rank writes a dictionary with ``torch.save``. Its ``"records"`` are dictionaries too: casts, with
+the tensor before the cast (``"high"``), and GEMMs, with a ``"result"``. A float8 tensor has the
+entries of a :class:`Quantized`, and its place: the ``"ranks"`` of its mesh, the ``"shape"`` of the
+whole tensor, and for each dim the (begin, end) of the ``"pieces"`` that the rank has.
+"""
+
+import atexit
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import warnings
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from functools import lru_cache, partial, reduce
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fp8_dist.debug.measures import nothing
+from fp8_dist.debug.rows import Anomaly, AnomalyLimits
+from fp8_dist.debug.slots import Patterns, Slot, matching, slots_of
+from fp8_dist.debug.statistics import Float8Stats
+from fp8_dist.kernels import fp32_scales
+from fp8_dist.linear.observing import Casts, Owner, Product, Source
+from fp8_dist.mesh import Layout, own_pieces, own_rank
+from fp8_dist.recipe import Operand
+from fp8_dist.scaling import Quantized
+from fp8_dist.torch_internals import (
+    in_backward,
+    tree_map_only,
+    version_of,
+    when_backward_ends,
+)
+
+VERSION = 1
+ON_CPU = 128  # allocating new memory takes time there: this part of max_bytes holds passing casts
+MOST = 16  # recordings that anomalies cause; later ones write none
+
+Record = dict[str, Any]
+
+
+class _Seen(NamedTuple):
+    """A cast that an observer was shown, with the tensors themselves."""
+
+    slot: Slot
+    source: Source
+    low: Quantized
+    step: int
+    position: float
+    call: int  # the number of earlier casts of its kind in the step
+    version: int | None  # of the source
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of what is kept alive."""
+        tensors = self.source.high, self.low.qdata, *self.low.scales
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the source was not written since, and FSDP2 has not freed its storage."""
+        high = self.source.high
+        is_freed = high.numel() > 0 and not high.untyped_storage().nbytes()
+        return version_of(high) == self.version and not is_freed
+
+    def record(self, rank: int) -> Record:
+        """Return the cast as a record of a rank."""
+        (high, layout, folds), slot = self.source, self.slot
+        record: Record = {"rank": rank, "step": self.step, "position": self.position}
+        record |= {"fqn": slot.fqn, "operand": slot.operand, "gemms": [*slot.gemms]}
+        record |= {"delayed": slot.delayed, "folded": slot.folded, "call": self.call}
+        record |= {"own_scale": slot.owner.config.amax_scope == "rank"}
+        return record | {"high": high, "folds": folds, "low": _low(self.low, layout, rank)}
+
+
+class Recorder(Float8Stats):
+    """What :func:`record` returns.
+
+    Attributes:
+        step: the number of the last step that began.
+        rows: the statistics of the last steps, as far as scales show them.
+        anomalies: the first anomaly of each kind in each layer.
+        dropped: the number of casts and GEMMs of recorded layers that ``max_bytes`` left no room
+            for on this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        steps: int,
+        layers: set[str],
+        max_bytes: int,
+        mesh: DeviceMesh | None,
+    ) -> None:
+        super().__init__(model, 1, False, mesh, None, AnomalyLimits())
+        self._kept_bytes = self._passing_bytes = self.dropped = 0
+        self._folder, self._steps, self._layers, self._max = folder, steps, layers, max_bytes
+        self._slots = {slot.key: slot for slot in slots_of(model)}
+        self._names = {slot.owner: slot.fqn for slot in self._slots.values()}
+        # The layers that are recorded in this step, and in the next one, with the reason.
+        self._armed, self._next = dict[str, str](), dict[str, str]()
+        self._kept: deque[Record] = deque()  # of recorded layers: copies
+        self._passing: deque[_Seen] = deque()  # of other layers in this step
+        self._scales: dict[Any, list[Quantized]] = {}  # of this step
+        # The order of casts in the step, as in their rows; a GEMM comes after its operands.
+        self._positions: dict[Any, float] = {}
+        self._written = Counter[int]()  # recordings of each step
+        # Those of the start: when the program ends, there may be no process group any more.
+        self._rank = own_rank()
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._left, self._undo = MOST, ExitStack()
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensors that are kept now."""
+        return self._kept_bytes + self._passing_bytes
+
+    def start(self) -> None:
+        """Begin to record, as a ``with`` block does."""
+        self.__enter__()
+
+    def stop(self) -> None:
+        """End the step, and stop recording, as the end of a ``with`` block does.
+
+        Raises:
+            RuntimeError: it is not recording.
+        """
+        if self._block is None:
+            raise RuntimeError("this Recorder is not recording; start it first")
+        self.__exit__(None)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._forget()
+        ends = partial(self.write, "the program ended")
+        atexit.register(ends)
+        self._undo.callback(atexit.unregister, ends)
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+        is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if is_free and threading.current_thread() is threading.main_thread():
+            # The exception leaves the block, or runs what atexit has registered.
+            signal.signal(signal.SIGTERM, _exit)
+            self._undo.callback(_free_signal)
+        return self
+
+    def __exit__(self, error: Any, *others: Any) -> None:
+        self._undo.close()
+        try:
+            super().__exit__(error, *others)
+        except Exception as raised:  # another rank may have failed
+            self.write(f"{type(raised).__name__}: {raised}")
+            raise
+        else:
+            if error is not None and (error is not SystemExit or others[0].code):
+                self.write(f"{error.__name__}: {others[0]}")
+        finally:
+            self._forget()
+
+    def forget_incomplete(self) -> None:
+        """Remove what this rank has written of recordings that a killed run did not complete."""
+        for path in self._folder.glob("*.incomplete/rank*.pt"):
+            if path.name == _file_name(self._rank) or path.name >= _file_name(self._world):
+                path.unlink(missing_ok=True)
+
+    def follow(self, anomaly: Anomaly) -> None:
+        """Record the layer of an anomaly in the next step, and write that step.
+
+        ``float8_stats(model, on_anomaly=recorder.follow)`` has anomalies that scales do not show.
+        """
+        (self._next if self._scales else self._armed)[anomaly.row.fqn] = str(anomaly)
+
+    def write(self, reason: str = "on demand") -> Path:
+        """Write what is kept, and return the folder, which exists when all ranks have written.
+
+        Until then its name ends in ``.incomplete``. All ranks should write as often in a step. One
+        of the same name that an earlier run left is replaced. If the disk is full, a warning says
+        so. Collectives: none.
+        """
+        self._written[self.step] += 1  # alike on all ranks, which may not wait for each other
+        again = f"-{self._written[self.step]}" if self._written[self.step] > 1 else ""
+        folder = self._folder / f"step{self.step:06d}{again}"
+        unfinished, name = folder.with_suffix(".incomplete"), _file_name(self._rank)
+        content: Record = {"version": VERSION, "rank": self._rank, "world": self._world}
+        content |= {"step": self.step, "reason": reason, "threads": torch.get_num_threads()}
+        content |= {"limits": asdict(self.limits), "rows": [asdict(row) for row in self.rows]}
+        try:
+            records = [cast.record(self._rank) for cast in self._passing if cast.is_intact]
+            records = [*self._kept, *records]
+            content["records"] = [_copied(record, "cpu") for record in records]
+            shutil.rmtree(folder, ignore_errors=True)
+            unfinished.mkdir(parents=True, exist_ok=True)
+            torch.save(content, unfinished / f".{name}")
+            (unfinished / f".{name}").replace(unfinished / name)
+            if all((unfinished / _file_name(rank)).exists() for rank in range(self._world)):
+                with suppress(FileNotFoundError):  # another rank was as fast
+                    unfinished.rename(folder)
+                    command = f"python -m fp8_dist.debug.replay {folder}"
+                    warnings.warn(f"record: {reason}; see {command}", stacklevel=2)
+        except (OSError, RuntimeError) as error:  # such as a full disk
+            (unfinished / f".{name}").unlink(missing_ok=True)
+            warnings.warn(f"record: {reason}, but it can't be written: {error}", stacklevel=2)
+        return folder
+
+    def __repr__(self) -> str:
+        return f"Recorder(step {self.step}, {self.bytes:,} bytes, {self.dropped} dropped)"
+
+    def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
+        for gemms, low in lows.items():
+            key = owner, operand, gemms
+            slot = self._slots.get(key)
+            if slot is None or source.high.is_meta:
+                continue
+            position = self._positions.setdefault(key, len(self._scales))
+            calls = self._scales.setdefault(key, [])
+            of = self.step, position, len(calls), version_of(source.high)
+            seen = _Seen(slot, source, low, *of)
+            calls.append(low)
+            if self._is_recorded(slot.fqn):
+                self._keep(seen.record(self._rank))
+            else:
+                self._passing.append(seen)
+                self._passing_bytes += seen.nbytes
+                limit = self._max // ON_CPU if source.high.is_cpu else self._max
+                while self._passing_bytes > limit:
+                    self._passing_bytes -= self._passing.popleft().nbytes
+                self._make_room(0)
+
+    def takes_products_of(self, owner: Owner) -> bool:
+        return self._is_recorded(self._names.get(owner, ""))
+
+    def on_multiply(self, owner: Owner, product: Product) -> None:
+        gemm, left, right, result, options, layouts, groups = product
+        if gemm != "output" or not in_backward():  # activation checkpointing repeats a forward
+            position = self._positions.setdefault((owner, gemm), len(self._scales) - 0.5)
+            record: Record = {"rank": self._rank, "step": self.step, "position": position}
+            record |= {
+                "fqn": self._names[owner],
+                "gemm": gemm,
+                "result": result,
+                "options": [*options],
+            }
+            record |= {"left": _low(left, layouts[0], self._rank)}
+            record |= {"right": _low(right, layouts[1], self._rank)}
+            self._keep(record | {"groups": groups and groups.on_host})
+
+    def _is_recorded(self, fqn: str) -> bool:
+        return fqn in self._layers or fqn in self._armed
+
+    def _keep(self, record: Record) -> None:
+        record = _copied(record)
+        self._kept.append(record)
+        self._make_room(record["bytes"])
+
+    def _make_room(self, added: int) -> None:
+        self._kept_bytes += added
+        while self.bytes > self._max:
+            if self._passing:
+                self._passing_bytes -= self._passing.popleft().nbytes
+            else:
+                self._kept_bytes -= self._kept.popleft()["bytes"]
+                self.dropped += 1
+
+    def _before_optimizer(self, *_: Any) -> None:
+        # Optimizers that step within the backward share a step.
+        when_backward_ends(self._next_step) if in_backward() else self._next_step()
+
+    def _next_step(self) -> None:
+        if self._scales:
+            self._end()
+            self.step += 1
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget the step that ended, but for what is kept."""
+        self._passing_bytes = 0
+        for of_step in (self._passing, self._scales, self._positions):
+            of_step.clear()
+
+    def _end(self) -> None:
+        self._measured, known, due = self._measures_of_scales(), len(self.anomalies), self._armed
+        super()._end()
+        if not self._last:
+            self.step -= 1  # no rank has cast anything: an optimizer's step has ended the last one
+            return
+        new = {
+            a.row.fqn: f"step {self.step}: {a.row.fqn}: {text_of(a)}"
+            for a in reversed(self.anomalies[known:])
+        }
+        self._armed, self._next = self._next | new, {}
+        oldest = self.step - self._steps
+        self.rows = [row for row in self.rows if row.step > oldest]
+        while self._kept and self._kept[0]["step"] <= oldest:
+            self._kept_bytes -= self._kept.popleft()["bytes"]
+        reasons = [*reversed(new.values()), *due.values()]
+        if reasons and self._left:
+            self._left -= 1
+            self.write(reasons[0])
+
+    def _measures_of_scales(self) -> dict[Any, Tensor]:
+        """Return the measures that scales show of the casts of this step, fp64 ``[11]`` each."""
+        calls = {
+            key: lows
+            for key, of_key in self._scales.items()
+            if (lows := [low for low in of_key if all(scale.numel() for scale in low.scales)])
+        }
+        each = [_largest_scale(lows) for lows in calls.values()]
+        if not each:
+            return {}
+        scale = torch.stack(each).to(torch.float64)
+        limits = [torch.finfo(lows[0].qdata.dtype).max for lows in calls.values()]
+        is_bad = ~scale.isfinite()
+        table = nothing(scale.device).repeat(len(each), 1)
+        table[:, 0], table[:, 1], table[:, 2] = scale * scale.new_tensor(limits), scale, -scale
+        table[:, 5], table[:, 8] = 1.0, is_bad  # as if each cast had one value
+        table[:, 9] = math.nan  # the SQNR is not known
+        table[:, 3] = torch.where(is_bad, -float(self._rank), -math.inf)
+        return dict(zip(calls, table, strict=True))
+
+
+def text_of(anomaly: Anomaly) -> str:
+    """Return what is unusual about a cast whose scale alone is known."""
+    what = str(anomaly).split(": ", 3)[3]  # without the step, the layer and the operand
+    return "a scale that is not finite" if anomaly.what == "non-finite" else what
+
+
+def _largest_scale(lows: Sequence[Quantized]) -> Tensor:
+    each = [[fp32_scales(scale) for scale in low.scales] for low in lows]
+    largest = [[scale.max() if scale.ndim else scale for scale in levels] for levels in each]
+    return reduce(torch.maximum, [reduce(torch.mul, levels) for levels in largest])
+
+
+def _exit(number: int, _: Any) -> None:
+    sys.exit(128 + number)
+
+
+def _free_signal() -> None:
+    if signal.getsignal(signal.SIGTERM) is _exit:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _file_name(rank: int) -> str:
+    return f"rank{rank:05d}.pt"
+
+
+@lru_cache(maxsize=1024)
+def _place(layout: Layout) -> tuple[list[int], list[int], list[Any]]:
+    pieces = [[[*piece] for piece in dim] for dim in own_pieces(layout)]
+    return layout.mesh.mesh.flatten().tolist(), [*layout.shape], pieces
+
+
+def _low(low: Quantized, layout: Layout | None, rank: int) -> Record:
+    ranks, shape = [rank], [*low.qdata.shape]
+    pieces = [[[0, n]] for n in shape]
+    if layout is not None:
+        ranks, whole, parts = _place(layout)
+        if len(whole) > len(shape):  # it was cast again by rows: a matrix, with all rows
+            whole, parts = [shape[0], whole[-1]], [pieces[0], parts[-1]]
+        shape, pieces = whole, parts
+    place = {"ranks": ranks, "shape": shape, "pieces": pieces, "start": [*low.start]}
+    return place | {"qdata": low.qdata, "scales": [*low.scales], "scheme": low.scheme.key}
+
+
+def _copied(record: Record, device: str | None = None) -> Record:
+    """Return a record whose tensors have storages of their own, in the same order of memory."""
+    sizes: list[int] = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor.detach().clone(memory_format=torch.preserve_format).to(device)
+
+    return {**tree_map_only(Tensor, copy, record), "bytes": sum(sizes)}
+
+
+def record(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    steps: int = 8,
+    layers: Patterns = (),
+    *,
+    max_bytes: int = 2**30,
+    mesh: DeviceMesh | None = None,
+) -> Recorder:
+    """Record the last steps' casts, and write them when something goes wrong.
+
+    ::
+
+        with record(model, "recordings"):
+            for batch in batches:
+                loss = model(batch); loss.backward()
+                optimizer.step(); optimizer.zero_grad()
+
+    ``python -m fp8_dist.debug.replay recordings`` then casts and multiplies again on one CPU, and
+    says what is wrong.
+
+    A step ends when an optimizer steps (with a closure: before it), or where the block ends: a
+    block may have one step or many. Models that train in turn need a block per step each.
+    ``recorder.at(step)`` sets the number of the next block's first step. ``recorder.start()`` and
+    ``recorder.stop()`` serve where a block does not fit.
+
+    Of all casts the largest scales are kept, for the last ``steps`` steps. Of the layers that are
+    named, so are the tensors: before each cast, its float8 copy and its scales, and the operands
+    and the result of each float8 GEMM. Of the other layers, the casts of the present step are kept,
+    not copied, as far as ``max_bytes`` has room for them; and all of a layer in the step after its
+    scales show an anomaly (values that are not finite, or a jump of the amax, see
+    :class:`AnomalyLimits`).
+
+    All ranks write at the end of a step that has the first anomaly of a kind in a layer, and of the
+    next one (16 times at most). A rank writes when an exception leaves the block, when SIGTERM or
+    something else ends the program before the block or ``stop()``, and in ``recorder.write()``. (A
+    rank that waits in a collective sees SIGTERM when the collective ends, or fails.) A recording is
+    a folder ``folder/step000012``, the second one of that step ``step000012-2``. It has that name
+    when all ranks have written; ranks on several machines need a shared ``folder``. Each recorder
+    needs a folder of its own. Recordings of earlier runs stay.
+
+    Recorded steps run eagerly, also compiled code. When off, nothing costs more. A model without
+    converted layers has nothing to record.
+
+    Args:
+        model: a model that is already converted and parallelized.
+        folder: the folder of the recordings. It is created if necessary.
+        steps: the number of steps to keep.
+        layers: an ``fnmatch`` pattern of the layers whose tensors are recorded in each step, or
+            several patterns; ``"*"`` means all.
+        max_bytes: the largest size of the tensors that this rank keeps, on their device. Casts of
+            layers that are not named (on a CPU at most 1/128 of it, because memory that is kept
+            makes steps slower) are dropped first, then the oldest.
+        mesh: as in :func:`float8_stats`.
+
+    Collectives: as :func:`float8_stats`, once when a step ends. None to write.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``steps`` or ``max_bytes`` is not a positive integer, or a pattern matches no
+            layer. When the first step ends: as :func:`float8_stats`.
+        OSError: the folder can't be created.
+    """
+    for name, value in (("steps", steps), ("max_bytes", max_bytes)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"record: {name}={value!r} must be a positive integer")
+    if not isinstance(mesh, DeviceMesh | None):
+        raise TypeError(f"record: mesh={mesh!r} must be a DeviceMesh")
+    names = [*dict.fromkeys(slot.fqn for slot in slots_of(model))]
+    chosen, made = matching("record", layers, names), Path(folder).absolute()
+    made.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(model, made, steps, chosen, max_bytes, mesh)
+    recorder.forget_incomplete()
+    return recorder

@@ -1,0 +1,77 @@
+"""The casts and float8 GEMMs that a model's layers make in each step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import NamedTuple, get_args
+
+from torch import nn
+
+from fp8_dist.linear.observing import Owner
+from fp8_dist.linear.weights import weights_by_layer
+from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
+from fp8_dist.scaling import Scheme
+from fp8_dist.text import without_wrappers
+
+# One fnmatch pattern or several.
+Patterns = str | Iterable[str]
+
+
+class Slot(NamedTuple):
+    """A cast that a layer makes in each step, or a float8 GEMM, whose ``operand`` is None.
+
+    The ``fqn`` is that of the layer, or of the weight ``[E, N, K]`` of experts.
+    """
+
+    fqn: str
+    owner: Owner
+    operand: Operand | None
+    gemms: tuple[Gemm, ...]
+    scheme: Scheme | None = None  # of a cast
+    delayed: bool = False
+    folded: Operand | None = None  # whose scales multiply it before the cast
+
+    @property
+    def key(self) -> tuple[Owner, Operand | None, tuple[Gemm, ...]]:
+        """The fields that identify the cast or GEMM to observers."""
+        return self.owner, self.operand, self.gemms
+
+
+def slots_of(model: nn.Module, gemms: bool = False) -> Iterator[Slot]:
+    """Yield the casts, and with ``gemms`` the float8 GEMMs, of each converted layer in order."""
+    for name, weight in weights_by_layer(model).items():
+        of, config = (without_wrappers(name) or weight.fqn, weight), weight.config
+        for operand in get_args(Operand):
+            for taken_by, scheme in weight.casts_of(operand).items():
+                is_delayed, folded = operand in config.recipe.delayed, None
+                if config.recipe.folds and operand == "grad_output" and len(taken_by) == 1:
+                    # (Experts fold scales into the float8 copy instead, of which there is one.)
+                    folded = next(o for o in GEMM_OPERANDS[taken_by[0]] if o != operand)
+                yield Slot(*of, operand, taken_by, scheme, is_delayed, folded)
+        for gemm in get_args(Gemm):
+            if gemms and config.gemm_enabled(gemm):
+                yield Slot(*of, None, (gemm,))
+
+
+def matching(caller: str, patterns: Patterns, names: Sequence[str]) -> set[str]:
+    """Return the layers whose names match one of the patterns. Each pattern must match one.
+
+    Raises:
+        TypeError: the patterns are neither a string nor several strings.
+        ValueError: a pattern matches no layer.
+    """
+    several = [patterns] if isinstance(patterns, str) else patterns
+    several = list(several) if isinstance(several, Iterable) else [several]
+    if not all(isinstance(pattern, str) for pattern in several):
+        raise TypeError(f"{caller}: layers={patterns!r} must be a string or a list of strings")
+    chosen: set[str] = set()
+    for pattern in several:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            near = get_close_matches(pattern, names, n=5, cutoff=0.5) or names[:5]
+            raise ValueError(
+                f"{caller}: layers={pattern!r} matches no converted layer. Near names: "
+                f"{', '.join(near)} (in patterns, * stands for any characters)"
+            )
+        chosen |= found
+    return chosen

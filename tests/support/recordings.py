@@ -1,0 +1,80 @@
+"""Recordings of several ranks: what they hold, and a fault for them."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8_dist import Float8Tensor
+from fp8_dist.debug import Recorder
+from fp8_dist.debug.replay import Cast, Replay
+from fp8_dist.fsdp.weight import Float8AllGatherWeight
+from fp8_dist.mesh import local_tensor
+
+
+def written(recorder: Recorder) -> Path:
+    """The folder that a recorder writes now."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which name the folder
+        return recorder.write()
+
+
+def casts(folder: Path) -> list[Cast]:
+    """The casts of a recording in which nothing is wrong, with the parts of all ranks."""
+    replay = Replay(folder)
+    assert not replay.findings
+    return replay.casts
+
+
+def values(folder: Path, rank: int | None = None) -> dict[tuple[Any, ...], list[list[float]]]:
+    """All values in high precision and dequantized, sorted; of each cast of a layer.
+
+    Weights count once, though micro-batches, and ranks that have all of one, each cast it.
+    ``rank``: the one whose casts count, where each rank has those of one device.
+    """
+    found: dict[tuple[Any, ...], list[Cast]] = defaultdict(list)
+    for cast in casts(folder):
+        first = cast.parts[0]
+        is_again = first["operand"] == "weight" and (first["call"], first["rank"]) > (0, 0)
+        if rank in (None, first["rank"]) and not is_again:
+            found[first["fqn"], first["operand"], *first["gemms"]].append(cast)
+    return {
+        key: [
+            torch.cat([t.reshape(-1) for t in tensors]).double().sort().values.tolist()
+            for tensors in zip(
+                *((c.high, Float8Tensor.of(c.low, c.high.dtype).dequantize()) for c in each),
+                strict=True,
+            )
+        ]
+        for key, each in found.items()
+    }
+
+
+def different(of_ranks: Path, of_one: Path) -> list[tuple[Any, ...]]:
+    """The casts whose values on ranks are not those of one device, which each rank recorded."""
+    mine, its = values(of_ranks), values(of_one, rank=0)
+    assert mine.keys() == its.keys()
+    return [key for key, each in its.items() if mine[key] != each]
+
+
+def corrupt_gathers(fault: str, shape: Sequence[int], patch: pytest.MonkeyPatch) -> None:
+    """Change what FSDP2 gathers on this rank of each weight of a shape: its scales, or a byte."""
+    gather = Float8AllGatherWeight.fsdp_post_all_gather
+
+    def corrupted(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        made = gather(self, outputs, metadata, dtype, out=out)
+        weight = local_tensor(out) if made is None else made[0]
+        assert isinstance(weight, Float8Tensor)
+        if weight.shape == tuple(shape):
+            if fault == "scale":
+                as_byte = weight.scales[0].dtype is torch.uint8
+                weight.set_scales(tuple([s + 1 if as_byte else s * 2 for s in weight.scales]))
+            else:
+                weight.qdata.data.view(torch.uint8)[..., 5, 7] ^= 8
+        return made
+
+    patch.setattr(Float8AllGatherWeight, "fsdp_post_all_gather", corrupted)

@@ -1,0 +1,286 @@
+"""record and replay on one device: when a recording is written, what it keeps, what is refused."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import Net
+from torch import nn
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist.debug import AnomalyLimits, Recorder, float8_stats, record
+from fp8_dist.debug.replay import Replay, main
+from fp8_dist.report.__main__ import main as report
+
+pytestmark = pytest.mark.filterwarnings("ignore:record")
+NAN = float("nan")
+
+
+def net(recipe: str = "tensorwise") -> nn.Module:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(Net(layers=2), config=config)
+
+
+def step(model: nn.Module, scale: float = 1.0, at: float | None = None) -> None:
+    x = scale * torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
+    if at is not None:
+        x[1, 2, 3] = at
+    model(x).square().mean().backward()
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def steps_of(recorder: Recorder, folder: Path) -> list[tuple[int, str]]:
+    """The steps and the kinds of the records that are written now."""
+    found = torch.load(recorder.write() / "rank00000.pt", weights_only=True)["records"]
+    return sorted({(r["step"], "cast" if "high" in r else "gemm") for r in found})
+
+
+def test_a_step_ends_with_an_optimizers_or_with_the_block(tmp_path: Path) -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(layer.parameters()) for layer in model.layers]  # type: ignore[union-attr,arg-type]
+    recorder = record(model, tmp_path, 2, ["layers.0.w[12]", "layers.0.w3"]).at(5)
+    with recorder:
+        for _ in range(3):
+            step(model)
+            step(model)  # a micro-batch
+            for optimizer in optimizers:
+                optimizer.step()
+    assert recorder.step == 7
+    for _ in range(2):
+        with recorder:
+            step(model)
+    assert recorder.step == 9
+    assert {row.step for row in recorder.rows} == {8, 9}
+    assert steps_of(recorder, tmp_path) == [(n, kind) for n in (8, 9) for kind in ("cast", "gemm")]
+    assert (recorder.write().name, written(tmp_path)) == (
+        "step000009-2",
+        ["step000009", "step000009-2"],
+    )
+    replay = Replay(tmp_path / "step000009")
+    assert not replay.findings
+    assert {cast.parts[0]["fqn"] for cast in replay.casts} == {f"layers.0.w{i}" for i in (1, 2, 3)}
+    assert not optimizers[0]._optimizer_step_pre_hooks
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_anomaly_writes_its_step_and_the_next_one(tmp_path: Path) -> None:
+    """Without named layers: the casts of the step, and all of the layer in the next one."""
+    model = net()
+    with record(model, tmp_path) as recorder:
+        for each in (None, None, NAN, None, None, None):
+            step(model, at=each)
+            recorder._before_optimizer()
+    assert written(tmp_path) == ["step000002", "step000003"]
+    (first, *_), (of_next, *_) = (Replay(tmp_path / name).findings for name in written(tmp_path))
+    assert (first.step, first.fqn, first.operand) == (2, "layers.0.w1", "input")
+    assert (first.element, first.rank, first.is_wrong) == ((10, 3), 0, True)
+    assert of_next.element is None  # the casts of step 2 are in its own recording
+    file = torch.load(tmp_path / "step000003" / "rank00000.pt", weights_only=True)
+    assert "layers.0.w1" in {r["fqn"] for r in file["records"] if "result" in r}
+
+
+def test_statistics_name_the_layers_of_the_next_step(tmp_path: Path) -> None:
+    model = net()
+    recorder = record(model, tmp_path)
+    stats = float8_stats(model, on_anomaly=recorder.follow, limits=AnomalyLimits(sqnr=100))
+    with recorder:
+        for observed in (False, True, False, False):
+            with stats if observed else record(model, tmp_path / "other"):
+                step(model)
+            recorder._before_optimizer()
+    assert written(tmp_path) == ["other", "step000002"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_an_exception_writes(tmp_path: Path, error: BaseException) -> None:
+    model = net()
+    recorder = record(model, tmp_path)
+
+    def fail() -> None:
+        with recorder:
+            step(model)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert recorder.bytes == 0
+    (folder,) = tmp_path.iterdir()
+    file = torch.load(folder / "rank00000.pt", weights_only=True)
+    assert (file["step"], file["reason"]) == (0, f"{type(error).__name__}: {error}")
+    assert Replay(folder).checked["casts equal those of one device, bit for bit"] == 6 * 3
+
+
+PROGRAM = """
+import os, signal, sys, torch
+from fp8_dist import convert_to_float8_training
+from fp8_dist.debug import record
+model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(32, 32)))
+recorder = record(model, sys.argv[1])
+{}
+"""
+ENDS = {
+    "recorder.start(); model(torch.ones(4, 32)); os.kill(os.getpid(), signal.SIGTERM)": 143,
+    "with recorder: model(torch.ones(4, 32)); os.kill(os.getpid(), signal.SIGTERM)": 143,
+    "recorder.start(); model(torch.ones(4, 32)); model(torch.ones(4, 31))": 1,
+    "recorder.start(); model(torch.ones(4, 32)); recorder.stop()": 0,
+}
+
+
+def test_the_end_of_a_program_writes(tmp_path: Path) -> None:
+    """SIGTERM, within a block or not, and an error; but not after ``stop``."""
+    for i, (program, status) in enumerate(ENDS.items()):
+        command = [sys.executable, "-c", PROGRAM.format(program), str(tmp_path / str(i))]
+        found = subprocess.run(command, capture_output=True, check=False, text=True)
+        assert found.returncode == status, found.stderr
+        assert written(tmp_path / str(i)) == (["step000000"] if status else [])
+
+
+def test_the_memory_is_bounded(tmp_path: Path) -> None:
+    model = net()
+    one = record(model, tmp_path / "a", layers="*")
+    with one:
+        step(model)
+    assert one.bytes > 0 == one.dropped
+    less = record(model, tmp_path / "b", layers="*", max_bytes=one.bytes // 2)
+    with less:
+        step(model)
+    assert one.bytes // 4 < less.bytes <= one.bytes // 2 < one.bytes
+    assert less.dropped > 0
+    with record(model, tmp_path / "c", max_bytes=2**22) as passing:
+        step(model)
+        assert 0 < passing.bytes <= 2**15
+    assert (passing.bytes, passing.dropped) == (0, 0)
+    # What was modified in place since is not written: it is not what was cast.
+    x = torch.randn(4, 64)
+    with record(model, tmp_path / "d") as recorder:
+        model.layers[0].w1(x)  # type: ignore[index,union-attr]
+        x.mul_(2)
+        assert steps_of(recorder, tmp_path) == [(0, "cast")]  # of the weight
+        records = torch.load(recorder.write() / "rank00000.pt", weights_only=True)["records"]
+        assert [r["operand"] for r in records] == ["weight"]
+
+
+def test_what_differs_in_a_file_is_named(tmp_path: Path) -> None:
+    """A float8 byte, a scale, an operand and a result; errors of a GPU's GEMM are none."""
+    model = net("rowwise_folded")
+    with record(model, tmp_path, layers="*") as recorder:
+        step(model)
+    path = recorder.write() / "rank00000.pt"
+    file = torch.load(path, weights_only=True)
+    casts = [record for record in file["records"] if "high" in record]
+
+    def first(change: Any) -> tuple[str, str, Any]:
+        kept = torch.load(path, weights_only=True)
+        records = kept["records"]
+        change([r for r in records if "high" in r][2], [r for r in records if "result" in r][1])
+        folder = tmp_path / "changed"
+        folder.mkdir(exist_ok=True)
+        torch.save(kept, folder / "rank00000.pt")
+        found = Replay(folder).findings
+        return (found[0].operand, found[0].text.split(":")[0], found[0].element) if found else ()  # type: ignore[return-value]
+
+    operand, name = casts[2]["operand"], "not the cast of one device"
+    byte = lambda low: low["qdata"].view(torch.uint8)[3:4, 5].bitwise_xor_(8)  # noqa: E731
+    assert first(lambda cast, gemm: byte(cast["low"])) == (operand, name, (3, 5))
+    assert first(lambda cast, gemm: cast["low"]["scales"][0][7].mul_(2)) == (operand, name, (7, 0))
+    name = "what arrived for the GEMM is not what was cast"
+    assert first(lambda cast, gemm: byte(gemm["left"])) == ("input", name, (3, 5))
+    found = first(lambda cast, gemm: gemm["result"][2, 4].add_(1))
+    assert (found[0], found[2]) == ("result", (2, 4))
+    assert not first(lambda cast, gemm: gemm["result"].mul_(1 + 1e-5))
+
+
+def test_damaged_and_foreign_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    with record(model, tmp_path / "own", layers="layers.1.w2") as recorder:
+        step(model)
+    good = (recorder.write() / "rank00000.pt").read_bytes()
+    file = torch.load(recorder.write() / "rank00000.pt", weights_only=True)
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    with pytest.raises(ValueError, match="holds no rank"):
+        Replay(bad)
+    contents = [b"", b"text", good[:-900], good.replace(b"input", b"inpit", 1)]
+    contents += [good[:2000] + bytes([good[2000] ^ 1]) + good[2001:]]
+    for content in contents:
+        (bad / "rank00000.pt").write_bytes(content)
+        with pytest.raises(ValueError, match="of no recording, or damaged"):
+            Replay(bad)
+    for change in ({"version": 0}, {"records": [{"high": 1}]}, {"records": 3}, {"threads": "x"}):
+        torch.save(file | change, bad / "rank00000.pt")
+        with pytest.raises(ValueError, match=r"versions|do not fit together|damaged"):
+            Replay(bad)
+    with pytest.raises(SystemExit) as status:
+        main([str(tmp_path / "missing")])
+    assert status.value.code == 2
+    # Of a recording that some ranks did not write, what there is can be seen.
+    torch.save(file | {"world": 3}, bad / "rank00000.pt")
+    assert main([str(bad)]) == 0
+    assert "ranks that did not write: [1, 2]" in capsys.readouterr().out
+
+
+def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, run = net(), tmp_path / "run"
+    with record(model, run / "recordings", layers="*") as recorder:
+        step(model)
+        recorder._before_optimizer()
+        with torch.no_grad():
+            model.layers[1].w3.weight[7, 9] = 1e30  # type: ignore[index,union-attr]
+        step(model)
+    assert main([str(run / "recordings"), "--plot", str(tmp_path / "plot.png")]) == 1
+    out = capsys.readouterr().out
+    assert (
+        "step 1: layers.1.w3: weight for output, grad_input, element [7, 9] on rank 0: 99.98 % "
+        in out
+    )
+    assert "amax 1e+30 at [7, 9]" in out
+    assert out.count("2^8 ") == 1
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    assert report([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert 'href="recordings/step000001"' in page
+    assert "the amax is" in page.partition("Recordings")[2]
+
+
+def test_errors(tmp_path: Path) -> None:
+    model = net()
+    for fields in ({"steps": 0}, {"steps": True}, {"max_bytes": 1.5}, {"layers": "layers.9"}):
+        with pytest.raises(
+            ValueError, match=r"record: \w+=.*(positive integer|Near names: layers)"
+        ):
+            record(model, tmp_path, **fields)  # type: ignore[arg-type]
+    for fields in ({"layers": 3}, {"layers": [3]}, {"mesh": "dp"}):
+        with pytest.raises(TypeError, match="record: "):
+            record(model, tmp_path, **fields)  # type: ignore[arg-type]
+    with (
+        record(model, tmp_path) as recorder,
+        pytest.raises(RuntimeError, match="already recording"),
+    ):
+        recorder.start()
+    plain = record(nn.Linear(4, 4), tmp_path)
+    with plain:
+        plain._before_optimizer()
+    assert plain.step == 0
+    (tmp_path / "step000000.incomplete").mkdir()
+    (tmp_path / "step000000.incomplete" / "rank00000.pt").write_text("of a killed run")
+    record(model, tmp_path)
+    assert not list((tmp_path / "step000000.incomplete").iterdir())
+    with pytest.raises(RuntimeError, match="not recording; start it first"):
+        recorder.stop()
+    with record(model, tmp_path / "a") as one:  # blocks that overlap
+        two = record(model, tmp_path / "b")
+        two.start()
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    two.stop()
+    assert (torch._dynamo.eval_frame._stance.stance, one.step) == ("default", -1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        record(model, tmp_path / "file")
