@@ -9,7 +9,8 @@ forward, backward and an AdamW step (fused). `--mesh` names FSDP2 ("dp") and ten
 with sequence parallelism) axes, whose ranks this script starts on this machine, bound to cores;
 "none" is one process. `--compile` compiles each transformer block. `--stats` times our recipes with
 the statistics of `float8_stats`, too: "entered" (but this step is not recorded), "recorded", and
-"with GEMMs" (recorded with the SQNR of each GEMM). The first command takes 20 minutes on two cores.
+"with GEMMs" (recorded with the SQNR of each GEMM); and inside `record`, of which no layer is named
+("watched"). The first command takes 20 minutes on two cores.
 
 The smaller the batch, the more of a step is Python and the latency of collectives. Statistics cost
 a time per element of an operand: the wider the model, the less of a step they are.
@@ -18,6 +19,7 @@ a time per element of an operand: the wider the model, the less of a step they a
 import argparse
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8_dist.debug import Float8Stats, float8_stats
+from fp8_dist.debug import Float8Stats, float8_stats, record
 from scripts.bench import timing
 from scripts.bench.timing import Timed
 from scripts.common.candidates import OURS
@@ -69,6 +71,12 @@ def with_statistics(model: Llama, step: Callable[[], None]) -> dict[str, Timed]:
     """The step in each way to be inside of statistics."""
     each, gemms = float8_stats(model, every=2), float8_stats(model, gemms=True)
 
+    recorder = record(model, tempfile.mkdtemp())
+
+    def watched() -> None:
+        with recorder:
+            step()
+
     def recorded(stats: Float8Stats, number: int) -> None:
         with stats.at(number):
             step()
@@ -78,6 +86,7 @@ def with_statistics(model: Llama, step: Callable[[], None]) -> dict[str, Timed]:
         "entered": Timed(partial(recorded, each, 1)),
         "recorded": Timed(partial(recorded, each, 0)),
         "with GEMMs": Timed(partial(recorded, gemms, 0)),
+        "watched": Timed(watched),
     }
 
 

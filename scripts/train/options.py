@@ -50,6 +50,8 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     stats = "record what float8 casts do to the numbers of every so many steps, in --out"
     add("--stats-every", type=positive, metavar="STEPS", help=stats)
     add("--stats-gemms", action="store_true", help="with --stats-every: the SQNR of GEMMs, too")
+    kept = "write the last steps' casts into --out if something goes wrong, with tensors of LAYERS"
+    add("--record", nargs="*", metavar="LAYERS", help=kept)
     many = "write a checkpoint into --out every so many steps, and after the last one"
     add("--checkpoint-every", type=positive, metavar="STEPS", help=many)
     newest = "continue from the newest checkpoint of --out, if there is one"
@@ -120,8 +122,8 @@ def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:
             "--reduce-transport needs --tp 2 or more and a float8 --recipe: it is for the "
             "reduce-scatters of float8 layers"
         )
-    if args.stats_every is not None and args.recipe == BF16:
-        yield "--stats-every is for float8 recipes: in bf16 nothing is cast"
+    if args.recipe == BF16 and (args.stats_every, args.record) != (None, None):
+        yield "--stats-every and --record are for float8 recipes: in bf16 nothing is cast"
     if args.stats_gemms and args.stats_every is None:
         yield "--stats-gemms needs --stats-every"
     if not args.resume and checkpoints_in(args.out / CHECKPOINTS):

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
-from fp8_dist.debug import comm_audit, float8_stats
+from fp8_dist.debug import comm_audit, float8_stats, record
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.gloo import leave, use_one_thread_per_group
@@ -149,32 +149,25 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         printed = (lambda anomaly: tqdm.write(f"anomaly: {anomaly}")) if is_first else None
         stats = float8_stats(trainer.model, **kinds, on_anomaly=printed)
     writer = run_writer(args, trainer.model, stats, device, reason, first=done + 1)
-    progress = tqdm(
-        range(done + 1, args.steps + 1),
-        desc=args.recipe,
-        unit="step",
-        initial=done,
-        total=args.steps,
-        disable=not is_first,
-    )
+    recorder = None
+    if args.record is not None:
+        recorder = record(trainer.model, args.out / "recordings", layers=args.record)
+    shown = {"initial": done, "total": args.steps, "disable": not is_first}
+    progress = tqdm(range(done + 1, args.steps + 1), args.recipe, unit="step", **shown)
     audit = comm_audit(mesh)  # of the last step
     for step in progress:
         last = step == args.steps
         since = time.perf_counter()
         recorded = nullcontext() if stats is None else stats.at(step)
-        with recorded, audit if last else nullcontext():
+        watched = nullcontext() if recorder is None else recorder.at(step)
+        with recorded, watched, audit if last else nullcontext():
             loss, grad_norm = trainer.step(step)
         # Reading the values waits for the device, so the clock stops after that.
         mean, norm = trainer.mean_over_ranks(loss), grad_norm.item()
         speed = args.batch_size * args.seq_len / (time.perf_counter() - since)
-        writer.log(
-            step,
-            loss=mean,
-            tokens_per_second=speed,
-            grad_norm=norm,
-            learning_rate=trainer.learning_rate(step),
-            memory_bytes=memory_bytes(device),
-        )
+        numbers = {"loss": mean, "tokens_per_second": speed, "grad_norm": norm}
+        numbers |= {"learning_rate": trainer.learning_rate(step)}
+        writer.log(step, **numbers, memory_bytes=memory_bytes(device))
         progress.set_postfix_str(f"loss {mean:.3f}, {speed:.0f} tok/s", refresh=False)
         if last:
             # Before the last checkpoint: a run that has it has nothing left to do.

@@ -56,7 +56,7 @@ def test_ranks_share_the_rows_of_one_global_batch():
             "--reduce-transport float8 --tp 2",
             "--reduce-transport needs --tp 2 or more and a float8",
         ),
-        ("--stats-every 2", "--stats-every is for float8 recipes"),
+        ("--stats-every 2", "--stats-every and --record are for float8 recipes"),
         ("--recipe tensorwise --stats-gemms", "--stats-gemms needs --stats-every"),
     ],
 )
