@@ -61,12 +61,7 @@ class _Seen(NamedTuple):
     position: float
     call: int  # the number of earlier casts of its kind in the step
     version: int | None  # of the source
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes of what is kept alive."""
-        tensors = self.source.high, self.low.qdata, *self.low.scales
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    nbytes: int  # of what is kept alive; FSDP2 may free some of it later
 
     @property
     def is_intact(self) -> bool:
@@ -86,7 +81,7 @@ class _Seen(NamedTuple):
 
 
 class Recorder(Float8Stats):
-    """What :func:`record` returns.
+    """A recorder of the last steps' casts, which :func:`record` makes.
 
     Attributes:
         step: the number of the last step that began.
@@ -226,7 +221,9 @@ class Recorder(Float8Stats):
             position = self._positions.setdefault(key, len(self._scales))
             calls = self._scales.setdefault(key, [])
             of = self.step, position, len(calls), version_of(source.high)
-            seen = _Seen(slot, source, low, *of)
+            tensors = source.high, low.qdata, *low.scales
+            nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+            seen = _Seen(slot, source, low, *of, nbytes)
             calls.append(low)
             if self._is_recorded(slot.fqn):
                 self._keep(seen.record(self._rank))

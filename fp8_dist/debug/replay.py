@@ -247,8 +247,9 @@ class Replay:
 
     def _of_statistics(self) -> Iterator[Finding]:
         anomalies, every = FirstAnomalies(self._limits), [r for f in self.files for r in f["rows"]]
-        rows = dict.fromkeys(CastStats(**row) for row in every)  # those of stages differ
-        for row in sorted(rows, key=attrgetter("step", "position")):
+        # Ranks have the same rows, but for those of pipeline stages.
+        rows = {(r["step"], r["fqn"], r["operand"], r["gemms"]): CastStats(**r) for r in every}
+        for row in sorted(rows.values(), key=attrgetter("step", "position")):
             of_operand = self._casts[row.step, row.fqn, row.operand]
             casts = [
                 c for c in of_operand if c.parts[0]["gemms"] == [*row.gemms] and c.high.numel()
