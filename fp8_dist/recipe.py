@@ -51,6 +51,8 @@ class Recipe:
         uses: as given.
         delayed: the schemes of the operands with DELAYED scaling.
         schemes: the distinct schemes of each operand, in the order of its GEMMs.
+        casts: the casts of each operand that observers see: their schemes, by the GEMMs that take
+            each.
         gather_scheme: for each operand, the one scheme that serves both of its GEMMs and can be
             gathered. ``None`` if the operand is gathered in high precision.
 
@@ -69,6 +71,7 @@ class Recipe:
         used = {operand: dict.fromkeys(uses.values()) for operand, uses in self.uses.items()}
         self.schemes = {o: tuple(scheme for scheme in each if scheme) for o, each in used.items()}
         self._check_operands()
+        self.casts = {operand: self._casts_of(operand) for operand in uses}
         self.delayed: dict[Operand, Dense] = {}
         for operand in delayed:
             (scheme,) = self.schemes[operand]
@@ -110,6 +113,19 @@ class Recipe:
         of = tuple(schemes.index(scheme) for scheme, _ in copies)
         plan = CastPlan(schemes, of, tuple(transposed for _, transposed in copies))
         return OperandCopies(plan, tuple(copy and copies.index(copy) for copy in taken))
+
+    def _casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
+        uses = [(gemm, scheme) for gemm, scheme in self.uses[operand].items() if scheme]
+        if self.folds and operand == "grad_output":
+            # Each cast has the scales of another operand folded in. The cast for grad_weight has
+            # one scale per column.
+            return {
+                (gemm,): s if gemm == "grad_input" else s.for_row_contraction for gemm, s in uses
+            }
+        return {
+            tuple(gemm for gemm, each in uses if each == scheme): scheme
+            for scheme in self.schemes[operand]
+        }
 
     def _gather_scheme(self, operand: Operand) -> Scheme | None:
         first, second = self.uses[operand].values()

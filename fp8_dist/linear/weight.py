@@ -397,18 +397,7 @@ class Float8Weight:
 
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         """The casts of an operand that observers see; see :class:`observing.Owner`."""
-        recipe = self.config.recipe
-        uses = [(gemm, scheme) for gemm, scheme in recipe.uses[operand].items() if scheme]
-        if recipe.folds and operand == "grad_output":
-            # Each cast has the scales of another operand folded in. The cast for grad_weight has
-            # one scale per column.
-            return {
-                (gemm,): s if gemm == "grad_input" else s.for_row_contraction for gemm, s in uses
-            }
-        return {
-            tuple(gemm for gemm, each in uses if each == scheme): scheme
-            for scheme in recipe.schemes[operand]
-        }
+        return self.config.recipe.casts[operand]
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the operands of the weight's layer are distributed over."""
