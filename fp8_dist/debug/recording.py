@@ -15,12 +15,11 @@ import sys
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -30,13 +29,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fp8_dist.debug.measures import nothing
 from fp8_dist.debug.rows import Anomaly, AnomalyLimits
-from fp8_dist.debug.slots import Patterns, Slot, matching, slots_of
-from fp8_dist.debug.statistics import Float8Stats
+from fp8_dist.debug.slots import Patterns, Slot, matching
+from fp8_dist.debug.statistics import StepObserver
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.observing import Casts, Owner, Product, Source
 from fp8_dist.mesh import Layout, own_pieces, own_rank
 from fp8_dist.recipe import Operand
-from fp8_dist.scaling import Quantized
+from fp8_dist.scaling import Quantized, Scales
 from fp8_dist.torch_internals import (
     in_backward,
     tree_map_only,
@@ -51,36 +50,7 @@ MOST = 16  # recordings that anomalies cause; later ones write none
 Record = dict[str, Any]
 
 
-class _Seen(NamedTuple):
-    """A cast that an observer was shown, with the tensors themselves."""
-
-    slot: Slot
-    source: Source
-    low: Quantized
-    step: int
-    position: float
-    call: int  # the number of earlier casts of its kind in the step
-    version: int | None  # of the source
-    nbytes: int  # of what is kept alive; FSDP2 may free some of it later
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the source was not written since, and FSDP2 has not freed its storage."""
-        high = self.source.high
-        is_freed = high.numel() > 0 and not high.untyped_storage().nbytes()
-        return version_of(high) == self.version and not is_freed
-
-    def record(self, rank: int) -> Record:
-        """Return the cast as a record of a rank."""
-        (high, layout, folds), slot = self.source, self.slot
-        record: Record = {"rank": rank, "step": self.step, "position": self.position}
-        record |= {"fqn": slot.fqn, "operand": slot.operand, "gemms": [*slot.gemms]}
-        record |= {"delayed": slot.delayed, "folded": slot.folded, "call": self.call}
-        record |= {"own_scale": slot.owner.config.amax_scope == "rank"}
-        return record | {"high": high, "folds": folds, "low": _low(self.low, layout, rank)}
-
-
-class Recorder(Float8Stats):
+class Recorder(StepObserver):
     """A recorder of the last steps' casts, which :func:`record` makes.
 
     Attributes:
@@ -96,32 +66,43 @@ class Recorder(Float8Stats):
         model: nn.Module,
         folder: Path,
         steps: int,
-        layers: set[str],
+        layers: Patterns,
         max_bytes: int,
         mesh: DeviceMesh | None,
     ) -> None:
-        super().__init__(model, 1, False, mesh, None, AnomalyLimits())
+        super().__init__(model, mesh, AnomalyLimits())
         self._kept_bytes = self._passing_bytes = self.dropped = 0
-        self._folder, self._steps, self._layers, self._max = folder, steps, layers, max_bytes
-        self._slots = {slot.key: slot for slot in slots_of(model)}
-        self._names = {slot.owner: slot.fqn for slot in self._slots.values()}
+        self._layers = matching("record", layers, [*dict.fromkeys(self._names.values())])
+        self._folder, self._steps = folder, steps
+        self._max = self._window = max_bytes  # of all tensors, and of those that pass
         # The layers that are recorded in this step, and in the next one, with the reason.
         self._armed, self._next = dict[str, str](), dict[str, str]()
         self._kept: deque[Record] = deque()  # of recorded layers: copies
-        self._passing: deque[_Seen] = deque()  # of other layers in this step
-        self._scales: dict[Any, list[Quantized]] = {}  # of this step
-        # The order of casts in the step, as in their rows; a GEMM comes after its operands.
-        self._positions: dict[Any, float] = {}
+        # Of other layers in this step, without copies: the arguments of _record_of, the version
+        # of the source, and the size.
+        self._passing: deque[tuple[Any, int | None, int]] = deque()
+        # The scales of each cast of this step, or the largest one, in the order of the casts.
+        self._scales: dict[Any, list[Scales]] = {}
+        self._positions: dict[Any, float] = {}  # of recorded GEMMs among these
         self._written = Counter[int]()  # recordings of each step
         # Those of the start: when the program ends, there may be no process group any more.
         self._rank = own_rank()
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._left, self._undo = MOST, ExitStack()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Remove what this rank has written of recordings that a killed run did not complete.
+        for path in folder.glob("*.incomplete/rank*.pt"):
+            if path.name == _file_name(self._rank) or path.name >= _file_name(self._world):
+                path.unlink(missing_ok=True)
 
     @property
     def bytes(self) -> int:
         """The size of the tensors that are kept now."""
         return self._kept_bytes + self._passing_bytes
+
+    def _look(self) -> None:
+        super()._look()
+        self._names = {slot.owner: slot.fqn for slot in self._slots.values()}
 
     def start(self) -> None:
         """Begin to record, as a ``with`` block does."""
@@ -164,12 +145,6 @@ class Recorder(Float8Stats):
         finally:
             self._forget()
 
-    def forget_incomplete(self) -> None:
-        """Remove what this rank has written of recordings that a killed run did not complete."""
-        for path in self._folder.glob("*.incomplete/rank*.pt"):
-            if path.name == _file_name(self._rank) or path.name >= _file_name(self._world):
-                path.unlink(missing_ok=True)
-
     def follow(self, anomaly: Anomaly) -> None:
         """Record the layer of an anomaly in the next step, and write that step.
 
@@ -192,8 +167,10 @@ class Recorder(Float8Stats):
         content |= {"step": self.step, "reason": reason, "threads": torch.get_num_threads()}
         content |= {"limits": asdict(self.limits), "rows": [asdict(row) for row in self.rows]}
         try:
-            records = [cast.record(self._rank) for cast in self._passing if cast.is_intact]
-            records = [*self._kept, *records]
+            records = [*self._kept]
+            for (slot, source, low, call), version, _ in self._passing:
+                if _is_intact(source, version):
+                    records.append(self._record_of(slot, source, low, call))
             content["records"] = [_copied(record, "cpu") for record in records]
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.mkdir(parents=True, exist_ok=True)
@@ -213,27 +190,25 @@ class Recorder(Float8Stats):
         return f"Recorder(step {self.step}, {self.bytes:,} bytes, {self.dropped} dropped)"
 
     def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
+        high = source.high
         for gemms, low in lows.items():
             key = owner, operand, gemms
             slot = self._slots.get(key)
-            if slot is None or source.high.is_meta:
+            if slot is None or high.is_meta:
                 continue
-            position = self._positions.setdefault(key, len(self._scales))
             calls = self._scales.setdefault(key, [])
-            of = self.step, position, len(calls), version_of(source.high)
-            tensors = source.high, low.qdata, *low.scales
-            nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-            seen = _Seen(slot, source, low, *of, nbytes)
-            calls.append(low)
+            cast = slot, source, low, len(calls)
+            is_one = all(not scale.ndim for scale in low.scales)
+            calls.append(low.scales if is_one else (_largest(low.scales),))
             if self._is_recorded(slot.fqn):
-                self._keep(seen.record(self._rank))
+                self._keep(self._record_of(*cast))
             else:
-                self._passing.append(seen)
-                self._passing_bytes += seen.nbytes
-                limit = self._max // ON_CPU if source.high.is_cpu else self._max
-                while self._passing_bytes > limit:
-                    self._passing_bytes -= self._passing.popleft().nbytes
-                self._make_room(0)
+                tensors = high, low.qdata, *low.scales
+                size = sum([tensor.untyped_storage().nbytes() for tensor in tensors])
+                self._passing.append((cast, version_of(high), size))
+                self._passing_bytes += size
+                self._window = self._max // ON_CPU if high.is_cpu else self._max
+                self._make_room()
 
     def takes_products_of(self, owner: Owner) -> bool:
         return self._is_recorded(self._names.get(owner, ""))
@@ -241,17 +216,25 @@ class Recorder(Float8Stats):
     def on_multiply(self, owner: Owner, product: Product) -> None:
         gemm, left, right, result, options, layouts, groups = product
         if gemm != "output" or not in_backward():  # activation checkpointing repeats a forward
+            # It comes after its operands.
             position = self._positions.setdefault((owner, gemm), len(self._scales) - 0.5)
-            record: Record = {"rank": self._rank, "step": self.step, "position": position}
-            record |= {
-                "fqn": self._names[owner],
-                "gemm": gemm,
-                "result": result,
-                "options": [*options],
-            }
+            record = self._new_record(self._names[owner], position)
+            record |= {"gemm": gemm, "result": result, "options": [*options]}
             record |= {"left": _low(left, layouts[0], self._rank)}
             record |= {"right": _low(right, layouts[1], self._rank)}
             self._keep(record | {"groups": groups and groups.on_host})
+
+    def _new_record(self, fqn: str, position: float) -> Record:
+        return {"rank": self._rank, "step": self.step, "position": position, "fqn": fqn}
+
+    def _record_of(self, slot: Slot, source: Source, low: Quantized, call: int) -> Record:
+        """Return the record of a cast of this step; ``call`` counts earlier ones of its kind."""
+        high, layout, folds = source
+        record = self._new_record(slot.fqn, [*self._scales].index(slot.key))
+        record |= {"operand": slot.operand, "gemms": [*slot.gemms], "call": call}
+        record |= {"delayed": slot.delayed, "folded": slot.folded, "folds": folds}
+        record |= {"own_scale": slot.owner.config.amax_scope == "rank"}
+        return record | {"high": high, "low": _low(low, layout, self._rank)}
 
     def _is_recorded(self, fqn: str) -> bool:
         return fqn in self._layers or fqn in self._armed
@@ -259,16 +242,15 @@ class Recorder(Float8Stats):
     def _keep(self, record: Record) -> None:
         record = _copied(record)
         self._kept.append(record)
-        self._make_room(record["bytes"])
+        self._kept_bytes += record["bytes"]
+        self._make_room()
 
-    def _make_room(self, added: int) -> None:
-        self._kept_bytes += added
+    def _make_room(self) -> None:
+        while self._passing and (self._passing_bytes > self._window or self.bytes > self._max):
+            self._passing_bytes -= self._passing.popleft()[-1]
         while self.bytes > self._max:
-            if self._passing:
-                self._passing_bytes -= self._passing.popleft().nbytes
-            else:
-                self._kept_bytes -= self._kept.popleft()["bytes"]
-                self.dropped += 1
+            self._kept_bytes -= self._kept.popleft()["bytes"]
+            self.dropped += 1
 
     def _before_optimizer(self, *_: Any) -> None:
         # Optimizers that step within the backward share a step.
@@ -276,7 +258,7 @@ class Recorder(Float8Stats):
 
     def _next_step(self) -> None:
         if self._scales:
-            self._end()
+            self._end_step()
             self.step += 1
             self._forget()
 
@@ -286,9 +268,9 @@ class Recorder(Float8Stats):
         for of_step in (self._passing, self._scales, self._positions):
             of_step.clear()
 
-    def _end(self) -> None:
+    def _end_step(self) -> None:
         self._measured, known, due = self._measures_of_scales(), len(self.anomalies), self._armed
-        super()._end()
+        super()._end_step()
         if not self._last:
             self.step -= 1  # no rank has cast anything: an optimizer's step has ended the last one
             return
@@ -308,23 +290,24 @@ class Recorder(Float8Stats):
 
     def _measures_of_scales(self) -> dict[Any, Tensor]:
         """Return the measures that scales show of the casts of this step, fp64 ``[11]`` each."""
-        calls = {
-            key: lows
-            for key, of_key in self._scales.items()
-            if (lows := [low for low in of_key if all(scale.numel() for scale in low.scales)])
-        }
-        each = [_largest_scale(lows) for lows in calls.values()]
-        if not each:
+        if not self._scales:
             return {}
-        scale = torch.stack(each).to(torch.float64)
-        limits = [torch.finfo(lows[0].qdata.dtype).max for lows in calls.values()]
-        is_bad = ~scale.isfinite()
-        table = nothing(scale.device).repeat(len(each), 1)
-        table[:, 0], table[:, 1], table[:, 2] = scale * scale.new_tensor(limits), scale, -scale
-        table[:, 5], table[:, 8] = 1.0, is_bad  # as if each cast had one value
+        calls = [[_largest(scales) for scales in each] for each in self._scales.values()]
+        scale = torch.stack([reduce(torch.maximum, each) for each in calls]).to(torch.float64)
+        schemes = [self._slots[key].scheme for key in self._scales]
+        limits = [torch.finfo(scheme.dtype).max for scheme in schemes if scheme is not None]
+        is_known = scale != -math.inf  # else the casts had no values
+        is_bad = is_known & ~scale.isfinite()
+        table = nothing(scale.device).repeat(len(scale), 1)
+        table[:, 0], table[:, 1], table[:, 2] = (
+            scale * scale.new_tensor(limits),
+            scale,
+            -scale.abs(),
+        )
+        table[:, 5], table[:, 8] = is_known, is_bad  # as if each cast had one value
         table[:, 9] = math.nan  # the SQNR is not known
         table[:, 3] = torch.where(is_bad, -float(self._rank), -math.inf)
-        return dict(zip(calls, table, strict=True))
+        return dict(zip(self._scales, table, strict=True))
 
 
 def text_of(anomaly: Anomaly) -> str:
@@ -333,10 +316,17 @@ def text_of(anomaly: Anomaly) -> str:
     return "a scale that is not finite" if anomaly.what == "non-finite" else what
 
 
-def _largest_scale(lows: Sequence[Quantized]) -> Tensor:
-    each = [[fp32_scales(scale) for scale in low.scales] for low in lows]
-    largest = [[scale.max() if scale.ndim else scale for scale in levels] for levels in each]
-    return reduce(torch.maximum, [reduce(torch.mul, levels) for levels in largest])
+def _largest(scales: Scales) -> Tensor:
+    levels = [fp32_scales(scale) for scale in scales]
+    if not all(scale.numel() for scale in levels):
+        return levels[0].new_full((), -math.inf)
+    return reduce(torch.mul, [scale.max() if scale.ndim else scale for scale in levels])
+
+
+def _is_intact(source: Source, version: int | None) -> bool:
+    """Whether a source was not written since, and FSDP2 has not freed its storage."""
+    is_freed = source.high.numel() > 0 and not source.high.untyped_storage().nbytes()
+    return version_of(source.high) == version and not is_freed
 
 
 def _exit(number: int, _: Any) -> None:
@@ -352,17 +342,12 @@ def _file_name(rank: int) -> str:
     return f"rank{rank:05d}.pt"
 
 
-@lru_cache(maxsize=1024)
-def _place(layout: Layout) -> tuple[list[int], list[int], list[Any]]:
-    pieces = [[[*piece] for piece in dim] for dim in own_pieces(layout)]
-    return layout.mesh.mesh.flatten().tolist(), [*layout.shape], pieces
-
-
 def _low(low: Quantized, layout: Layout | None, rank: int) -> Record:
     ranks, shape = [rank], [*low.qdata.shape]
     pieces = [[[0, n]] for n in shape]
     if layout is not None:
-        ranks, whole, parts = _place(layout)
+        ranks, whole = layout.mesh.mesh.flatten().tolist(), [*layout.shape]
+        parts = [[[*piece] for piece in dim] for dim in own_pieces(layout)]
         if len(whole) > len(shape):  # it was cast again by rows: a matrix, with all rows
             whole, parts = [shape[0], whole[-1]], [pieces[0], parts[-1]]
         shape, pieces = whole, parts
@@ -449,9 +434,4 @@ def record(
             raise ValueError(f"record: {name}={value!r} must be a positive integer")
     if not isinstance(mesh, DeviceMesh | None):
         raise TypeError(f"record: mesh={mesh!r} must be a DeviceMesh")
-    names = [*dict.fromkeys(slot.fqn for slot in slots_of(model))]
-    chosen, made = matching("record", layers, names), Path(folder).absolute()
-    made.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(model, made, steps, chosen, max_bytes, mesh)
-    recorder.forget_incomplete()
-    return recorder
+    return Recorder(model, Path(folder).absolute(), steps, layers, max_bytes, mesh)

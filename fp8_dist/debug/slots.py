@@ -1,14 +1,12 @@
 """The casts and float8 GEMMs that a model's layers make in each step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import NamedTuple, get_args
 
-from torch import nn
-
 from fp8_dist.linear.observing import Owner
-from fp8_dist.linear.weights import weights_by_layer
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import without_wrappers
@@ -37,9 +35,9 @@ class Slot(NamedTuple):
         return self.owner, self.operand, self.gemms
 
 
-def slots_of(model: nn.Module, gemms: bool = False) -> Iterator[Slot]:
-    """Yield the casts, and with ``gemms`` the float8 GEMMs, of each converted layer in order."""
-    for name, weight in weights_by_layer(model).items():
+def slots_of(weights: Mapping[str, Float8Weight], gemms: bool = False) -> Iterator[Slot]:
+    """Yield the casts, and with ``gemms`` the float8 GEMMs, of each layer in order."""
+    for name, weight in weights.items():
         of, config = (without_wrappers(name) or weight.fqn, weight), weight.config
         for operand in get_args(Operand):
             for taken_by, scheme in weight.casts_of(operand).items():

@@ -6,7 +6,7 @@ A layer is a Float8Linear, or one weight of a module of experts.
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -39,6 +39,7 @@ from fp8_dist.debug.rows import (
 from fp8_dist.debug.slots import Patterns, Slot, matching, slots_of
 from fp8_dist.linear.agreement import first_difference
 from fp8_dist.linear.observing import Casts, Observer, Owner, Source, observed_by
+from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import weights_by_layer
 from fp8_dist.mesh import GroupNames, make_group, own_rank
 from fp8_dist.recipe import Gemm, Operand
@@ -49,25 +50,16 @@ OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
 
-class Float8Stats(Observer):
-    """The context manager that :func:`float8_stats` returns, with the rows that it recorded.
-
-    Attributes:
-        rows: the rows of all recorded steps, in the order of the model's layers. They are the same
-            on all ranks.
-        anomalies: the first anomaly of each kind in each layer, in the order of the casts.
-        step: the number of the last step that was entered.
-        limits: the limits beyond which statistics are anomalous.
-    """
+class StepObserver(Observer):
+    """An observer that combines what the ranks have measured when a step ends."""
 
     def __init__(
         self,
         model: nn.Module,
-        every: int,
-        gemms: bool,
         mesh: DeviceMesh | None,
-        on_anomaly: OnAnomaly,
         limits: AnomalyLimits,
+        every: int = 1,
+        gemms: bool = False,
     ) -> None:
         self.step = -1  # the last one that was entered
         self.rows: list[Row] = []
@@ -76,9 +68,16 @@ class Float8Stats(Observer):
         self._last: list[Row] = []  # those of the last recorded step
         self._model, self._every, self._gemms = model, every, gemms
         self._block: AbstractContextManager[None] | None = None
-        self._on_anomaly, self._first = on_anomaly, FirstAnomalies(limits)
+        self._first = FirstAnomalies(limits)
         self._measured: dict[_Key, torch.Tensor] = {}
-        self._ranks = RanksOfLayers(model, mesh)
+        self._ranks = RanksOfLayers(mesh)
+        self._look()
+
+    def _look(self) -> None:
+        """Find the casts and GEMMs that the model makes now."""
+        weights = weights_by_layer(self._model)
+        self._ranks.look(weights)
+        self._slots = {slot.key: slot for slot in slots_of(weights, self._gemms)}
 
     def at(self, step: int) -> Self:
         """Return this object, so that entering it begins the step with this number."""
@@ -92,8 +91,8 @@ class Float8Stats(Observer):
         self.step += 1
         self._block = nullcontext()
         if self.step % self._every == 0:
-            self._ranks.look()
-            if self._ranks.owners:
+            self._look()
+            if self._slots:
                 # On all ranks, because a graph may order collectives unlike eager code.
                 self._block = observed_by(self, self._gemms)
         self._block.__enter__()
@@ -103,16 +102,17 @@ class Float8Stats(Observer):
         block, self._block = self._block, None
         assert block is not None
         block.__exit__(None, None, None)
-        if error is None and self.step % self._every == 0 and self._ranks.owners:
-            self._end()
+        if error is None and self.step % self._every == 0 and self._slots:
+            self._end_step()
         self._measured = {}
 
-    def _end(self) -> None:
-        """End a step: combine what the ranks have measured, and look for anomalies."""
+    def _report(self, anomaly: Anomaly) -> None:
+        """Called on all ranks with each new anomaly."""
+
+    def _end_step(self) -> None:
+        """Combine what the ranks have measured, and look for anomalies."""
         measured, self._measured = self._measured, {}
-        for i, each in enumerate(measured.values()):
-            each[Measures._fields.index("minus_position")] = -i
-        found = self._ranks.combined([*slots_of(self._model, self._gemms)], measured).items()
+        found = self._ranks.combined([*self._slots.values()], measured).items()
         # Some rank has measured those that have a scale.
         rows = [row_of(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
         self._last = rows
@@ -121,22 +121,49 @@ class Float8Stats(Observer):
         for row in sorted(rows, key=lambda row: row.position):
             for anomaly in self._first.of(row):
                 self.anomalies.append(anomaly)
-                if callable(self._on_anomaly):
-                    self._on_anomaly(anomaly)
-                elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
-                    warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
+                self._report(anomaly)
+
+
+class Float8Stats(StepObserver):
+    """The context manager that :func:`float8_stats` returns, with the rows that it recorded.
+
+    Attributes:
+        rows: the rows of all recorded steps, in the order of the model's layers. They are the same
+            on all ranks.
+        anomalies: the first anomaly of each kind in each layer, in the order of the casts.
+        step: the number of the last step that was entered.
+        limits: the limits beyond which statistics are anomalous.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh | None,
+        limits: AnomalyLimits,
+        every: int,
+        gemms: bool,
+        on_anomaly: OnAnomaly,
+    ) -> None:
+        super().__init__(model, mesh, limits, every, gemms)
+        self._on_anomaly = on_anomaly
+
+    def _report(self, anomaly: Anomaly) -> None:
+        if callable(self._on_anomaly):
+            self._on_anomaly(anomaly)
+        elif self._on_anomaly == "warn" and self._ranks.is_first(anomaly.row.fqn):
+            warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
 
     def takes_products_of(self, owner: Owner) -> bool:
         return False
 
     def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
-        if owner in self._ranks.owners:
+        if owner in self._ranks.names:
             measured = measure_casts(source.product(), [*lows.values()], own_rank())
             for gemms, found in zip(lows, measured, strict=True):
                 self._add((owner, operand, gemms), found)
 
     def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
-        if owner in self._ranks.owners and (found := measure_gemm(gemm, *tensors)) is not None:
+        if owner in self._ranks.names and (found := measure_gemm(gemm, *tensors)) is not None:
             self._add((owner, None, (gemm,)), found)
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -182,7 +209,7 @@ class Float8Stats(Observer):
 
     def _take_scalars(self, caller: str, layers: Patterns | None) -> dict[int, dict[str, float]]:
         """Remove the rows, and return the numbers of those of some layers by step and name."""
-        names = [*dict.fromkeys(slot.fqn for slot in slots_of(self._model))]
+        names = [*dict.fromkeys(slot.fqn for slot in self._slots.values())]
         chosen = set(names) if layers is None or not names else matching(caller, layers, names)
         rows, self.rows = [row for row in self.rows if row.fqn in chosen], []
         found: dict[int, dict[str, float]] = defaultdict(dict)
@@ -197,7 +224,7 @@ class Float8Stats(Observer):
 
     def table(self) -> str:
         """Return the rows of the last recorded step as text, also if they were removed."""
-        if not self._ranks.owners:
+        if not self._slots:
             return "no casts: the model has no converted layer"
         return table(self._last)
 
@@ -226,18 +253,17 @@ class RanksOfLayers:
     any layer, or all ranks if there is no mesh.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        self._model, self._given = model, mesh
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._given = mesh
         self._meshes: dict[str, DeviceMesh] = {}
         self._agrees = False
         self._groups_of: dict[str, GroupNames] = {}  # by the layer's name in rows
-        self.look()
 
-    def look(self) -> None:
-        """Update the meshes of the layers. FSDP2 may swap in parameters that are on no mesh."""
-        self._weights = weights_by_layer(self._model)
-        self.owners: dict[Owner, str] = {weight: name for name, weight in self._weights.items()}
-        for name, weight in self._weights.items():
+    def look(self, weights: Mapping[str, Float8Weight]) -> None:
+        """Update the layers and their meshes. FSDP2 may swap in parameters that are on no mesh."""
+        self._weights = weights
+        self.names: dict[Owner, str] = {weight: name for name, weight in weights.items()}
+        for name, weight in weights.items():
             for mesh in weight.meshes() if self._given is None else [self._given]:
                 if name not in self._meshes or mesh.size() > self._meshes[name].size():
                     self._meshes[name] = mesh
@@ -246,20 +272,24 @@ class RanksOfLayers:
         """Combine the measures of all ranks. All ranks call this method for the same slots.
 
         Args:
-            own: this rank's measures, fp64 ``[11]``, of those that it has measured.
+            own: this rank's measures, fp64 ``[11]``, of those that it has measured, in the order
+                of the first ones. Positions are added.
 
         Collectives: for each process group, an all-gather of 88 bytes for each slot whose layer is
         on it.
         """
-        self.look()
+        self.look(self._weights)
         groups = self._groups()
-        self._groups_of = {slot.fqn: groups[self.owners[slot.owner]] for slot in slots}
+        self._groups_of = {slot.fqn: groups[self.names[slot.owner]] for slot in slots}
         alike: defaultdict[GroupNames, list[Slot]] = defaultdict(list)
         for slot in slots:
             alike[self._groups_of[slot.fqn]].append(slot)
         none, found = nothing(self._device()), dict[Slot, Measures]()
+        places = {key: -float(place) for place, key in enumerate(own)}
         for names, members in alike.items():
             rows = torch.stack([own.get(slot.key, none).to(none.device) for slot in members])
+            of_members = [places.get(slot.key, -math.inf) for slot in members]
+            rows[:, Measures._fields.index("minus_position")] = rows.new_tensor(of_members)
             for name in names:
                 size = resolve_process_group(name).size()
                 rows, *others = all_gather(rows, size, name).view(size, *rows.shape).clone()
@@ -386,4 +416,4 @@ def float8_stats(
     for name, value, kind in (("limits", limits, AnomalyLimits), ("mesh", mesh, DeviceMesh)):
         if not isinstance(value, kind | None):
             raise TypeError(f"float8_stats: {name}={value!r} must be of type {kind.__name__}")
-    return Float8Stats(model, every, gemms, mesh, on_anomaly, limits or AnomalyLimits())
+    return Float8Stats(model, mesh, limits or AnomalyLimits(), every, gemms, on_anomaly)

@@ -26,10 +26,11 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True)
 class Timed:
-    """A timed function, and what is done before each run outside of the clock."""
+    """A timed function, and what is done before and after each run outside of the clock."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
 
 
 def medians(
@@ -57,7 +58,8 @@ def medians(
     silent = True if dist.is_initialized() and dist.get_rank() > 0 else None
     turns = range(warm_up + args.repeat)
     for turn in tqdm(turns, desc=description, unit="turn", disable=silent, leave=False):
-        for name, candidate in candidates.items():
+        # Every other turn goes backwards, so that no candidate always follows the same one.
+        for name, candidate in [*candidates.items()][:: -1 if turn % 2 else 1]:
             seconds = sum(_seconds_of(candidate, args) for _ in range(calls)) / calls
             if turn >= warm_up:
                 readings[name].append(seconds)
@@ -87,7 +89,9 @@ def _seconds_of(candidate: Timed, args: argparse.Namespace) -> float:
     begin = clock()
     candidate.run()
     synchronize()
-    return clock() - begin
+    seconds = clock() - begin
+    candidate.after()
+    return seconds
 
 
 def _slowest(mine: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from two_level import config_named
 
 from fp8_dist import update_float8_scales
-from fp8_dist.debug import record
+from fp8_dist.debug import CastStats, comm_audit, record
 from fp8_dist.debug.replay import Replay
 
 GATHERED = ("tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed", "fp32 blocks")
@@ -117,11 +117,19 @@ def train_apart(folder: Path) -> None:
         with record(world.net, folder / "uneven", layers="*") as recorder:
             for batch in (0 if rank else 2, 2):
                 world.net(torch.randn(batch, 4, 64)).square().mean().backward()
+        assert all(row.scale_min > 0 for row in recorder.rows if isinstance(row, CastStats))
         recorder.write()
         with record(world.twin, folder / "alone") as recorder:  # on no mesh, as under DDP
             if rank:
                 world.twin(torch.ones(2, 4, 64))
         assert {row.step for row in recorder.rows} == {0}
+        optimizer = torch.optim.SGD(world.twin.parameters())
+        with comm_audit() as audit, record(world.twin, folder / "evaluated") as recorder:
+            world.twin(torch.ones(2, 4, 64)).sum().backward()
+            optimizer.step()
+            if rank:  # evaluates alone
+                world.twin(torch.ones(2, 4, 64))
+        assert (recorder.step, audit.count("all_gather")) == (1, 2)
         scope = dataclasses.replace(config_named("tensorwise"), amax_scope="rank")
         for name, config in (("scope", scope), ("input", config_named("tensorwise"))):
             world = Distributed(tp=2, config=config, sequence_parallel=name == "scope")

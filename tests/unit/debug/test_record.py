@@ -205,6 +205,21 @@ def test_what_differs_in_a_file_is_named(tmp_path: Path) -> None:
     assert not first(lambda cast, gemm: gemm["result"].mul_(1 + 1e-5))
 
 
+def test_rows_that_ranks_share_count_once(tmp_path: Path) -> None:
+    """A jump is one above the steps before, however many ranks have written their rows."""
+    model = net()
+    with record(model, tmp_path, steps=12) as recorder:
+        for i in range(12):
+            step(model, scale=1.0 if i % 11 else 1e4)
+            recorder._before_optimizer()
+    path = recorder.write() / "rank00000.pt"
+    file = torch.load(path, weights_only=True) | {"world": 2}
+    for rank in range(2):
+        torch.save(file | {"rank": rank}, path.with_name(f"rank0000{rank}.pt"))
+    assert len({row["step"] for row in file["rows"]}) == 12
+    assert not Replay(path.parent).findings
+
+
 def test_damaged_and_foreign_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = net()
     with record(model, tmp_path / "own", layers="layers.1.w2") as recorder:
@@ -242,6 +257,7 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
         with torch.no_grad():
             model.layers[1].w3.weight[7, 9] = 1e30  # type: ignore[index,union-attr]
         step(model)
+        recorder._before_optimizer()
     assert main([str(run / "recordings"), "--plot", str(tmp_path / "plot.png")]) == 1
     out = capsys.readouterr().out
     assert (
