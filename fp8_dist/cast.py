@@ -137,9 +137,9 @@ def _check_dim(
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-def quantize(tensor: torch.Tensor, scheme: Scheme) -> Quantized:
+def quantize(tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None) -> Quantized:
     """Cast the local part of a tensor to one copy; see :func:`cast_copies`."""
-    _, (quantized,) = cast_copies(tensor, CastPlan((scheme,)))
+    _, (quantized,) = cast_copies(tensor, CastPlan((scheme,)), local=local)
     return quantized
 
 
@@ -217,11 +217,10 @@ def as_copies(
     """
     found = []
     for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
-        if transposed:
-            qdata = qdata.t()  # a matrix, with rows of zeros up to a multiple of 16
         scheme = plan.schemes[i]
         position = () if layout is None else (scheme.start(layout), scheme.is_cut(layout))
-        found.append(Quantized(qdata, scales[i], scheme, *position))
+        # A transposed copy is a matrix, with rows of zeros up to a multiple of 16.
+        found.append(Quantized(qdata.t() if transposed else qdata, scales[i], scheme, *position))
     return found
 
 
@@ -247,8 +246,7 @@ class _CastToFloat8(torch.autograd.Function):
             # As with DTensor's operators, a rank outside the mesh has an empty local tensor.
             local = local_tensor(tensor)
             one = (local.new_ones((), dtype=torch.float32),)
-            outside = Quantized(local.to(scheme.dtype), one, Dense(scheme.dtype))
-            return as_float8_of(tensor, outside)
+            return as_float8_of(tensor, Quantized(local.to(scheme.dtype), one, Dense(scheme.dtype)))
         return as_float8_of(tensor, quantize(tensor, scheme))
 
     @staticmethod

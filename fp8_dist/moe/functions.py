@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fp8_dist.cast import cast_copies, quantize
+from fp8_dist.cast import quantize
 from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
 from fp8_dist.linear.autograd import flattened
@@ -83,7 +83,7 @@ class Weight(NamedTuple):
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
     """Cast a weight in the order of its memory, unless FSDP2 gathered it in float8.
 
-    Collectives: as :func:`fp8_dist.cast.cast_copies`.
+    Collectives: as :func:`fp8_dist.cast.quantize`.
 
     Raises:
         ValueError: FSDP2 gathered the weight for another config.
@@ -99,10 +99,9 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
     else:
         high, shard = weight.detach(), KnownWeight.unwrap(local).detach()
         if is_stored_transposed(shard):
-            plan = CastPlan((stored_transposed(scheme),))
-            found = transposed(cast_copies(high.mT, plan, local=shard.mT)[1][0], scheme)
+            found = transposed(quantize(high.mT, stored_transposed(scheme), shard.mT), scheme)
         else:
-            found = cast_copies(high, CastPlan((scheme,)), local=shard)[1][0]
+            found = quantize(high, scheme, shard)
     return Weight(local_part(weight), WeightCasts(found, found))
 
 
@@ -239,6 +238,22 @@ def _cast_rows(
     return low
 
 
+def _product(
+    ctx: Any,
+    rows: Quantized,
+    weight: Weight,
+    groups: Groups,
+    dtype: torch.dtype,
+    config: Float8ExpertsConfig,
+) -> Tensor:
+    """Multiply rows by the weights of their experts, and show the GEMM to observers."""
+    own = weight.casts.output
+    assert own is not None
+    product = grouped_mm(rows, own, True, groups, dtype, config)
+    _observe_multiply(ctx, weight.owner, "output", rows, own, product, own)
+    return product
+
+
 class _Up(torch.autograd.Function):
     """The first grouped linear layers. Without a ``routing``, x has the rows of the groups."""
 
@@ -257,13 +272,7 @@ class _Up(torch.autograd.Function):
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
         ctx.groups, ctx.config, ctx.routing = groups, config, routing
         _save(ctx, rows, weights, x.dtype)
-        products = []
-        for weight in weights:
-            own = weight.casts.output
-            assert own is not None
-            product = grouped_mm(rows, own, True, groups, x.dtype, config)
-            _observe_multiply(ctx, weight.owner, "output", rows, own, product, own)
-            products.append(product)
+        products = [_product(ctx, rows, weight, groups, x.dtype, config) for weight in weights]
         if are_gemms_observed():
             high = x.detach()
             if routing is not None:
@@ -308,8 +317,7 @@ def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Te
     """Send rows back to their slots, in the dtype that the config says."""
     if config.combine == "high_precision":
         return routing.to_slots(rows)
-    found = return_rows(quantize(rows, config.rows), routing)
-    return dequantize(found).to(rows.dtype)
+    return dequantize(return_rows(quantize(rows, config.rows), routing)).to(rows.dtype)
 
 
 class _Down(torch.autograd.Function):
@@ -325,14 +333,9 @@ class _Down(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         layout, dtype = weight.layout_of_rows(hidden.shape[0], 2), hidden.dtype
         rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
-        assert weight.casts.output is not None
-        product = grouped_mm(rows, weight.casts.output, True, routing.groups, dtype, config)
-        output = product
-        if bias is not None:
-            output = add_bias(product, bias.detach(), routing.groups)
         ctx.groups, ctx.config, ctx.routing = routing.groups, config, routing
-        own = weight.casts.output
-        _observe_multiply(ctx, weight.owner, "output", rows, own, product, own)
+        product = _product(ctx, rows, weight, routing.groups, dtype, config)
+        output = product if bias is None else add_bias(product, bias.detach(), routing.groups)
         _save(ctx, rows, [weight], dtype)
         if are_gemms_observed():
             _observe_products(ctx, hidden.detach(), [weight], [product])
@@ -349,17 +352,14 @@ class _Down(torch.autograd.Function):
         routing, config = ctx.routing, ctx.config
         of_slots = _cast_rows(grad, config, "grad_output", ctx.owners)
         rows = send_rows(of_slots, routing.slots, routing)
-        high = None
-        if ctx.high is not None:
-            high = routing.to_experts(grad.index_select(0, routing.slots))
+        high = ctx.high and routing.to_experts(grad.index_select(0, routing.slots))
         of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2], [high])
         of_bias = None
         if ctx.needs_input_grad[2]:
             # The rows that arrived are those in float8.
             values = dequantize(rows)
-            of_bias = values.new_zeros(len(routing.groups.ends), values.shape[1])
-            of_bias.index_add_(0, routing.groups.of_row, values)
-            of_bias = of_bias.to(ctx.bias_dtype)
+            sums = values.new_zeros(len(routing.groups.ends), values.shape[1])
+            of_bias = sums.index_add_(0, routing.groups.of_row, values).to(ctx.bias_dtype)
         return of_hidden, of_weight, of_bias, None, None, None
 
 
