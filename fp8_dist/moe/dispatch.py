@@ -70,8 +70,7 @@ class Routing(NamedTuple):
 
     def placed(self, rows: Tensor) -> Tensor:
         """Put rows, in the order of ``slots``, to their slots."""
-        found = rows.new_zeros((self.tokens * self.top_k, rows.shape[1]))
-        return _placed(found, self.slots, rows)
+        return _placed(rows.new_zeros((self.tokens * self.top_k, rows.shape[1])), self.slots, rows)
 
 
 def _placed(to: Tensor, places: Tensor, rows: Tensor) -> Tensor:
@@ -119,8 +118,7 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
     groups = Groups.of(received.sum(0), numbers[2 * ranks :], sum(back))
     arrivals = None if group is None else _arrivals(received, sum(back))
     tokens, top_k = expert_ids.shape
-    slots = slots.narrow(0, 0, sum(to))
-    return Routing(slots, tokens, top_k, groups, arrivals, to, back, group)
+    return Routing(slots.narrow(0, 0, sum(to)), tokens, top_k, groups, arrivals, to, back, group)
 
 
 def _exchange(

@@ -120,8 +120,7 @@ class ExpertWeight(Float8Weight):
     def check_sharded(self) -> None:
         layout, ndim = self.layout(self.master()), self.parameter().ndim
         *of_fsdp, last = (None,) if layout is None else layout.placements
-        dims = [sharded_dim(p, ndim) for p in of_fsdp]
-        if isinstance(last, StridedShard) and last.dim in dims:
+        if isinstance(last, StridedShard) and last.dim in [sharded_dim(p, ndim) for p in of_fsdp]:
             raise ValueError(
                 f"{self.fqn}: FSDP2 shards dim {last.dim} of {self.name}, of which tensor "
                 "parallelism has given each rank several pieces, and torch would save them in "
@@ -138,9 +137,8 @@ class ExpertWeight(Float8Weight):
             return Weight(tensor, casts, self, self.layout(parameter) if is_parted else None)
         (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
         if recast is not None:
-            statistics, _, start, is_cut = recast
-            statistics = tuple([each.mT for each in statistics])
-            recast = Recast(statistics, scheme, start[::-1], is_cut)
+            statistics = tuple([each.mT for each in recast.statistics])
+            recast = Recast(statistics, scheme, recast.start[::-1], recast.is_cut)
         assert output is not None
         cast = transposed(output, scheme)
         return Weight(tensor.mT, WeightCasts(cast, grad_input and cast, recast), self)
@@ -155,8 +153,7 @@ def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:
     """The config of a module of converted experts; ``None`` for any other module."""
-    config: Float8ExpertsConfig | None = getattr(module, "float8_experts_config", None)
-    return config
+    return getattr(module, "float8_experts_config", None)
 
 
 def float8_experts(module: nn.Module) -> dict[str, nn.Module]:
@@ -225,9 +222,7 @@ def convert_experts_to_float8_training(
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
     for fqn, part in module.named_modules():
         kind = _kind_of(part)
-        if not kind.weights(part):
-            continue
-        if module_filter_fn is not None and not module_filter_fn(part, fqn):
+        if not (kind.weights(part) and (module_filter_fn is None or module_filter_fn(part, fqn))):
             continue
         _check(part, kind, fqn or "the module", config)
         if experts_config(part) is None:
@@ -349,8 +344,7 @@ def weight_of(module: nn.Module, name: str, is_parted: bool = False) -> Weight:
     compiling = torch.compiler.is_compiling()  # in a graph, the query of the casts does the rest
     if isinstance(parameter, DTensor) and not (weight.is_compared or compiling):
         weight.compare("the first forward")
-    operand: Weight = weight.operand(parameter, is_parted)
-    return operand
+    return weight.operand(parameter, is_parted)
 
 
 def parts_of(module: nn.Module) -> dict[str, Placement]:
