@@ -102,12 +102,10 @@ class Recipe:
     ) -> OperandCopies:
         taken: list[tuple[Scheme, bool] | None] = []
         for gemm in gemms:
-            scheme = self.uses[operand][gemm]
-            if scheme is None:
-                taken.append(None)
-            else:
-                second = is_second(operand, gemm) and scheme.needs_alignment
-                taken.append((scheme, transposes and second and not scheme.is_recast_for_rows))
+            scheme, turns = self.uses[operand][gemm], transposes and is_second(operand, gemm)
+            if scheme is not None:
+                turns = turns and scheme.needs_alignment and not scheme.is_recast_for_rows
+            taken.append(None if scheme is None else (scheme, turns))
         copies = list(dict.fromkeys(filter(None, taken)))
         schemes = tuple(dict.fromkeys(scheme for scheme, _ in copies))
         of = tuple(schemes.index(scheme) for scheme, _ in copies)
