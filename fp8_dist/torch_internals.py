@@ -256,9 +256,8 @@ def make_dtensor(
     In a graph, with a gradient, or on a rank outside the mesh it calls ``from_local``.
     """
     if torch.compiler.is_compiling() or local.requires_grad or mesh.get_coordinate() is None:
-        stride = contiguous_stride(shape)
         return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=shape, stride=stride
+            local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
         )
     spec = _spec(mesh, placements, shape, local.dtype)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
@@ -412,11 +411,10 @@ def written_arguments(
     """
     if op.namespace == "c10d":
         return args
-    schema = op._schema
     if not is_mutable(op):
         return ()
-    given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    given = dict(zip(op_arguments(op), args, strict=False)) | kwargs
+    written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
     return [given[name] for name in written if name in given]
 
 
@@ -631,8 +629,7 @@ def fsdp_reduction(group: Any) -> Any:
 
 def set_fsdp_reduction(group: Any, comm: Any) -> None:
     """Replace the reduce-scatter of a parameter group; None restores FSDP2's own."""
-    own = DefaultReduceScatter() if comm is None else comm
-    group.modules[0].set_custom_reduce_scatter(own)
+    group.modules[0].set_custom_reduce_scatter(DefaultReduceScatter() if comm is None else comm)
 
 
 @cache
