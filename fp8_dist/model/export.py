@@ -268,8 +268,7 @@ def _cast(
     for source in bucket:
         if (weight := source.weight) is not None and not weight.is_stored:
             (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
-            local = scheme.measure(_shard(weight), scheme.start(layout))
-            measured.append((scheme, local, layout))
+            measured.append((scheme, scheme.measure(_shard(weight), scheme.start(layout)), layout))
     wholes = iter(zip(measured, whole_statistics_of_each(measured), strict=True))
     tensors = [source.value for source in bucket]
     scales: list[torch.Tensor | None] = [None] * len(bucket)

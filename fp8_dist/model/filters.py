@@ -80,9 +80,8 @@ class LayerFilter:
         return self._reasons[fqn]
 
     def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
-        for name in self._names:
-            if is_part(name, fqn):
-                return f"modules_to_not_convert: {name}"
+        if (named := next((name for name in self._names if is_part(name, fqn)), None)) is not None:
+            return f"modules_to_not_convert: {named}"
         misaligned = (why_misaligned(*shape) for shape in shapes.values())
         reason = self._why_never(module, fqn, shapes) or next(filter(None, misaligned), "")
         return reason and f"skip_head: {reason}"

@@ -97,8 +97,7 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
             "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
         )
     leave_out_of_ddp(module, _stored_parameters)  # which flattens parameters with others
-    packages = set().union(*map(packages_of, module.modules()))
-    for package in AFTER_FREEZE.keys() & packages:
+    for package in AFTER_FREEZE.keys() & set().union(*map(packages_of, module.modules())):
         AFTER_FREEZE[package]()
     return stored
 

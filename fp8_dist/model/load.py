@@ -319,8 +319,7 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
         name = without_wrappers(fqn)
         weight = weights.get(name)
         if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
-            whole = torch.empty(tensor.shape, device="meta")
-            name, *_ = experts.kind.entries(module, name, whole)
+            name, *_ = experts.kind.entries(module, name, torch.empty(tensor.shape, device="meta"))
         entries = _entries_of(module, weight, name, tensor)
         lacking = [entry.key for entry in entries if entry.key not in files]
         missing |= dict.fromkeys(lacking, id(tensor))

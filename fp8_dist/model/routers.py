@@ -69,8 +69,7 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
             if beside and 0 < len(layers) <= _MOST_LAYERS and not isinstance(child, nn.ModuleList):
                 out, in_ = layers[-1].out_features, layers[0].in_features
                 few = out < in_ if known else 4 * out <= in_
-                is_gate = bool(_GATE.fullmatch(name))
-                decides |= (out in numbers) + few + is_gate > 1
+                decides |= (out in numbers) + few + bool(_GATE.fullmatch(name)) > 1
                 decides |= is_layer and (True, out) in beside
             if decides and (is_layer or not any(map(_EXPERTS.match, dict(child.named_modules())))):
                 yield from child.modules()
