@@ -55,10 +55,8 @@ def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Part, ...]:
             different sizes of a sharded parameter, but must round a replicated one alike.
     """
     runs: list[Part] = []
-    for number, size, encoding in parts:
+    for number, size, encoding in (part for part in parts if part.size):
         last = runs[-1] if runs else None
-        if not size:
-            continue
         may_join = encoding is None or (
             seed < 0 and not (encoding == "float8" and last and last.size % BLOCK)
         )
