@@ -76,9 +76,8 @@ class Float8Converter(QuantizationConverter):
         found = False
         for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
             # Subclasses of the config belong to layers that compute something else.
-            if type(linear) is not Linear.Config:
-                continue
-            if not module_filter_fn(linear, fqn, self.config.filter_fqns):
+            is_linear = type(linear) is Linear.Config
+            if not (is_linear and module_filter_fn(linear, fqn, self.config.filter_fqns)):
                 continue
             found = True
             new = TitanFloat8Linear.Config(**fields_of(linear), float8=float8, fqn=fqn)
@@ -205,6 +204,8 @@ def _check_local_layers(model: nn.Module) -> None:
 
 def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> None:
     mesh, is_local = parallel_dims.get_mesh("tp"), parallel_dims.spmd_backend == "spmd_types"
+    # With local tensors, the layers declare the transport themselves (_place).
+    of_inputs = None if is_local else transport
     inputs: dict[nn.Module, Any] = {}  # the placement of each layer's input before the gather
     for fqn, module in model.named_modules():
         sharding = getattr(module, "_sharding_config", None)
@@ -216,10 +217,7 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
             source = sharding.in_src_shardings[name]
             inputs |= dict.fromkeys(layers, resolve_placements(source, mesh)[0])
             module._sharding_config = replace(sharding, in_dst_shardings=None)
-            # With local tensors, the layers declare the transport themselves (_place).
-            share = partial(
-                share_input, layers=layers, reduce_transport=None if is_local else transport
-            )
+            share = partial(share_input, layers=layers, reduce_transport=of_inputs)
             module.forward = _with_prepared_input(module, name, share)
     for module in model.modules():
         if isinstance(module, TitanFloat8Linear):
@@ -242,11 +240,9 @@ def _on_tp(layout: Any) -> Any:
     return layout.per_axis_spmd_types()[MeshAxisName.TP]
 
 
-def _weight_dim(layer: nn.Module) -> int | None:
+def _weight_dim(layer: Any) -> int | None:
     """Return the dim along which tensor parallelism shards a weight; None if it does not."""
-    sharding: Any = layer._sharding_config
-    dim: int | None = getattr(_on_tp(sharding.state_shardings["weight"]), "dim", None)
-    return dim
+    return getattr(_on_tp(layer._sharding_config.state_shardings["weight"]), "dim", None)
 
 
 def _column_parallel(module: nn.Module, fqn: str) -> list[TitanFloat8Linear]:
@@ -277,8 +273,7 @@ def _with_prepared_input(
     def with_prepared_input(*args: Any, **kwargs: Any) -> Any:
         if name in kwargs:
             return forward(*args, **kwargs | {name: prepare(kwargs[name])})
-        x = prepare(args[position])
-        return forward(*args[:position], x, *args[position + 1 :], **kwargs)
+        return forward(*args[:position], prepare(args[position]), *args[position + 1 :], **kwargs)
 
     return with_prepared_input
 
