@@ -16,12 +16,11 @@ from fp8_dist.moe.experts import KINDS, OWN, Kind
 @cache
 def _experts_of_transformers() -> Kind:
     try:
-        kind: Kind = import_module(f"{__name__}.transformers.experts").KIND
+        return import_module(f"{__name__}.transformers.experts").KIND
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("transformers."):
             return OWN  # they are not known in the installed release
         raise
-    return kind
 
 
 KINDS["transformers"] = _experts_of_transformers

@@ -209,8 +209,7 @@ class Structure:
         base = stack.rpartition(".")[0]
         children = self.modules[base].named_children()
         siblings = {f"{base}.{child}".removeprefix("."): module for child, module in children}
-        get: Any = getattr(self.model, "get_input_embeddings", lambda: None)
-        found = get()
+        found = getattr(self.model, "get_input_embeddings", lambda: None)()
         embeddings = [
             name
             for name, module in siblings.items()
