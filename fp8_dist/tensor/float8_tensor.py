@@ -128,15 +128,8 @@ class Float8Tensor(torch.Tensor):
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
         """Return a new Float8Tensor with the arguments of this one, except for those given."""
-        given: dict[str, Any] = {
-            "qdata": self.qdata,
-            "scale": scales_of(self),
-            "orig_dtype": self.orig_dtype,
-            "scheme": self.key,
-            "origin": self.origin,
-            "start": self.start,
-            "is_cut": self.is_cut,
-        }
+        _, given = self.__tensor_flatten__()
+        given |= {"qdata": self.qdata, "scale": scales_of(self), "origin": self.origin}
         return Float8Tensor(**(given | changes))
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
