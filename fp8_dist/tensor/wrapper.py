@@ -79,10 +79,7 @@ class WrapperParameter(torch.Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], static: tuple[Any, ...], size: Any, stride: Any
     ) -> Self:
-        made: Any = cls
-        others = {name: inner[name] for name in cls.parts[1:]}
-        parameter: Self = made(inner["plain"], *static, **others)
-        return parameter
+        return cls(inner["plain"], *static, **{name: inner[name] for name in cls.parts[1:]})
 
     _stable_hash_for_caching = stable_hash
     __torch_function__ = disabled_torch_function
@@ -125,8 +122,7 @@ def rebuilt(
     attributes: dict[str, Any],
 ) -> torch.Tensor:
     """Make a copied or unpickled parameter."""
-    made: Any = cls
-    parameter = made(plain.view(dtype), *static).requires_grad_(requires_grad)
+    parameter = cls(plain.view(dtype), *static).requires_grad_(requires_grad)
     parameter.__dict__.update(attributes)  # such as that it is an nn.Parameter
     return parameter
 
