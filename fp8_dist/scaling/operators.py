@@ -178,9 +178,7 @@ def matrices(
 ) -> tuple[Quantized, Quantized]:
     """The operands of :func:`multiply` as the matrices ``[M, K]`` and ``[K, N]``."""
     a, b = as_matrix(left), as_matrix(right)
-    if turn[0]:
-        a = transposed(a)
-    return a, transposed(b) if turn[1] else b
+    return transposed(a) if turn[0] else a, transposed(b) if turn[1] else b
 
 
 def empty_statistics(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
@@ -253,10 +251,8 @@ def _empty_product(*arguments: Any) -> Tensor:
 )
 def multiply_operator(*arguments: Any) -> Tensor:
     """Operator of :func:`multiply`."""
-    left, right = operand_of(*arguments[:4]), operand_of(*arguments[4:8])
-    turn, out_dtype, options = arguments[8:]
-    a, b = matrices(left, right, turn)
-    return a.scheme.multiply(a, b, out_dtype, tuple(options))
+    a, b = matrices(operand_of(*arguments[:4]), operand_of(*arguments[4:8]), arguments[8])
+    return a.scheme.multiply(a, b, arguments[9], tuple(arguments[10]))
 
 
 def dequantize(operand: Quantized) -> Tensor:
