@@ -120,13 +120,11 @@ def reduced_statistics(
     within = range(layout.mesh.ndim) if within is None else within
     axes = [[axis for axis in over if axis in within] for over in scheme.axes(layout)]
     union = sorted({axis for over in axes for axis in over})
-    if len(local) == 1:
-        level, own = scheme.levels[0], local[0]
-        if Placed.of(own, level, layout, union).shape == list(own.shape):
-            # Every rank has a part of each block.
-            return (all_reduce_max(own, groups),)
     sent = [i for i, over in enumerate(axes) if over]
     places = [Placed.of(local[i], scheme.levels[i], layout, union) for i in sent]
+    if len(local) == 1 and places[0].shape == list(local[0].shape):
+        # Every rank has a part of each block.
+        return (all_reduce_max(local[0], groups),)
     result = list(local)
     for i, place, whole in zip(sent, places, _reduced(places, groups), strict=True):
         result[i] = place.part(whole).contiguous()
