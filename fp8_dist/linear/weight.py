@@ -229,11 +229,6 @@ class Float8Weight:
             return Layout.of(parameter)
         return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
 
-    def _wrapped(self, shard: torch.Tensor, parameter: torch.Tensor | None = None) -> torch.Tensor:
-        """A plain shard as a DTensor, if the parameter is distributed."""
-        layout = self.layout(parameter)
-        return shard if layout is None else layout.wrap(shard)
-
     def gathered_layout(self, sharded: Layout) -> Layout | None:
         """The layout of what FSDP2 gathers, given that of the sharded parameter.
 
@@ -454,7 +449,7 @@ class Float8Weight:
     def casts(self, parameter: torch.Tensor, plan: CastPlan) -> Copies:
         """Cast a parameter; collectives as :meth:`statistics`."""
         layout, shard = self.layout(parameter), self.shard(parameter)
-        tensor = self._wrapped(shard, parameter)
+        tensor = shard if layout is None else layout.wrap(shard)
         if self.history is not None:
             return self.history.copies_of(tensor, plan, self._kind(parameter))[1]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
@@ -489,7 +484,7 @@ class Float8Weight:
         layout, local = self.layout(parameter), local_tensor(parameter)
         shard = KnownWeight.unwrap(local)
         if self.history is not None:
-            tensor = self._wrapped(shard, parameter)
+            tensor = shard if layout is None else layout.wrap(shard)
             return [self.history.statistics_of(tensor, self._kind(parameter))[0]]
         held = local if isinstance(local, KnownWeight) else self.unsharded
         if layout is None or held is None:
