@@ -117,6 +117,5 @@ def _warn_of_high_precision(group: Any) -> None:
 def _leaves_gather_open(weight: Float8Weight | None) -> bool:
     if weight is None or weight.is_stored:
         return False
-    config = weight.config
-    can_gather = config.recipe.gather_scheme["weight"] is not None
-    return can_gather and config.enable_fsdp_float8_all_gather is None
+    can_gather = weight.config.recipe.gather_scheme["weight"] is not None
+    return can_gather and weight.config.enable_fsdp_float8_all_gather is None

@@ -114,10 +114,9 @@ class EncodedReplicas:
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
         seed = seed_of(self.shards.seed, _OF_REPLICAS)
         # The error of bf16 is smaller than that of summands in float8.
-        mean = all_reduce(
-            x, self.shards.parts, self.replicas, sums="bf16", divisor=divisor, seed=seed
+        x.copy_(
+            all_reduce(x, self.shards.parts, self.replicas, sums="bf16", divisor=divisor, seed=seed)
         )
-        x.copy_(mean)
 
 
 def set_gradient_transport(

@@ -260,8 +260,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that several modules, or several names in one, share."""
     names: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
-        own = module.named_parameters(fqn, recurse=False, remove_duplicate=False)
-        for name, parameter in own:
+        for name, parameter in module.named_parameters(fqn, recurse=False, remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
     return [tied for tied in names.values() if len(tied) > 1]
 

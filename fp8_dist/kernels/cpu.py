@@ -133,19 +133,18 @@ def _emulated(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     if out_dtype is torch.bfloat16:
-        wide = torch.bfloat16
         if scale_a.ndim == scale_b.ndim == 0:
             alpha = scale_a.item() * scale_b.item()
             # addmm keeps alpha in fp32, which the product of large scales may exceed.
             if not _FP32_MAX < alpha < math.inf:
                 # With beta=0 the first argument is ignored. Alpha scales the fp32 accumulator.
-                left, right = upcast(a, wide), upcast(b, wide)
+                left, right = upcast(a, out_dtype), upcast(b, out_dtype)
                 return torch.addmm(_UNUSED, left, right, beta=0, alpha=alpha)
         elif _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
-            left = _without_nan(upcast(a, wide), scale_a)
-            right = _without_nan(upcast(b, wide), scale_b)
+            left = _without_nan(upcast(a, out_dtype), scale_a)
+            right = _without_nan(upcast(b, out_dtype), scale_b)
             product = torch.mm(left, right).to(torch.float32)
-            return apply_scales(product, scale_a, scale_b).to(torch.bfloat16)
+            return apply_scales(product, scale_a, scale_b).to(out_dtype)
     product = torch.mm(upcast(a, torch.float64), upcast(b, torch.float64))
     return apply_scales(product, scale_a, scale_b).to(out_dtype)
 

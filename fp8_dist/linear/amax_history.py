@@ -106,8 +106,7 @@ class AmaxHistory:
         """
         groups, local = self._groups(tensor), local_tensor(tensor)
         if must_query():
-            args = local, self._handle, shared, groups
-            statistic, value = history_statistic.overload(*args)
+            statistic, value = history_statistic.overload(local, self._handle, shared, groups)
             return (statistic,), value
         return self._statistics_of_local(local, groups, shared)
 

@@ -88,8 +88,7 @@ def float8_linear(
     if not isinstance(input, DTensor) or torch.compiler.is_compiling():
         return _LinearFunction.apply(input, weight, bias, spec, forms, *arguments)
     if spec.output_placements is not None:
-        placements = normalized(spec.output_placements, input.ndim)
-        spec = spec._replace(output_placements=placements)
+        spec = spec._replace(output_placements=normalized(spec.output_placements, input.ndim))
     output = _LinearFunction.apply(input, weight, None, spec, forms, *arguments)
     if bias is None and spec.output_placements in (None, output.placements):
         return output

@@ -452,8 +452,7 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
     Raises:
         TypeError: ``module`` is not an nn.Module.
     """
-    found = checked_module(module).named_modules()
-    return {n: m for n, m in found if isinstance(m, Float8Linear)}
+    return {n: m for n, m in checked_module(module).named_modules() if isinstance(m, Float8Linear)}
 
 
 def why_unconvertible(layer: nn.Linear) -> str:

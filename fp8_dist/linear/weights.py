@@ -140,10 +140,9 @@ def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:
 
     A parameter of another name, such as one of experts, has its FQN.
     """
-    weights = float8_weights(module)
     return {
         fqn.removesuffix("weight").removesuffix(".") if weight.name == "weight" else fqn: weight
-        for fqn, weight in weights.items()
+        for fqn, weight in float8_weights(module).items()
     }
 
 

@@ -39,8 +39,7 @@ class Axis(NamedTuple):
 
     def covers(self, other: "Axis") -> bool:
         """Whether another axis is a part of this one."""
-        begins, ends = self.stride <= other.stride, self.stride * self.size
-        return begins and other.stride * other.size <= ends
+        return self.stride <= other.stride and other.stride * other.size <= self.stride * self.size
 
 
 # Names of the groups that this module has created, by default group and by axes. They are dropped
