@@ -190,8 +190,7 @@ def _encodings(
     for module, group in groups.items():
         of_group = encodings[module] = {}
         for p in (getattr(*each.users[0]) for each in fsdp_parameters([group])):
-            name = names.get(id(p))
-            if name is None:
+            if (name := names.get(id(p))) is None:
                 raise ValueError(
                     f"{_CALLER}: a parameter group of FSDP2 (fully_shard of a list) has parameters "
                     "outside of the module that was passed; pass one that holds all of them"

@@ -315,8 +315,7 @@ def _known_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
     noted = _noted  # another thread may replace it
     if noted is None or noted.source() is not base_of(x) or noted.key != key:
         return None
-    data = noted.data()
-    if data is None:
+    if (data := noted.data()) is None:
         return None
     # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
     saved = noted.rest._replace(qdata=TensorWeakRef(data)())

@@ -93,8 +93,7 @@ def _cast(
         return [found], [scales], data
     if statistics is None:
         statistics, fits = first.measure_with(x, schemes, start), True
-    made = first.cast_with(x, plan, statistics, start, fits)
-    if made is not None:
+    if (made := first.cast_with(x, plan, statistics, start, fits)) is not None:
         return statistics, *made
     every: list[Scales] = []
     copies: dict[int, Tensor] = {}

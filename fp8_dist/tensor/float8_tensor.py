@@ -178,8 +178,7 @@ class Float8Tensor(torch.Tensor):
         own = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
         if not all(t in own or issubclass(t, STAND_INS) for t in types):
             return NotImplemented
-        handler = FLOAT8_OPS.get(func)
-        if handler is None:
+        if (handler := FLOAT8_OPS.get(func)) is None:
             # Under inference_mode, composite operators arrive here without being decomposed.
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:

@@ -192,8 +192,7 @@ class KnownWeight(WrapperParameter):
             self.valid.copy_(torch.where(self.valid < 0, self.valid, written))
             return
         with outside_of_modes():
-            valid = int(self.valid)
-            if valid >= 0:
+            if (valid := int(self.valid)) >= 0:
                 self.valid.fill_(-1 - (valid & 1))
 
     def assigned(self, value: Tensor) -> Self:
