@@ -60,6 +60,7 @@ class StepObserver(Observer):
         limits: AnomalyLimits,
         every: int = 1,
         gemms: bool = False,
+        on_anomaly: OnAnomaly = None,
     ) -> None:
         self.step = -1  # the last one that was entered
         self.rows: list[Row] = []
@@ -67,6 +68,7 @@ class StepObserver(Observer):
         self.limits = limits
         self._last: list[Row] = []  # those of the last recorded step
         self._model, self._every, self._gemms = model, every, gemms
+        self._on_anomaly = on_anomaly
         self._block: AbstractContextManager[None] | None = None
         self._first = FirstAnomalies(limits)
         self._measured: dict[_Key, torch.Tensor] = {}
@@ -108,6 +110,10 @@ class StepObserver(Observer):
 
     def _report(self, anomaly: Anomaly) -> None:
         """Called on all ranks with each new anomaly."""
+        if callable(self._on_anomaly):
+            self._on_anomaly(anomaly)
+        elif self._on_anomaly == "warn" and self._ranks.is_first(anomaly.row.fqn):
+            warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
 
     def _end_step(self) -> None:
         """Combine what the ranks have measured, and look for anomalies."""
@@ -134,24 +140,6 @@ class Float8Stats(StepObserver):
         step: the number of the last step that was entered.
         limits: the limits beyond which statistics are anomalous.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: DeviceMesh | None,
-        limits: AnomalyLimits,
-        every: int,
-        gemms: bool,
-        on_anomaly: OnAnomaly,
-    ) -> None:
-        super().__init__(model, mesh, limits, every, gemms)
-        self._on_anomaly = on_anomaly
-
-    def _report(self, anomaly: Anomaly) -> None:
-        if callable(self._on_anomaly):
-            self._on_anomaly(anomaly)
-        elif self._on_anomaly == "warn" and self._ranks.is_first(anomaly.row.fqn):
-            warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
 
     def takes_products_of(self, owner: Owner) -> bool:
         return False
