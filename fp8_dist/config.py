@@ -305,7 +305,7 @@ class Float8LinearConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         self._check_scaling_types()
-        _ = self.recipe, self._gemm_options
+        _ = self.recipe
         self._check_power_of_2()
         self._check_fsdp_gather()
         self._check_delayed()
@@ -331,9 +331,7 @@ class Float8LinearConfig:
         """Whether ``gemm`` multiplies float8 operands. Either both are cast, or neither is."""
         return self.cast_config(GEMM_OPERANDS[gemm][0], gemm).enabled
 
-    # Caches of values that every forward needs. They are filled before any graph is traced.
-
-    @cached_property
+    @cached_property  # because every forward needs it; filled before any graph is traced
     def recipe(self) -> Recipe:
         """The scheme of each operand in each GEMM."""
         delayed = [o for o in get_args(Operand) if ScalingType.DELAYED in self._types(o)]
@@ -350,24 +348,14 @@ class Float8LinearConfig:
                 uses[operand][gemm] = scheme
         return Recipe(uses, delayed, self.fold_row_scales, self.emulate)
 
-    @cached_property
-    def _gemm_options(self) -> dict[Gemm, tuple[bool, bool, bool]]:
-        return {
-            gemm: (
-                getattr(self, f"gemm_config_{gemm}").use_fast_accum,
-                self.pad_inner_dim or gemm == "grad_weight",
-                self.emulate,
-            )
-            for gemm in GEMM_OPERANDS
-        }
-
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
         """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
 
         The inner dim of grad_weight is always padded. It is the number of rows of the input, which
         may be misaligned on one rank only, and an error on that rank would hang the others.
         """
-        return self._gemm_options[gemm]
+        own: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
+        return own.use_fast_accum, self.pad_inner_dim or gemm == "grad_weight", self.emulate
 
     def _types(self, operand: Operand) -> set[ScalingType]:
         uses = GEMM_OPERANDS.items()
