@@ -279,12 +279,7 @@ def quantize_block_copies(
 
 
 def empty_reblocked(
-    qdata: torch.Tensor,
-    exponents: torch.Tensor,
-    blocks: Sequence[int],
-    rows: int,
-    rule: str | None,
-    transposed: bool = False,
+    qdata: torch.Tensor, rows: int, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate the results of :func:`reblock`, uninitialized."""
     data = empty_transposed(qdata, rows) if transposed else qdata.new_empty(qdata.shape)
@@ -294,7 +289,9 @@ def empty_reblocked(
 @custom_op(
     "reblock(Tensor qdata, Tensor exponents, int[] blocks, int rows, str? rule, "
     "bool transposed=False) -> (Tensor, Tensor)",
-    fake=empty_reblocked,
+    fake=lambda qdata, exponents, blocks, rows, rule, transposed=False: empty_reblocked(
+        qdata, rows, transposed
+    ),
 )
 def reblock(
     qdata: torch.Tensor,

@@ -208,7 +208,7 @@ def _reblocked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast to other blocks in one launch; 2 bytes per element."""
     (M, K), (old_rows, columns, first_row, first_column) = qdata.shape, blocks
-    result, found = empty_reblocked(qdata, exponents, blocks, rows, rule, transposed)
+    result, found = empty_reblocked(qdata, rows, transposed)
 
     def grid(chosen: Blocks) -> tuple[int, ...]:
         down = programs(M, max(rows, chosen["BM"]))
