@@ -139,7 +139,7 @@ def _check_dim(
 
 def quantize(tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None) -> Quantized:
     """Cast the local part of a tensor to one copy; see :func:`cast_copies`."""
-    _, (quantized,) = cast_copies(tensor, CastPlan((scheme,)), local=local)
+    (quantized,) = cast_copies(tensor, CastPlan((scheme,)), local=local)
     return quantized
 
 
@@ -149,17 +149,13 @@ def cast_copies(
     within: tuple[int, ...] | None = None,
     *,
     local: torch.Tensor | None = None,
-) -> tuple[Sequence[Statistics], Copies]:
+) -> Copies:
     """Cast the local part of a tensor to float8 copies with the statistics of the global tensor.
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
         within: the mesh axes over which statistics may be reduced; ``None`` means all.
         local: the local tensor to cast, if ``tensor`` stores it in another form.
-
-    Returns:
-        The statistics for each scheme, and the copies. In a graph, there are no statistics if the
-        cast measured them itself.
 
     Collectives: at most one all-reduce of the statistics for each scheme, see
     :func:`fp8_dist.scaling.reduced_statistics`.
@@ -172,20 +168,17 @@ def cast_copies(
     if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.
-        known: list[Statistics] = []
         made: dict[int, Quantized] = {}
         for i in range(len(schemes)):
             part, places = plan.part(i)
-            own, copies = cast_copies(tensor, part, within, local=local)
-            known += own
-            made.update(zip(places, copies, strict=True))
-        return known, [made[n] for n in range(len(plan.of))]
+            made.update(zip(places, cast_copies(tensor, part, within, local=local), strict=True))
+        return [made[n] for n in range(len(plan.of))]
     start, statistics = common_start(schemes, layout), None
     if reduces:
         (measured,) = measure(x, schemes, start)
         statistics = [reduced_statistics(schemes[0], measured, layout, within)]
-    found, scales, data = cast(x, plan, statistics, start, fits=reduces)
-    return found or (), as_copies(x, plan, data, scales, layout)
+    scales, data = cast(x, plan, statistics, start, fits=reduces)
+    return as_copies(x, plan, data, scales, layout)
 
 
 def cast_by(
@@ -200,7 +193,7 @@ def cast_by(
         statistics: the statistics for each scheme of the plan.
         layout: the layout of the global tensor.
     """
-    _, scales, data = cast(x, plan, statistics, common_start(plan.schemes, layout))
+    scales, data = cast(x, plan, statistics, common_start(plan.schemes, layout))
     return as_copies(x, plan, data, scales, layout)
 
 

@@ -169,7 +169,7 @@ class _CastInput(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, scheme: Scheme, history: AmaxHistory | None, shared: int
     ) -> torch.Tensor:
         if history is not None:
-            _, (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), shared)
+            (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), shared)
         else:
             quantized = quantize(input, scheme)
         prepared = as_float8_of(input, quantized)

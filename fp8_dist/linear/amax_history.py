@@ -112,10 +112,8 @@ class AmaxHistory:
 
     def copies_of(
         self, tensor: torch.Tensor, plan: CastPlan, shared: int = 0
-    ) -> tuple[Statistics, Copies, torch.Tensor]:
-        """Cast a tensor's local part to float8 copies.
-
-        Returns the statistics, which are missing in a graph, the copies, and the local amax.
+    ) -> tuple[Copies, torch.Tensor]:
+        """Cast a tensor's local part to float8 copies; return them, and the local amax.
 
         ``shared``: the number of the input among those that a module's layers share, from 1 on,
         whose amax is kept for the layers (:meth:`last_of`). 0: keep none. 1 for a weight, or FROZEN
@@ -125,10 +123,10 @@ class AmaxHistory:
         if torch.compiler.is_compiling():
             args = (x, self._handle, self.scheme.dtype, plan.transposed, shared, groups)
             value, scale, *data = history_copies.overload(*args)
-            return (), as_copies(x, plan, data, [(scale,)]), value
+            return as_copies(x, plan, data, [(scale,)]), value
         if is_selectively_checkpointed():
             statistics, value = self.statistics_of(tensor, shared)
-            return statistics, cast_by(x, plan, [statistics]), value
+            return cast_by(x, plan, [statistics]), value
         return self._copies_of_local(x, plan, groups, shared)
 
     def last_of(self, scale: torch.Tensor) -> torch.Tensor | None:
@@ -162,17 +160,17 @@ class AmaxHistory:
 
     def _copies_of_local(
         self, x: torch.Tensor, plan: CastPlan, groups: Sequence[str], shared: int
-    ) -> tuple[Statistics, Copies, torch.Tensor]:
+    ) -> tuple[Copies, torch.Tensor]:
         if self.statistic is None or is_captured(x) or shared == FROZEN:
             statistics, value = self._statistics_of_local(x, groups, shared)
-            return statistics, cast_by(x, plan, [statistics]), value
+            return cast_by(x, plan, [statistics]), value
         self.restored = False
-        known = self.statistic.to(x.device)
-        value, known, scale, *data = cast_and_measure(
-            x, known, self.scheme.dtype, self.scheme.power_of_2, plan.transposed
+        known, scheme = self.statistic.to(x.device), self.scheme
+        value, _, scale, *data = cast_and_measure(
+            x, known, scheme.dtype, scheme.power_of_2, plan.transposed
         )
         self._keep(value, shared)
-        return (known,), as_copies(x, plan, data, [(scale,)]), value
+        return as_copies(x, plan, data, [(scale,)]), value
 
     def _statistics_of_local(
         self, x: torch.Tensor, groups: Sequence[str], shared: int
@@ -223,7 +221,7 @@ def history_copies(
     """Operator of :meth:`AmaxHistory.copies_of`: the amax, the scale and the data."""
     history = owner_of(handle)
     plan = CastPlan((history.scheme,), (0,) * len(transposed), tuple(transposed))
-    _, copies, value = history._copies_of_local(x, plan, groups, shared)
+    copies, value = history._copies_of_local(x, plan, groups, shared)
     # The graph may reuse the memory of its results.
     return [value.clone() if shared else value, *flat_copies(plan, copies)]
 

@@ -443,7 +443,7 @@ def _recast(
     _, scheme, start, is_cut = form
     assert scheme is not None
     local, known, after = local_tensor(weight), [tuple(statistics)], local_tensor(grad)
-    _, (scales,), (qdata,) = cast(local, CastPlan((scheme,)), known, start, after=after)
+    (scales,), (qdata,) = cast(local, CastPlan((scheme,)), known, start, after=after)
     w = Quantized(qdata, scales, scheme, start, is_cut)
     if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
         observe(spec.owner, "weight", Source(local, Layout.of(weight)), [w], repeats=False)

@@ -261,11 +261,11 @@ def _copies(
     history, is_input = spec.histories.get(operand), operand == "input"
     amaxes: Amaxes = {}
     if history is not None:
-        _, made, amaxes[operand] = history.copies_of(matrix, plan)
+        made, amaxes[operand] = history.copies_of(matrix, plan)
     elif is_input and not isinstance(tensor, DTensor):
         made = cast_input(tensor, plan)
     else:
-        made = cast_copies(matrix, plan, within)[1]
+        made = cast_copies(matrix, plan, within)
     if is_observed():
         observe(
             spec.owner, operand, Source(local_tensor(matrix), Layout.of(matrix)), made, is_input
@@ -276,12 +276,12 @@ def _copies(
 def cast_input(x: torch.Tensor, plan: CastPlan) -> Copies:
     """Cast a plain input as a matrix, unless autograd keeps the last cast, of the same values."""
     if not can_skip_dispatch(x):
-        return cast_copies(as_matrix(x), plan)[1]
+        return cast_copies(as_matrix(x), plan)
     key = _cast_key(x)
     known = _known_cast(x, key)
     if known is not None and plan.begins(known[0]):
         return known[1][: len(plan.of)]
-    made = cast_copies(as_matrix(x), plan)[1]
+    made = cast_copies(as_matrix(x), plan)
     if key is not None:
         _note_cast(x, key, plan, made)
     return made

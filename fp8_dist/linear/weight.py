@@ -451,10 +451,10 @@ class Float8Weight:
         layout, shard = self.layout(parameter), self.shard(parameter)
         tensor = shard if layout is None else layout.wrap(shard)
         if self.history is not None:
-            return self.history.copies_of(tensor, plan, self._kind(parameter))[1]
+            return self.history.copies_of(tensor, plan, self._kind(parameter))[0]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
             return cast_by(shard, plan, self.statistics(parameter, plan.schemes), layout)
-        return cast_copies(tensor, plan, local=shard)[1]
+        return cast_copies(tensor, plan, local=shard)
 
     def _casts_of_unsharded(
         self, parameter: torch.Tensor, plan: CastPlan
@@ -589,7 +589,7 @@ class Float8Weight:
         with torch.inference_mode(False):
             if self.history is not None and not must_query():
                 kind = self._kind(parameter)
-                (found,) = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)[1]
+                (found,), _ = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)
             else:
                 statistics: Statistics
                 if must_query():
@@ -599,7 +599,7 @@ class Float8Weight:
                 if plan.kept.whole:
                     scales = scheme.scales_from(statistics)
                     statistics = scheme.local_part(statistics, plan.layout)
-                _, (own_scales,), (qdata,) = cast(shard, plan.cast, [statistics], plan.position[0])
+                (own_scales,), (qdata,) = cast(shard, plan.cast, [statistics], plan.position[0])
                 found = Quantized(qdata, own_scales, scheme, *plan.position)
         if is_observed():
             observe(self, "weight", Source(shard, plan.layout), [found])

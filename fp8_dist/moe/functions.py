@@ -145,7 +145,7 @@ def _gradients(
     for (grad, weight, recast, layout, need), (owner, left, right) in zip(each, shown, strict=True):
         if isinstance(weight, Tensor) and recast is not None:
             known = CastPlan((recast.scheme,)), [recast.statistics], recast.start
-            _, (scales,), (qdata,) = cast(weight.detach(), *known)
+            (scales,), (qdata,) = cast(weight.detach(), *known)
             weight = Quantized(qdata, scales, *recast[1:])
         assert isinstance(weight, Quantized)
         arguments = ctx.groups, (needs[0], need), ctx.dtypes, ctx.config, layout

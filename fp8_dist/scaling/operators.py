@@ -51,7 +51,7 @@ def cast(
     *,
     fits: bool = False,
     after: Tensor | None = None,
-) -> tuple[Sequence[Statistics] | None, list[Scales], list[Tensor]]:
+) -> tuple[list[Scales], list[Tensor]]:
     """Cast a local tensor to copies.
 
     In a graph this is one operator, or operators that Inductor fuses with those that make ``x``.
@@ -64,8 +64,7 @@ def cast(
             merging this cast with an earlier one.
 
     Returns:
-        The statistics of each scheme (``None`` in a graph that did not pass them), its scales, and
-        the data of the copies.
+        The scales of each scheme, and the data of the copies.
     """
     if not torch.compiler.is_compiling():
         return _cast(x, plan, statistics, start, fits)
@@ -76,25 +75,25 @@ def cast(
     if statistics is not None and len(schemes) == 1 and after is None:
         made = schemes[0].fusible_cast(x, statistics[0], plan.transposed, fits)
         if made is not None:
-            return statistics, [made[0]], made[1]
+            return [made[0]], made[1]
     known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
     flat = cast_operator.overload(x, known, keys, start, plan.of, plan.transposed, fits, after)
-    return statistics, *by_scheme(schemes, flat)
+    return by_scheme(schemes, flat)
 
 
 def _cast(
     x: Tensor, plan: CastPlan, statistics: Sequence[Statistics] | None, start: Start, fits: bool
-) -> tuple[Sequence[Statistics], list[Scales], list[Tensor]]:
+) -> tuple[list[Scales], list[Tensor]]:
     schemes, of, transposed = plan
     first = schemes[0]
     if len(schemes) == 1:
         known = None if statistics is None else statistics[0]
-        found, scales, data = first.cast(x, known, start, transposed, fits)
-        return [found], [scales], data
+        _, scales, data = first.cast(x, known, start, transposed, fits)
+        return [scales], data
     if statistics is None:
         statistics, fits = first.measure_with(x, schemes, start), True
     if (made := first.cast_with(x, plan, statistics, start, fits)) is not None:
-        return statistics, *made
+        return made
     every: list[Scales] = []
     copies: dict[int, Tensor] = {}
     for i, (scheme, known) in enumerate(zip(schemes, statistics, strict=True)):
@@ -102,7 +101,7 @@ def _cast(
         _, scales, data = scheme.cast(x, known, start, part.transposed, fits)
         every.append(scales)
         copies.update(zip(places, data, strict=True))
-    return statistics, every, [copies[n] for n in range(len(of))]
+    return every, [copies[n] for n in range(len(of))]
 
 
 def by_scheme(
@@ -224,7 +223,7 @@ def cast_operator(
     """Operator of :func:`cast`. Returns the scales of each scheme, then the data of each copy."""
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
     known = by_scheme(plan.schemes, statistics)[0] if statistics else None
-    _, scales, data = _cast(x, plan, known, (start[0], start[1]), fits)
+    scales, data = _cast(x, plan, known, (start[0], start[1]), fits)
     # An operator must not return its arguments, and scales may be statistics or views of them.
     return [*unshared([s for own in scales for s in own], statistics), *data]
 
