@@ -182,10 +182,7 @@ def cast_copies(
 
 
 def cast_by(
-    x: torch.Tensor,
-    plan: CastPlan,
-    statistics: Sequence[Statistics],
-    layout: Layout | None = None,
+    x: torch.Tensor, plan: CastPlan, statistics: Sequence[Statistics], layout: Layout | None = None
 ) -> Copies:
     """Cast a local tensor to float8 copies with known statistics; larger values saturate.
 

@@ -36,12 +36,7 @@ from fp8_dist.linear.observing import Casts, Owner, Product, Source
 from fp8_dist.mesh import Layout, own_pieces, own_rank
 from fp8_dist.recipe import Operand
 from fp8_dist.scaling import Quantized, Scales
-from fp8_dist.torch_internals import (
-    in_backward,
-    tree_map_only,
-    version_of,
-    when_backward_ends,
-)
+from fp8_dist.torch_internals import in_backward, tree_map_only, version_of, when_backward_ends
 
 VERSION = 1
 ON_CPU = 128  # allocating new memory takes time there: this part of max_bytes holds passing casts

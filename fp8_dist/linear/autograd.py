@@ -477,10 +477,7 @@ class _FinishOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: DTensor,
-        bias: torch.Tensor | None,
-        spec: LinearSpec,
+        ctx: Any, output: DTensor, bias: torch.Tensor | None, spec: LinearSpec
     ) -> torch.Tensor:
         ctx.spec, ctx.bias_layout = spec, Layout.of(bias)
         ctx.set_materialize_grads(False)

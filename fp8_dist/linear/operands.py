@@ -22,14 +22,7 @@ from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.observing import Owner, Source, is_observed, observe, observe_prepared
 from fp8_dist.linear.rowwise_folded import folded_gradients
-from fp8_dist.mesh import (
-    Layout,
-    Placements,
-    has_pieces,
-    local_tensor,
-    redistributed,
-    sharded_dim,
-)
+from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, redistributed, sharded_dim
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as, scales_of

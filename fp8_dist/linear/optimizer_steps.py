@@ -20,12 +20,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8_dist.torch_internals import (
-    backward_id,
-    in_backward,
-    runs_step_hooks,
-    when_backward_ends,
-)
+from fp8_dist.torch_internals import backward_id, in_backward, runs_step_hooks, when_backward_ends
 
 # The attribute of an optimizer that holds the calls after its steps. A global table would keep
 # alive an optimizer that is an attribute of the module that a call refers to.

@@ -15,13 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
 from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
-from fp8_dist.kernels.gemm import (
-    block_scaled_mm,
-    gemm_scales,
-    in_tiles,
-    of_same_depth,
-    row_major,
-)
+from fp8_dist.kernels.gemm import block_scaled_mm, gemm_scales, in_tiles, of_same_depth, row_major
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up
 from fp8_dist.text import warn_once
 

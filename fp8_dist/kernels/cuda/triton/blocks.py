@@ -226,10 +226,7 @@ def _cast_copies(
 
 @fused(quantize_blocks, lambda x, exponents, dtype, blocks, *_, **__: _takes(x, blocks))
 def _quantize_blocks(
-    x: torch.Tensor,
-    exponents: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
+    x: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
 ) -> torch.Tensor:
     return _quantize_copies(x, exponents, dtype, blocks, [False])[0]
 

@@ -76,12 +76,7 @@ def _multipliers(
 
 @triton.jit
 def _g0(
-    grad: tl.tuple,
-    m: tl.tensor,
-    i: tl.tensor,
-    j: tl.tensor,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
+    grad: tl.tuple, m: tl.tensor, i: tl.tensor, j: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr
 ) -> tl.tensor:
     # Return a tile of g, cast by rows and dequantized.
     v = load_tile(grad, i, j) * m[:, None]
