@@ -238,18 +238,11 @@ def _cast_rows(
     return low
 
 
-def _product(
-    ctx: Any,
-    rows: Quantized,
-    weight: Weight,
-    groups: Groups,
-    dtype: torch.dtype,
-    config: Float8ExpertsConfig,
-) -> Tensor:
+def _product(ctx: Any, rows: Quantized, weight: Weight, dtype: torch.dtype) -> Tensor:
     """Multiply rows by the weights of their experts, and show the GEMM to observers."""
     own = weight.casts.output
     assert own is not None
-    product = grouped_mm(rows, own, True, groups, dtype, config)
+    product = grouped_mm(rows, own, True, ctx.groups, dtype, ctx.config)
     _observe_multiply(ctx, weight.owner, "output", rows, own, product, own)
     return product
 
@@ -272,7 +265,7 @@ class _Up(torch.autograd.Function):
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
         ctx.groups, ctx.config, ctx.routing = groups, config, routing
         _save(ctx, rows, weights, x.dtype)
-        products = [_product(ctx, rows, weight, groups, x.dtype, config) for weight in weights]
+        products = [_product(ctx, rows, weight, x.dtype) for weight in weights]
         if are_gemms_observed():
             high = x.detach()
             if routing is not None:
@@ -334,7 +327,7 @@ class _Down(torch.autograd.Function):
         layout, dtype = weight.layout_of_rows(hidden.shape[0], 2), hidden.dtype
         rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
         ctx.groups, ctx.config, ctx.routing = routing.groups, config, routing
-        product = _product(ctx, rows, weight, routing.groups, dtype, config)
+        product = _product(ctx, rows, weight, dtype)
         output = product if bias is None else add_bias(product, bias.detach(), routing.groups)
         _save(ctx, rows, [weight], dtype)
         if are_gemms_observed():
