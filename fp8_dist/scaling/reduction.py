@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8_dist.mesh import (
     GroupNames,
@@ -58,15 +57,12 @@ class Placed(NamedTuple):
     def flat(self, dtype: torch.dtype) -> Tensor:
         """The statistics to reduce, as 1-D integers, with zeros in the places of other ranks."""
         integers = as_integers(self.local, dtype)
-        if any(len(own) > 1 for own in self.pieces):
-            whole = integers.new_zeros(self.shape)
-            for offset, local, sizes in regions(self.pieces):
-                narrowed(whole, offset, sizes).copy_(narrowed(integers, local, sizes))
-            return whole.reshape(-1)
-        added: list[int] = []
-        for ((begin, end),), size in zip(self.pieces, self.shape, strict=True):
-            added = [begin, size - end, *added]  # pad takes the last dim first
-        return (pad(integers, added) if any(added) else integers).reshape(-1)
+        if list(integers.shape) == self.shape:
+            return integers.reshape(-1)
+        whole = integers.new_zeros(self.shape)
+        for offset, local, sizes in regions(self.pieces):
+            narrowed(whole, offset, sizes).copy_(narrowed(integers, local, sizes))
+        return whole.reshape(-1)
 
     def whole(self, reduced: Tensor) -> Tensor:
         """The global statistics, from the reduced message."""
