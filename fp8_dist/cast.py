@@ -162,9 +162,7 @@ def cast_copies(
     """
     x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
     schemes = plan.schemes
-    reduces = layout is not None and any(
-        bool(reduction_groups(scheme, layout, within)) for scheme in schemes
-    )
+    reduces = any(reduction_groups(scheme, layout, within) for scheme in schemes)
     if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.

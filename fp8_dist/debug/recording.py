@@ -294,11 +294,8 @@ class Recorder(StepObserver):
         is_known = scale != -math.inf  # else the casts had no values
         is_bad = is_known & ~scale.isfinite()
         table = nothing(scale.device).repeat(len(scale), 1)
-        table[:, 0], table[:, 1], table[:, 2] = (
-            scale * scale.new_tensor(limits),
-            scale,
-            -scale.abs(),
-        )
+        table[:, 0] = scale * scale.new_tensor(limits)
+        table[:, 1], table[:, 2] = scale, -scale.abs()
         table[:, 5], table[:, 8] = is_known, is_bad  # as if each cast had one value
         table[:, 9] = math.nan  # the SQNR is not known
         table[:, 3] = torch.where(is_bad, -float(self._rank), -math.inf)

@@ -176,10 +176,8 @@ class Replay:
         for part in parts:
             low, bad, text = part["low"], ~part["high"].isfinite(), "NaN or infinite"
             if cast is not None and first["folds"] is None and not bad.any():
-                bad, text = (
-                    part["high"] != taken(cast.high, low["pieces"]),
-                    "ranks have several values",
-                )
+                bad = part["high"] != taken(cast.high, low["pieces"])
+                text = "ranks have several values"
             if cast is not None and not bad.any():
                 bad, text = _compared(low, cast.low)
                 if part["own_scale"] and bad.any():  # amax_scope="rank"

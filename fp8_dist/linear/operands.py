@@ -260,9 +260,8 @@ def _copies(
     else:
         made = cast_copies(matrix, plan, within)
     if is_observed():
-        observe(
-            spec.owner, operand, Source(local_tensor(matrix), Layout.of(matrix)), made, is_input
-        )
+        source = Source(local_tensor(matrix), Layout.of(matrix))
+        observe(spec.owner, operand, source, made, is_input)
     return made, amaxes
 
 
