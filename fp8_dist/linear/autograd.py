@@ -50,7 +50,7 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, cast, multiply
+from fp8_dist.scaling import Quantized, Scheme, Start, multiply
 from fp8_dist.torch_internals import backward_id, backward_runs, have_gradients
 from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
 
@@ -111,6 +111,11 @@ class OperandSpec(NamedTuple):
         if self.scheme is None:
             return first
         return Quantized(first, tuple(scales), self.scheme, self.start, self.is_cut)
+
+    def recast(self, flat: Sequence[torch.Tensor]) -> Recast:
+        """Take the planned cast of a weight from a flat list."""
+        assert self.scheme is not None
+        return Recast(tuple(self.tensors(flat)), self.scheme, self.start, self.is_cut)
 
 
 _Specs = tuple[OperandSpec | None, ...]
@@ -320,9 +325,7 @@ class _LinearFunction(torch.autograd.Function):
         right: Local | None = None
         recast: Recast | None = None
         if needs_input and of_recast is not None:
-            _, scheme, start, is_cut = of_recast
-            assert scheme is not None
-            right, recast = weight, Recast(tuple(of_recast.tensors(flat)), scheme, start, is_cut)
+            right, recast = weight, of_recast.recast(flat)
         elif needs_input:
             right = local_tensor(weight) if of_grad_input is None else of_grad_input.operand(flat)
         # Save plain tensors, so that hooks on saved tensors see the real bytes.
@@ -365,7 +368,7 @@ class _LinearFunction(torch.autograd.Function):
         x = of_x.operand(saved) if needs_weight else None
         w = of_w.operand(saved) if needs_input else None
         if w is not None and of_recast is not None:
-            w = _recast(w, of_recast.tensors(saved), of_recast, grad, spec)
+            w = _recast(w, of_recast.recast(saved), grad, spec)
         operands, of_grad = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         if records:
             in_float8 = [gemm for gemm, (_, x) in operands.items() if isinstance(x, Quantized)]
@@ -429,23 +432,16 @@ def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.
 
 
 def _recast(
-    weight: torch.Tensor,
-    statistics: Sequence[torch.Tensor],
-    form: OperandSpec,
-    grad: torch.Tensor,
-    spec: LinearSpec,
+    weight: torch.Tensor, recast: Recast, grad: torch.Tensor, spec: LinearSpec
 ) -> Quantized:
     """Cast a weight that FSDP2 has gathered again for the backward.
 
     The cast takes the gradient as an argument, because a graph would otherwise compute it in the
     forward and keep the float8 copy.
     """
-    _, scheme, start, is_cut = form
-    assert scheme is not None
-    local, known, after = local_tensor(weight), [tuple(statistics)], local_tensor(grad)
-    (scales,), (qdata,) = cast(local, CastPlan((scheme,)), known, start, after=after)
-    w = Quantized(qdata, scales, scheme, start, is_cut)
-    if is_observed() and scheme != spec.config.recipe.uses["weight"]["output"]:
+    local = local_tensor(weight)
+    w = recast.cast(local, after=local_tensor(grad))
+    if is_observed() and w.scheme != spec.config.recipe.uses["weight"]["output"]:
         observe(spec.owner, "weight", Source(local, Layout.of(weight)), [w], repeats=False)
     return w
 

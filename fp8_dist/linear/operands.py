@@ -24,7 +24,7 @@ from fp8_dist.linear.observing import Owner, Source, is_observed, observe, obser
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, redistributed, sharded_dim
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics, cast
 from fp8_dist.tensor import Float8Tensor, quantized_as, scales_of
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
@@ -57,6 +57,12 @@ class Recast(NamedTuple):
     scheme: Scheme
     start: Start
     is_cut: bool
+
+    def cast(self, local: torch.Tensor, after: torch.Tensor | None = None) -> Quantized:
+        """Cast the local weight; ``after``: as in :func:`fp8_dist.scaling.cast`."""
+        plan, known = CastPlan((self.scheme,)), [self.statistics]
+        (scales,), (qdata,) = cast(local, plan, known, self.start, after=after)
+        return Quantized(qdata, scales, self.scheme, self.start, self.is_cut)
 
 
 class WeightCasts(NamedTuple):

@@ -45,7 +45,7 @@ from fp8_dist.moe.operators import (
     is_stored_transposed,
 )
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import CastPlan, Quantized, cast, dequantize, transposed
+from fp8_dist.scaling import Quantized, dequantize, transposed
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.torch_internals import StridedShard
@@ -144,9 +144,7 @@ def _gradients(
     shown = zip(ctx.owners, high, high_weights, strict=True)
     for (grad, weight, recast, layout, need), (owner, left, right) in zip(each, shown, strict=True):
         if isinstance(weight, Tensor) and recast is not None:
-            known = CastPlan((recast.scheme,)), [recast.statistics], recast.start
-            (scales,), (qdata,) = cast(weight.detach(), *known)
-            weight = Quantized(qdata, scales, *recast[1:])
+            weight = recast.cast(weight.detach())
         assert isinstance(weight, Quantized)
         arguments = ctx.groups, (needs[0], need), ctx.dtypes, ctx.config, layout
         one, of_weight = grouped_gradients(Operands(grad, rows, weight), *arguments)
