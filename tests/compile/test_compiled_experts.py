@@ -11,6 +11,7 @@ from graphs import Compilations
 from hf_experts import IDS, Mixture, different, made, step
 from moe_layers import Layer, results
 from nets import full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits
 from torch import nn
@@ -191,7 +192,18 @@ def test_blocks_of_transformers(kind: str, recipe: str) -> None:
     assert compilations.breaks == 0
 
 
-def blocks_on_ranks(kind: str, fields: dict[str, Any], dp: int) -> tuple[list[str], bool, int]:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "fields", "dp"),
+    [
+        ("qwen3_moe", {"recipe": "rowwise_folded"}, 1),
+        pytest.param("mixtral", {"recipe": "blockwise"}, 2, marks=full_tier),
+    ],
+)
+@on_ranks(2, "dp", returns=([], True, 1), timeout=240)
+def test_expert_parallel_blocks(
+    kind: str, fields: dict[str, Any], dp: int
+) -> tuple[list[str], bool, int]:
     """Differences from eager code, whether the same is sent, and how many graphs were made."""
     compilations, mesh = Compilations(), device_mesh(dp=dp, ep=2)
     every: list[tuple[nn.Module, Any]] = []
@@ -217,17 +229,3 @@ def blocks_on_ranks(kind: str, fields: dict[str, Any], dp: int) -> tuple[list[st
     assert compilations.breaks == 0
     tables = [audit.without_modules().table() for _, audit in every]
     return wrong, tables[0] == tables[1], compilations.graphs
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("kind", "fields", "dp"),
-    [
-        ("qwen3_moe", {"recipe": "rowwise_folded"}, 1),
-        pytest.param("mixtral", {"recipe": "blockwise"}, 2, marks=full_tier),
-    ],
-)
-def test_expert_parallel_blocks(
-    ranks: RankPools, kind: str, fields: dict[str, Any], dp: int
-) -> None:
-    assert ranks(2 * dp).run_same(blocks_on_ranks, kind, fields, dp, timeout=240) == ([], True, 1)

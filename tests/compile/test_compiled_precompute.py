@@ -7,7 +7,7 @@ import pytest
 import torch
 from graphs import Compilations, Graphs
 from nets import Distributed, Net, blocks
-from ranks import RankPools
+from rank_tests import on_ranks
 from reference import known, raised, same_bits, validity
 from torch import nn
 
@@ -80,7 +80,16 @@ def attached(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[],
     return torch.compile(optimizer.step, backend="aot_eager")
 
 
-def between_steps(dp: int, tp: int, recipe: str, reduces: int) -> list[str]:
+@pytest.mark.parametrize(
+    ("dp", "tp", "recipe", "reduces"),
+    # (Amaxes of whole rows need no one else's.)
+    [
+        pytest.param(2, 1, "rowwise_folded", 0, marks=pytest.mark.full),
+        (1, 2, "tensorwise", 1),
+    ],
+)
+@on_ranks(2, returns=[], timeout=180)
+def test_between_compiled_steps(dp: int, tp: int, recipe: str, reduces: int) -> list[str]:
     """What went wrong in steps of compiled blocks beside those of an eager twin."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     arguments = {"shard": False, "config": config, "net_arguments": {"layers": 1}}
@@ -112,25 +121,14 @@ def between_steps(dp: int, tp: int, recipe: str, reduces: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "recipe", "reduces"),
-    # (Amaxes of whole rows need no one else's.)
-    [
-        pytest.param(2, 1, "rowwise_folded", 0, marks=pytest.mark.full),
-        (1, 2, "tensorwise", 1),
-    ],
-)
-def test_between_compiled_steps(
-    ranks: RankPools, dp: int, tp: int, recipe: str, reduces: int
-) -> None:
-    assert ranks(2).run(between_steps, dp, tp, recipe, reduces, timeout=180) == [[], []]
-
-
 # What a user does between steps, and a loss that follows.
 EVENTS = "step", "precomputed step", "eval", "no_grad", "inference_mode", "load", "precomputed step"
 
 
-def after_events(dp: int, tp: int) -> list[str]:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
+@on_ranks(2, returns=[], timeout=180)
+def test_nothing_between_steps_recompiles_twice(dp: int, tp: int) -> list[str]:
     """Graphs that were made once everything had happened, and where eager's losses were not met."""
     compilations = Compilations()
     wrong: list[str] = []
@@ -171,13 +169,17 @@ def after_events(dp: int, tp: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
-def test_nothing_between_steps_recompiles_twice(ranks: RankPools, dp: int, tp: int) -> None:
-    assert ranks(2).run(after_events, dp, tp, timeout=180) == [[], []]
-
-
-def marks_of_graphs(dp: int, tp: int, backend: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("dp", "tp", "backend"),
+    [
+        (1, 2, "aot_eager"),
+        pytest.param(2, 1, "aot_eager", marks=pytest.mark.full),
+        pytest.param(1, 2, "inductor", marks=pytest.mark.full),
+        pytest.param(2, 1, "inductor", marks=pytest.mark.full),
+    ],
+)
+@on_ranks(2, returns=[], timeout=180)
+def test_a_graph_marks_the_weights_that_it_writes_to(dp: int, tp: int, backend: str) -> list[str]:
     """Writes by graphs after which a weight does not say that it was written to."""
     wrong = []
     for name in ("step", "mul_", "foreach", "to_local"):
@@ -210,21 +212,6 @@ def marks_of_graphs(dp: int, tp: int, backend: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "backend"),
-    [
-        (1, 2, "aot_eager"),
-        pytest.param(2, 1, "aot_eager", marks=pytest.mark.full),
-        pytest.param(1, 2, "inductor", marks=pytest.mark.full),
-        pytest.param(2, 1, "inductor", marks=pytest.mark.full),
-    ],
-)
-def test_a_graph_marks_the_weights_that_it_writes_to(
-    ranks: RankPools, dp: int, tp: int, backend: str
-) -> None:
-    assert ranks(2).run(marks_of_graphs, dp, tp, backend, timeout=180) == [[], []]
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_graph_marks_a_weight_that_is_no_dtensor(backend: str) -> None:
     layer = Float8Linear(4, 4)
@@ -240,7 +227,8 @@ def test_a_graph_marks_a_weight_that_is_no_dtensor(backend: str) -> None:
     assert validity(weight) == STALE
 
 
-def misses_of_graphs() -> list[bool]:
+@on_ranks(2, returns=[True, False])
+def test_what_only_eager_code_notices() -> list[bool]:
     """Whether eager and compiled code notice what docs/state.md says that graphs do not."""
     found = []
     for compiled in (False, True):
@@ -260,7 +248,3 @@ def misses_of_graphs() -> list[bool]:
             invalidate_float8_scales(world.net)
             found.append(torch.equal(local_tensor(output), local_tensor(block(x))))
     return found
-
-
-def test_what_only_eager_code_notices(ranks: RankPools) -> None:
-    assert ranks(2).run(misses_of_graphs) == [[True, False]] * 2

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from graphs import Graphs
 from nets import Distributed, blocks
+from rank_tests import on_ranks
 from ranks import RankPools
 from reference import same_bits, saved_in
 from torch.distributed.tensor import DTensor
@@ -104,21 +105,6 @@ def resident(recipe: str, gather: bool) -> list[Held]:
     return found
 
 
-def resident_in_graphs(backend: str, recipe: str) -> int:
-    """Bytes of weights that two compiled blocks hold, in their second step."""
-    torch._dynamo.reset()
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    world = Distributed(2, 1, config=config, gather=False, shard=False)
-    model = blocks(world)
-    for block in model:
-        block.compile(backend=Graphs().backend if backend == "aot" else backend, fullgraph=True)
-    world.fully_shard(model, model)
-    precompute_float8_dynamic_scale(model)
-    for _ in range(2):
-        found = held_by(model, world.mine(torch.randn(4, 8, 64)).requires_grad_())
-    return found.weights
-
-
 @pytest.mark.filterwarnings("ignore")
 # (What FSDP2 gathers in high precision is cast again in backward, not kept in float8.)
 @pytest.mark.parametrize(("recipe", "gather"), [("rowwise_folded", True), ("rowwise", False)])
@@ -140,8 +126,20 @@ def test_no_unsharded_weight_outlives_its_layer(
         pytest.param("inductor", "tensorwise", marks=pytest.mark.full),
     ],
 )
-def test_no_unsharded_weight_outlives_its_graph(
-    ranks: RankPools, backend: str, recipe: str
-) -> None:
-    # (A graph merges equal ops: the cast of the backward with the forward's, were it not told.)
-    assert ranks(2).run(resident_in_graphs, backend, recipe, timeout=180) == [0, 0]
+@on_ranks(2, returns=0, timeout=180)
+def test_no_unsharded_weight_outlives_its_graph(backend: str, recipe: str) -> int:
+    """Bytes of weights that two compiled blocks hold, in their second step.
+
+    (A graph merges equal ops: the cast of the backward with the forward's, were it not told.)
+    """
+    torch._dynamo.reset()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world = Distributed(2, 1, config=config, gather=False, shard=False)
+    model = blocks(world)
+    for block in model:
+        block.compile(backend=Graphs().backend if backend == "aot" else backend, fullgraph=True)
+    world.fully_shard(model, model)
+    precompute_float8_dynamic_scale(model)
+    for _ in range(2):
+        found = held_by(model, world.mine(torch.randn(4, 8, 64)).requires_grad_())
+    return found.weights

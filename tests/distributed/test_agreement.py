@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from local_nets import LocalMLP
 from nets import Distributed, Net, net_plan
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +25,6 @@ from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
-    sync_float8_amax_and_scale_history,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import update_float8_scales
@@ -275,33 +275,32 @@ def comparisons_counted() -> Iterator[list[int]]:
         torch.distributed.all_reduce = original
 
 
-def comparisons(recipe: str, update: str, updates_first: bool) -> int:
-    """How often a model of two ranks is compared from its conversion on."""
-    updates: dict[str, Any] = {
-        "precompute": precompute_float8_dynamic_scale,
-        "sync": sync_float8_amax_and_scale_history,
-        "update": update_float8_scales,
-    }
+@pytest.mark.parametrize(
+    ("recipe", "update", "updates_first"),
+    [
+        ("tensorwise", precompute_float8_dynamic_scale, True),
+        ("tensorwise", update_float8_scales, False),
+        ("delayed", update_float8_scales, True),
+    ],
+)
+@on_ranks(2, returns=1)
+def test_a_model_is_compared_once(
+    recipe: str, update: Callable[[nn.Module], object], updates_first: bool
+) -> int:
+    """From its conversion on."""
     with comparisons_counted() as count, comm_audit() as audit:
         world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
         for step in range(3):
             if step or updates_first:
-                updates[update](world.net)
+                update(world.net)
             train(world.net)
     assert all(row.dtype is not torch.int64 for row in audit.rows)
     return count[0]
 
 
-def test_a_model_is_compared_once(ranks: RankPools) -> None:
-    for case in (
-        ("tensorwise", "precompute", True),
-        ("tensorwise", "update", False),
-        ("delayed", "update", True),
-    ):
-        assert ranks(2).run_same(comparisons, *case) == 1
-
-
-def stages_with_other_layers(runs_first: bool) -> list[bool]:
+@pytest.mark.parametrize("runs_first", [True, False])
+@on_ranks(4)
+def test_stages_of_a_pipeline_may_differ(runs_first: bool) -> None:
     """Each stage of a pipeline has layers of its own; its axis has no rank in common."""
     mesh = device_mesh(pp=2, dp=2)
     stage = mesh.get_local_rank("pp")
@@ -313,12 +312,6 @@ def stages_with_other_layers(runs_first: bool) -> list[bool]:
     if runs_first:
         net(torch.randn(4, 32))
     update_float8_scales(net)
-    return [True]
-
-
-def test_stages_of_a_pipeline_may_differ(ranks: RankPools) -> None:
-    for runs_first in (True, False):
-        assert ranks(4).run(stages_with_other_layers, runs_first) == [[True]] * 4
 
 
 def told_when_another_rank_stays_away() -> str:

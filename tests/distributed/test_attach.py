@@ -125,16 +125,15 @@ def steps(pair: str, is_attached: bool) -> tuple[list[int], list[Any]]:
     return found, [local_tensor(p.detach()) for p in world.net.state_dict().values()]
 
 
-def test_one_all_reduce_per_step(ranks: RankPools) -> None:
-    kinds = ("optimizer", "scheduler", "lookahead")
-    without = {pair: ranks(2).run(steps, pair, False) for pair in kinds}
+@on_ranks(2)
+def test_one_all_reduce_per_step() -> None:
+    without = {pair: steps(pair, False) for pair in ("optimizer", "scheduler", "lookahead")}
     for pair in PAIRS:
-        expected = without.get(pair, without["optimizer"])
-        results = zip(ranks(2).run(steps, pair, True), expected, strict=True)
-        for (found, weights), (each, those) in results:
-            assert found == [1, 1], pair
-            assert each == [6, 6]
-            assert all(map(same_bits, weights, those)), pair
+        found, weights = steps(pair, True)
+        each, expected = without.get(pair, without["optimizer"])
+        assert found == [1, 1], pair
+        assert each == [6, 6]
+        assert all(map(same_bits, weights, expected)), pair
 
 
 def steps_in_backward(is_attached: bool) -> tuple[list[int], list[Any]]:
@@ -167,13 +166,12 @@ def steps_in_backward(is_attached: bool) -> tuple[list[int], list[Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*changed after precompute.*")
-def test_optimizers_that_step_in_backward(ranks: RankPools) -> None:
-    results = ranks(2).run(steps_in_backward, True)
-    without = ranks(2).run(steps_in_backward, False)
-    for (found, weights), (each, expected) in zip(results, without, strict=True):
-        assert found == [1, 1, 6]
-        assert each == [6, 6, 6]
-        assert all(map(same_bits, weights, expected))
+@on_ranks(2)
+def test_optimizers_that_step_in_backward() -> None:
+    (found, weights), (each, expected) = (steps_in_backward(is_it) for is_it in (True, False))
+    assert found == [1, 1, 6]
+    assert each == [6, 6, 6]
+    assert all(map(same_bits, weights, expected))
 
 
 def states(net: nn.Module) -> set[int]:

@@ -176,7 +176,8 @@ def test_gradients_are_reduced_in_the_dtype_that_fsdp_takes(ranks: RankPools) ->
     assert sum(row.count for row in ours) == 1
 
 
-def mixed_meshes() -> list[str]:
+@on_ranks(4, returns=[])
+def test_one_all_reduce_for_weights_on_different_submeshes() -> list[str]:
     """Layers on dp x tp, on dp alone, on tp alone and on no mesh, one precompute."""
     mesh = device_mesh(dp=2, tp=2)
     tp, dp = mesh.get_local_rank("tp"), mesh.get_local_rank("dp")
@@ -204,11 +205,8 @@ def mixed_meshes() -> list[str]:
     return wrong
 
 
-def test_one_all_reduce_for_weights_on_different_submeshes(ranks: RankPools) -> None:
-    assert ranks(4).run(mixed_meshes) == [[]] * 4
-
-
-def simple_fsdp() -> list[str]:
+@on_ranks(4, returns=[])
+def test_a_cast_dtensor_is_gathered_in_float8() -> list[str]:
     """cast_to_float8(weight).redistribute(): bytes, scale and gradient of every placement."""
     wrong = []
     for shape in ((33, 16), (1, 8), (6, 5, 4)):
@@ -237,11 +235,8 @@ def simple_fsdp() -> list[str]:
     return wrong
 
 
-def test_a_cast_dtensor_is_gathered_in_float8(ranks: RankPools) -> None:
-    assert ranks(4).run(simple_fsdp) == [[]] * 4
-
-
-def placed_casts() -> list[bool]:
+@on_ranks(2, returns=[True] * 5)
+def test_casts_of_dtensors() -> list[bool]:
     """Of casts of DTensors: a Partial one is reduced before; all dequantize where they are."""
     mesh = device_mesh(tp=2)
     part = torch.randn(4, 4) * (1 + torch.distributed.get_rank())
@@ -255,7 +250,3 @@ def placed_casts() -> list[bool]:
         cast = cast_to_float8(distribute_tensor(full_tensor, mesh, [placement]), CastConfig())
         same.append(same_bits(cast.dequantize().full_tensor(), twin))
     return same
-
-
-def test_casts_of_dtensors(ranks: RankPools) -> None:
-    assert ranks(2).run(placed_casts) == [[True] * 5] * 2

@@ -63,8 +63,9 @@ def placeholder(argument: torch.Argument) -> Any:
     return values.get(str(argument.type))
 
 
-def all_registered_ops() -> dict[str, str]:
-    """How a call of each op of the communication namespaces is recorded; "" where it is not."""
+@on_ranks(2)
+def test_every_registered_op_is_read_ignored_or_counted_by_name() -> None:
+    # How a call of each op of the communication namespaces is recorded; "" where it is not.
     recorded: dict[str, str] = {}
     for name in torch._C._dispatch_get_all_op_names():
         namespace, op = name.split("::")
@@ -74,7 +75,13 @@ def all_registered_ops() -> dict[str, str]:
             call = read_collective(func, tuple(map(placeholder, func._schema.arguments)), {})
             assert call is None or call.tensors, name
             recorded[func._schema.name] = "" if call is None else call.op
-    return recorded
+    by_name = {name for name, op in recorded.items() if op == name}
+    assert {name for name, op in recorded.items() if not op} == IGNORED_OPS & recorded.keys()
+    assert {n: op for n, op in recorded.items() if op and n not in by_name} == {
+        name: schema.op for name, schema in SCHEMAS.items() if name in recorded
+    }
+    # A new op elsewhere wants a schema, or to be ignored.
+    assert {name.split("::")[0] for name in by_name} == {"symm_mem", "c10d_functional"}
 
 
 @on_ranks(2)
@@ -104,7 +111,8 @@ def test_a_repr_is_one_line_and_communicates_nothing() -> None:
     assert not any("\n" in line for line in (cast, whole, unsharded))
 
 
-def names_of_axes() -> list[str]:
+@on_ranks(2, returns=["world", "a", "group NAME", "dp+tp"])
+def test_axes_have_the_names_of_their_mesh_or_group() -> list[str]:
     mesh = device_mesh(a=2)
     unnamed, named = dist.new_group([0, 1]), dist.new_group([0, 1], group_desc="mesh_dp+tp")
     names = []
@@ -247,21 +255,6 @@ total                                                          5              10
   float8                                                                        8
   other                                                                       100""",
     )
-
-
-def test_every_registered_op_is_read_ignored_or_counted_by_name(ranks: RankPools) -> None:
-    recorded = ranks(2).run(all_registered_ops)[0]
-    by_name = {name for name, op in recorded.items() if op == name}
-    assert {name for name, op in recorded.items() if not op} == IGNORED_OPS & recorded.keys()
-    assert {n: op for n, op in recorded.items() if op and n not in by_name} == {
-        name: schema.op for name, schema in SCHEMAS.items() if name in recorded
-    }
-    # A new op elsewhere wants a schema, or to be ignored.
-    assert {name.split("::")[0] for name in by_name} == {"symm_mem", "c10d_functional"}
-
-
-def test_axes_have_the_names_of_their_mesh_or_group(ranks: RankPools) -> None:
-    assert ranks(2).run(names_of_axes)[0] == ["world", "a", "group NAME", "dp+tp"]
 
 
 @on_ranks(2)

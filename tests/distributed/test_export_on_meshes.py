@@ -66,7 +66,20 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [name for name in expected if not same_bits(full(found[name]), full(expected[name]))]
 
 
-def exported(dp: int, tp: int, recipe: str, gather: Any, sizes: dict[str, int]) -> list[str]:
+@pytest.mark.parametrize(
+    ("dp", "tp", "recipe", "gather", "sizes"),
+    [
+        (2, 1, "mxfp8", "auto", OFFLOADED),
+        (1, 2, "blockwise", False, WHOLE),
+        (2, 2, "blockwise", "auto", CUT),
+        (2, 2, "mxfp8", False, CUT),
+        (4, 1, "blockwise", "auto", UNEVEN),
+    ],
+)
+@on_ranks("dp", "tp", returns=[])
+def test_the_whole_is_that_of_one_device(
+    dp: int, tp: int, recipe: str, gather: Any, sizes: dict[str, int]
+) -> list[str]:
     """Runs on each rank: what is wrong with the export of a sharded model."""
     one_device = float8_state_dict(converted(recipe, **sizes))
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if sizes == OFFLOADED else {}
@@ -98,22 +111,6 @@ def exported(dp: int, tp: int, recipe: str, gather: Any, sizes: dict[str, int]) 
     locals_ = ([local_tensor(state[k]) for k in parts] for state in (offloaded, parts))
     assert all(map(same_bits, *locals_))
     return wrong
-
-
-@pytest.mark.parametrize(
-    ("dp", "tp", "recipe", "gather", "sizes"),
-    [
-        (2, 1, "mxfp8", "auto", OFFLOADED),
-        (1, 2, "blockwise", False, WHOLE),
-        (2, 2, "blockwise", "auto", CUT),
-        (2, 2, "mxfp8", False, CUT),
-        (4, 1, "blockwise", "auto", UNEVEN),
-    ],
-)
-def test_the_whole_is_that_of_one_device(
-    ranks: RankPools, dp: int, tp: int, recipe: str, gather: Any, sizes: dict[str, int]
-) -> None:
-    assert ranks(dp * tp).run_same(exported, dp, tp, recipe, gather, sizes) == []
 
 
 def trained(gather: Any, options: dict[str, Any]) -> list[str]:

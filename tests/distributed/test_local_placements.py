@@ -82,19 +82,6 @@ def two_steps(world: Distributed, net: nn.Module, update: bool) -> Steps:
     return found | {n: plain(p) for n, p in net.named_parameters()}, tables
 
 
-def differences(dp: int, update: bool, arguments: dict[str, Any]) -> list[str]:
-    """What differs between local tensors and the styles."""
-    world = Distributed(dp, 2, **arguments)
-    (expected, styles), (found, tables) = (
-        two_steps(world, net, update) for net in (world.net, by_hand(world))
-    )
-    assert expected.keys() == found.keys()
-    differ = [name for name in expected if not same_bits(expected[name], found[name])]
-    # The styles' delayed scales have a history more, of the shared input.
-    phases = 2 if world.config == of("delayed") else 3
-    return differ + ["collectives"] * (styles[:phases] != tables[:phases])
-
-
 @pytest.mark.parametrize(
     ("dp", "update", "arguments"),
     [
@@ -105,10 +92,20 @@ def differences(dp: int, update: bool, arguments: dict[str, Any]) -> list[str]:
         (2, False, {"config": of("rowwise_folded"), "net_arguments": {"hidden": 90}}),
     ],
 )
+@on_ranks(2, "dp", returns=[])
 def test_same_bits_and_collectives_as_the_styles(
-    ranks: RankPools, dp: int, update: bool, arguments: dict[str, Any]
-) -> None:
-    assert ranks(2 * dp).run(differences, dp, update, arguments) == [[]] * (2 * dp)
+    dp: int, update: bool, arguments: dict[str, Any]
+) -> list[str]:
+    """What differs between local tensors and the styles."""
+    world = Distributed(dp, 2, **arguments)
+    (expected, styles), (found, tables) = (
+        two_steps(world, net, update) for net in (world.net, by_hand(world))
+    )
+    assert expected.keys() == found.keys()
+    differ = [name for name in expected if not same_bits(expected[name], found[name])]
+    # The styles' delayed scales have a history more, of the shared input.
+    phases = 2 if world.config == of("delayed") else 3
+    return differ + ["collectives"] * (styles[:phases] != tables[:phases])
 
 
 def one_device(whole: nn.Linear) -> Float8Linear:
@@ -196,7 +193,8 @@ def wrong_texts(cases: Refused) -> list[str]:
     return [f"{part!r} is not in {text!r}" for text, part in texts if part not in text]
 
 
-def refused_declarations() -> list[str]:
+@on_ranks(2, returns=[])
+def test_declarations_that_do_not_fit() -> list[str]:
     tp, both = device_mesh(tp=2), device_mesh(dp=1, tp=2)
     whole = nn.Linear(32, 48, bias=False)
     layer, flat = part_of(whole, tp, 0), Float8Linear(16, 16)
@@ -229,11 +227,8 @@ def refused_declarations() -> list[str]:
     return wrong_texts(cases)
 
 
-def test_declarations_that_do_not_fit(ranks: RankPools) -> None:
-    assert ranks(2).run(refused_declarations) == [[], []]
-
-
-def refused_calls() -> list[str]:
+@on_ranks(2, returns=[])
+def test_calls_that_do_not_fit() -> list[str]:
     mesh = device_mesh(dp=1, tp=2)
     tp, other = mesh["tp"], init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
     column, row = nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False)
@@ -271,7 +266,3 @@ def refused_calls() -> list[str]:
         (ValueError, lambda: share_input(on_both, [undeclared]), "it must be on a 1-D mesh"),
     ]
     return wrong_texts(cases)
-
-
-def test_calls_that_do_not_fit(ranks: RankPools) -> None:
-    assert ranks(2).run(refused_calls) == [[], []]

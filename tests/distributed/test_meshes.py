@@ -36,18 +36,19 @@ from fp8_dist.mesh.amax import union_of
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
 
-def data_parallel(kind: str) -> float:
-    """DDP and FSDP1: float8 compute, high-precision communication; SQNR against one device."""
+@pytest.mark.parametrize("kind", ["DDP", "FSDP1"])
+@on_ranks(2)
+def test_data_parallel(kind: str) -> None:
+    """DDP and FSDP1: float8 compute, high-precision communication; against one device."""
     net, twin = convert_to_float8_training(Net()), convert_to_float8_training(Net())
     if kind == "DDP":
         wrapped: nn.Module = DistributedDataParallel(net)
     else:
         wrapped = FullyShardedDataParallel(net, use_orig_params=True, device_id="cpu")
-    found = []
     for _ in range(2):
         x = torch.randn(2, 4, 64)
         outputs = [model(x) for model in (twin, wrapped)]
-        found.append(sqnr(*outputs))
+        assert sqnr(*outputs) > 100
         for output, model in zip(outputs, (twin, wrapped), strict=True):
             output.sum().backward()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -57,15 +58,11 @@ def data_parallel(kind: str) -> float:
         text = raised(ValueError, lambda: precompute_float8_dynamic_scale(wrapped))
         assert "flattened shards, as FSDP1 keeps them" in text
         assert "layers.0.w1" in text
-    return min(found)
 
 
-@pytest.mark.parametrize("kind", ["DDP", "FSDP1"])
-def test_data_parallel(ranks: RankPools, kind: str) -> None:
-    assert min(ranks(2).run(data_parallel, kind)) > 100
-
-
-def hybrid(tp: int, precompute: bool) -> tuple[list[str], int, int]:
+@pytest.mark.parametrize(("tp", "precompute"), [(1, True), (2, False)])
+@on_ranks(4, "tp")
+def test_hybrid_sharding(tp: int, precompute: bool) -> None:
     """HSDP (x TP): layers with a wrong cast; all-reduces of precompute, and of weights after.
 
     (FSDP2 itself refuses a 2-D mesh without names.)
@@ -82,16 +79,12 @@ def hybrid(tp: int, precompute: bool) -> tuple[list[str], int, int]:
     wrong = wrong_casts(used, masters, mesh["tp"])
     # Per MLP: the input of w2, and the gradients of w1 and w3.
     activations = 6 if tp > 1 else 0
-    return wrong, reduces, audit.count("all_reduce", dtype=torch.int32) - activations
+    later = audit.count("all_reduce", dtype=torch.int32) - activations
+    assert (wrong, reduces, later) == (([], 1, 0) if precompute else ([], 0, 6))
 
 
-@pytest.mark.parametrize(("tp", "precompute"), [(1, True), (2, False)])
-def test_hybrid_sharding(ranks: RankPools, tp: int, precompute: bool) -> None:
-    expected = ([], 1, 0) if precompute else ([], 0, 6)
-    assert ranks(4 * tp).run(hybrid, tp, precompute) == [expected] * (4 * tp)
-
-
-def unnamed_axis() -> list[str]:
+@on_ranks(4, returns=[])
+def test_a_mesh_without_names() -> list[str]:
     net = convert_to_float8_training(Net(), config=GATHERED)
     masters = {n: p.detach().clone() for n, p in net.state_dict().items()}
     fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
@@ -99,10 +92,6 @@ def unnamed_axis() -> list[str]:
     with weights_used(net) as used:
         net(torch.randn(1, 4, 64))
     return wrong_casts(used, masters)
-
-
-def test_a_mesh_without_names(ranks: RankPools) -> None:
-    assert ranks(4).run(unnamed_axis) == [[]] * 4
 
 
 def owner_of_another_kind() -> str:
@@ -196,28 +185,23 @@ def right_scales(factor: float, meshes: tuple[DeviceMesh, DeviceMesh]) -> tuple[
     return audit.count(), [torch.equal(used[f"{i}"].scale, s) for i, s in enumerate(expected)]
 
 
-def of_flattened_axes() -> tuple[int, list[bool]]:
+@on_ranks(4, returns=(1, [True, True]))
+def test_weights_on_a_flattened_axis_and_on_its_parts() -> tuple[int, list[bool]]:
     """Of weights on one of two axes, and on both, flattened."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     return right_scales(8.0 ** mesh.get_local_rank("b"), (mesh["a"], mesh._flatten("ab")))
 
 
-def of_missing_axes() -> tuple[int, list[bool]]:
+@on_ranks(8, returns=(1, [True, True]))
+def test_weights_that_differ_along_two_axes_that_they_lack() -> tuple[int, list[bool]]:
     """Of weights on one of three axes, and on the two others."""
     mesh = device_mesh(a=2, b=2, c=2)
     place = 2 * mesh.get_local_rank("b") + mesh.get_local_rank("c")
     return right_scales(2.0**place, (mesh["a"], mesh["b", "c"]))
 
 
-def test_weights_on_a_flattened_axis_and_on_its_parts(ranks: RankPools) -> None:
-    assert ranks(4).run_same(of_flattened_axes) == (1, [True, True])
-
-
-def test_weights_that_differ_along_two_axes_that_they_lack(ranks: RankPools) -> None:
-    assert ranks(8).run_same(of_missing_axes) == (1, [True, True])
-
-
-def resharding_turned_off() -> bool:
+@on_ranks(4, returns=True)
+def test_the_last_word_on_resharding_counts() -> bool:
     net = convert_to_float8_training(Net(), config=GATHERED)
     for module in (*net.layers, net):
         fully_shard(module, mesh=device_mesh(dp=4), reshard_after_forward=2)
@@ -227,28 +211,20 @@ def resharding_turned_off() -> bool:
     return all(p.grad is not None for p in net.parameters())
 
 
-def test_the_last_word_on_resharding_counts(ranks: RankPools) -> None:
-    assert ranks(4).run(resharding_turned_off) == [True] * 4
-
-
-def empty_batches() -> list[bool]:
+@on_ranks(4, timeout=60)
+def test_empty_batches() -> None:
     """No rows on one data-parallel rank, or on all: finite gradients, no hang."""
-    found = []
     for everywhere in (False, True):
         world = Distributed(2, 2, sequence_parallel=False)
         first = world.mesh.get_local_rank("dp") == 0
         world.net(torch.randn(0 if everywhere or first else 2, 4, 64)).sum().backward()
-        gradients = [full(p.grad) for p in world.net.parameters()]
-        found += [bool(g.isfinite().all()) and bool(g.any()) is not everywhere for g in gradients]
-    return found
+        for gradient in [full(p.grad) for p in world.net.parameters()]:
+            assert gradient.isfinite().all()
+            assert gradient.any() != everywhere
 
 
-def test_empty_batches(ranks: RankPools) -> None:
-    for finite in ranks(4).run(empty_batches, timeout=60):
-        assert all(finite)
-
-
-def nan_gradient() -> tuple[bool, bool]:
+@on_ranks(2, returns=(True, True))
+def test_a_nan_gradient_on_one_rank_is_visible_on_all() -> tuple[bool, bool]:
     """A NaN in one tensor-parallel rank's part of grad_output: are all gradients NaN here?"""
     world = Distributed(1, 2)
     x = world.mine(torch.randn(2, 8, 64)).requires_grad_()
@@ -261,12 +237,13 @@ def nan_gradient() -> tuple[bool, bool]:
     return bool(weight.isnan().all()), bool(x.grad.isnan().all())
 
 
-def test_a_nan_gradient_on_one_rank_is_visible_on_all(ranks: RankPools) -> None:
-    assert ranks(2).run(nan_gradient) == [(True, True)] * 2
-
-
-def clipped(tp: int, alone: bool, norm_type: float) -> list[float]:
-    """(norm, one device's norm) and whether the clipped gradients are one device's."""
+@pytest.mark.parametrize(
+    ("tp", "alone", "norm_type"),
+    [(1, False, float("inf")), (2, True, float("inf")), (2, False, 2.0)],
+)
+@on_ranks(2, "tp")
+def test_gradient_clipping(tp: int, alone: bool, norm_type: float) -> None:
+    """The norm and the clipped gradients are one device's."""
     world = Distributed(2, tp, sequence_parallel=False)
     torch.manual_seed(1)
     models = []
@@ -283,20 +260,12 @@ def clipped(tp: int, alone: bool, norm_type: float) -> list[float]:
         model[1](model[0](x)).sum().backward()
         norms.append(clip_grad_norm_(model.parameters(), 1.0, norm_type).item())
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    return [*norms, min(sqnr(b.grad, full(a.grad)) for a, b in pairs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert min(sqnr(b.grad, full(a.grad)) for a, b in pairs) > 100
 
 
-@pytest.mark.parametrize(
-    ("tp", "alone", "norm_type"),
-    [(1, False, float("inf")), (2, True, float("inf")), (2, False, 2.0)],
-)
-def test_gradient_clipping(ranks: RankPools, tp: int, alone: bool, norm_type: float) -> None:
-    for norm, expected, closeness in ranks(2 * tp).run(clipped, tp, alone, norm_type):
-        assert norm == pytest.approx(expected, rel=1e-5)
-        assert closeness > 100
-
-
-def mixed_dtypes() -> list[str]:
+@on_ranks(2, returns=[])
+def test_weights_of_several_dtypes() -> list[str]:
     """bf16 and fp32 weights, two float8 dtypes, in one precompute."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32))
@@ -327,11 +296,8 @@ def mixed_dtypes() -> list[str]:
     return wrong
 
 
-def test_weights_of_several_dtypes(ranks: RankPools) -> None:
-    assert ranks(2).run(mixed_dtypes) == [[], []]
-
-
-def moved_shards() -> list[bool]:
+@on_ranks(2, returns=[True] * 3)
+def test_float8_moves_between_shards() -> list[bool]:
     """float8 DTensors from one sharded dim to another, uneven: bytes stay those of one device."""
     mesh = device_mesh(tp=2)
     whole = torch.randn(5, 7)
@@ -349,11 +315,8 @@ def moved_shards() -> list[bool]:
     ]
 
 
-def test_float8_moves_between_shards(ranks: RankPools) -> None:
-    assert ranks(2).run(moved_shards) == [[True] * 3] * 2
-
-
-def beside_the_mesh() -> list[str]:
+@on_ranks(3, returns=["torch.float8_e4m3fn"] * 16)
+def test_a_rank_beside_the_mesh_has_an_empty_cast() -> list[str]:
     """The dtypes of casts of a DTensor that the last of three ranks has no part of."""
     mesh, found = DeviceMesh("cpu", [0, 1]), []
     axiswise = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
@@ -369,10 +332,6 @@ def beside_the_mesh() -> list[str]:
             assert local.dequantize().shape == local.shape
             found.append(str(local.qdata.dtype))
     return found
-
-
-def test_a_rank_beside_the_mesh_has_an_empty_cast(ranks: RankPools) -> None:
-    assert ranks(3).run_same(beside_the_mesh) == ["torch.float8_e4m3fn"] * 16
 
 
 @pytest.mark.parametrize("rebuilt", [False, True])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from delayed_steps import DRY_RUNS, GATHERED, histories, recorded
 from nets import Net, net_plan
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits
 from torch import nn
@@ -93,7 +94,18 @@ def stage_model(number: int, recipe: str, frozen: bool) -> nn.Module:
     return model
 
 
-def stages(recipe: str, schedule: Any, frozen: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("recipe", "schedule", "frozen"),
+    [
+        ("rowwise_folded", Schedule1F1B, False),
+        ("delayed", Schedule1F1B, True),
+        ("delayed", ScheduleGPipe, False),
+    ],
+)
+@on_ranks(2, returns=[])
+def test_gradients_of_a_pipeline_are_those_of_one_device(
+    recipe: str, schedule: Any, frozen: bool
+) -> list[str]:
     """Names of gradients that differ from those of the same stages on one device.
 
     torch infers the shapes by passes over uninitialized memory, which holds large numbers here.
@@ -132,17 +144,3 @@ def stages(recipe: str, schedule: Any, frozen: bool) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
     return differ
-
-
-def all_stages() -> dict[str, list[str]]:
-    cases = (
-        ("rowwise_folded", Schedule1F1B, False),
-        ("delayed", Schedule1F1B, True),
-        ("delayed", ScheduleGPipe, False),
-    )
-    return {f"{each}": stages(*each) for each in cases}
-
-
-def test_gradients_of_a_pipeline_are_those_of_one_device(ranks: RankPools) -> None:
-    for found in ranks(2).run(all_stages):
-        assert not any(found.values()), found

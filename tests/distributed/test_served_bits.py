@@ -7,7 +7,8 @@ import pytest
 import torch
 from engines import FORMS, engine_cast
 from nets import Net, full, net_plan
-from ranks import RankPools, device_mesh
+from rank_tests import on_ranks
+from ranks import device_mesh
 from reference import same_bits
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -43,7 +44,9 @@ def trained(config: Float8LinearConfig, dp: int, tp: int) -> Net:
     return net
 
 
-def wrong(dp: int, tp: int) -> list[str]:
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
+@on_ranks("dp", "tp", returns=[])
+def test_weights_are_those_of_the_engine(dp: int, tp: int) -> list[str]:
     """Runs on each rank: the weights, of all forms, that differ from the engine's."""
     found = []
     for form, source in product(FORMS, ("master", "bf16")):
@@ -62,8 +65,3 @@ def wrong(dp: int, tp: int) -> list[str]:
             if not same_bits(state[f"{name}.weight_scale_inv"], scales):
                 found.append(f"scales of {name}, {form}, {source}")
     return found
-
-
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2)])
-def test_weights_are_those_of_the_engine(ranks: RankPools, dp: int, tp: int) -> None:
-    assert ranks(dp * tp).run_same(wrong, dp, tp) == []

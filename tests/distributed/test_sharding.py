@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -35,7 +36,8 @@ def test_meshes_whose_groups_not_all_ranks_can_make(ranks: RankPools) -> None:
     assert results == [[True] * 4] * 6 + [[True] * 2] * 2
 
 
-def cast_over_two_axes() -> list[bool]:
+@on_ranks(8, returns=[True, True])
+def test_a_graph_reduces_over_two_axes() -> list[bool]:
     """Whether a graph casts a tensor that two axes shard as eager code does."""
     mesh = device_mesh(pp=2, dp=2, tp=2)["dp", "tp"]
     rows = torch.randn(8, 16).chunk(2)[mesh.get_local_rank(0)]
@@ -48,7 +50,3 @@ def cast_over_two_axes() -> list[bool]:
 
     compiled = torch.compile(cast, backend="aot_eager", fullgraph=True)
     return [torch.equal(*pair) for pair in zip(cast(local), compiled(local), strict=True)]
-
-
-def test_a_graph_reduces_over_two_axes(ranks: RankPools) -> None:
-    assert ranks(8).run(cast_over_two_axes) == [[True, True]] * 8

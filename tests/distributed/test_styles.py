@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import MLP, Net, full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -181,7 +182,8 @@ def converted(cls: Callable[[], nn.Module], **config: Any) -> nn.Module:
     return convert_to_float8_training(cls(), config=Float8LinearConfig(**config))
 
 
-def refusals() -> list[str]:
+@on_ranks(2, returns=[])
+def test_refusals() -> list[str]:
     mesh = device_mesh(tp=2)
 
     def small() -> MLP:
@@ -228,10 +230,6 @@ def refusals() -> list[str]:
     parts = [part for *_, part in cases]
     parts += ["parallelize_module: 0 is distrib", "0: the weight is on the mesh "]
     return [text for text, part in zip(texts, parts, strict=True) if part not in text]
-
-
-def test_refusals(ranks: RankPools) -> None:
-    assert ranks(2).run(refusals) == [[], []]
 
 
 def rounding_to(powers_of_2: tuple[str, ...], model: nn.Module) -> nn.Module:
@@ -286,7 +284,8 @@ def test_the_one_to_follow_may_be_named_and_its_siblings_must_round_alike(ranks:
     assert "give the layers that share an input one config" in taken
 
 
-def two_recipes() -> list[bool]:
+@on_ranks(2, returns=[True] * 3)
+def test_one_style_on_modules_that_cast_differently() -> list[bool]:
     """One style on two modules: each casts its input as its own layers do."""
     recipes = ("tensorwise", "rowwise_folded")
     net = nn.Sequential(*(MLP(32, 32) for _ in recipes))
@@ -306,7 +305,3 @@ def two_recipes() -> list[bool]:
         set(vars(mlp)) - {"forward"} == before for mlp, before in zip(net, attributes, strict=True)
     ]
     return [*kept, shapes == [(), (2, 8, 1)]]
-
-
-def test_one_style_on_modules_that_cast_differently(ranks: RankPools) -> None:
-    assert ranks(2).run(two_recipes) == [[True] * 3] * 2

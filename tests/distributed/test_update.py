@@ -93,8 +93,8 @@ delayed            dp 2 tp 2: all_reduce of 20 over world, 0 fewer in the step""
     )
 
 
-def layers_of_all_kinds() -> tuple[list[str], str]:
-    """Layers that are updated among some of each kind, and the collectives of that."""
+@on_ranks(4)
+def test_layers_of_all_kinds_in_one_model() -> None:
     mesh = device_mesh(dp=2, tp=2)
     off, delayed = (CastConfig(kind) for kind in (ScalingType.DISABLED, ScalingType.DELAYED))
     gathered = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
@@ -121,17 +121,15 @@ def layers_of_all_kinds() -> tuple[list[str], str]:
     with comm_audit(mesh) as audit:
         update_float8_scales(net)
     layers = float8_layers(net).items()
-    return [name for name, each in layers if known(each.weight) is not None], collectives(audit)
-
-
-def test_layers_of_all_kinds_in_one_model(ranks: RankPools) -> None:
-    names, found = ranks(4).run(layers_of_all_kinds)[0]
+    names = [name for name, each in layers if known(each.weight) is not None]
     assert names == ["float8", "ignored", "input"]
     # Precompute: each weight has a slot per coordinate on the axis that its mesh lacks. Sync.
-    assert found == "all_reduce of 6 over world, all_reduce of 1 over tp"
+    assert collectives(audit) == "all_reduce of 6 over world, all_reduce of 1 over tp"
 
 
-def attached(recipe: str) -> list[str]:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+@on_ranks(4)
+def test_attach_update(recipe: str) -> None:
     """Collectives of a step with the hook, of an update, and of a step after its removal."""
     world = Distributed(2, 2, config=Float8LinearConfig.from_recipe_name(recipe))
     optimizer = torch.optim.AdamW(world.net.parameters())
@@ -144,15 +142,9 @@ def attached(recipe: str) -> list[str]:
         found.append(collectives(audit))
         if len(found) == 2:
             handle.remove()
-    return found
-
-
-def test_attach_update(ranks: RankPools) -> None:
-    for recipe in ("tensorwise", "rowwise", "delayed"):
-        attached_step, update, plain_step = ranks(4).run_same(attached, recipe)
-        assert attached_step == update
-        assert update != "nothing"
-        assert plain_step == "nothing"
+    attached_step, update, plain_step = found
+    assert attached_step == update != "nothing"
+    assert plain_step == "nothing"
 
 
 def test_a_model_that_was_not_converted() -> None:

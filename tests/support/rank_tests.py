@@ -11,7 +11,9 @@ from ranks import RankPools
 Function = Callable[..., Any]
 
 
-def on_ranks(*sizes: int | str, returns: object = None) -> Callable[[Function], Function]:
+def on_ranks(
+    *sizes: int | str, returns: object = None, timeout: float | None = None
+) -> Callable[[Function], Function]:
     """Turn a function that is called on every rank into a test.
 
     The parameters of the test are those of the function. What ``pytest.mark.parametrize`` gives to
@@ -20,12 +22,14 @@ def on_ranks(*sizes: int | str, returns: object = None) -> Callable[[Function], 
     Args:
         sizes: their product is the number of ranks; a string stands for the parameter of this name.
         returns: what the function must return on every rank.
+        timeout: seconds, instead of the pool's.
     """
 
     def decorate(function: Function) -> Function:
         def test(ranks: RankPools, **arguments: Any) -> None:
             size = math.prod(arguments[n] if isinstance(n, str) else n for n in sizes)
-            found = ranks(size).run(_call, function.__module__, function.__name__, arguments)
+            task = (function.__module__, function.__name__, arguments)
+            found = ranks(size).run(_call, *task, timeout=timeout)
             assert found == [returns] * size
 
         own = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from nets import full
-from ranks import RankPools
+from rank_tests import on_ranks
 from reference import raised, same_bits, sqnr
 from test_torchtitan import train
 from torch.distributed.tensor import DTensor
@@ -61,7 +61,9 @@ def step(module: Any, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
     return {"output": output.detach(), "x": x.grad, "scores": scores.grad}
 
 
-def parallel(recipe: str) -> list[str]:
+@pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8"])
+@on_ranks(2, returns=[])
+def test_expert_parallelism_has_the_bits_of_one_device(recipe: str) -> list[str]:
     """Differences between expert parallelism on two ranks and one device."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dims = ParallelDims(
@@ -85,11 +87,6 @@ def parallel(recipe: str) -> list[str]:
         if not same_bits(full(parameter.grad), twin.get_parameter(name).grad):
             wrong.append(name)
     return wrong
-
-
-@pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8"])
-def test_expert_parallelism_has_the_bits_of_one_device(ranks: RankPools, recipe: str) -> None:
-    assert ranks(2).run_same(parallel, recipe) == []
 
 
 def test_one_device_follows_torchtitan() -> None:

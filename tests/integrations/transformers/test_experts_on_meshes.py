@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from hf_experts import Mixture
 from moe_layers import RECIPES
 from nets import full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits, sqnr
 from torch import Tensor, nn
@@ -235,7 +236,9 @@ EP x FSDP2: update ['int32 1 x 2113'], gathers ['float8_e4m3fn 2 x 368640']""",
     )
 
 
-def transported(transport: Any) -> list[str]:
+@pytest.mark.parametrize("transport", ["bf16", "float8"])
+@on_ranks(4, returns=[])
+def test_gradients_on_the_wire(transport: Any) -> list[str]:
     """What is not as expected of encoded gradients: collectives, and gradients of experts.
 
     The owner of a shard rounds the other rank's piece alone, and adds it to its own in fp32.
@@ -260,8 +263,3 @@ def transported(transport: Any) -> list[str]:
         )
         wrong += [] if is_right else [name]
     return wrong
-
-
-@pytest.mark.parametrize("transport", ["bf16", "float8"])
-def test_gradients_on_the_wire(ranks: RankPools, transport: str) -> None:
-    assert ranks(4).run_same(transported, transport) == []

@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from hf_experts import IDS, different, made, step
 from hf_models import build
 from nets import full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
 from torch import nn
@@ -44,7 +45,16 @@ def parallel(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def expert_parallel(kind: str, fields: dict[str, Any], checkpointing: bool) -> list[str]:
+@pytest.mark.parametrize(
+    ("kind", "fields", "checkpointing"),
+    [
+        ("olmoe", {"recipe": "blockwise", "combine": "float8"}, False),
+        ("deepseek_v3", {"recipe": "tensorwise"}, True),
+        ("gpt_oss", {"recipe": "rowwise_folded"}, False),
+    ],
+)
+@on_ranks(2, returns=[])
+def test_expert_parallelism(kind: str, fields: dict[str, Any], checkpointing: bool) -> list[str]:
     """Differences from one device, on two ranks that have two texts each."""
     mesh, rank = device_mesh(ep=2), dist.get_rank()
     model, twin = parallel(made(kind, **fields), mesh["ep"]), made(kind, **fields)
@@ -56,20 +66,6 @@ def expert_parallel(kind: str, fields: dict[str, Any], checkpointing: bool) -> l
     assert all(split)
     mine = expected[0][2 * rank : 2 * rank + 2]
     return different((logits[0], grads), (mine, expected[1]), only=".mlp.experts.")
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "checkpointing"),
-    [
-        ("olmoe", {"recipe": "blockwise", "combine": "float8"}, False),
-        ("deepseek_v3", {"recipe": "tensorwise"}, True),
-        ("gpt_oss", {"recipe": "rowwise_folded"}, False),
-    ],
-)
-def test_expert_parallelism(
-    ranks: RankPools, kind: str, fields: dict[str, Any], checkpointing: bool
-) -> None:
-    assert ranks(2).run_same(expert_parallel, kind, fields, checkpointing) == []
 
 
 def shard(model: Any, mesh: Any, dim: int, **fields: Any) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hf_experts import IDS, Step, different, made, step
 from hf_models import batch
-from ranks import RankPools, device_mesh
+from rank_tests import on_ranks
+from ranks import device_mesh
 from reference import same_bits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -101,14 +102,11 @@ def compared(way: str, recipe: str, rank: int) -> None:
 WAYS = {2: ["EP", "TP", "FSDP2", "FSDP2 of features"], 4: ["EP x FSDP2"]}
 
 
-def all_compared(size: int, recipe: str) -> None:
-    for way in WAYS[size]:
-        if (way, recipe) != ("TP", "blockwise"):  # whose blocks ranks would cut in several pieces
-            compared(way, recipe, torch.distributed.get_rank())
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("size", WAYS)
 @pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8"])
-def test_stored_experts_on_meshes(ranks: RankPools, size: int, recipe: str) -> None:
-    ranks(size).run(all_compared, size, recipe)
+@on_ranks("size")
+def test_stored_experts_on_meshes(size: int, recipe: str) -> None:
+    for way in WAYS[size]:
+        if (way, recipe) != ("TP", "blockwise"):  # whose blocks ranks would cut in several pieces
+            compared(way, recipe, torch.distributed.get_rank())
