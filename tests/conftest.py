@@ -22,7 +22,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import torch.distributed as dist
 from ranks import RankPools
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -64,3 +67,17 @@ def ranks() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def fake_world() -> Iterator[DeviceMesh]:
+    """A dp x tp mesh of 2 x 4 ranks in one process; collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def fake_tp(fake_world: DeviceMesh) -> DeviceMesh:
+    """A mesh of 2 such ranks."""
+    return fake_world["dp"]

@@ -3,7 +3,6 @@ and what a NaN reaches. (test_mesh_grid.py has their operands.)
 """
 
 import math
-import warnings
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,8 +13,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from gemm_records import record_gemms
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import float8_gemms, same_bits, scales_of
+from reference import all_warnings, float8_gemms, same_bits, same_cast, scales_of
 from test_mesh_grid import (
     BLOCKS,
     MESHES,
@@ -40,7 +40,6 @@ from fp8_dist import (
     cast_to_float8,
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
-    text,
 )
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.tensor_parallel import (
@@ -109,9 +108,14 @@ mxfp8 300 x 260: 1 of 90 B over world + 1 of 900 B over tp; 1 of 90 B over world
     )
 
 
-def wrong_of_tokens(recipe: str, dim: int) -> list[str]:
+@pytest.mark.parametrize(("recipe", "dim"), [("blockwise", 0), ("mxfp8", 1)])
+@on_ranks(2, returns=[])
+def test_tokens_that_ranks_share(recipe: str, dim: int) -> list[str]:
     """Of a replicated weight and an input whose tokens are shared out, those operands of the three
-    GEMMs that are not one device's, of this rank's tokens."""
+    GEMMs that are not one device's, of this rank's tokens.
+
+    By batch and by sequence, both unevenly: a block of tokens has rows on both ranks.
+    """
     tp = stage_mesh((1, 1, 1, 2))["tp"]
     shape, batch = (300, 260), (3, 45)
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -137,12 +141,6 @@ def wrong_of_tokens(recipe: str, dim: int) -> list[str]:
             if not (same and torch.equal(scales_of(mine), scales)):
                 wrong.append(f"{name}, {side}")
     return wrong
-
-
-@pytest.mark.parametrize(("recipe", "dim"), [("blockwise", 0), ("mxfp8", 1)])
-def test_tokens_that_ranks_share(ranks: RankPools, recipe: str, dim: int) -> None:
-    """By batch and by sequence, both unevenly: a block of tokens has rows on both ranks."""
-    assert ranks(2).run(wrong_of_tokens, recipe, dim) == [[]] * 2
 
 
 def redistributed(size: int, shape: tuple[int, int], block: int, *to: Placement) -> list[str]:
@@ -188,8 +186,12 @@ class Twice(nn.Module):
         return self.first(x) + self.second(x)
 
 
-def prepared(size: int, recipe: str, features: int) -> tuple[list[bool], str]:
-    """Whether each rank multiplies the input of one device, and what was warned of."""
+@pytest.mark.parametrize(("size", "recipe", "features"), [(2, "blockwise", 300), (3, "mxfp8", 512)])
+@on_ranks("size")
+def test_prepared_inputs_in_parts_move_in_high_precision(
+    size: int, recipe: str, features: int
+) -> None:
+    """Each rank multiplies the input of one device."""
     torch.manual_seed(0)
     model = Twice(features)
     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
@@ -202,23 +204,11 @@ def prepared(size: int, recipe: str, features: int) -> tuple[list[bool], str]:
     )
     apply_tp_plan(model, mesh, {"": prepare, "first": style, "second": style})
     part = distribute_tensor(x, mesh, [Shard(1)])
-    with record_gemms() as found, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        text._warned.discard("scales in parts: input")  # of an earlier test on these ranks
+    with record_gemms() as found, all_warnings() as texts:
         model(part)
-    same = [
-        torch.equal(a.a.qdata.view(torch.uint8), b.a.qdata.view(torch.uint8))
-        and torch.equal(a.a.scale, b.a.scale)
-        for a, b in zip(found, expected, strict=True)
-    ]
-    return same, " ".join(str(w.message) for w in warned if "input is" in str(w.message))
-
-
-def test_prepared_inputs_in_parts_move_in_high_precision(ranks: RankPools) -> None:
-    for size, recipe, features in ((2, "blockwise", 300), (3, "mxfp8", 512)):
-        for same, warned in ranks(size).run(prepared, size, recipe, features):
-            assert same == [True, True]
-            assert "input is gathered in high precision" in warned
+    for mine, theirs in zip(found, expected, strict=True):
+        assert same_cast(mine.a, theirs.a)
+    assert any("input is gathered in high precision" in text for text in texts)
 
 
 SHAPE = SHAPES["cut blocks"]  # on each of these meshes
@@ -278,8 +268,10 @@ def test_nan_in_one_ranks_part_of_a_block(ranks: RankPools) -> None:
         assert by_columns == [[(0, 127), (0, 86)], [(0, 127), (0, 40)], [None, None]]
 
 
-def mixed() -> list[Any]:
-    """Layers with scales of blocks, and others with one scale, in one model."""
+@on_ranks(3, returns=[True, 1, 0])
+def test_a_model_that_mixes_granularities() -> list[Any]:
+    """Layers with scales of blocks, and others with one scale: one all-reduce for all exponents and
+    amaxes, and none in the step."""
     mesh = stage_mesh((1, 1, 3, 1))
     results = []
     for distributed in (True, False):
@@ -302,8 +294,3 @@ def mixed() -> list[Any]:
     (found, sent, in_step), (expected, *_) = results
     same = [same_bits(a.dequantize(), b.dequantize()) for a, b in zip(found, expected, strict=True)]
     return [all(same), sent, in_step]
-
-
-def test_a_model_that_mixes_granularities(ranks: RankPools) -> None:
-    """One all-reduce for all of its exponents and amaxes, and none in the step."""
-    assert ranks(3).run(mixed) == [[True, 1, 0]] * 3

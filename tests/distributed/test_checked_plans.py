@@ -1,8 +1,6 @@
 """check_tp_plan names what a plan computes wrongly, and apply_tp_plan what looks fused."""
 
 import copy
-import warnings
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rank_tests import on_ranks
 from ranks import device_mesh
-from reference import raised, same_bits
+from reference import all_warnings, raised, same_bits
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -25,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
@@ -328,19 +325,10 @@ def test_scalar_losses_in_bf16_and_checkpointed_blocks() -> None:
     check(model, gpt_plan(model, True), batch)
 
 
-@pytest.fixture
-def fake_tp() -> Iterator[DeviceMesh]:
-    """A mesh of 2 ranks in one process; collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
-
-
 def warned(mesh: DeviceMesh, layers: nn.Module, plan: Plan) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as texts:
         apply_tp_plan(layers, mesh, plan)
-    return [str(w.message) for w in caught if "several projections" in str(w.message)]
+    return [text for text in texts if "several projections" in text]
 
 
 def block_of(sizes: dict[str, tuple[int, int]], **attributes: Any) -> nn.Module:

@@ -1,7 +1,6 @@
 """convert_to_linear on meshes: what was converted trains on as if it had never been."""
 
 import gc
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from nets import Net, full_state, net_plan
 from rank_tests import on_ranks
 from ranks import device_mesh
-from reference import raised, same_bits
+from reference import all_warnings, raised, same_bits
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -166,10 +165,9 @@ def test_ddp_reduces_what_was_unfrozen() -> list[str]:
 
 
 def warned_of_ddp(change: Callable[[nn.Module], object], net: nn.Module) -> bool:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as texts:
         change(net)
-    return any("that was made before does not reduce" in str(each.message) for each in caught)
+    return any("that was made before does not reduce" in text for text in texts)
 
 
 @on_ranks(2, returns=None)

@@ -2,17 +2,16 @@
 
 import dataclasses
 import math
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import MLP, Block, net_plan
+from nets import Block, GatedMLP, net_plan
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from recordings import casts, different, written
-from reference import raised
+from reference import all_warnings, raised
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -48,13 +47,6 @@ CASES = [
 ]
 
 
-class Gated(MLP):
-    """Without silu, whose last bit depends on where a value stands in a tensor."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.relu(self.w1(x)) * self.w3(x))
-
-
 class Net(nn.Module):
     """All operands are bitwise one device's under tensor parallelism: none follows a reduction."""
 
@@ -62,7 +54,7 @@ class Net(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.layers = nn.ModuleList([Gated(64, 96)])
+            self.layers = nn.ModuleList([GatedMLP(64, 96)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[0](x)
@@ -147,8 +139,10 @@ def test_the_numbers_and_casts_of_one_device(
         assert len({(part["fqn"], part["operand"]) for part in parts}) == 3 * 3
 
 
-def with_fault(parallel: str) -> tuple[str, str, int | None, int]:
-    """Rank 1 meets a NaN in the gradient of the output: the first anomaly, and how many rows."""
+@pytest.mark.parametrize(("parallel", "size"), [("FSDP2", 2), ("HSDP", 4), ("DDP", 2)])
+@on_ranks("size")
+def test_a_nan_on_one_rank(parallel: str, size: int) -> None:
+    """Rank 1 meets it in the gradient of the output: the first anomaly, and how many rows."""
     net = convert_to_float8_training(Net(), config=Float8LinearConfig())
     model: nn.Module = net
     if parallel == "DDP":
@@ -169,17 +163,18 @@ def with_fault(parallel: str) -> tuple[str, str, int | None, int]:
     worst = min(seen, key=lambda anomaly: anomaly.value)
     assert worst.value == pytest.approx(100 / (dist.get_world_size() * 2 * 8 * 64))
     assert worst.row.fqn.endswith("w2")
-    return first.row.fqn, first.what, first.rank, len(stats.rows)
-
-
-@pytest.mark.parametrize(("parallel", "size"), [("FSDP2", 2), ("HSDP", 4), ("DDP", 2)])
-def test_a_nan_on_one_rank(ranks: RankPools, parallel: str, size: int) -> None:
     name = "module.layers.0.w2" if parallel == "DDP" else "layers.0.w2"  # the first in the backward
-    assert ranks(size).run(with_fault, parallel) == [(name, "non-finite", 1, 3)] * size
+    assert (first.row.fqn, first.what, first.rank) == (name, "non-finite", 1)
+    assert len(stats.rows) == 3
 
 
-def warned(given: bool) -> int:
-    """The warnings of a rank, for a gradient that underflows; without a mesh: DDP."""
+@pytest.mark.parametrize("given", [False, True])
+@on_ranks(4)
+def test_warnings_are_those_of_one_rank(given: bool) -> None:
+    """Of a gradient that underflows, one rank of those that share their rows warns.
+
+    Without a mesh, these are all ranks of DDP; with one, each pipeline stage has others.
+    """
     net = convert_to_float8_training(Net().layers[0].w1, config=Float8LinearConfig())
     model = nn.Sequential(net if given else DistributedDataParallel(net))
     mesh = device_mesh(pp=2, dp=2)["dp"] if given else None
@@ -187,21 +182,16 @@ def warned(given: bool) -> int:
     output = model(torch.ones(2, 64))
     grad = torch.full_like(output, 1e-30)
     grad[0, 0] = 1.0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with stats:
-            output.backward(grad)
+    with all_warnings() as texts, stats:
+        output.backward(grad)
     assert len(stats.anomalies) == 1
-    return sum("float8_stats" in str(each.message) for each in caught)
+    assert sum("float8_stats" in text for text in texts) == (
+        dist.get_rank() in ((0, 2) if given else (0,))
+    )
 
 
-def test_warnings_are_those_of_one_rank(ranks: RankPools) -> None:
-    """Of the ranks that share their rows: each pipeline stage has others."""
-    assert ranks(4).run(warned, False) == [1, 0, 0, 0]
-    assert ranks(4).run(warned, True) == [1, 0, 1, 0]
-
-
-def given_mesh() -> list[int]:
+@on_ranks(4)
+def test_a_given_mesh() -> None:
     """Tensor parallelism inside of data parallelism that no weight shows."""
     mesh = device_mesh(dp=2, tp=2)
     net = convert_to_float8_training(Net(), config=Float8LinearConfig())
@@ -212,14 +202,12 @@ def given_mesh() -> list[int]:
         net.layers[0](x)
     first = [stats.rows[0] for stats in (own, all_)]
     assert all(isinstance(row, CastStats) and row.operand == "input" for row in first)
-    return [row.amax for row in first]  # type: ignore[union-attr]
+    amaxes = [row.amax for row in first]  # type: ignore[union-attr]
+    assert amaxes == [2.0 if dist.get_rank() < 2 else 4.0, 4.0]
 
 
-def test_a_given_mesh(ranks: RankPools) -> None:
-    assert ranks(4).run(given_mesh) == [[2.0, 4.0], [2.0, 4.0], [4.0, 4.0], [4.0, 4.0]]
-
-
-def on_some_ranks() -> list[str]:
+@on_ranks(2, returns=["w1 input", "w1 weight", "w3 input", "w3 weight"])
+def test_a_layer_that_some_ranks_do_not_run() -> list[str]:
     """Rank 1 does not run w3, as experts without tokens."""
     net = convert_to_float8_training(Net().layers[0], config=Float8LinearConfig())
     stats = float8_stats(net)
@@ -228,11 +216,6 @@ def on_some_ranks() -> list[str]:
         if dist.get_rank() == 0:
             net.w3(torch.ones(2, 64))
     return [f"{row.fqn} {row.operand}" for row in stats.rows if isinstance(row, CastStats)]
-
-
-def test_a_layer_that_some_ranks_do_not_run(ranks: RankPools) -> None:
-    expected = ["w1 input", "w1 weight", "w3 input", "w3 weight"]
-    assert ranks(2).run(on_some_ranks) == [expected] * 2
 
 
 @on_ranks(2)

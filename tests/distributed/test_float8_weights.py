@@ -1,8 +1,6 @@
 """Float8 parameters by name: experts' weights [E, N, K], which FSDP2 gathers in float8."""
 
 import copy
-import io
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from experts import Experts, experts_config
 from nets import full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import same_bits, sqnr
+from reference import reloaded, same_bits, sqnr
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -69,19 +67,12 @@ def test_experts(ranks: RankPools, dp: int, experts: int, dim: int, reductions: 
     assert ranks(dp).run(trained, dp, experts, dim) == [([], reductions, gathered)] * dp
 
 
-def loaded(saved: object, **how: bool) -> Any:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, **how)
-
-
 def test_they_are_saved_plain_and_copied() -> None:
     model = nn.Sequential(Experts(2, 24, 36, experts_config(enable_fsdp_float8_all_gather=True)))
-    saved = loaded(model.state_dict(), weights_only=True)
+    saved = reloaded(model.state_dict())
     assert [type(tensor) for tensor in saved.values()] == [torch.Tensor] * 2
     assert model.state_dict(keep_vars=True)["0.up"] is model[0].up
-    for copied in (copy.deepcopy(model), loaded(model, weights_only=False)):
+    for copied in (copy.deepcopy(model), reloaded(model, weights_only=False)):
         assert [w.module for w in float8_weights(copied).values()] == [copied[0]] * 2
 
 

@@ -14,12 +14,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from nets import Distributed, Net, blocks, full
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
-from reference import raised, same_bits
+from ranks import device_mesh
+from reference import all_warnings, raised, same_bits
 from torch.autograd.graph import increment_version
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
-import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
@@ -151,17 +150,15 @@ def test_a_layer_that_follows_another_config(recipe: str, dp: int, tp: int) -> l
 @on_ranks(2)
 def test_a_forgotten_precompute_is_said_once(recipe: str) -> None:
     """Of scales that need no other rank nothing is said."""
-    fp8_dist.text._warned.clear()
     world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
     precompute_float8_dynamic_scale(world.net)
     optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
     x = world.mine(torch.randn(4, 8, 64))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as texts:
         for _ in range(3):
             world.net(x).sum().backward()
             optimizer.step()
-    texts = [str(w.message) for w in caught if "float8" in str(w.message)]
+    texts = [text for text in texts if "float8" in text]
     if recipe == "rowwise_folded":
         assert texts == []
         return
@@ -280,7 +277,9 @@ def test_cpu_offload() -> list[str]:
     return world.wrong_casts(lambda: world.net(x).sum().backward())
 
 
-def precompute_within(backward: str) -> str:
+@pytest.mark.parametrize("backward", ["of a module", "of a tensor"])
+@on_ranks(2)
+def test_precompute_within_a_backward_is_refused(backward: str) -> None:
     world = Distributed(2, 1)
     x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
     hook = partial(precompute_float8_dynamic_scale, world.net)
@@ -290,11 +289,6 @@ def precompute_within(backward: str) -> str:
     between = first(x)
     if backward == "of a tensor":
         between.register_hook(lambda _: hook())
-    return raised(ValueError, lambda: second(between).sum().backward())
-
-
-def test_precompute_within_a_backward_is_refused(ranks: RankPools) -> None:
-    for backward in ("of a module", "of a tensor"):
-        text = ranks(2).run_same(precompute_within, backward)
-        assert text.startswith("precompute_float8_dynamic_scale: ")
-        assert ": called within a backward of layers." in text
+    text = raised(ValueError, lambda: second(between).sum().backward())
+    assert text.startswith("precompute_float8_dynamic_scale: ")
+    assert ": called within a backward of layers." in text

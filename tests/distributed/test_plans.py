@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from nets import full
@@ -19,7 +17,7 @@ from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -30,7 +28,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_releases import uneven_sequence_viewed
 
 from fp8_dist import (
@@ -62,14 +59,6 @@ OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 HIGH_PRECISION = Float8LinearConfig(
     cast_config_input=OFF, cast_config_weight=OFF, cast_config_grad_output=OFF
 )
-
-
-@pytest.fixture
-def fake_world() -> Iterator[DeviceMesh]:
-    """A dp x tp mesh of 2 x 4 ranks in one process; collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-    dist.destroy_process_group()
 
 
 def llama(*unconverted: str) -> Llama:
@@ -392,11 +381,6 @@ def test_the_plan_that_the_page_writes_out(ranks: RankPools) -> None:
     for close, gathers in ranks(2).run(plan_of_the_page, code):
         assert close > 60
         assert gathers == [2, 2]  # the input of each block, and the gradient of its output
-
-
-@pytest.fixture
-def fake_tp(fake_world: DeviceMesh) -> DeviceMesh:
-    return fake_world["dp"]
 
 
 # Tied parameters stay tied, or the plan is refused.

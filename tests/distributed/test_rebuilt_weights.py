@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from operator import is_
@@ -13,12 +12,11 @@ import torch
 import torch.nn as nn
 from nets import Net, full_state
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
-from reference import raised, same_bits, validity
+from ranks import device_mesh
+from reference import all_warnings, raised, same_bits, validity
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-import fp8_dist.text
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
@@ -48,15 +46,12 @@ def shard(model: Net) -> None:
 
 def gathers(model: Net) -> tuple[dict[str, int], list[str]]:
     """The number of all-gathers of one step, by dtype; and the warnings of lost types."""
-    fp8_dist.text._warned.clear()
-    with warnings.catch_warnings(record=True) as caught, comm_audit() as audit:
-        warnings.simplefilter("always")
+    with all_warnings() as texts, comm_audit() as audit:
         model(torch.randn(2, 8, 64)).sum().backward()
     found = Counter[str]()
     for row in audit.rows:
         if row.op == "all_gather" and row.count:
             found[str(row.dtype)] += row.count
-    texts = [str(each.message) for each in caught]
     return dict(found), [text for text in texts if "high precision" in text]
 
 
@@ -126,18 +121,6 @@ def test_data_assigned_after_writes_drops_scales() -> None:
         assert weight.recall(kept, weight.plain) == {}
 
 
-def trained_after(change: Callable[[nn.Module], None]) -> tuple[Any, bool]:
-    """Gathers of a step of a bf16 model that was upcast; whether optimizer and state are fp32."""
-    model = net(torch.bfloat16)
-    change(model)
-    shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    found = gathers(model)
-    optimizer.step()
-    state = {t.dtype for t in model.state_dict().values()}
-    return found, state == {torch.float32}
-
-
 def upcast(model: nn.Module) -> None:
     """As accelerate's ``fsdp2_prepare_model`` does for a bf16 model with mixed precision."""
     for parameter in model.parameters():
@@ -168,13 +151,17 @@ def test_an_optimizer_whose_parameters_are_found_by_address() -> tuple[Any, bool
     return found, all(map(is_, group["params"], ours)), audit.count("all_reduce")
 
 
-def upcast_and_rebuild(model: nn.Module) -> None:
+@on_ranks(2, returns=(IN_FLOAT8, {torch.float32}))
+def test_new_parameters_are_gathered_in_float8() -> tuple[Any, set[torch.dtype]]:
+    """In a step of a bf16 model that was upcast; and the dtypes of its state after it."""
+    model = net(torch.bfloat16)
     upcast(model)
     rebuild(model)
-
-
-def test_new_parameters_are_gathered_in_float8(ranks: RankPools) -> None:
-    assert ranks(2).run_same(trained_after, upcast_and_rebuild) == (IN_FLOAT8, True)
+    shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    found = gathers(model)
+    optimizer.step()
+    return found, {t.dtype for t in model.state_dict().values()}
 
 
 def load(model: nn.Module) -> None:

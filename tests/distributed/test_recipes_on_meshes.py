@@ -1,19 +1,19 @@
 """Every recipe under FSDP2, TP + SP and their product: results, and what is communicated."""
 
 import math
-import warnings
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
 from nets import Distributed, full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import kinds, raised, same_bits, sqnr
+from reference import all_warnings, kinds, raised, same_bits, sqnr
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-import fp8_dist.text
 from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
@@ -34,7 +34,8 @@ HIGH_PRECISION = Float8LinearConfig(
 )
 
 
-def distances_to_one_device() -> dict[str, float]:
+@on_ranks(4, returns={})
+def test_outputs_and_gradients() -> dict[str, float]:
     """SQNR in dB of output, input gradient and all parameter gradients, in the second step."""
     result: dict[str, float] = {}
     dp = tp = 2
@@ -61,19 +62,15 @@ def distances_to_one_device() -> dict[str, float]:
             if recipe == "delayed":
                 sync_float8_amax_and_scale_history(world.net)
                 sync_float8_amax_and_scale_history(world.twin)
-    return result
+    return {name: value for name, value in result.items() if value <= 120}
 
 
-def test_outputs_and_gradients(ranks: RankPools) -> None:
-    for distances in ranks(4).run(distances_to_one_device):
-        wrong = {name: value for name, value in distances.items() if value <= 120}
-        assert wrong == {}
-
-
-def rank_scope() -> dict[str, list[float]]:
-    """amax_scope="rank": float8 accuracy; all-reduces of amaxes in a step after precompute."""
-    found = {}
-    for recipe in ("tensorwise", "rowwise", "rowwise_folded", "mxfp8"):
+@on_ranks(2)
+def test_amax_scope_rank() -> None:
+    """Float8 accuracy; all-reduces of amaxes in a step after precompute."""
+    # tensorwise: one for the input of w1 and w3, one for grad_output of w2, in each of two layers.
+    expected = {"tensorwise": 4, "rowwise": 0, "rowwise_folded": 0, "mxfp8": 0}
+    for recipe, reduces in expected.items():
         config = Float8LinearConfig.from_recipe_name(recipe)
         world = Distributed(1, 2, config=replace(config, amax_scope="rank"))
         precompute_float8_dynamic_scale(world.net)
@@ -81,17 +78,9 @@ def rank_scope() -> dict[str, list[float]]:
         with comm_audit(world.mesh) as audit:
             output = world.net(world.mine(x))
             output.sum().backward()
-        reduces = sum(audit.count("all_reduce", dtype=d) for d in (torch.int32, torch.uint8))
-        found[recipe] = [sqnr(world.mine(world.twin(x)), output), reduces]
-    return found
-
-
-def test_amax_scope_rank(ranks: RankPools) -> None:
-    # tensorwise: one for the input of w1 and w3, one for grad_output of w2, in each of two layers.
-    reduces = {"tensorwise": 4, "rowwise": 0, "rowwise_folded": 0, "mxfp8": 0}
-    for found in ranks(2).run(rank_scope):
-        assert min(distance for distance, _ in found.values()) > 25
-        assert {recipe: count for recipe, (_, count) in found.items()} == reduces
+        count = sum(audit.count("all_reduce", dtype=d) for d in (torch.int32, torch.uint8))
+        assert count == reduces, recipe
+        assert sqnr(world.mine(world.twin(x)), output) > 25
 
 
 def table_of_a_folded_step() -> str:
@@ -127,7 +116,8 @@ reduce_scatter  dp    bfloat16           2    18,656  37,312""",
     )
 
 
-def reductions_of_uneven_rows() -> list[int]:
+@on_ranks(2, returns=[1, 0])
+def test_precompute_finds_all_scales_of_uneven_rows() -> list[int]:
     """All-reduces of precompute and of a step after it, where FSDP2 divides rows unevenly."""
     config = Float8LinearConfig.from_recipe_name("rowwise_folded")
     world = Distributed(2, 1, config=config, net_arguments={"hidden": 33})
@@ -140,10 +130,6 @@ def reductions_of_uneven_rows() -> list[int]:
             run()
         counts.append(audit.count("all_reduce"))
     return counts
-
-
-def test_precompute_finds_all_scales_of_uneven_rows(ranks: RankPools) -> None:
-    assert ranks(2).run_same(reductions_of_uneven_rows) == [1, 0]
 
 
 def shared_by_two_configs(*configs: Float8LinearConfig) -> str:
@@ -167,29 +153,24 @@ def test_layers_that_share_a_gathered_weight_round_its_scale_alike(ranks: RankPo
     assert ("power_of_2=False" in gathered, "power_of_2=True" in taken) == (True, True)
 
 
-def rows_in_parts(style: str) -> list[str]:
-    fp8_dist.text._warned.clear()
+@pytest.mark.parametrize("operand", ["input", "grad_output"])
+@on_ranks(2)
+def test_rows_that_can_not_travel_in_float8_are_named(operand: str) -> None:
     config = Float8LinearConfig.from_recipe_name("rowwise_folded")
     net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
     styles = {
         "input": Float8ColwiseParallel(input_layouts=Shard(-1)),
         "grad_output": Float8RowwiseParallel(output_layouts=Shard(-1)),
     }
-    apply_tp_plan(net, device_mesh(tp=2), {"0": styles[style]})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    apply_tp_plan(net, device_mesh(tp=2), {"0": styles[operand]})
+    with all_warnings() as texts:
         net(torch.randn(4, 16)).sum().backward()
-    return [str(w.message) for w in caught if "high precision" in str(w.message)]
+    (text,) = [text for text in texts if "high precision" in text]
+    assert text.startswith(f"0: {operand} is gathered in high precision, because")
 
 
-def test_rows_that_can_not_travel_in_float8_are_named(ranks: RankPools) -> None:
-    for operand in ("input", "grad_output"):
-        for found in ranks(2).run(rows_in_parts, operand):
-            assert len(found) == 1
-            assert found[0].startswith(f"0: {operand} is gathered in high precision, because")
-
-
-def column_parallel_outputs() -> list[str]:
+@on_ranks(4, returns=[])
+def test_column_parallel_outputs() -> list[str]:
     world = Distributed(1, 4)
     for model in (world.net, world.twin):
         model.to(torch.bfloat16)
@@ -212,16 +193,12 @@ def column_parallel_outputs() -> list[str]:
     ]
 
 
-def test_column_parallel_outputs(ranks: RankPools) -> None:
-    assert ranks(4).run(column_parallel_outputs) == [[]] * 4
-
-
 BAD = {"input": (math.nan, math.inf), "weight": (math.nan, math.inf, -math.inf)}
 
 
-def non_finite_everywhere() -> dict[str, list[bool]]:
-    """One bad value on one rank: does every value of the model's output turn into NaN here?"""
-    found: dict[str, list[bool]] = {where: [] for where in BAD}
+@on_ranks(4)
+def test_a_non_finite_value_on_one_rank_is_visible_on_all_that_share_it() -> None:
+    """Every value of the model's output turns into NaN there."""
     for where, bad in ((where, bad) for where, values in BAD.items() for bad in values):
         world = Distributed(2, 2)
         x, weight = world.mine(torch.randn(2, 8, 64)), world.net.layers[0].w1.weight
@@ -230,12 +207,6 @@ def non_finite_everywhere() -> dict[str, list[bool]]:
             target.detach().view(-1)[3] = bad
         if where == "weight":
             precompute_float8_dynamic_scale(world.net)
-        found[where].append(bool(world.net(x).isnan().all()))
-    return found
-
-
-def test_a_non_finite_value_on_one_rank_is_visible_on_all_that_share_it(ranks: RankPools) -> None:
-    results = ranks(4).run(non_finite_everywhere)
-    assert [found["weight"] for found in results] == [[True] * 3] * 4
-    # Ranks 0 and 1 share the activations; 2 and 3 have others.
-    assert [found["input"] for found in results] == [[True] * 2] * 2 + [[False] * 2] * 2
+        # Ranks 0 and 1 share the activations; 2 and 3 have others.
+        shared = where == "weight" or torch.distributed.get_rank() < 2
+        assert world.net(x).isnan().all() == shared

@@ -1,6 +1,5 @@
 """Parameters that are whole on every rank (torch's ``replicate``), or that other code gathers."""
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch.nn as nn
 from nets import full
 from rank_tests import on_ranks
 from ranks import device_mesh
-from reference import same_bits
+from reference import all_warnings, same_bits
 from stored_weights import frozen, run, same
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
     Float8LinearRecipeName,
@@ -86,14 +84,12 @@ def test_gathers_in_high_precision_that_nobody_chose() -> None:
     """They are said once, where "auto" would make them float8."""
 
     def said(model: nn.Sequential, shard: Any = fully_shard, **options: Any) -> list[str]:
-        fp8_dist.text._warned.clear()
         x = torch.randn(32, model[0].in_features, dtype=model[0].weight.dtype)
-        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-            warnings.simplefilter("always")
+        with all_warnings() as texts, torch.no_grad():
             model = shard(model, **{"mesh": device_mesh(dp=4)} | options)
             for _ in range(2):
                 model(x)
-        return [text for w in caught if "in high precision, because" in (text := str(w.message))]
+        return [text for text in texts if "in high precision, because" in text]
 
     for recipe in (each.value for each in Float8LinearRecipeName):
         can = recipe not in ("rowwise", "rowwise_with_gw_hp")
@@ -132,14 +128,12 @@ def simple_fsdp(model: nn.Module, cast: bool) -> nn.Module:
 def test_weights_that_a_property_gathers() -> None:
     expected, _ = gradients(fully_shard(net("tensorwise"), mesh=device_mesh(dp=2)))
     for gather, cast in ((True, False), ("auto", False), (False, False), (False, True)):
-        fp8_dist.text._warned.clear()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as texts:
             model = simple_fsdp(net("tensorwise", gather), cast)
             x = torch.randn(32, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
             with comm_audit() as audit:
                 model(x).square().mean().backward()
-        texts = [str(w.message) for w in caught if "no effect" in str(w.message)]
+        texts = [text for text in texts if "no effect" in text]
         gathers = [row for row in audit.rows if row.op == "all_gather"]
         assert {row.dtype for row in gathers} == {torch.float8_e4m3fn if cast else torch.float32}
         assert sum(row.count for row in gathers) == 2  # one for each layer

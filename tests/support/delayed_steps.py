@@ -1,6 +1,5 @@
 """What tests of delayed scales share: looking into histories, and at the operands of GEMMs."""
 
-import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -136,14 +135,6 @@ def audited_steps(
             sync(net)
     rows = [(row.op, row.axis, row.elements) for row in audit.rows]
     return {"rows": rows, "amaxes": amaxes(net), "operands": len(histories(net))}
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 Run = Callable[[torch.Tensor], torch.Tensor]

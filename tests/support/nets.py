@@ -44,6 +44,13 @@ class MLP(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class GatedMLP(MLP):
+    """Without silu, whose last bit depends on where a value stands in a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.relu(self.w1(x)) * self.w3(x))
+
+
 class Net(nn.Module):
     """Residual MLPs; input and output ``[batch, sequence, dim]``."""
 

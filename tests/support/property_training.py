@@ -18,9 +18,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from gemm_records import GemmRecord, record_gemms
-from nets import MLP, Net, full, net_plan
+from nets import GatedMLP, Net, full, net_plan
 from property_cases import MESHES, TrainCase, ranks_of
 from property_casts import part_of
 from property_values import DTYPES, values
@@ -49,13 +48,6 @@ from fp8_dist import (
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan
-
-
-class GatedMLP(MLP):
-    """Without silu, whose last bit depends on where a value stands in a tensor."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.relu(self.w1(x)) * self.w3(x))
 
 
 class GatedNet(Net):

@@ -4,11 +4,15 @@ Nothing here calls the code under test; the recorders listen to it. Of the libra
 its recording of GEMMs is used.
 """
 
+import io
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from gemm_records import GemmRecord, record_gemms
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fp8_dist.text
 from fp8_dist import Float8Tensor, float8_layers
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import UNKNOWN, KnownWeight
@@ -99,6 +104,27 @@ def sqnr(expected: torch.Tensor, actual: torch.Tensor) -> float:
     expected, actual = expected.detach().double(), actual.detach().double()
     noise = (expected - actual).norm()
     return math.inf if noise == 0 else (20 * torch.log10(expected.norm() / noise)).item()
+
+
+@contextmanager
+def all_warnings() -> Iterator[list[str]]:
+    """The texts of all warnings in the block, once it has ended; also of those that were given before."""
+    texts: list[str] = []
+    with (
+        patch.object(fp8_dist.text, "_warned", set()),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in caught]
+
+
+def reloaded(value: Any, weights_only: bool = True) -> Any:
+    """What was saved to a file and loaded from it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

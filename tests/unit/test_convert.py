@@ -1,13 +1,12 @@
 """Conversion: what is swapped, what carries over, what is said about the rest."""
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from expecttest import assert_expected_inline
-from reference import raised
+from reference import all_warnings, raised
 from torch.nn.utils import parametrizations
 
 from fp8_dist import (
@@ -95,10 +94,9 @@ def test_nothing_converted_is_an_error_that_says_why() -> None:
 
 def warned(model: nn.Module, **arguments: Any) -> list[str]:
     """The warnings of a conversion."""
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    with all_warnings() as texts:
         convert_to_float8_training(model, **arguments)
-    return [str(warning.message) for warning in record]
+    return texts
 
 
 def test_layers_that_a_gpu_would_refuse_are_named_once() -> None:

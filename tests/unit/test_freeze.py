@@ -1,7 +1,6 @@
 """Frozen weights that are stored in float8, on one device."""
 
 import copy
-import io
 import pickle
 import re
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from recordings import casts, written
-from reference import raised, same_bits, same_values
+from reference import raised, reloaded, same_bits, same_values
 from stored_weights import CONFIGS, converted, frozen, run, same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,12 +124,7 @@ def moved_to_half(net: nn.Module) -> nn.Module:
     return net.double().bfloat16()
 
 
-def saved(net: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(net, buffer)
-    buffer.seek(0)
-    loaded: nn.Module = torch.load(buffer, weights_only=False)
-    return loaded
+saved = partial(reloaded, weights_only=False)
 
 
 def swapped(net: nn.Module) -> nn.Module:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from weakref import WeakMethod
 
 import pytest
 import torch
-from reference import raised, same_bits
+from reference import raised, reloaded, same_bits
 from torch import nn
 
 from fp8_dist import (
@@ -244,9 +243,7 @@ def test_what_refers_to_a_layer_reaches_the_converted_one(config: Float8LinearCo
     assert isinstance(model.layer, Named)
     assert model.layer.sizes() == (32, 32)
     copies = [copy.deepcopy(model.layer), pickle.loads(pickle.dumps(model.layer))]
-    torch.save(model.layer, file := io.BytesIO())
-    file.seek(0)
-    for copied in (*copies, torch.load(file, weights_only=False)):
+    for copied in (*copies, reloaded(model.layer, weights_only=False)):
         assert type(copied) is type(model.layer)
         assert same_bits(copied(x), expected)
         assert type(convert_to_linear(copied)) is Named

@@ -8,7 +8,6 @@ of two ranks alone, or one that is summed twice, has 6 dB or less.
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from textwrap import indent
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from hf_models import (
     SMALL,
@@ -28,12 +26,11 @@ from nets import full
 from ranks import RankPools, device_mesh
 from reference import raised, sqnr
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_releases import uneven_sequence_viewed
 from transformers import (
     DeepseekV3Config,
@@ -323,14 +320,6 @@ def test_model_without_a_head(ranks: RankPools) -> None:
 # ---- plans, in one process
 
 
-@pytest.fixture
-def fake_world() -> Iterator[DeviceMesh]:
-    """A mesh of 4 ranks in one process; collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    dist.destroy_process_group()
-
-
 def show(plan: dict[str, ParallelStyle]) -> dict[str, Any]:
     """Name and layouts of each style."""
     layouts = ("input_layouts", "output_layouts")
@@ -452,7 +441,7 @@ def test_heads_that_ranks_cannot_share(fake_world: DeviceMesh) -> None:
     model = converted("llama")
     plan = hf_tp_plan(model)
     forward = model(input_ids=batch(0)).logits
-    message = raised(ValueError, lambda: apply_tp_plan(model, fake_world, plan))
+    message = raised(ValueError, lambda: apply_tp_plan(model, fake_world["tp"], plan))
     first, *lines = message.splitlines()
     assert first == "this tensor-parallel plan does not fit the model:"
     assert [line.partition(": use")[0] for line in lines] == [
@@ -489,7 +478,7 @@ def test_a_projection_that_is_declared_by_head_is_not_warned_of(fake_world: Devi
     assert "gpt_neox.layers.0.attention.query_key_value" in plan
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "apply_tp_plan: ")
-        apply_tp_plan(model, fake_world, plan)
+        apply_tp_plan(model, fake_world["tp"], plan)
 
 
 def test_options_that_a_plan_does_not_have() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from peft import LoraConfig, get_peft_model
 from ranks import RankPools
-from reference import raised
+from reference import all_warnings, raised
 from torch.nn.parallel import DistributedDataParallel
 from trainer_runs import (
     FSDP,
@@ -33,7 +33,6 @@ from transformers import (
 
 import fp8_dist.integrations.transformers as integration
 import fp8_dist.integrations.transformers.trainer as trainer_module
-import fp8_dist.text
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
@@ -69,9 +68,7 @@ def trained_and_resumed(
         return get_peft_model(llama(), lora) if adapters else llama(seed).to(dtype)
 
     config = Float8LinearConfig.from_recipe_name(recipe) if recipe else None
-    fp8_dist.text._warned.clear()
-    with launched(fsdp="fsdp" in arguments), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with launched(fsdp="fsdp" in arguments), all_warnings() as texts:
         audit = Audit()
         trainer, losses = train(folder, [Float8Callback(config), audit], model(0), **arguments)
         trainer.save_model(f"{folder}/final")
@@ -87,7 +84,7 @@ def trained_and_resumed(
         "amax messages": audit.amaxes,
         "evaluated": evaluated,
         "layers": list(float8_layers(trainer.model)),
-        "warnings": [str(w.message) for w in caught if "amax histories" in str(w.message)],
+        "warnings": [text for text in texts if "amax histories" in text],
     }
 
 
@@ -226,12 +223,10 @@ def warnings_of(folder: str) -> list[list[str]]:
     """Those of the callback, in two trainings one after the other, by arguments."""
     found = []
     for arguments in (FSDP, {}, {"use_cpu": False}):
-        fp8_dist.text._warned.clear()
-        with launched(), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with launched(), all_warnings() as texts:
             for _ in range(2):
                 train(folder, [Float8Callback()], steps=1, save_strategy="no", **arguments)
-        found.append([str(w.message) for w in caught if "Float8Callback" in str(w.message)])
+        found.append([text for text in texts if "Float8Callback" in text])
     return found
 
 

@@ -1,12 +1,11 @@
 """The scaled GEMM: exactness of the emulation, shapes, alignment."""
 
 import math
-import warnings
 from itertools import product
 
 import pytest
 import torch
-from reference import raised, same_bits, sqnr
+from reference import all_warnings, raised, same_bits, sqnr
 
 from fp8_dist import (
     CastConfig,
@@ -153,11 +152,9 @@ def test_the_rowwise_kernel_takes_what_all_devices_take(
 def test_a_slow_rowwise_kernel_is_told(
     cuda: str, fast: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fp8_dist.text._warned", set())
     monkeypatch.setattr(torch.version, "cuda", cuda)
     a, b = (cast_to_float8(torch.randn(16, 32), ROWS, dim=-1) for _ in range(2))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with all_warnings() as texts:
         for _ in range(2):
             scaled_mm(a, b.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
-    assert [f"CUDA {cuda}" in str(w.message) for w in found] == [True] * warns
+    assert [f"CUDA {cuda}" in text for text in texts] == [True] * warns

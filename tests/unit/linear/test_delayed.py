@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,11 +26,10 @@ from delayed_steps import (
     train,
 )
 from nets import Net
-from reference import raised, same_bits
+from reference import all_warnings, raised, same_bits
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import fp8_dist.text
 from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
@@ -319,11 +317,9 @@ def test_a_non_finite_value_is_seen_at_once_and_forgotten(where: str, value: flo
 
 
 def steps_with_warnings(config: Float8LinearConfig, syncs: bool, precompute: bool) -> list[str]:
-    fp8_dist.text._warned.clear()
     net = convert_to_float8_training(Net(), config=config)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as texts:
         for _ in range(4):
             net(torch.randn(2, 4, 64)).sum().backward()
             optimizer.step()
@@ -332,7 +328,7 @@ def steps_with_warnings(config: Float8LinearConfig, syncs: bool, precompute: boo
                 precompute_float8_dynamic_scale(net)
             if syncs:
                 sync(net)
-    return [str(w.message) for w in caught]
+    return texts
 
 
 @pytest.mark.parametrize("precompute", [False, True])

@@ -1,7 +1,6 @@
 """Delayed scales and state: histories travel with a state_dict, whose keys are nn.Linear's."""
 
 import copy
-import io
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from delayed_steps import DELAYED, amaxes, delayed, histories, recorded, through_a_file, train
+from delayed_steps import DELAYED, amaxes, delayed, histories, recorded, train
 from nets import Net
-from reference import same_bits, weights_used
+from reference import reloaded, same_bits, weights_used
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -41,7 +40,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(assign: bool, gather: bool) -> N
     net = new(config)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     train(net, 4, optimizer=optimizer)
-    saved = through_a_file({"net": net.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = reloaded({"net": net.state_dict(), "optimizer": optimizer.state_dict()})
     resumed = new(config, seed=1)
     train(resumed, 1)  # what it knew before is gone
     resumed(torch.randn(2, 8, 64)).sum().backward()
@@ -70,8 +69,8 @@ def test_checkpoints_of_other_recipes_start_anew() -> None:
     for other in (Net(seed=3), new(TENSORWISE, seed=3)):
         net = new()
         train(net, 2)
-        state = through_a_file(net.state_dict())
-        net.load_state_dict(through_a_file(other.state_dict()), strict=True)
+        state = reloaded(net.state_dict())
+        net.load_state_dict(reloaded(other.state_dict()), strict=True)
         assert not any(amaxes(net).values())
         assert losses_after(net)[0] == losses_after(new(TENSORWISE, seed=3))[0]
         other.load_state_dict(state, strict=True)
@@ -93,7 +92,7 @@ def test_checkpoints_with_histories_of_other_operands() -> None:
         for each in (old, net):
             train(each, 2)
         expected = amaxes(old)
-        net.load_state_dict(through_a_file(old.state_dict()))
+        net.load_state_dict(reloaded(old.state_dict()))
         assert amaxes(net) == {name: expected.get(name, []) for name in amaxes(net)}
 
 
@@ -103,7 +102,7 @@ def test_lengths_may_differ() -> None:
     expected = amaxes(net)
     for length in (1, 2, 3, 5):
         other = new(replace(DELAYED, amax_history_len=length))
-        other.load_state_dict(through_a_file(net.state_dict()))
+        other.load_state_dict(reloaded(net.state_dict()))
         assert amaxes(other) == {name: values[:length] for name, values in expected.items()}
         train(other, 1)
         for name, values in amaxes(other).items():
@@ -127,10 +126,7 @@ def test_modules_are_moved_and_pickled_with_their_histories() -> None:
     nets = [new(), new()]
     for net in nets:
         train(net, 2)
-    file = io.BytesIO()
-    torch.save(nets[0], file)
-    file.seek(0)
-    nets[0] = torch.load(file, weights_only=False)
+    nets[0] = reloaded(nets[0], weights_only=False)
     nets[0].to(torch.float64).to(torch.float32)
     assert amaxes(nets[0]) == amaxes(nets[1])
     assert losses_after(nets[0]) == losses_after(nets[1])

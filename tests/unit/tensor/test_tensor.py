@@ -1,11 +1,10 @@
 """Float8Tensor: copies, its repr and its refusals. Its op table: test_row_scales."""
 
-import io
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from reference import raised, same_cast
+from reference import raised, reloaded, same_cast
 
 from fp8_dist import CastConfig, Float8Tensor, cast_to_float8
 from fp8_dist.fsdp import Float8AllGatherWeight
@@ -30,10 +29,7 @@ def test_copies_and_new_tensors() -> None:
     assert converted.dtype is torch.bfloat16
     assert same_cast(converted, x)
     assert isinstance(torch.nn.Parameter(x), Float8Tensor)
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    assert same_cast(torch.load(file, weights_only=True), x)
+    assert same_cast(reloaded(x), x)
 
 
 def test_repr_is_one_line_without_values_that_are_elsewhere() -> None:
