@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankPools, device_mesh
+from rank_tests import on_ranks
+from ranks import device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.fsdp import Float8AllGatherWeight
@@ -29,9 +30,11 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return 2 * (local.dequantize() if isinstance(local, Float8Tensor) else local)
 
 
-def wrong_graphs(folder: str) -> list[str]:
+@pytest.mark.full
+@on_ranks(1, returns=[], timeout=240)
+def test_no_tensor_runs_the_graph_of_another(tmp_path: Path) -> list[str]:
     """What a compiled function, found in one cache, computes otherwise than eager; and warnings."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     mesh, found = device_mesh(dp=1), []
     tensors = casts()
     placed = {
@@ -55,8 +58,3 @@ def wrong_graphs(folder: str) -> list[str]:
             found += [] if same else [name]
     texts = dict.fromkeys(str(warning.message).splitlines()[0] for warning in caught)
     return found + [text for text in texts if "_stable_hash_for_caching" in text]
-
-
-@pytest.mark.full
-def test_no_tensor_runs_the_graph_of_another(ranks: RankPools, tmp_path: Path) -> None:
-    assert ranks(1).run(wrong_graphs, str(tmp_path), timeout=240) == [[]]

@@ -65,33 +65,33 @@ MESHES += [(2, 1, "mxfp8"), (2, 2, "rowwise_folded")]
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("dp", "tp", "recipe"), MESHES)
-def test_same_bits_and_nothing_twice(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
+@on_ranks("dp", "tp")
+def test_same_bits_and_nothing_twice(dp: int, tp: int, recipe: str) -> None:
     none, full_mode, selective = (
-        ranks(dp * tp).run(results, dp, tp, recipe, mode) for mode in ("none", "full", "selective")
+        results(dp, tp, recipe, mode) for mode in ("none", "full", "selective")
     )
-    for expected, *others in zip(none, full_mode, selective, strict=True):
-        for other in others:
-            assert all(map(same_bits, expected[2], other[2]))
+    for other in (full_mode, selective):
+        assert all(map(same_bits, none[2], other[2]))
     for op in OPS:
         if op not in ("quantize", "scale_query"):
             # (Those of a weight that was not precomputed are not seen in the selective run.)
-            assert selective[0][0][op] <= none[0][0][op], op
-    assert selective[0][1] == none[0][1]
+            assert selective[0][op] <= none[0][op], op
+    assert selective[1] == none[1]
     if (dp, tp, recipe) == (1, 2, "tensorwise"):
         # Per layer the casts of two inputs and of three weights, and the gather of one input.
         again = {"amax": 4, "quantize": 10, "scaled_mm": 6, "all_gather": 2, "all_reduce": 4}
-        assert full_mode[0][0] - none[0][0] == again
-        assert "all_gather      tp    float8_e4m3fn      4     8,192" in full_mode[0][1]
+        assert full_mode[0] - none[0] == again
+        assert "all_gather      tp    float8_e4m3fn      4     8,192" in full_mode[1]
 
 
 @pytest.mark.parametrize(("dp", "tp", "recipe"), [(2, 1, "rowwise_folded"), (1, 2, "rowwise")])
-def test_scales_found_out_on_the_way(ranks: RankPools, dp: int, tp: int, recipe: str) -> None:
+@on_ranks("dp", "tp")
+def test_scales_found_out_on_the_way(dp: int, tp: int, recipe: str) -> None:
     """A recomputation knows scales of weights that the forward had to compute."""
     modes = ("none", "full", "selective")
-    each = [ranks(2).run(results, dp, tp, recipe, mode, False) for mode in modes]
-    for expected, *others in zip(*each, strict=True):
-        for other in others:
-            assert all(map(same_bits, expected[2], other[2]))
+    expected, *others = (results(dp, tp, recipe, mode, False)[2] for mode in modes)
+    for other in others:
+        assert all(map(same_bits, expected, other))
 
 
 def reductions_of_steps(
@@ -216,21 +216,17 @@ def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str
     return stale
 
 
-def amaxes_of_a_step(dp: int, tp: int, reentrant: bool) -> dict[str, int]:
-    """Of a checkpointed step whose weights are not precomputed."""
-    world = Distributed(dp, tp)
-    output = world.mine(torch.randn(4, 8, 64)).requires_grad_()
-    with Ops() as ops:
-        for layer in world.net.layers:
-            output = output + checkpoint(layer, output, use_reentrant=reentrant)
-        output.sum().backward()
-    return {op: ops.counts[op] for op in ("amax", "all_reduce")}
-
-
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 1)])
-def test_reentrant_checkpointing_repeats_no_amax_of_a_weight(
-    ranks: RankPools, dp: int, tp: int
-) -> None:
-    """Its first forward runs without gradients, as an evaluation does."""
-    reentrant, other = (ranks(2).run_same(amaxes_of_a_step, dp, tp, mode) for mode in (True, False))
-    assert reentrant == other
+@on_ranks("dp", "tp")
+def test_reentrant_checkpointing_repeats_no_amax_of_a_weight(dp: int, tp: int) -> None:
+    """Its first forward runs without gradients, as an evaluation does. Nothing is precomputed."""
+    found = []
+    for reentrant in (True, False):
+        world = Distributed(dp, tp)
+        output = world.mine(torch.randn(4, 8, 64)).requires_grad_()
+        with Ops() as ops:
+            for layer in world.net.layers:
+                output = output + checkpoint(layer, output, use_reentrant=reentrant)
+            output.sum().backward()
+        found.append({op: ops.counts[op] for op in ("amax", "all_reduce")})
+    assert found[0] == found[1]

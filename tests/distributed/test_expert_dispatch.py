@@ -1,22 +1,20 @@
 """Experts on several ranks: the bits of one device, what is sent, and errors on one rank."""
 
-from collections import Counter
-from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from checkpointed import SELECTIVE
 from expecttest import assert_expected_inline
+from graphs import Ops
 from moe_layers import RECIPES, SPREADS, Layer, results
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import kinds, raised, same_values, sqnr
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from fp8_dist import selective_checkpoint_policy
 from fp8_dist.debug import CommRow, comm_audit
 from fp8_dist.debug.audit import CommTable
 from fp8_dist.moe import Float8ExpertsConfig, dispatch_linear, linear_combine, route
@@ -87,8 +85,15 @@ class _NoGradient(torch.autograd.Function):
         return grad if dist.get_rank() else None
 
 
-def without_gradients(between: bool) -> list[str]:
-    """What has a gradient that is not 0, if rank 0 has none after, or before, the combination."""
+@pytest.mark.parametrize(
+    ("between", "of_first"), [(False, ["gate", "up", "down"]), (True, ["x", "down"])]
+)
+@on_ranks(2, timeout=20)
+def test_a_rank_without_gradients(between: bool, of_first: list[str]) -> None:
+    """What has a gradient that is not 0, if rank 0 has none after, or before, the combination.
+
+    The rank sends zeros: the others wait for its rows.
+    """
     group, layer = dist.group.WORLD, Layer.of(Float8ExpertsConfig(), 2).part(dist.get_rank())
     t = {n: layer.tensors[n].clone().requires_grad_() for n in ("x", "gate", "up", "down")}
     routing = route(layer.ids, 8, group)
@@ -97,36 +102,11 @@ def without_gradients(between: bool) -> list[str]:
     slots = linear_combine(_NoGradient.apply(hidden) if between else hidden, t["down"], routing)
     output = slots.sum(1)
     (output if between else _NoGradient.apply(output)).backward(layer.grad)
-    return [n for n, each in t.items() if each.grad is not None and each.grad.any()]
+    found = [n for n, each in t.items() if each.grad is not None and each.grad.any()]
+    assert found == (of_first if dist.get_rank() == 0 else ["x", "gate", "up", "down"])
 
 
-@pytest.mark.parametrize(
-    ("between", "of_first"), [(False, ["gate", "up", "down"]), (True, ["x", "down"])]
-)
-def test_a_rank_without_gradients(ranks: RankPools, between: bool, of_first: list[str]) -> None:
-    # The rank sends zeros: the others wait for its rows.
-    first, second = ranks(2).run(without_gradients, between, timeout=20)
-    assert (first, second) == (of_first, ["x", "gate", "up", "down"])
-
-
-class Ops(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.counts[func._schema.name.partition("::")[2]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-SELECTIVE = partial(create_selective_checkpoint_contexts, selective_checkpoint_policy)
-CHECKPOINTS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "full": {},
-    "selective": {"context_fn": SELECTIVE},
-}
+CHECKPOINTS: dict[str, dict[str, Any]] = {"none": {}, "full": {}, "selective": SELECTIVE}
 
 
 def checkpointed() -> list[str]:
@@ -135,7 +115,7 @@ def checkpointed() -> list[str]:
     expected = layer.trained(dist.group.WORLD)
     for mode, arguments in CHECKPOINTS.items():
         tensors = {n: t.clone().requires_grad_() for n, t in layer.tensors.items()}
-        with Ops() as ops:
+        with Ops(lambda func: func._schema.name.partition("::")[2]) as ops:
             if mode == "none":
                 output = layer.output(tensors, dist.group.WORLD)
             else:

@@ -11,7 +11,7 @@ import torch.nn as nn
 from local_nets import local_net
 from nets import Distributed
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
+from ranks import device_mesh
 from reference import raised, same_bits, sqnr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -124,7 +124,8 @@ def part_of(whole: nn.Linear, tp: DeviceMesh, dim: int, **arguments: Any) -> Flo
     return layer
 
 
-def partial_output() -> dict[str, float]:
+@on_ranks(2)
+def test_a_partial_output_is_left_to_the_caller() -> None:
     tp, whole = device_mesh(tp=2), nn.Linear(32, 48, bias=False)
     layer, twin = part_of(whole, tp, 1, input=Shard(-1), output=Partial()), one_device(whole)
     x, grad = torch.randn(6, 32), torch.randn(6, 48)
@@ -137,16 +138,13 @@ def partial_output() -> dict[str, float]:
     expected.backward(grad)
     summed = DTensor.from_local(output.detach(), tp, [Partial()]).full_tensor()
     grad_weight = DTensor.from_local(layer.weight.grad, tp, [Shard(1)]).full_tensor()
-    return {"output": sqnr(expected, summed), "weight": sqnr(twin.weight.grad, grad_weight)}
+    assert sqnr(expected, summed) > 120
+    assert sqnr(twin.weight.grad, grad_weight) > 120
 
 
-def test_a_partial_output_is_left_to_the_caller(ranks: RankPools) -> None:
-    for found in ranks(2).run(partial_output):
-        assert min(found.values()) > 120
-
-
-def scales_after_a_declaration() -> list[bool]:
-    """Whether each rank takes the scale of the global weight: of a whole, a part, and a copy."""
+@on_ranks(2)
+def test_scales_are_those_of_the_global_weight_once_it_is_declared() -> None:
+    """Whether each rank takes them: of a whole, a part, and a copy."""
     tp, whole = device_mesh(tp=2), nn.Linear(32, 48, bias=False)
     with torch.no_grad():
         whole.weight[0, 0] = 5  # on the first rank alone
@@ -163,15 +161,9 @@ def scales_after_a_declaration() -> list[bool]:
         declare_placements(layer, tp, weight=weight, input=Replicate(), output=output)
         found.append(is_global())
         precompute_float8_dynamic_scale(layer)
-    copied = copy.deepcopy(layer)
-    layer = copied
-    return [*found, is_global()]
-
-
-def test_scales_are_those_of_the_global_weight_once_it_is_declared(ranks: RankPools) -> None:
-    first, second = ranks(2).run(scales_after_a_declaration)
-    assert first == [True, True, True]  # it has the largest value
-    assert second == [False, True, True]
+    layer = copy.deepcopy(layer)
+    # The first rank has the largest value.
+    assert [*found, is_global()] == [tp.get_local_rank() == 0, True, True]
 
 
 @on_ranks(2, returns=(True, True, "mine"))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from delayed_steps import DRY_RUNS, GATHERED, histories, recorded
 from nets import Net, net_plan
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
+from ranks import device_mesh
 from reference import same_bits
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -30,36 +30,6 @@ def not_yet_reduced(net: FSDPModule, last: bool) -> None:
     net.set_requires_all_reduce(last)
 
 
-def accumulated(
-    sizes: dict[str, int], hold: Callable, policy: MixedPrecisionPolicy, gathers: bool
-) -> list[tuple[float | None, float]]:
-    """What the input of the first layer has recorded in two micro-batches, and what is right."""
-    mesh = device_mesh(**sizes)
-    config = GATHERED if gathers else Float8LinearConfig.from_recipe_name("delayed")
-    net = convert_to_float8_training(Net(layers=1), config=config)
-    if "tp" in sizes:
-        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
-    data = tuple(name for name in sizes if name != "tp")
-    for module in (*net.layers, net):
-        fully_shard(module, mesh=mesh[data], mp_policy=policy)
-    name = "layers.0.w1.prepared_input" if "tp" in sizes else "layers.0.w1.input"
-    found = []
-    torch.manual_seed(dist.get_rank() // sizes.get("tp", 1))
-    for _ in range(2):
-        for kind in DRY_RUNS:
-            kind(net, net, torch.full((2, 4, 64), 1e10, requires_grad=True))
-        x = torch.randn(2, 4, 64)
-        for factor in (8.0, 1.0):
-            hold(net, factor == 1.0)
-            net((x * factor).requires_grad_()).square().mean().backward()
-        largest = (x * 8).to(policy.param_dtype or x.dtype).abs().max()
-        found.append((recorded(net)[name], largest.item()))
-        net.zero_grad()
-        for history in histories(net).values():
-            history.current = None
-    return found
-
-
 ONE = MixedPrecisionPolicy()
 
 
@@ -73,16 +43,33 @@ ONE = MixedPrecisionPolicy()
     ],
     ids=["FSDP2", "gathers in high precision", "HSDP", "FSDP2 x TP"],
 )
+@on_ranks("sizes")
 def test_fsdp_holds_gradients_of_micro_batches(
-    ranks: RankPools,
-    sizes: dict[str, int],
-    hold: Callable,
-    policy: MixedPrecisionPolicy,
-    gathers: bool,
+    sizes: dict[str, int], hold: Callable, policy: MixedPrecisionPolicy, gathers: bool
 ) -> None:
-    world = 2 * len(sizes)
-    for found in ranks(world).run(accumulated, sizes, hold, policy, gathers):
-        assert all(mine == right for mine, right in found)
+    """What the input of the first layer has recorded in two micro-batches."""
+    mesh = device_mesh(**sizes)
+    config = GATHERED if gathers else Float8LinearConfig.from_recipe_name("delayed")
+    net = convert_to_float8_training(Net(layers=1), config=config)
+    if "tp" in sizes:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
+    data = tuple(name for name in sizes if name != "tp")
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=mesh[data], mp_policy=policy)
+    name = "layers.0.w1.prepared_input" if "tp" in sizes else "layers.0.w1.input"
+    torch.manual_seed(dist.get_rank() // sizes.get("tp", 1))
+    for _ in range(2):
+        for kind in DRY_RUNS:
+            kind(net, net, torch.full((2, 4, 64), 1e10, requires_grad=True))
+        x = torch.randn(2, 4, 64)
+        for factor in (8.0, 1.0):
+            hold(net, factor == 1.0)
+            net((x * factor).requires_grad_()).square().mean().backward()
+        largest = (x * 8).to(policy.param_dtype or x.dtype).abs().max()
+        assert recorded(net)[name] == largest.item()
+        net.zero_grad()
+        for history in histories(net).values():
+            history.current = None
 
 
 def stage_model(number: int, recipe: str, frozen: bool) -> nn.Module:

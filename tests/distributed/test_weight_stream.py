@@ -67,8 +67,20 @@ def collected(stream: Iterator[Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def streamed(axes: dict[str, int], recipe: str, options: Any, sizes: dict[str, int]) -> list[str]:
-    """Runs on each rank: what is not, byte for byte, one device's."""
+@pytest.mark.parametrize(
+    ("axes", "recipe", "options", "sizes"),
+    [
+        ({"dp": 2}, "mxfp8", None, CUT),
+        ({"dp": 2, "tp": 2}, "blockwise", None, CUT),
+        ({"dp": 2, "tp": 2}, "blockwise", FP32, UNEVEN),
+        ({"replicate": 2, "shard": 2}, "blockwise", None, UNEVEN),
+    ],
+)
+@on_ranks("axes", returns=[])
+def test_the_stream_is_the_state_dict_of_one_device(
+    axes: dict[str, int], recipe: str, options: Any, sizes: dict[str, int]
+) -> list[str]:
+    """What is not, byte for byte, one device's."""
     expected = float8_state_dict(converted(recipe, options, **sizes))
     offload: Any = {}
     if recipe == "mxfp8":
@@ -80,25 +92,6 @@ def streamed(axes: dict[str, int], recipe: str, options: Any, sizes: dict[str, i
     last = collected(iter_float8_weights(net, bucket_bytes=1, ranks=[dist.get_world_size() - 1]))
     assert bool(last) is (dist.get_rank() == dist.get_world_size() - 1)
     return wrong + (differences(last, expected) if last else [])
-
-
-@pytest.mark.parametrize(
-    ("axes", "recipe", "options", "sizes"),
-    [
-        ({"dp": 2}, "mxfp8", None, CUT),
-        ({"dp": 2, "tp": 2}, "blockwise", None, CUT),
-        ({"dp": 2, "tp": 2}, "blockwise", FP32, UNEVEN),
-        ({"replicate": 2, "shard": 2}, "blockwise", None, UNEVEN),
-    ],
-)
-def test_the_stream_is_the_state_dict_of_one_device(
-    ranks: RankPools,
-    axes: dict[str, int],
-    recipe: str,
-    options: dict[str, str] | None,
-    sizes: dict[str, int],
-) -> None:
-    assert ranks(2 ** len(axes)).run_same(streamed, axes, recipe, options, sizes) == []
 
 
 def messages(axes: dict[str, int], sizes: dict[str, int]) -> tuple[str, float]:

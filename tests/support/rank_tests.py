@@ -20,14 +20,16 @@ def on_ranks(
     them travels by value.
 
     Args:
-        sizes: their product is the number of ranks; a string stands for the parameter of this name.
+        sizes: their product is the number of ranks; a string stands for the parameter of this name,
+            a number or the axes of a mesh.
         returns: what the function must return on every rank.
         timeout: seconds, instead of the pool's.
     """
 
     def decorate(function: Function) -> Function:
         def test(ranks: RankPools, **arguments: Any) -> None:
-            size = math.prod(arguments[n] if isinstance(n, str) else n for n in sizes)
+            given = [arguments[n] if isinstance(n, str) else n for n in sizes]
+            size = math.prod(math.prod(n.values()) if isinstance(n, dict) else n for n in given)
             task = (function.__module__, function.__name__, arguments)
             found = ranks(size).run(_call, *task, timeout=timeout)
             assert found == [returns] * size

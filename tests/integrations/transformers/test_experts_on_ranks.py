@@ -80,13 +80,23 @@ def shard(model: Any, mesh: Any, dim: int, **fields: Any) -> None:
         fully_shard(part, mesh=world, **fields)
 
 
-def trained(kind: str, fields: dict[str, Any], dim: int, policy: bool) -> list[object]:
+# With Shard(0), scales travel with the weights; with Shard(1), precompute reduces them.
+@pytest.mark.parametrize(
+    ("kind", "fields", "dim", "expected", "policy"),
+    [
+        ("gpt_oss", {"enable_fsdp_float8_all_gather": False}, 0, {torch.float32}, False),
+        ("deepseek_v3", {"recipe": "mxfp8"}, 0, {FP8, torch.uint8}, False),
+        # The scales of transposed weights lie across the rows that Shard(1) divides.
+        ("gpt_oss", {"recipe": "rowwise_folded"}, 1, {FP8, BF16}, True),
+    ],
+)
+@on_ranks(4)
+def test_expert_parallelism_and_fsdp2(
+    kind: str, fields: dict[str, Any], dim: int, expected: set[torch.dtype], policy: bool
+) -> None:
     """Two steps on dp 2 x ep 2, the second after an update by the optimizer's hook.
 
-    Returns the differences from one device, precompute's collectives, the dtypes in which experts
-    were gathered, and the all-reduces of the two steps.
-
-    ``policy``: whether FSDP2 computes in bf16.
+    expected: the dtypes in which experts are gathered. policy: whether FSDP2 computes in bf16.
     """
     mesh, rank = device_mesh(dp=2, ep=2), dist.get_rank()
     model, twin, wrong = parallel(made(kind, **fields), mesh["ep"]), made(kind, **fields), []
@@ -116,32 +126,13 @@ def trained(kind: str, fields: dict[str, Any], dim: int, policy: bool) -> list[o
         twin.zero_grad()
         for name, parameter in model.named_parameters():
             twin.get_parameter(name).data.copy_(full(parameter.detach()))
-    return [wrong, update.count(), gathered, reductions]
+    assert wrong == []
+    assert gathered == expected
+    assert (update.count(), reductions) == (dim, 0)
 
 
-# With Shard(0), scales travel with the weights; with Shard(1), precompute reduces them.
-@pytest.mark.parametrize(
-    ("kind", "fields", "dim", "gathered", "policy"),
-    [
-        ("gpt_oss", {"enable_fsdp_float8_all_gather": False}, 0, {torch.float32}, False),
-        ("deepseek_v3", {"recipe": "mxfp8"}, 0, {FP8, torch.uint8}, False),
-        # The scales of transposed weights lie across the rows that Shard(1) divides.
-        ("gpt_oss", {"recipe": "rowwise_folded"}, 1, {FP8, BF16}, True),
-    ],
-)
-def test_expert_parallelism_and_fsdp2(
-    ranks: RankPools,
-    kind: str,
-    fields: dict[str, Any],
-    dim: int,
-    gathered: set[torch.dtype],
-    policy: bool,
-) -> None:
-    found = ranks(4).run(trained, kind, fields, dim, policy)
-    assert found == [[[], dim, gathered, 0]] * 4
-
-
-def averaged() -> list[str]:
+@on_ranks(2, returns=[])
+def test_ddp() -> list[str]:
     model, twin, rank = made("olmoe"), made("olmoe"), dist.get_rank()
     wrapped = DistributedDataParallel(model)
     wrapped(IDS[2 * rank : 2 * rank + 2]).logits.square().sum().backward()
@@ -149,11 +140,8 @@ def averaged() -> list[str]:
     return [n for n, p in model.named_parameters() if sqnr(grads[n], p.grad) < 100]
 
 
-def test_ddp(ranks: RankPools) -> None:
-    assert ranks(2).run_same(averaged) == []
-
-
-def page() -> list[bool]:
+@on_ranks(4, returns=[True] * 3)
+def test_the_page() -> list[bool]:
     """Runs the page's programs: whether the loss falls, and products and outputs agree."""
     torch.manual_seed(0)
     scope: dict[str, Any] = {"torch": torch, "F": F, "mesh": device_mesh(dp=2, ep=2), "group": None}
@@ -182,10 +170,6 @@ def page() -> list[bool]:
     output = experts(tokens, scope["expert_ids"], scope["routing_weights"])
     agree = torch.equal(scope["hidden"], scope["gate"]), torch.equal(output, scope["output"])
     return [losses[-1] < losses[0], *agree]
-
-
-def test_the_page(ranks: RankPools) -> None:
-    assert ranks(4).run(page) == [[True] * 3] * 4
 
 
 def refused() -> list[str]:

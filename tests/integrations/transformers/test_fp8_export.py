@@ -9,7 +9,8 @@ import torch
 from expecttest import assert_expected_inline
 from hf_models import batch, build
 from moe_layers import cast
-from ranks import RankPools, device_mesh
+from rank_tests import on_ranks
+from ranks import device_mesh
 from reference import raised, same_bits, weights_used
 from safetensors.torch import load_file
 from torch import nn
@@ -136,8 +137,19 @@ def test_experts_are_entries_of_their_own(
         assert same_bits(loaded(tmp_path, torch.float32)(input_ids=IDS).logits, expected)
 
 
-def exported(style: type[ParallelStyle], dp: int, recipe: str) -> list[str]:
-    """Differences between the exports of dp x 2 ranks and of one device."""
+# Of tensor parallelism a rank's part of gate and up is two pieces of the weight.
+@pytest.mark.parametrize(
+    ("style", "dp", "recipe"),
+    [
+        (Float8ExpertParallel, 2, "blockwise"),
+        (Float8ExpertTensorParallel, 1, "blockwise"),
+        (Float8ExpertTensorParallel, 2, "mxfp8"),
+    ],
+)
+@on_ranks(2, "dp", returns=[])
+def test_experts_of_ranks_are_exported_as_those_of_one_device(
+    style: type[ParallelStyle], dp: int, recipe: str
+) -> list[str]:
     mesh = device_mesh(dp=dp, tp=2)
     model, twin = with_experts("mixtral", recipe), with_experts("mixtral", recipe)
     for experts in float8_experts(model).values():
@@ -177,21 +189,6 @@ def wrong_shards(model: Any, twin: Any, expected: dict[str, torch.Tensor]) -> li
             entries = revert_weight_conversion(twin, {own: matrices})
             wrong += [n for n, t in entries.items() if not same_bits(t, expected[f"{n}{end}"])]
     return wrong
-
-
-# Of tensor parallelism a rank's part of gate and up is two pieces of the weight.
-@pytest.mark.parametrize(
-    ("style", "dp", "recipe"),
-    [
-        (Float8ExpertParallel, 2, "blockwise"),
-        (Float8ExpertTensorParallel, 1, "blockwise"),
-        (Float8ExpertTensorParallel, 2, "mxfp8"),
-    ],
-)
-def test_experts_of_ranks_are_exported_as_those_of_one_device(
-    ranks: RankPools, style: type[ParallelStyle], dp: int, recipe: str
-) -> None:
-    assert ranks(2 * dp).run_same(exported, style, dp, recipe) == []
 
 
 def test_experts_that_are_refused() -> None:

@@ -23,6 +23,7 @@ from hf_models import (
     converted,
 )
 from nets import full
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, sqnr
 from torch import nn
@@ -296,9 +297,9 @@ def test_loss_parallel(ranks: RankPools) -> None:
         assert found.gathers == gathers_of("llama") | {"float32": 2}
 
 
-def base_model_steps() -> list[float]:
-    """Runs on two ranks: a model without a head, and with embeddings that the user gives."""
-    found = []
+@on_ranks(2)
+def test_model_without_a_head() -> None:
+    """And with embeddings that the user gives."""
     for length in (16, 15):
         model, twin = planned(converted("llama_base"), device_mesh(tp=2)), converted("llama_base")
         ids = batch(0, length=length)
@@ -307,14 +308,8 @@ def base_model_steps() -> list[float]:
         for output in outputs:
             output[:, -1].square().mean().backward()
         given = model(inputs_embeds=twin.embed_tokens(ids).detach()).last_hidden_state
-        found += [sqnr(outputs[1], each) for each in (outputs[0], given)]
-        found.append(gradients(model, twin)[0])
-    return found
-
-
-def test_model_without_a_head(ranks: RankPools) -> None:
-    for found in ranks(2).run(base_model_steps):
-        assert min(found) > 35
+        assert min(sqnr(outputs[1], each) for each in (outputs[0], given)) > 35
+        assert gradients(model, twin)[0] > 35
 
 
 # ---- plans, in one process
@@ -454,20 +449,16 @@ def test_heads_that_ranks_cannot_share(fake_world: DeviceMesh) -> None:
     assert torch.equal(model(input_ids=batch(0)).logits, forward)
 
 
-def checked(kind: str, sequence_parallel: bool) -> None:
-    """On ranks: a plan and its model pass the check."""
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("kind", ["qwen2", "glm4_moe"])
+@on_ranks(2)
+def test_plans_pass_the_check(kind: str, sequence_parallel: bool) -> None:
     model = converted(kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "hf_tp_plan leaves routed experts")
         plan = hf_tp_plan(model, sequence_parallel=sequence_parallel)
     inputs = {"input_ids": batch(0), "labels": batch(0)}
     check_tp_plan(model, device_mesh(tp=2), plan, inputs)
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "glm4_moe"])
-def test_plans_pass_the_check(ranks: RankPools, kind: str) -> None:
-    for sequence_parallel in (True, False):
-        ranks(2).run(checked, kind, sequence_parallel)
 
 
 def test_a_projection_that_is_declared_by_head_is_not_warned_of(fake_world: DeviceMesh) -> None:
