@@ -64,6 +64,7 @@ Variant = tuple[str, bool]  # a candidate, and whether it is compiled
 Case = tuple[str, Callable[[], Result]]
 Launch = tuple[Tuned, tuple[Any, ...], dict[str, Any]]  # a kernel and its arguments
 Found = dict[str, Any]  # fields of a result
+Ready = tuple[Layer, Callable[[], object]]  # a candidate's layer, and its forward and backward
 
 WARM_UP = 3
 SLEEP = 4_000_000  # cycles, some 2 ms
@@ -82,14 +83,11 @@ BLOCKS: tuple[Variant, ...] = (
     ("rowwise_folded", False),
     ("torchao tensorwise", False),
 )
-RUNS: tuple[Variant, ...] = (
-    (BF16, True),
-    ("tensorwise", True),
-    ("rowwise_folded", True),
-    (BF16, False),
-    ("tensorwise", False),
-    ("rowwise_folded", False),
-)
+RUNS: list[Variant] = [
+    (name, compiled)
+    for compiled in (True, False)
+    for name in (BF16, "tensorwise", "rowwise_folded")
+]
 TRAINING = ("--model", "1b", "--steps", "50", "--batch-size", "8", "--seq-len", "512")
 TRAINING += ("--lr", "5e-4", "--warmup", "10")
 GROUPS = {"128 x 512 rows": 128 * (512,), "26 x (0, 1, 15, 17, 512) rows": 26 * (0, 1, 15, 17, 512)}
@@ -98,22 +96,6 @@ COPIED = 2**30  # bytes, more than a cache holds
 SHAPES: tuple[Shape, ...] = ((ROWS, D, FFN), (ROWS, FFN, D), (2048, D, FFN))
 E4M3 = torch.float8_e4m3fn
 LONGEST = 12  # kernels of a trace that are named
-
-
-def run_stage(
-    parser: argparse.ArgumentParser,
-    argv: Sequence[str] | None,
-    cases: Callable[[argparse.Namespace], Iterator[Case]],
-) -> int:
-    """Run the cases; return the exit status."""
-    args = report.start(parser, argv)
-    if args.device != "cuda" or not torch.cuda.is_available():
-        parser.error(
-            "there is no CUDA device that this torch can use "
-            f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); docs/gpu.md "
-            "has what can be derived without one"
-        )
-    return run(args, cases(args))
 
 
 def event_seconds(
@@ -341,7 +323,7 @@ def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
     torch._dynamo.config.recompile_limit = 64
     for rows in args.rows:
         m, k, n = shape = rows, D, FFN
-        ready: dict[Variant, tuple[Layer, Callable[[], object]]] = {}
+        ready: dict[Variant, Ready] = {}
         for turn in (*(f"turn {1 + turn}" for turn in range(args.turns)), "wall"):
             again = [] if turn == "wall" else [((BF16, False), ", again")]
             for variant, suffix in [*((variant, "") for variant in layer_variants(rows)), *again]:
@@ -357,7 +339,7 @@ def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def measured_layer(
-    ready: dict[Variant, tuple[Layer, Callable[[], object]]],
+    ready: dict[Variant, Ready],
     shape: Shape,
     variant: Variant,
     wall: bool,
@@ -385,8 +367,8 @@ def measured_layer(
     return found
 
 
-def layer_run(shape: Shape, variant: Variant) -> tuple[Layer, Callable[[], object]]:
-    """A candidate's layer, and its forward and backward."""
+def layer_run(shape: Shape, variant: Variant) -> Ready:
+    """Make a candidate's layer."""
     name, compiled = variant
     layer = layer_of(name, shape, "cuda")
     if not compiled:
@@ -564,12 +546,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--blocks", type=positive, default=8, help="of the model; %(default)s")
     add("--folder", type=Path, default=Path("runs/gpu_day"), help="for a trace; %(default)s")
     add("--tokens", type=positive, default=8192, help="of the sequence; %(default)s")
-
-    def cases(args: argparse.Namespace) -> Iterator[Case]:
-        args.stage = args.stage or args.part
-        return PARTS[args.part](args)
-
-    return run_stage(parser, argv, cases)
+    args = report.start(parser, argv)
+    if args.device != "cuda" or not torch.cuda.is_available():
+        parser.error(
+            "there is no CUDA device that this torch can use "
+            f"(torch {torch.__version__}, torch.version.cuda {torch.version.cuda}); docs/gpu.md "
+            "has what can be derived without one"
+        )
+    args.stage = args.stage or args.part
+    return run(args, PARTS[args.part](args))
 
 
 if __name__ == "__main__":

@@ -35,17 +35,11 @@ SHOWN = 40  # errors that are printed at the end
 
 @dataclass(frozen=True)
 class Stage:
-    """A process of the day.
+    """A process of the day."""
 
-    Attributes:
-        name: in the results.
-        words: of its command, behind the interpreter.
-        patience: seconds that one of its cases may take.
-    """
-
-    name: str
-    words: tuple[str, ...]
-    patience: float = 45.0
+    name: str  # in the results
+    words: tuple[str, ...]  # of its command, behind the interpreter
+    patience: float = 45.0  # seconds that one of its cases may take
 
 
 @dataclass(frozen=True)

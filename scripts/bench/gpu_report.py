@@ -26,22 +26,15 @@ AGAIN = ", again"
 
 @dataclass(frozen=True)
 class Rates:
-    """Assumed rates of a GPU; the defaults are for an H200.
+    """Assumed rates of a GPU; the defaults are for an H200."""
 
-    Attributes:
-        bf16, float8, float8_fast: TFLOP/s of GEMMs (fast: with fast accumulation).
-        elementwise, reduction, transpose: TB/s of kernels; transpose: of torch's copies that change
-            the order of 1-byte elements.
-        launch: microseconds that a kernel takes at least.
-    """
-
-    bf16: float = 790.0
+    bf16: float = 790.0  # TFLOP/s of GEMMs
     float8: float = 1200.0
-    float8_fast: float = 1400.0
-    elementwise: float = 4.0
+    float8_fast: float = 1400.0  # with fast accumulation
+    elementwise: float = 4.0  # TB/s of kernels
     reduction: float = 3.5
-    transpose: float = 0.27
-    launch: float = 2.5
+    transpose: float = 0.27  # of torch's copies that change the order of 1-byte elements
+    launch: float = 2.5  # microseconds that a kernel takes at least
 
 
 class Candidate(NamedTuple):

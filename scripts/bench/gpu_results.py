@@ -29,34 +29,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one case.
+    """What came of one case."""
 
-    Attributes:
-        stage: the program's part of the day.
-        name: of the case, unique in its stage.
-        recipe: of the candidate: "bf16", a recipe, "torchao RECIPE".
-        compiled: whether it was compiled.
-        shape: such as "8192 x 4096 x 14336".
-        readings: seconds, as they were taken.
-        bytes, flops, tokens: of one reading.
-        peak: bytes of the device's memory.
-        note: what a person wants to know besides: a choice of block sizes, decibels, a loss.
-        error: the first line of what was raised; empty if all went well.
-        card, commit, at: the device, the code, and the seconds since 1970; filled in.
-    """
-
-    stage: str = ""
-    name: str = ""
-    recipe: str = ""
-    compiled: bool = False
-    shape: str = ""
-    readings: tuple[float, ...] = ()
-    bytes: int = 0
+    stage: str = ""  # the program's part of the day
+    name: str = ""  # of the case, unique in its stage
+    recipe: str = ""  # of the candidate: "bf16", a recipe, "torchao RECIPE"
+    compiled: bool = False  # whether the candidate was compiled
+    shape: str = ""  # such as "8192 x 4096 x 14336"
+    readings: tuple[float, ...] = ()  # seconds, as they were taken
+    bytes: int = 0  # of one reading, as flops and tokens
     flops: float = 0.0
     tokens: int = 0
-    peak: int = 0
-    note: str = ""
-    error: str = ""
+    peak: int = 0  # bytes of the device's memory
+    note: str = ""  # what a person wants to know besides: block sizes, decibels, a loss
+    error: str = ""  # the first line of what was raised; empty if all went well
+    # The device, the code, and the seconds since 1970; filled in.
     card: str = ""
     commit: str = ""
     at: float = 0.0

@@ -2,18 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8_dist import (
-    Float8Linear,
-    invalidate_float8_scales,
-    sync_float8_amax_and_scale_history,
-)
+from fp8_dist import Float8Linear, invalidate_float8_scales, sync_float8_amax_and_scale_history
 from fp8_dist.moe import Float8ExpertsConfig, grouped_linear
 from scripts.common.candidates import BF16, linear_of
 
@@ -47,14 +43,15 @@ class Layer:
             invalidate_float8_scales(self.module)
 
 
+def normal(device: str) -> Callable[..., torch.Tensor]:
+    """Draws tensors of a size, the same ones for all candidates."""
+    generator = torch.Generator(device).manual_seed(0)
+    return lambda *size: torch.randn(size, generator=generator, device=device).bfloat16()
+
+
 def layer_of(name: str, shape: Shape, device: str) -> Layer:
     """A candidate's layer with tensors that all candidates share."""
-    m, k, n = shape
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device).bfloat16()
-
+    (m, k, n), random = shape, normal(device)
     x, w, g = random(m, k), random(n, k) / math.sqrt(k), random(m, n)
     with torch.device("meta"):
         linear = nn.Linear(k, n, bias=False)
@@ -68,12 +65,7 @@ class Experts:
     def __init__(
         self, name: str, groups: Sequence[int], features: tuple[int, int], device: str
     ) -> None:
-        rows, (k, n) = sum(groups), features
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(*size: int) -> torch.Tensor:
-            return torch.randn(size, generator=generator, device=device).bfloat16()
-
+        rows, (k, n), random = sum(groups), features, normal(device)
         self.x = random(rows, k).requires_grad_()
         self.weight = (random(len(groups), n, k) / k**0.5).requires_grad_()
         self.grad = random(rows, n)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 VOCAB_SIZE = 256  # one token per byte value
-MAX_BYTES = 8 * 2**20
+MAX_BYTES = 8 * 2**20  # a text ends here
 # Folders of the standard library's tree whose files are not its own source.
 _NOT_LIBRARY_SOURCE = {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests"}
 
@@ -49,14 +49,13 @@ class Corpus:
         return windows[:, :-1], windows[:, 1:]
 
 
-def load_corpus(path: Path | None, *, seq_len: int, max_bytes: int = MAX_BYTES) -> Corpus:
+def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
     """Reads a text, the same one on every call and rank of a machine.
 
     Args:
         path: a file, or a folder whose files (hidden ones excepted) are joined in the order of
             their paths. None: the standard library's `*.py` files.
         seq_len: the row length that the text must serve.
-        max_bytes: the text ends here.
 
     Raises:
         ValueError: nothing is at `path`, or the text is too short.
@@ -70,7 +69,7 @@ def load_corpus(path: Path | None, *, seq_len: int, max_bytes: int = MAX_BYTES) 
         files = _files(path, "*", skip=lambda name: name.startswith("."))
     else:
         raise ValueError(f"{path}: no such file or folder")
-    text = _read(files, max_bytes)
+    text = _read(files)
     if len(text) <= seq_len:
         raise ValueError(
             f"{path} has {len(text)} bytes of text ({len(files)} files), but rows of {seq_len} "
@@ -87,10 +86,10 @@ def _files(root: Path, pattern: str, skip: Callable[[str], bool]) -> list[Path]:
     )
 
 
-def _read(files: list[Path], max_bytes: int) -> bytearray:
+def _read(files: list[Path]) -> bytearray:
     text = bytearray()
     for file in files:
-        if len(text) >= max_bytes:
+        if len(text) >= MAX_BYTES:
             break
         text += file.read_bytes()
-    return text[:max_bytes]
+    return text[:MAX_BYTES]

@@ -144,13 +144,9 @@ class Attention(nn.Module):
         )
         given, dtype = v.dtype, self.dtype or v.dtype
         q, k, v = apply_rope(q.to(dtype), cos, sin), apply_rope(k.to(dtype), cos, sin), v.to(dtype)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.n_kv_heads != self.n_heads,
-        )
+        heads = [each.transpose(1, 2) for each in (q, k, v)]
+        grouped = self.n_kv_heads != self.n_heads
+        out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=grouped)
         return self.wo(out.transpose(1, 2).flatten(2).to(given))
 
 

@@ -52,29 +52,22 @@ SIZES: dict[str, Any] = {
     "decoder_start_token_id": 1,
 }
 # What a config has of these is set too, also in encoder-decoders and models of sound and images.
-_NAMES = {
-    1: "n_shared_experts first_k_dense_replace n_group topk_group",
-    2: (
-        "num_experts_per_tok num_experts_per_token n_layer num_layers num_decoder_layers "
-        "encoder_layers decoder_layers depth"
-    ),
-    4: (
-        "num_local_experts num_experts moe_num_experts n_routed_experts n_head num_heads "
-        "encoder_attention_heads decoder_attention_heads"
-    ),
-    8: "patch_size",
-    16: (
-        "head_dim query_pre_attn_scalar q_lora_rank kv_lora_rank qk_nope_head_dim "
-        "qk_rope_head_dim v_head_dim d_kv num_mel_bins"
-    ),
-    32: "max_source_positions image_size",
-    64: (
-        "sliding_window moe_intermediate_size shared_expert_intermediate_size n_embd "
-        "d_model embed_dim out_hidden_size"
-    ),
-    128: "ffn_hidden_size d_ff encoder_ffn_dim decoder_ffn_dim max_target_positions",
-}
-OTHERS = {name: size for size, names in _NAMES.items() for name in names.split()}
+_NAMES = """
+1 n_shared_experts first_k_dense_replace n_group topk_group
+2 num_experts_per_tok num_experts_per_token n_layer num_layers num_decoder_layers
+2 encoder_layers decoder_layers depth
+4 num_local_experts num_experts moe_num_experts n_routed_experts n_head num_heads
+4 encoder_attention_heads decoder_attention_heads
+8 patch_size
+16 head_dim query_pre_attn_scalar q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim
+16 v_head_dim d_kv num_mel_bins
+32 max_source_positions image_size
+64 sliding_window moe_intermediate_size shared_expert_intermediate_size n_embd d_model embed_dim
+64 out_hidden_size
+128 ffn_hidden_size d_ff encoder_ffn_dim decoder_ffn_dim max_target_positions
+"""
+_LINES = (line.split() for line in _NAMES.strip().splitlines())
+OTHERS = {name: int(size) for size, *names in _LINES for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +166,14 @@ def compare(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any
     return Found(kind, f"{worst:.0f} / {close:.0f} dB")
 
 
+def outcome(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any) -> Found:
+    """As `compare`, whose errors are found too."""
+    try:
+        return compare(names, mesh, sequence, twins)
+    except Exception as error:
+        return failed(error)
+
+
 def reason(error: Exception) -> str:
     """The text of an error, in short, for a table."""
     text = " ".join(str(error).split()).replace("|", "/")
@@ -202,16 +203,8 @@ def try_all(kinds: Sequence[str]) -> dict[str, list[Found] | str]:
         except Exception as error:
             results[kind] = reason(error)
             continue
-        results[kind] = []
-        for sequence, refused in zip((True, False), refusals, strict=True):
-            if refused:
-                results[kind].append(refused)
-                continue
-            try:
-                found = compare(names, mesh, sequence, twins)
-            except Exception as error:
-                found = failed(error)
-            results[kind].append(found)
+        ways = zip((True, False), refusals, strict=True)
+        results[kind] = [refused or outcome(names, mesh, way, twins) for way, refused in ways]
     return results
 
 

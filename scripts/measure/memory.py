@@ -135,13 +135,13 @@ def per_block(models: tuple[Held, Held]) -> int:
     return (deep[OTHER] - shallow[OTHER]) // (DEPTHS[1] - DEPTHS[0])
 
 
-def layer_table(kept: Mapping[str, Held]) -> str:
-    """A line per candidate."""
-    lines = []
-    for name, held in kept.items():
-        share = held[OTHER] / kept[BF16][OTHER]
-        lines.append([name, f"{held[OTHER]:,}", f"{share:.3f}", f"{held[WEIGHT]:,}"])
-    return table(["layer", "activations, B", "of bf16", "copies of the weight, B"], lines, "lr")
+def kept_table(head: Sequence[str], kept: Mapping[str, tuple[int, int]]) -> str:
+    """A line per candidate: bytes of activations, beside bf16's, and of weights."""
+    lines = [
+        [name, f"{activations:,}", f"{activations / kept[BF16][0]:.3f}", f"{weights:,}"]
+        for name, (activations, weights) in kept.items()
+    ]
+    return table(head, lines, "lr")
 
 
 def block_table(kept: Mapping[str, Mapping[str, Held]]) -> str:
@@ -155,16 +155,6 @@ def block_table(kept: Mapping[str, Mapping[str, Held]]) -> str:
             cells += [f"{held:,}", f"{held / kept[BF16][mode][OTHER]:.3f}"]
         lines.append([name, *cells, f"{by_mode['plain'][WEIGHT]:,}"])
     return table(["block", *heads, "copies of weights, B"], lines, "lr")
-
-
-def model_table(kept: Mapping[str, tuple[Held, Held]]) -> str:
-    """A line per candidate."""
-    lines = []
-    for name, models in kept.items():
-        added = per_block(models)
-        share = added / per_block(kept[BF16])
-        lines.append([name, f"{added:,}", f"{share:.3f}", f"{models[1][WEIGHT]:,}"])
-    return table(["model", "each block, B", "of bf16", "unsharded weights, B"], lines, "lr")
 
 
 def checks(layers: Mapping[str, Held], models: Mapping[str, tuple[Held, Held]]) -> list[Check]:
@@ -188,8 +178,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = {name: of_layer(name) for name in NAMES}
     blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
     models = run_on_ranks(RANKS, of_models, NAMES)[0]
-    tables = {"layer": layer_table(layers), "block": block_table(blocks)}
-    return finish(args, tables | {"model": model_table(models)}, checks(layers, models))
+    by_layer = {name: (held[OTHER], held[WEIGHT]) for name, held in layers.items()}
+    by_block = {name: (per_block(held), held[1][WEIGHT]) for name, held in models.items()}
+    layer_head = ["layer", "activations, B", "of bf16", "copies of the weight, B"]
+    model_head = ["model", "each block, B", "of bf16", "unsharded weights, B"]
+    tables = {"layer": kept_table(layer_head, by_layer), "block": block_table(blocks)}
+    tables["model"] = kept_table(model_head, by_block)
+    return finish(args, tables, checks(layers, models))
 
 
 if __name__ == "__main__":

@@ -35,21 +35,13 @@ TIMEOUT_S = 900
 
 
 class Fault(NamedTuple):
-    """A small mistake that someone could make.
+    """A small mistake that someone could make."""
 
-    Attributes:
-        file: where, from the root of the checkout.
-        what: the mistake, in a few words.
-        before: whole lines that the file has once.
-        after: the lines that take their place.
-        test: a test, or several in one file, as pytest takes them; one must fail.
-    """
-
-    file: str
-    what: str
-    before: str
-    after: str
-    test: str
+    file: str  # where, from the root of the checkout
+    what: str  # the mistake, in a few words
+    before: str  # whole lines that the file has once
+    after: str  # the lines that take their place
+    test: str  # a test, or several in one file, as pytest takes them; one must fail
 
 
 def read_faults(text: str) -> list[Fault]:

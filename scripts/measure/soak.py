@@ -47,19 +47,12 @@ ALLOWED_MB = 24
 
 @dataclass(frozen=True)
 class Usage:
-    """Holdings of a process.
+    """Holdings of a process."""
 
-    Attributes:
-        rss: resident memory in MB.
-        tensors: live tensors that Python knows.
-        entries: of all tables of the library together.
-        works: collectives whose result nobody has waited for.
-    """
-
-    rss: int
-    tensors: int
-    entries: int
-    works: int
+    rss: int  # resident memory in MB
+    tensors: int  # live ones that Python knows
+    entries: int  # of all tables of the library together
+    works: int  # collectives whose result nobody has waited for
 
 
 def table_sizes() -> dict[str, int]:

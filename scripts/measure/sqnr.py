@@ -26,12 +26,12 @@ from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS, Llama
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
-from scripts.common.options import positive
 from scripts.common.report import Check, finish, make_parser, start
 from scripts.train.train import MAX_GRAD_NORM, learning_rate_factor
 
 GEMMS = ("output", "grad_input", "grad_weight")
 MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
+STEPS = [5, 300]  # those that are recorded; the last one ends the training
 # A delayed scale is that of earlier steps, which a single record doesn't have.
 RECIPES = [name for name in OURS if name != "delayed"]
 # Those that use one float8 copy of an operand in both of its GEMMs, where rowwise makes two, and
@@ -190,8 +190,9 @@ def _listen(
     ]
 
 
-def stress_cases(seed: int, m: int = 1024, k: int = 512, n: int = 768) -> dict[str, Operands]:
+def stress_cases(seed: int) -> dict[str, Operands]:
     """Normal operands, and what training may do to them, by name."""
+    m, k, n = 1024, 512, 768
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator)
 
@@ -260,12 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     asserts = f"a recipe of one float8 copy is more than {TOLERANCE:g} dB behind two casts"
     parser = make_parser("scripts.measure.sqnr", __doc__, asserts=asserts)
-    steps = "steps that are recorded; the last one ends the training (default: 5 300)"
-    parser.add_argument(
-        "--at", type=positive, nargs="+", default=[5, 300], metavar="STEP", help=steps
-    )
     args = start(parser, argv)
-    progress = tqdm(record(args.at, seed=0).items(), desc="multiplying", unit="layer")
+    progress = tqdm(record(STEPS, seed=0).items(), desc="multiplying", unit="layer")
     by_place = {place: measure(each) for place, each in progress}
     by_case = {case: measure(each) for case, each in stress_cases(seed=0).items()}
     tables = {"recorded": recorded_table(by_place), "made up": stress_table(by_case)}
