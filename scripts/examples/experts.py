@@ -50,9 +50,8 @@ for experts in float8_experts(model).values():
     experts.set_gradient_divide_factor(mesh.size())
     experts.set_force_sum_reduction_for_comms(True)  # gloo has no other division
 everywhere = mesh._flatten("dp_ep")
-for layer in model.model.layers:
-    fully_shard(layer, mesh=everywhere)
-fully_shard(model, mesh=everywhere)
+for module in (*model.model.layers, model):
+    fully_shard(module, mesh=everywhere)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 

@@ -21,9 +21,8 @@ model = Model().to(device)
 # First float8, then FSDP2, then the optimizer.
 config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
 convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
-for block in model.blocks:
-    fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)
+for module in (*model.blocks, model):
+    fully_shard(module, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 

@@ -49,9 +49,8 @@ plan = {
     "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
 apply_tp_plan(model, mesh["tp"], plan)
-for block in model.blocks:
-    fully_shard(block, mesh=mesh["dp"])
-fully_shard(model, mesh=mesh["dp"])
+for module in (*model.blocks, model):
+    fully_shard(module, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 

@@ -30,9 +30,8 @@ class Float8Module(LightningModule):
             self.model, config=config, module_filter_fn=skip_head(self.model)
         )
         mesh = self.device_mesh["data_parallel"]
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=mesh)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)

@@ -8,11 +8,7 @@ import torch.distributed as dist
 from own_model import Model, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from fp8_dist import attach_update, convert_to_float8_training, skip_head
 from fp8_dist.debug import comm_audit

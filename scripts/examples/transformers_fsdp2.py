@@ -36,9 +36,8 @@ model = LlamaForCausalLM(CONFIG).to(device)
 # First float8, then FSDP2, then the optimizer.
 config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
 convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
-for layer in model.model.layers:
-    fully_shard(layer, mesh=mesh)
-fully_shard(model, mesh=mesh)
+for module in (*model.model.layers, model):
+    fully_shard(module, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 
