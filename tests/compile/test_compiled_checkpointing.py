@@ -7,7 +7,7 @@ import torch
 from checkpointed import forward
 from graphs import OPS, Compilations, Graphs
 from nets import Distributed, Net, full
-from ranks import RankPools
+from rank_tests import on_ranks
 from reference import same_bits
 from two_level import config_named
 
@@ -64,10 +64,10 @@ def compiled_counts(recipe: str, mode: str) -> tuple[Counter[str], list[CommRow]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_graphs_repeat_no_collective_and_no_amax(ranks: RankPools) -> None:
+@on_ranks(2, timeout=180)
+def test_graphs_repeat_no_collective_and_no_amax() -> None:
     (plain, collectives), (selective, same_collectives) = (
-        ranks(2).run(compiled_counts, "tensorwise", mode, timeout=180)[0]
-        for mode in ("none", "selective")
+        compiled_counts("tensorwise", mode) for mode in ("none", "selective")
     )
     assert same_collectives == collectives
     # Casts are repeated, and nothing else.

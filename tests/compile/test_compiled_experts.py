@@ -74,10 +74,6 @@ def test_evaluation() -> None:
         assert same_bits(compiled(layer.tensors), layer.output(layer.tensors))
 
 
-def on_a_rank(layer: Layer, backend: str) -> tuple[set[str], int]:
-    return wrong_in_graphs(layer.part(dist.get_rank()), backend, dist.group.WORLD)
-
-
 @pytest.mark.parametrize(
     ("backend", "recipe", "combine", "spread"),
     [
@@ -85,11 +81,12 @@ def on_a_rank(layer: Layer, backend: str) -> tuple[set[str], int]:
         pytest.param("aot_eager", "mxfp8", "float8", "no tokens on rank 0", marks=full_tier),
     ],
 )
+@on_ranks(2, returns=(set(), 1), timeout=240)
 def test_layer_on_ranks(
-    ranks: RankPools, backend: str, recipe: Any, combine: Any, spread: str
-) -> None:
+    backend: str, recipe: Any, combine: Any, spread: str
+) -> tuple[set[str], int]:
     layer = Layer.of(Float8ExpertsConfig(recipe, combine), 2, spread)
-    assert ranks(2).run(on_a_rank, layer, backend, timeout=240) == [(set(), 1)] * 2
+    return wrong_in_graphs(layer.part(dist.get_rank()), backend, dist.group.WORLD)
 
 
 def test_grouped_linear() -> None:

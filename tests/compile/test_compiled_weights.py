@@ -8,7 +8,6 @@ import torch.nn as nn
 from graphs import Graphs
 from nets import Distributed, blocks
 from rank_tests import on_ranks
-from ranks import RankPools
 from reference import same_bits, saved_in
 from torch.distributed.tensor import DTensor
 
@@ -94,24 +93,18 @@ def held_by(net: nn.Module, x: torch.Tensor) -> Held:
     return Held(*held, len(weights))
 
 
-def resident(recipe: str, gather: bool) -> list[Held]:
-    """By the number of layers: 2, 4, 8."""
+@pytest.mark.filterwarnings("ignore")
+# (What FSDP2 gathers in high precision is cast again in backward, not kept in float8.)
+@pytest.mark.parametrize(("recipe", "gather"), [("rowwise_folded", True), ("rowwise", False)])
+@on_ranks(2)
+def test_no_unsharded_weight_outlives_its_layer(recipe: str, gather: bool) -> None:
     config, found = Float8LinearConfig.from_recipe_name(recipe), []
     for layers in (2, 4, 8):
         arguments = {"layers": layers}
         world = Distributed(2, 1, config=config, gather=gather, net_arguments=arguments)
         precompute_float8_dynamic_scale(world.net)
         found.append(held_by(world.net, world.mine(torch.randn(4, 8, 64))))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore")
-# (What FSDP2 gathers in high precision is cast again in backward, not kept in float8.)
-@pytest.mark.parametrize(("recipe", "gather"), [("rowwise_folded", True), ("rowwise", False)])
-def test_no_unsharded_weight_outlives_its_layer(
-    ranks: RankPools, recipe: str, gather: bool
-) -> None:
-    weights, rest, count = zip(*ranks(2).run(resident, recipe, gather)[0], strict=True)
+    weights, rest, count = zip(*found, strict=True)
     # All but w1 and w3 of the first layer, whose input needs no gradient.
     assert count == (4, 10, 22)
     assert weights == (0, 0, 0)  # FSDP2 has freed what it gathered, and nothing else holds it

@@ -21,11 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import update_float8_scales
 from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements

@@ -27,15 +27,8 @@ def sharded(dim: int, hidden: int, pad: bool, rows: int) -> dict[str, Any]:
     twin.load_state_dict(mlp.state_dict())
     convert_to_float8_training(mlp, config=config)
     convert_to_float8_training(twin)
-    apply_tp_plan(
-        mlp,
-        mesh,
-        {
-            "w1": Float8ColwiseParallel(),
-            "w3": Float8ColwiseParallel(),
-            "w2": Float8RowwiseParallel(),
-        },
-    )
+    column = Float8ColwiseParallel()
+    apply_tp_plan(mlp, mesh, {"w1": column, "w3": column, "w2": Float8RowwiseParallel()})
     x = torch.randn(rows, dim)
     expected = twin(x)
     expected.sum().backward()
@@ -70,12 +63,11 @@ def test_refused_on_all_ranks_where_it_is_misaligned_on_one(ranks: RankPools) ->
         (4, 32, 5, 6),
     ],
 )
-def test_padded_on_every_rank(
-    ranks: RankPools, world_size: int, dim: int, hidden: int, rows: int
-) -> None:
-    for found in ranks(world_size).run(sharded, dim, hidden, True, rows):
-        assert "error" not in found, found
-        assert min(found.values()) > 120
+@on_ranks("world_size")
+def test_padded_on_every_rank(world_size: int, dim: int, hidden: int, rows: int) -> None:
+    found = sharded(dim, hidden, True, rows)
+    assert "error" not in found, found
+    assert min(found.values()) > 120
 
 
 @on_ranks(2)

@@ -157,8 +157,9 @@ def audited(config: Float8ExpertsConfig) -> dict[str, list[CommRow]]:
     ("recipe", "scales"),
     [("rowwise_folded", 4), ("tensorwise", 4), ("blockwise", 256 // 128), ("mxfp8", 256 // 32)],
 )
-def test_bytes_of_rows(ranks: RankPools, recipe: Any, scales: int) -> None:
-    for phase, rows in ranks(2).run_same(audited, Float8ExpertsConfig(recipe)).items():
+@on_ranks(2)
+def test_bytes_of_rows(recipe: Any, scales: int) -> None:
+    for phase, rows in audited(Float8ExpertsConfig(recipe)).items():
         others = (torch.int64, torch.bfloat16)
         found = sum(row.bytes for row in rows if row.dtype not in others)
         assert found == 48 * (256 + scales), phase

@@ -113,9 +113,12 @@ def test_the_whole_is_that_of_one_device(
     return wrong
 
 
-def trained(gather: Any, options: dict[str, Any]) -> list[str]:
-    """Runs on each rank: weights that differ from those that a forward multiplied."""
-    net = sharded(converted("blockwise", gather, spread=1, **CUT), 2, 2, **options)
+@pytest.mark.parametrize("gather", [False, "auto"])
+@on_ranks(4, returns=[])
+def test_bits_are_those_that_a_forward_multiplies(gather: Any) -> list[str]:
+    """FSDP2's mixed precision rounds a weight before its cast, if it is not gathered in float8."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    net = sharded(converted("blockwise", gather, spread=1, **CUT), 2, 2, mp_policy=policy)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(2, 4, CUT["dim"])
     for _ in range(2):
@@ -132,13 +135,6 @@ def trained(gather: Any, options: dict[str, Any]) -> list[str]:
             wrong.append(name)
     assert len(used) == 6
     return wrong
-
-
-@pytest.mark.parametrize("gather", [False, "auto"])
-def test_bits_are_those_that_a_forward_multiplies(ranks: RankPools, gather: Any) -> None:
-    """FSDP2's mixed precision rounds a weight before its cast, if it is not gathered in float8."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    assert ranks(4).run_same(trained, gather, {"mp_policy": policy}) == []
 
 
 @on_ranks(2, returns=[])

@@ -7,7 +7,7 @@ import torch
 from experts import Experts, experts_config
 from nets import full
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
+from ranks import device_mesh
 from reference import reloaded, same_bits, sqnr
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +18,13 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.linear.weights import float8_weights
 
 
-def trained(dp: int, experts: int, dim: int) -> tuple[list[str], int, set[torch.dtype]]:
+# Experts that ranks have unequal numbers of (a fourth rank has none), and parts of each expert.
+@pytest.mark.parametrize(
+    ("dp", "experts", "dim", "reductions"),
+    [(2, 6, 0, 0), (3, 6, 0, 0), (4, 6, 0, 1), (2, 5, 0, 1), (2, 4, 1, 1)],
+)
+@on_ranks("dp")
+def test_experts(dp: int, experts: int, dim: int, reductions: int) -> None:
     """Differences from one device in two steps, precompute's collectives, and dtypes of gathers.
 
     The second step follows an update by the optimizer's hook.
@@ -53,18 +59,10 @@ def trained(dp: int, experts: int, dim: int) -> tuple[list[str], int, set[torch.
             if sqnr(parameter.detach(), mine) < 100:
                 wrong.append(f"step {step}: {name}")
             parameter.data.copy_(mine)  # the mean over ranks rounds
-    return wrong, update.count(), gathered
-
-
-# Experts that ranks have unequal numbers of (a fourth rank has none), and parts of each expert.
-@pytest.mark.parametrize(
-    ("dp", "experts", "dim", "reductions"),
-    [(2, 6, 0, 0), (3, 6, 0, 0), (4, 6, 0, 1), (2, 5, 0, 1), (2, 4, 1, 1)],
-)
-def test_experts(ranks: RankPools, dp: int, experts: int, dim: int, reductions: int) -> None:
+    assert wrong == []
+    assert update.count() == reductions
     # Where all ranks have as many experts, FSDP2's gather carries their scales.
-    gathered = {torch.float8_e4m3fn} | (set() if reductions else {torch.float32})
-    assert ranks(dp).run(trained, dp, experts, dim) == [([], reductions, gathered)] * dp
+    assert gathered == {torch.float8_e4m3fn} | (set() if reductions else {torch.float32})
 
 
 def test_they_are_saved_plain_and_copied() -> None:

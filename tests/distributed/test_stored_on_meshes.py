@@ -165,9 +165,10 @@ RECIPES_AND_SIZES += [(4, "mxfp8")]
 
 
 @pytest.mark.parametrize(("size", "name"), RECIPES_AND_SIZES)
-def test_bits_and_bytes_on_meshes(ranks: RankPools, size: int, name: str) -> None:
+@on_ranks("size")
+def test_bits_and_bytes_on_meshes(size: int, name: str) -> None:
     """Losses and gradients are those of the twin that casts its weights, on the same mesh."""
-    for way, per_weight in ranks(size).run_same(compared, size, name).items():
+    for way, per_weight in compared(size, name).items():
         copies = {"DDP": 2, "HSDP": 2}.get(way, 1)
         # One scale per row of 512 and 384 values; of uneven shards FSDP2 pads some.
         more = 0.012 if name == "rowwise_folded" or size == 3 else 0.002

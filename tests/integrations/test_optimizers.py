@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 from nets import Net
-from ranks import RankPools, device_mesh
+from rank_tests import on_ranks
+from ranks import device_mesh
 from reference import same_bits
 from schedulefree import AdamWScheduleFree
 from torch.distributed.fsdp import fully_shard
@@ -67,18 +68,14 @@ def trained(name: str, float8_gather: bool, steps: int = 3) -> tuple[list[torch.
     return [*weights, output], reduced
 
 
-def compared(name: str) -> tuple[bool, list[int]]:
-    ours, reduced = trained(name, float8_gather=True)
-    theirs, _ = trained(name, float8_gather=False)
-    return all(map(same_bits, ours, theirs)), reduced
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.full] * ("8bit" in n)) for n in OPTIMIZERS]
 )
-def test_training(ranks: RankPools, name: str) -> None:
-    same, reduced = ranks(2).run_same(compared, name)
-    assert same
+@on_ranks(2)
+def test_training(name: str) -> None:
+    ours, reduced = trained(name, float8_gather=True)
+    theirs, _ = trained(name, float8_gather=False)
+    assert all(map(same_bits, ours, theirs))
     # The first step finds no scales: one all-reduce per weight, and precompute's.
     assert reduced == [7, 1, 1]

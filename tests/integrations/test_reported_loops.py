@@ -1,7 +1,6 @@
 """docs/report.md: its loops run as they stand, and a browser shows their runs on one page."""
 
 import itertools
-import json
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ import pytest
 import torch
 from playwright.sync_api import Page, sync_playwright
 from ranks import RankPools
+from reference import json_lines
 from torch import nn
 from torch.utils.data import DataLoader
 from trainer_runs import dataset, launched, llama
@@ -129,24 +129,20 @@ def browser_page() -> Iterator[Page]:
         browser.close()
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_what_the_loops_write(runs: list[Path]) -> None:
     first, trainer, fabric = runs
     for run in (first, fabric):
-        metrics = lines_of(run / "metrics.jsonl")
+        metrics = json_lines(run / "metrics.jsonl")
         assert [line["step"] for line in metrics] == list(range(STEPS))
-        anomaly, *_ = lines_of(run / "anomalies.jsonl")
+        anomaly, *_ = json_lines(run / "anomalies.jsonl")
         assert (anomaly["step"], anomaly["what"], anomaly["operand"]) == (FAULT, "jump", "input")
         assert anomaly["fqn"].endswith("layers.1")
-        steps = {line["step"] for line in lines_of(run / "float8_stats.jsonl")}
+        steps = {line["step"] for line in json_lines(run / "float8_stats.jsonl")}
         assert steps == {0, 10, 20}
-    metrics = lines_of(trainer / "metrics.jsonl")
+    metrics = json_lines(trainer / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(2, STEPS, 2))
     assert {"loss", "grad_norm", "learning_rate"} < metrics[0].keys()
-    assert {line["step"] for line in lines_of(trainer / "float8_stats.jsonl")} == {10, 20}
+    assert {line["step"] for line in json_lines(trainer / "float8_stats.jsonl")} == {10, 20}
 
 
 def test_loggers_take_the_layers_that_are_chosen() -> None:

@@ -1,7 +1,6 @@
 """Checkpoints of training runs: what resumes, with which bits, and what is refused."""
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 from processes import run as run_program
 from ranks import RankPools, device_mesh
+from reference import json_lines
 
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.train import train
@@ -50,7 +50,7 @@ def run(out: str, dp: int, tp: int, *options: str, stop_at: int = 0) -> None:
 
 
 def metrics(out: Path) -> list[tuple[int, float, float]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(out / "metrics.jsonl")
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 

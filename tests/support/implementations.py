@@ -12,6 +12,12 @@ from fp8_dist.kernels import CustomOp, cuda
 from fp8_dist.kernels.cuda.triton import launch
 
 assert cuda.HAS_TRITON
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values over the whole range of a format beside its largest."""
+    return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
 
 
 def implementation(op: CustomOp[..., Any]) -> Callable[..., Any]:

@@ -1,16 +1,18 @@
 """Independent references: the numerics of one cast in fp64, SQNR, and a recorder.
 
 Nothing here calls the code under test; the recorders listen to it. Of the library's internals, only
-its recording of GEMMs is used.
+its recording of GEMMs, and what it has warned of, are used.
 """
 
 import io
 import itertools
+import json
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -125,6 +127,11 @@ def reloaded(value: Any, weights_only: bool = True) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """What the lines of a file hold."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from checkpointed import SELECTIVE
 from recordings import casts, written
 from reference import raised, reloaded, same_bits, same_values
 from stored_weights import CONFIGS, converted, frozen, run, same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
     CastConfig,
@@ -32,7 +33,6 @@ from fp8_dist import (
     freeze_to_float8,
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
-    selective_checkpoint_policy,
     sync_float8_amax_and_scale_history,
     unfreeze_from_float8,
     update_float8_scales,
@@ -175,12 +175,7 @@ CHANGES: list[Callable[[nn.Module], Any]] = [
     convert_to_float8_training,
     lambda net: copy.deepcopy(saved(copy.deepcopy(net))),
     lambda net: partial(checkpoint, net, use_reentrant=False),
-    lambda net: partial(
-        checkpoint,
-        net,
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(selective_checkpoint_policy),
-    ),
+    lambda net: partial(checkpoint, net, use_reentrant=False, **SELECTIVE),
 ]
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from reference import raised
+from reference import json_lines, raised
 from torch import nn
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
@@ -206,10 +206,6 @@ def test_damaged_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert message in capsys.readouterr().err
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
     model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
     stats = float8_stats(model)
@@ -220,9 +216,9 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
         writer.log(step, loss=loss, grad_norm=math.inf)
     assert stats.rows == []
     assert [line.split()[0] for line in stats.table().splitlines()[1:]] == ["2", "2"]
-    metrics = lines_of(tmp_path / "run" / "metrics.jsonl")
+    metrics = json_lines(tmp_path / "run" / "metrics.jsonl")
     assert metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": "Infinity"}
-    rows = lines_of(tmp_path / "run" / "float8_stats.jsonl")
+    rows = json_lines(tmp_path / "run" / "float8_stats.jsonl")
     assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2]
     run = data.read_run(tmp_path / "run")
     assert run.metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": math.inf}
@@ -231,9 +227,13 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
     assert "RunWriter.log: loss='low' must be a number" in error
     error = raised(TypeError, partial(writer.log, 2, loss=torch.ones(2)))
     assert "RunWriter.log: loss has the shape [2]; log one number, such as" in error
-    assert len(lines_of(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert len(json_lines(tmp_path / "run" / "metrics.jsonl")) == 3
     writer.log(2, loss=np.float32(0.5), tokens=np.int64(7))
-    assert lines_of(tmp_path / "run" / "metrics.jsonl")[3] == {"step": 2, "loss": 0.5, "tokens": 7}
+    assert json_lines(tmp_path / "run" / "metrics.jsonl")[3] == {
+        "step": 2,
+        "loss": 0.5,
+        "tokens": 7,
+    }
     # The run goes on: the statistics count on, too.
     stats = float8_stats(model, every=2, limits=AnomalyLimits(sqnr=20.0, jump=None))
     writer = RunWriter(tmp_path / "run", stats, first=3)
@@ -242,7 +242,7 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
         with stats:
             model(torch.ones(4, 32))
         writer.log(step)
-    rows = lines_of(tmp_path / "run" / "float8_stats.jsonl")
+    rows = json_lines(tmp_path / "run" / "float8_stats.jsonl")
     assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2, 4, 4]
     assert data.read_run(tmp_path / "run").config["anomaly_limits"] == stats.limits
     with stats:
@@ -339,10 +339,10 @@ def test_what_a_resumed_run_knows_and_syncs(tmp_path: Path) -> None:
     assert synced == {path.stat().st_ino for path in tmp_path.glob("*.jsonl")}
     assert len(synced) == 3
     tell(4, (4, "w1"), (5, "w2"))
-    told = [(line["step"], line["fqn"]) for line in lines_of(tmp_path / "anomalies.jsonl")]
+    told = [(line["step"], line["fqn"]) for line in json_lines(tmp_path / "anomalies.jsonl")]
     assert told == [(1, "w1"), (5, "w2")]
-    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 4, 5]
+    assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == [1, 4, 5]
     tell(None)  # a run that may have forgotten ``first`` has removed nothing before its first step
     assert len(list(tmp_path.glob("*.jsonl"))) == 3
     tell(None, (0, "w1"))
-    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [0]
+    assert [line["step"] for line in json_lines(tmp_path / "metrics.jsonl")] == [0]

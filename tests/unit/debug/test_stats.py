@@ -1,7 +1,6 @@
 """float8_stats on one process: against fp64 references, planted faults, what it costs."""
 
 import gc
-import json
 import math
 import warnings
 import weakref
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import wandb
-from reference import Watching, raised
+from reference import Watching, json_lines, raised
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -461,7 +460,7 @@ def test_jsonl(tmp_path: Path) -> None:
     stats.append_jsonl(path)
     assert stats.rows == []
     stats.append_jsonl(path)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = json_lines(path)
     assert [line["kind"] for line in lines] == kinds
     assert lines[0]["amax"] == lines[0]["sqnr"] == "NaN"
     assert (lines[0]["nonfinite"], lines[0]["gemms"]) == (100.0, ["output", "grad_weight"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import check_operator, implementation, note_launches
+from implementations import DEVICE, check_operator, implementation, matrix, note_launches
 from reference import same_values
 
 from fp8_dist.device import FLOAT8_DTYPES
@@ -27,7 +27,6 @@ from fp8_dist.kernels import (
 from fp8_dist.kernels.blocks import dequantize_blocks
 from fp8_dist.kernels.gemm import gemm_scales, in_tiles
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Blocks = tuple[int, int, int, int]
 
@@ -47,11 +46,6 @@ CASES: list[tuple[tuple[int, int], Blocks]] = [
 RULES: list[str | None] = [None, "ceil", "floor"]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
-
-
-def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Values over the whole range of a format beside its largest."""
-    return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
 
 
 @pytest.fixture

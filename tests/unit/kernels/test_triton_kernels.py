@@ -9,7 +9,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from implementations import check_operator, implementation, note_launches
+from implementations import DEVICE, check_operator, implementation, matrix, note_launches
 from torch.nn.functional import pad
 
 from fp8_dist import kernels
@@ -30,7 +30,6 @@ from fp8_dist.kernels import (
 from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.folding import fold_gradient
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW, COLUMN, TENSOR = "row", "column", "tensor"
 SHAPES = [(1, 1), (77, 130), (3, 1025), (0, 5), (5, 0), (0, 0)]
@@ -49,11 +48,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # nump
 def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The names of the kernels that are launched."""
     return note_launches(monkeypatch)
-
-
-def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Values over the whole range of a format beside its largest."""
-    return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
 
 
 def views(x: torch.Tensor) -> Iterator[torch.Tensor]:
