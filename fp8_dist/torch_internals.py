@@ -83,9 +83,10 @@ try:
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # What the library reads from objects, calls, or overrides in subclasses.
-    _given = ["fsdp_params", "reduce_scatter_comm", "all_reduce_group"]
+    _given = ["fsdp_params", "reduce_scatter_comm", "all_reduce_group", "all_reduce_hook"]
+    _given += ["reduce_scatter_stream"]
     if _renamed := [
-        *(f"foreach_reduce({name}=)" for name in _given if name not in _reduction.parameters),
+        *(f"foreach_reduce({n}=)" for n in _given if n not in _reduction.parameters),
         *_missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
         *_missing(torch.UntypedStorage, "_cdata"),
         *_missing(torch.ops.aten.mm.default, "_schema"),
@@ -606,12 +607,12 @@ def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
     return group.post_forward_mesh_info not in (None, group.mesh_info)
 
 
-def fsdp_padded_sizes(group: Any) -> dict[Any, int]:
-    """Number of elements of each parameter that a rank has in the group's reduce-scatter.
+def fsdp_padded_shapes(group: Any) -> dict[Any, torch.Size]:
+    """Shape of what a rank has of each parameter in the group's reduce-scatter.
 
     The keys are FSDP2's objects for its parameters, in their order.
     """
-    return {each: each.padded_sharded_param_size.numel() for each in group.fsdp_params}
+    return {each: each.padded_sharded_param_size for each in group.fsdp_params}
 
 
 def fsdp_reduce_scatter_group(group: Any) -> Any:
@@ -637,22 +638,37 @@ def announce_fsdp_reductions(kind: type) -> None:
     """Let FSDP2 announce each reduction to the custom reduce-scatter, if that is of a class.
 
     FSDP2 tells a custom reduce-scatter neither which parameters have gradients in its buffer nor
-    of HSDP's all-reduce. So ``prepare(parameters, replicas)`` of the custom reduce-scatter is
-    called before the reduction. ``parameters`` are keys of :func:`fsdp_padded_sizes`, in the order
-    of the buffer, and ``replicas`` is the process group of the all-reduce, or None. The result
-    takes the place of the process group.
+    of what follows, and does not call it for a single rank. So ``prepare(parameters, replicas,
+    hook)`` of the custom reduce-scatter is called before the reduction. ``parameters`` are keys of
+    :func:`fsdp_padded_shapes`, in the order of the buffer. ``replicas`` is the process group of
+    HSDP's all-reduce, and ``hook`` a function of the reduced buffer, or they are None. The results
+    take the places of the two. A hook where there was none runs on the reduce-scatter's stream.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @wraps(_foreach_reduce)
     def announced(*args: Any, **kwargs: Any) -> Any:
         given = _reduction.bind(*args, **kwargs)
-        parameters, comm, replicas = (given.arguments[name] for name in _given)
+        parameters, comm, replicas, hook, stream = (given.arguments[name] for name in _given)
         if isinstance(comm, kind):
-            given.arguments["all_reduce_group"] = comm.prepare(parameters, replicas)  # type: ignore[attr-defined]
+            replicas, own = comm.prepare(parameters, replicas, hook)  # type: ignore[attr-defined]
+            given.arguments |= {"all_reduce_group": replicas, "all_reduce_hook": own}
+            if hook is None:
+                # FSDP2 frees the buffer, which is of this stream, without waiting for another one.
+                given.arguments["all_reduce_stream"] = stream
         return _foreach_reduce(*given.args, **given.kwargs)
 
     _fsdp_param_group.foreach_reduce = announced
+
+
+def fsdp_has_second_reduction(group: Any) -> bool:
+    """Whether sums over shards are reduced over replicas (HSDP), or by ``set_all_reduce_hook``."""
+    return group.mesh_info.replicate_mesh_dim is not None or group._all_reduce_hook is not None
+
+
+def fsdp_sums(group: Any) -> bool:
+    """Whether gradients of a parameter group are sums over ranks, not means."""
+    return (group.gradient_divide_factor or group.mesh_info.mesh.size()) == 1
 
 
 def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:

@@ -33,37 +33,49 @@ _LARGEST_SEED = 0x7FFFFFFF
 
 
 class Part(NamedTuple):
-    """Adjacent numbers of a row: a piece of a parameter, or pieces that are encoded together."""
+    """Adjacent numbers of a message: a piece of a parameter, or pieces encoded together."""
 
     number: int  # of the (first) parameter
     size: int
     encoding: Encoding
+    row: int = 0  # numbers between the rows that no block crosses; 0: the part is one row
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Number of bytes on the wire, for a row of ``dtype``."""
+        """Number of bytes on the wire, for numbers of ``dtype``."""
         if self.encoding == "float8":
-            return self.size + blocks_of(self.size)
+            row = self.row or self.size
+            return self.size + self.size // row * blocks_of(row)
         return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., size]``, or its codes or exponents, as rows if the part has several."""
+        return x.unflatten(-1, (self.size // self.row, -1)) if self.row else x
+
+    def flat(self, rows: torch.Tensor) -> torch.Tensor:
+        """Invert :meth:`rows`."""
+        return rows.flatten(-2) if self.row else rows
 
 
 def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Part, ...]:
-    """Join the parts of a row to as few runs as possible, with no block across two parts.
+    """Join the parts of a message to as few runs as possible, with no block across two rows.
 
     Args:
         seed: the seed of :func:`encode`. With stochastic rounding each encoded part is a run of its
-            own, so that its rounding does not depend on other parts. Tensor-parallel ranks may have
-            different sizes of a sharded parameter, but must round a replicated one alike.
+            own, so that the rounding of a number depends on its place in the parameter alone.
     """
     runs: list[Part] = []
-    for number, size, encoding in (part for part in parts if part.size):
+    for part in (part for part in parts if part.size):
+        is_float8, row = part.encoding == "float8", part.row
+        if not is_float8 or row % BLOCK == 0 or row == part.size:
+            row = 0  # blocks of the whole part do not cross its rows
         last = runs[-1] if runs else None
-        may_join = encoding is None or (
-            seed < 0 and not (encoding == "float8" and last and last.size % BLOCK)
+        may_join = part.encoding is None or (
+            seed < 0 and not (is_float8 and row == 0 and last and last.size % BLOCK)
         )
-        if last and last.encoding == encoding and may_join:
-            runs[-1] = last._replace(size=last.size + size)
+        if last and may_join and (last.encoding, last.row) == (part.encoding, row):
+            runs[-1] = last._replace(size=last.size + part.size)
         else:
-            runs.append(Part(number, size, encoding))
+            runs.append(part._replace(row=row))
     return tuple(runs)
 
 
@@ -75,7 +87,7 @@ def seed_of(seed: int, number: int) -> int:
 def encode(
     x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype, seed: int = NEAREST
 ) -> torch.Tensor:
-    """Encode rows ``[..., S]`` of any floating dtype as bytes ``[..., B]``, exponents included.
+    """Encode ``[..., S]`` of any floating dtype as bytes ``[..., B]``, exponents included.
 
     Args:
         dtype: the dtype in which numbers without an encoding are sent.
@@ -85,7 +97,7 @@ def encode(
     for run, part in zip(runs, x.split([run.size for run in runs], -1), strict=True):
         own_seed = seed_of(seed, run.number)
         if run.encoding == "float8":
-            pieces += encode_float8(part, own_seed)
+            pieces += map(run.flat, encode_float8(run.rows(part), own_seed))
             continue
         if run.encoding == "bf16":
             part = part.to(torch.bfloat16) if seed < 0 else stochastic_bfloat16(part, own_seed)
@@ -98,40 +110,48 @@ def encode(
 def decode(wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
     """Decode the bytes of :func:`encode` to fp32."""
     found = [
-        numbers.to(torch.float32) if exponents is None else decode_float8(numbers, exponents)
-        for numbers, exponents in _parts(wire, runs, dtype)
+        numbers.to(torch.float32)
+        if exponents is None
+        else run.flat(decode_float8(numbers, exponents))
+        for run, numbers, exponents in _parts(wire, runs, dtype)
     ]
     return torch.cat(found, -1) if len(found) > 1 else found[0]
 
 
 def sum_of(
-    wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype, own: torch.Tensor, rank: int
+    wire: torch.Tensor,
+    runs: Sequence[Part],
+    dtype: torch.dtype,
+    own: torch.Tensor | None,
+    rank: int = -1,
 ) -> torch.Tensor:
-    """Sum the rows of bytes ``[W, ..., B]`` from W ranks, in fp32 and in the order of ranks.
+    """Sum the bytes ``[W, ..., B]`` from W ranks, in fp32 and in the order of ranks.
 
     Args:
         dtype: as in :func:`encode`.
-        own: ``[..., S]``, the summand of this rank, which is added instead of its encoded bytes.
-        rank: index of this rank along the first dim.
+        own: ``[..., S]``, a summand that is not on the wire, if any.
+        rank: the rank whose bytes ``own`` is added in place of; -1 if it comes first.
     """
-    owns = own.split([run.size for run in runs], -1)
-    summands = zip(_parts(wire, runs, dtype), owns, strict=True)
-    sums = [sum_of_rows(*received, own_part, rank) for received, own_part in summands]
+    sums, begin = [], 0
+    for run, numbers, exponents in _parts(wire, runs, dtype):
+        part = None if own is None else run.rows(own.narrow(-1, begin, run.size))
+        sums.append(run.flat(sum_of_rows(numbers, exponents, part, rank)))
+        begin += run.size
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
 
 
 def _parts(
     wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype
-) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield each run's codes and exponents, or its numbers and None."""
+) -> Iterable[tuple[Part, torch.Tensor, torch.Tensor | None]]:
+    """Yield each run with its codes and exponents, in rows, or its numbers and None."""
     for run, part in zip(runs, wire.split([run.bytes(dtype) for run in runs], -1), strict=True):
         if run.encoding == "float8":
-            yield part[..., : run.size], part[..., run.size :]
+            yield run, run.rows(part[..., : run.size]), run.rows(part[..., run.size :])
         else:
             number = torch.bfloat16 if run.encoding == "bf16" else dtype
             if len(runs) > 1:  # a view might not be aligned for the dtype
                 part = part.clone(memory_format=torch.contiguous_format)
-            yield part.view(number), None
+            yield run, part.view(number), None
 
 
 def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -148,26 +168,14 @@ def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return funcol.wait_tensor(gathered)
 
 
-def reduce_scatter(
+def exchanged(
     x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup, seed: int = NEAREST
 ) -> torch.Tensor:
-    """Sum the rows that all ranks hold for this rank.
+    """Encode ``[W, S]`` and send ``x[i]`` to rank i: the bytes ``[W, B]`` for this rank.
 
-    Args:
-        x: ``[W, ..., S]``, floating point; row i is for rank i.
-        runs: the runs of each row.
-        seed: the seed of stochastic rounding, which must differ between the ranks.
-
-    Returns:
-        The sum, fp32 ``[..., S]``. A rank's own summand is not rounded.
-
-    Collectives: an all-to-all of the encoded rows; none for one rank.
+    Collectives: an all-to-all.
     """
-    if len(x) == 1:
-        return x[0].to(torch.float32, copy=True)
-    received = funcol.wait_tensor(start_all_to_all(encode(x, runs, x.dtype, seed), group))
-    rank = group.rank()
-    return sum_of(received, runs, x.dtype, x[rank], rank)
+    return funcol.wait_tensor(start_all_to_all(encode(x, runs, x.dtype, seed), group))
 
 
 def all_reduce(
@@ -192,12 +200,15 @@ def all_reduce(
     Collectives: an all-to-all of the encoded ``x``, and an all-gather of the sums.
     """
     ranks = group.size()
-    own_parts = [part._replace(size=-(-part.size // ranks)) for part in parts]
+    own_parts = [part._replace(size=-(-part.size // ranks), row=0) for part in parts]
     pieces = [
         pad(piece, (0, ranks * own.size - len(piece))).view(ranks, own.size)
         for piece, own in zip(x.split([part.size for part in parts]), own_parts, strict=True)
     ]
-    own = reduce_scatter(torch.cat(pieces, -1), runs_of(own_parts, seed), group, seed)
+    x_of_ranks, rank = torch.cat(pieces, -1), group.rank()
+    runs = runs_of(own_parts, seed)
+    received = exchanged(x_of_ranks, runs, group, seed)
+    own = sum_of(received, runs, x.dtype, x_of_ranks[rank], rank)
     of_sums = (p._replace(encoding=sums if p.encoding == "float8" else None) for p in own_parts)
     runs = runs_of(of_sums, seed)
     wire = encode(own.div_(divisor), runs, x.dtype, seed_of(seed, 1))

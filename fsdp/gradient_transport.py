@@ -1,7 +1,17 @@
-"""Reductions of FSDP2's gradients that travel in float8 or bf16 and are summed in fp32."""
+"""Reductions of FSDP2's gradients that travel in float8, bf16 or fp32 and are summed in order.
+
+Note [One sum on any number of ranks]. The owner of a shard starts from the gradient that it has
+accumulated, and adds the pieces of ranks 0, 1, ..., W - 1 in fp32. If rank r runs micro-batches r,
+r + W, r + 2W, ... (:func:`micro_batches`), that is the sum ((g0 + g1) + g2) + ... of micro-batches,
+whatever W is. A piece on the wire is a function of its micro-batch's gradient alone: each rank's
+own piece is encoded too, also on a single rank, no block crosses a row of dim 0, and the random
+numbers of stochastic rounding are a hash of the value and its place in the parameter. -0 is the
+neutral element: FSDP2 assigns the first gradient of a step on a single rank, so a gradient of -0
+stays -0 there.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -11,34 +21,41 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.linear.agreement import Facts, has_stand_ins
+from fp8_dist.mesh import local_tensor
 from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import (
+    FsdpParameter,
     announce_fsdp_reductions,
     fsdp_divisor,
     fsdp_groups_of_module,
-    fsdp_padded_sizes,
+    fsdp_padded_shapes,
     fsdp_parameters,
     fsdp_reduce_scatter_group,
     fsdp_reduction,
+    fsdp_sums,
     set_fsdp_reduction,
 )
 from fp8_dist.transport import (
-    ENCODINGS,
     Encoding,
     Part,
     all_reduce,
-    reduce_scatter,
+    decode,
+    encode,
+    exchanged,
     runs_of,
     seed_of,
+    sum_of,
 )
 
-Transport = Literal["float8", "bf16"]
+Transport = Literal["float8", "bf16", "fp32"]
+Hook = Callable[[torch.Tensor], None]
 Filter = Callable[[str, nn.Parameter], bool]
 
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _CALLER = "set_gradient_transport"
-_OF_REPLICAS = 2  # the number of the exchange between replicas in seeds
+_ENCODED = ("float8", "bf16")
+_OF_REPLICAS = 2  # the number of the first replica's exchange in seeds
 
 
 class EncodedReduction:
@@ -47,30 +64,53 @@ class EncodedReduction:
     FSDP2 calls it on a stream of its own.
     """
 
+    # What the running loop of micro_batches asks of each reduction.
+    check: ClassVar[Callable[["EncodedReduction"], None] | None] = None
+
     def __init__(self, module: str, group: Any, encodings: Sequence[Encoding], seed: int) -> None:
-        sizes = fsdp_padded_sizes(group).items()
+        shapes = fsdp_padded_shapes(group).items()
         self.parts_of = {
-            parameter: Part(i, size, encoding)
-            for i, ((parameter, size), encoding) in enumerate(zip(sizes, encodings, strict=True))
+            parameter: Part(i, shape.numel(), encoding, shape[1:].numel())
+            for i, ((parameter, shape), encoding) in enumerate(zip(shapes, encodings, strict=True))
         }
-        self.parts: list[Part] = []  # of the current reduction
         self.module = module
         self.group = group
-        self.seed_of_group = self.seed = seed
+        self.seed = seed
+        # Of the current reduction.
+        self.parameters: Sequence[Any] = ()
+        self.is_final = False  # no other reduction follows: sums begin with what is accumulated
+        self.has_gradients = False  # the buffer that FSDP2 allocates first
 
-    def prepare(self, parameters: Sequence[Any], replicas: Any) -> Any:
-        """Note what FSDP2 is about to reduce, and return what all-reduces over the replicas."""
-        self.parts = [self.parts_of[each] for each in parameters]
-        shards, replica = fsdp_reduce_scatter_group(self.group), replicas.rank() if replicas else 0
-        # The seed contains the rank within the reduction. With the global rank instead,
-        # tensor-parallel ranks would round the gradient of a replicated parameter differently.
-        self.seed = seed_of(self.seed_of_group, replica * shards.size() + shards.rank())
-        return EncodedReplicas(replicas, self) if replicas and replicas.size() > 1 else replicas
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of the current reduction's message."""
+        return [self.parts_of[each] for each in self.parameters]
+
+    def prepare(
+        self, parameters: Sequence[Any], replicas: Any, hook: Hook | None
+    ) -> tuple[Any, Hook | None]:
+        """Note what FSDP2 is about to reduce; return what all-reduces the sums, and follows."""
+        self.parameters, self.has_gradients = parameters, False
+        self.is_final = replicas is None and hook is None
+        if EncodedReduction.check is not None:
+            EncodedReduction.check(self)
+        if replicas is not None:
+            return EncodedReplicas(replicas, self) if replicas.size() > 1 else replicas, hook
+        if fsdp_reduce_scatter_group(self.group).size() > 1:
+            return None, hook
+
+        def round_then_hook(output: torch.Tensor) -> None:
+            runs = runs_of(self.parts, self.seed)
+            output.copy_(decode(encode(output, runs, output.dtype, self.seed), runs, output.dtype))
+            if hook is not None:
+                hook(output)
+
+        return None, round_then_hook  # FSDP2 calls no reduce-scatter for a single rank
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Allocate a buffer for gradients, or for their sums.
+        """Allocate a buffer for gradients, then one for their sums.
 
         Raises:
             NotImplementedError: sums of such gradients would lose precision in fp32.
@@ -80,6 +120,8 @@ class EncodedReduction:
                 f"set_gradient_transport: {self.module} has gradients of {dtype}; sums are taken "
                 "in fp32. Set reduce_dtype, or give this module transport=None"
             )
+        is_sum, self.has_gradients = self.has_gradients, True
+        dtype = torch.float32 if is_sum and self.is_final else dtype
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -90,11 +132,30 @@ class EncodedReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        rows = input_tensor.view(group.size(), -1)
-        runs = runs_of(self.parts, self.seed)
+        rows, runs = input_tensor.view(group.size(), -1), runs_of(self.parts, self.seed)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
-        total = reduce_scatter(rows, runs, group, self.seed)
+        received = exchanged(rows, runs, group, self.seed)
+        # A mean is divided before it is added to what is accumulated.
+        start = self._accumulated(rows) if self.is_final and fsdp_sums(self.group) else None
+        total = sum_of(received, runs, rows.dtype, start)
         output_tensor.copy_(total.div_(fsdp_divisor(self.group, op, group)))
+
+    def _accumulated(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Move what this rank's shards have accumulated to fp32 ``[S]``; None if they have nothing.
+
+        FSDP2 adds the sum to what is left: -0.
+        """
+        total, begin = None, 0
+        for parameter in self.parameters:
+            grad = FsdpParameter(parameter).sharded.grad
+            if grad is not None and grad.device == rows.device:
+                own = local_tensor(grad)
+                if total is None:
+                    total = rows.new_full(rows.shape[1:], -0.0, dtype=torch.float32)
+                total.narrow(0, begin, own.numel()).copy_(own.flatten())
+                own.fill_(-0.0)
+            begin += self.parts_of[parameter].size
+        return total
 
 
 class EncodedReplicas:
@@ -112,7 +173,7 @@ class EncodedReplicas:
         """All-reduce the only tensor of a list in place; ``dist.all_reduce`` calls this."""
         (x,) = tensors
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
-        seed = seed_of(self.shards.seed, _OF_REPLICAS)
+        seed = seed_of(self.shards.seed, _OF_REPLICAS + self.replicas.rank())
         # The error of bf16 is smaller than that of summands in float8.
         x.copy_(
             all_reduce(x, self.shards.parts, self.replicas, sums="bf16", divisor=divisor, seed=seed)
@@ -126,25 +187,28 @@ def set_gradient_transport(
     stochastic_rounding: bool | int = False,
     high_precision: Filter | None = None,
 ) -> None:
-    """Encode the gradients of FSDP2's parameters in fewer bytes for their reduction.
+    """Encode the gradients of FSDP2's parameters for their reduction, and sum them in order.
 
     FSDP2's reduce-scatter becomes an all-to-all of encoded pieces. The rank that owns a shard
-    decodes the pieces and sums them in fp32, in the order of ranks. Its own piece is not rounded.
-    With HSDP, the all-reduce over replicas becomes the same exchange, of parts of the shard. An
-    all-gather of the sums follows, in bf16 with ``"float8"`` and in ``reduce_dtype`` with
-    ``"bf16"``.
+    decodes the pieces, its own one too, and sums them in fp32, in the order of ranks. Where
+    gradients are sums (``set_gradient_divide_factor(1.0)``), it starts from the gradient that it
+    has accumulated. **With** :func:`micro_batches`, **the sum is then the same, bit for bit, on any
+    number of ranks.** Without it the bits depend on their number. Repeated runs on one mesh have
+    the same bits either way.
 
-    **The result depends on the number of ranks**, so the rule that training on a mesh gives the
-    same bits as on one device does not hold. Repeated runs on one mesh are equal bit by bit.
+    With HSDP, the all-reduce over replicas becomes the same exchange, of parts of the shard, in
+    which no rank's own part is encoded. An all-gather of the sums follows, in bf16 with
+    ``"float8"`` and in ``reduce_dtype`` otherwise.
 
     Args:
         model: a module that ``fully_shard`` was called on, or that contains such modules. The
             function may be called again between two steps, with other arguments.
-        transport: ``"bf16"``; ``"float8"`` (e4m3 in blocks of 128 with power-of-two scales, 1.008
-            bytes per element); or None for FSDP2's own reduce-scatter.
+        transport: ``"fp32"``, for gradients as they are (in ``reduce_dtype``); ``"bf16"``;
+            ``"float8"`` (e4m3 in blocks of up to 128 numbers of a row of dim 0, with power-of-two
+            scales: 1 byte per element and 1 per block); or None for FSDP2's own reduce-scatter.
         stochastic_rounding: round up or down at random instead of to nearest, so that the
-            expectation is the value. The choice is a hash of the value, its position, the rank and
-            a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1.
+            expectation is the value. The choice is a hash of the value, its place in the parameter
+            and a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1.
         high_precision: a function ``f(name, parameter)`` that returns true for parameters whose
             gradients are not encoded. These travel in the same message. Gradients of parameters
             with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
@@ -196,8 +260,8 @@ def _encodings(
                     "outside of the module that was passed; pass one that holds all of them"
                 )
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
-            of_group[name] = None if is_kept else transport
-    if transport is not None and not any(any(how.values()) for how in encodings.values()):
+            of_group[name] = None if is_kept or transport == "fp32" else transport
+    if transport in _ENCODED and not any(any(how.values()) for how in encodings.values()):
         raise ValueError(
             f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
             "fewer than 2 dims, or high_precision is true for them"
@@ -228,18 +292,19 @@ def _checked_seed(model: Any, transport: Any, stochastic_rounding: Any, high_pre
         raise TypeError(
             f"{_CALLER} needs a module that fully_shard was called on, got a {type(model).__name__}"
         )
-    if transport not in ENCODINGS:
-        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {ENCODINGS}")
+    known = (*get_args(Transport), None)
+    if transport not in known:
+        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {known}")
     seed = seed_of_rounding(_CALLER, stochastic_rounding)
     if high_precision is not None and not callable(high_precision):
         raise TypeError(
             f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
             "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
         )
-    if transport is None and (seed != NEAREST or high_precision is not None):
+    if transport not in _ENCODED and (seed != NEAREST or high_precision is not None):
         raise ValueError(
             f"{_CALLER}: the other arguments are about how gradients are encoded, and "
-            "transport=None encodes none; drop them"
+            f"transport={transport!r} encodes none; drop them"
         )
     return seed
 

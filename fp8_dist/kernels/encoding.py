@@ -91,31 +91,33 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 @custom_op(
-    "sum_of_rows(Tensor rows, Tensor? exponents, Tensor own, int rank) -> Tensor",
+    "sum_of_rows(Tensor rows, Tensor? exponents, Tensor? own, int rank) -> Tensor",
     fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32),
 )
 def sum_of_rows(
-    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
+    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
     """Sum rows over the first dim in fp32, in order of its index.
 
     Args:
         rows: numbers ``[W, ..., n]``, or codes.
         exponents: ``[W, ..., ceil(n / 128)]``, those of codes; None for numbers.
-        own: ``[..., n]``, added in place of ``rows[rank]``.
-        rank: index of the summand that ``own`` replaces.
+        own: ``[..., n]``, added in place of ``rows[rank]``, or before all rows; or None.
+        rank: index of the summand that ``own`` replaces; -1 if it comes first.
 
     Returns:
-        The sum, fp32 ``[..., n]``.
+        The sum, fp32 ``[..., n]``. It is -0 where all summands are.
     """
-    total = rows.new_zeros(rows.shape[1:], dtype=torch.float32)
+    total = rows.new_full(rows.shape[1:], -0.0, dtype=torch.float32)
+    if own is not None and rank < 0:
+        total.copy_(own)
     for first in range(0, len(rows), _DECODED_AT_ONCE):
         some = slice(first, first + _DECODED_AT_ONCE)
         values = rows[some]
         if exponents is not None:
             values = decode_float8.portable(values, exponents[some])
         for i, summand in enumerate(values, first):
-            total.add_(own if i == rank else summand)
+            total.add_(own if own is not None and i == rank else summand)
     return total
 
 

@@ -61,18 +61,11 @@ def shard_of_mean(
 
     gradients: of all ranks, whole. transport: None if the parameter travels as it is.
     """
-    ranks = len(gradients)
-    pieces = []
-    for rank, gradient in enumerate(gradients):
-        rows = -(-len(gradient) // ranks)
+    rows = -(-len(gradients[0]) // len(gradients))
+    total = torch.zeros_like(gradients[0][owner * rows : (owner + 1) * rows])
+    for gradient in gradients:
         piece = gradient[owner * rows : (owner + 1) * rows]
-        padded = torch.zeros(rows, *gradient.shape[1:])
-        padded[: len(piece)] = piece
-        flat = padded.flatten()
-        if transport is not None and rank != owner:
-            flat = on_the_wire(flat, transport)
-        pieces.append(flat.view(padded.shape)[: len(piece)])
-    total = pieces[0].clone()
-    for piece in pieces[1:]:
-        total += piece
-    return total / ranks
+        if transport is not None and len(piece):
+            piece = torch.stack([on_the_wire(row.flatten(), transport) for row in piece])
+        total += piece.view(total.shape)
+    return total / len(gradients)

@@ -134,16 +134,19 @@ def test_stochastic_bfloat16_is_unbiased() -> None:
     assert torch.equal(stochastic_bfloat16(special, 1).float().nan_to_num(7), special.nan_to_num(7))
 
 
-@pytest.mark.parametrize(("ranks", "own"), [(1, 0), (4, 2), (35, 16)])
+@pytest.mark.parametrize(("ranks", "own"), [(1, 0), (4, 2), (35, 16), (3, -1)])
 def test_the_sum_is_in_fp32_in_the_order_of_ranks(ranks: int, own: int) -> None:
     x = torch.randn(ranks, 2, 200) * torch.logspace(4, -4, ranks).view(ranks, 1, 1)
     codes, exponents = encode_float8(x, NEAREST)
-    values = decode_float8(codes, exponents)
-    values[own] = x[own]
-    expected = values[0].clone()
-    for value in values[1:]:
-        expected += value
+    values = [*decode_float8(codes, exponents)]
+    if own < 0:
+        values.insert(0, x[own])
+    else:
+        values[own] = x[own]
+    expected = functools.reduce(torch.add, values)
     assert torch.equal(sum_of_rows(codes, exponents, x[own], own), expected)
+    zeros = torch.full((ranks, 3), -0.0)  # as the sum of these is with torch
+    assert sum_of_rows(zeros, None, None, 0).signbit().all()
 
 
 def parts_of(*sizes_and_encodings: tuple[int, Encoding]) -> list[Part]:
@@ -160,6 +163,8 @@ def test_runs_keep_blocks_inside_of_parts() -> None:
         Part(6, 128, "float8"),
         Part(7, 3, "bf16"),
     )
+    rows = [Part(0, 192, "float8", 96), Part(1, 288, "float8", 96), Part(2, 512, "float8", 256)]
+    assert runs_of(rows) == (Part(0, 480, "float8", 96), Part(2, 512, "float8"))
     assert runs_of(parts, seed=0) == (
         Part(0, 256, "float8"),
         Part(1, 128, "float8"),

@@ -128,11 +128,14 @@ def _sum(
     BB: tl.constexpr,
 ) -> None:
     # One instance: BB blocks of a row. Rows and exponents come with their strides of summands and
-    # of rows. Rows without exponents are numbers.
+    # of rows. Rows without exponents are numbers. No row is own's if rank is the number of rows.
     count = tl.cdiv(size, _BLOCK)
     row, b, j = _places(count, BB)
     mask = j < size
-    found = tl.zeros([BB, _BLOCK], tl.float32)
+    # tl.full makes +0.0 of -0.0.
+    found = tl.full([BB, _BLOCK], -(2**31), tl.int32).to(tl.float32, bitcast=True)
+    if rank < 0:
+        found = as_fp32(tl.load(own[0] + row * own[3] + j, mask=mask, other=0.0))
     for w in range(summands):
         if w == rank:
             v = as_fp32(tl.load(own[0] + row * own[3] + j, mask=mask, other=0.0))
@@ -168,15 +171,17 @@ def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tens
 @fused(
     sum_of_rows,
     lambda rows, exponents, own, rank: (
-        own.dtype in DTYPES and (exponents is not None or rows.dtype in DTYPES)
+        (own is None or own.dtype in DTYPES) and (exponents is not None or rows.dtype in DTYPES)
     ),
 )
 def _sum_of_rows(
-    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor, rank: int
+    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
-    """Sum rows in one launch; ``own`` is not read if ``rank`` is negative."""
+    """Sum rows in one launch."""
     shape, size, summands = rows.shape[1:], rows.shape[-1], len(rows)
     total = torch.empty(shape, dtype=torch.float32, device=rows.device)
+    if own is None:
+        own, rank = total, summands
     if total.numel():
         _sum(
             lambda chosen: (total.numel() // size * programs(blocks_of(size), chosen["BB"]),),
@@ -190,8 +195,7 @@ def _sum_of_rows(
 
 @fused(decode_float8)
 def _decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    none = codes.new_empty(1, 1, dtype=torch.float32)
-    return _sum_of_rows(codes.unsqueeze(0), exponents.unsqueeze(0), none, -1)
+    return _sum_of_rows(codes.unsqueeze(0), exponents.unsqueeze(0), None, 0)
 
 
 def _stacked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
