@@ -1,11 +1,25 @@
 """Gradient clipping for models whose parameters live on several meshes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from fp8_dist.mesh import (
+    GroupNames,
+    Layout,
+    all_reduce_max,
+    groups_over,
+    local_tensor,
+    sharded_axes,
+)
+from fp8_dist.torch_internals import funcol
+
+_SIGNIFICAND = 52  # bits of an fp64 number, without the leading one
+_AT_ONCE = 1 << 24  # elements that are squared in fp64
 
 
 @torch.no_grad()
@@ -15,6 +29,8 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, for parameters on several meshes.
 
@@ -28,13 +44,21 @@ def clip_grad_norm_(
         norm_type: the type of the p-norm, which may be ``inf``.
         error_if_nonfinite: raise RuntimeError for a norm that is NaN or infinite.
         foreach: as in torch.
+        exact: compute a 2-norm whose bits, unlike those of torch's norm, do not depend on how
+            gradients are divided among ranks. It takes a pass over the gradients in fp64.
 
     Returns:
         The norm of all gradients before clipping, a plain 0-dim tensor, the same on all ranks of
         the meshes.
 
     Collectives: those of torch's norm for each mesh: an all-reduce of one number per axis on
-    which a gradient is sharded.
+    which a gradient is sharded. With ``exact``, an all-reduce (MAX) of 4 bytes and one (SUM) of 8
+    bytes per fold (2 up to 2 ** 25 elements, 3 up to 2 ** 31) for each set of axes on which
+    gradients are sharded; before that, those that make Partial gradients whole.
+
+    Raises:
+        ValueError: ``exact`` with another norm than 2, or with gradients in fp64.
+        RuntimeError: see ``error_if_nonfinite``.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
@@ -43,11 +67,70 @@ def clip_grad_norm_(
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     norms = []
-    for members in by_mesh.values():
-        gradients = [p.grad for p in members if p.grad is not None]
-        norm = get_total_norm(gradients, norm_type, False, foreach)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if exact and norm_type != 2.0:
+        raise ValueError(f"clip_grad_norm_: exact=True is for norm_type=2, not {norm_type}")
+    if exact and by_mesh:
+        gradients = [p.grad for members in by_mesh.values() for p in members if p.grad is not None]
+        # The largest of one norm is that norm; its 2-norm may be rounded.
+        norms, norm_type = [exact_norm(gradients).float()], torch.inf
+    else:
+        for members in by_mesh.values():
+            gradients = [p.grad for p in members if p.grad is not None]
+            norm = get_total_norm(gradients, norm_type, False, foreach)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = get_total_norm(norms, norm_type, error_if_nonfinite, foreach)
     for members in by_mesh.values():
         clip_grads_with_norm_(members, max_norm, total, foreach)
     return total
+
+
+def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of gradients, in fp64: the sum of squares is exact in each of several folds.
+
+    The square of an fp32 number is exact in fp64. A fold takes from all squares the bits above a
+    unit, so large that fp64 holds any sum of N such numbers without rounding. What is left of the
+    squares is for the next fold, with a smaller unit, and in the end too little to matter in fp32.
+    So the order and the grouping of the sums do not matter. (Demmel and Nguyen, "Parallel
+    Reproducible Summation", 2015.)
+    """
+    # Elements that several ranks have are summed over the axes that divide them.
+    shards: dict[GroupNames, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.dtype is torch.float64:
+            raise ValueError("clip_grad_norm_: exact=True is for gradients in fp32, bf16 or fp16")
+        groups: GroupNames = ()
+        if isinstance(gradient, DTensor):
+            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+            gradient = gradient.redistribute(placements=whole)
+            layout = Layout(gradient.device_mesh, gradient.placements, gradient.shape)
+            groups = groups_over(layout.mesh, sharded_axes(layout))
+        shards.setdefault(groups, []).append(local_tensor(gradient).flatten())
+    device = next(iter(shards.values()))[0].device
+    amaxes = []
+    for groups, pieces in shards.items():
+        largest = [p.abs().amax().float() if p.numel() else p.new_zeros(()).float() for p in pieces]
+        amax = torch.stack([each.to(pieces[0].device) for each in largest]).amax()
+        amaxes.append(all_reduce_max(amax, groups).to(device))
+    amax = torch.stack(amaxes).amax()
+    room = sum(gradient.numel() for gradient in gradients).bit_length() + 1
+    # All squares are less than 2 ** top.
+    top = 2 * torch.frexp(amax.double()).exponent.long()
+    # So many that N times what is left of a square is at most 2 ** -26 of the sum.
+    folds = 1 + max(1, -(-(2 * room - 26) // (_SIGNIFICAND - room)))
+    units = [top + room - fold * (_SIGNIFICAND - room) for fold in range(folds)]
+    # 1.5 * 2 ** unit: its last bit is what a sum with it is rounded to.
+    anchors = [((unit + 1023) << 52 | 1 << 51).view(torch.float64) for unit in units]
+    total = amax.new_zeros(folds, dtype=torch.float64)
+    for groups, pieces in shards.items():
+        sums = torch.zeros(folds, dtype=torch.float64, device=pieces[0].device)
+        for part in (part for piece in pieces for part in piece.split(_AT_ONCE)):
+            rest = part.double().square_()
+            for fold, anchor in enumerate(anchors):
+                high = rest.add(anchor.to(rest.device)).sub_(anchor.to(rest.device))
+                sums[fold] += high.sum().to(sums.device)
+                rest.sub_(high)
+        for name in groups:
+            sums = funcol.wait_tensor(funcol.all_reduce(sums, "sum", name))
+        total += sums.to(device)
+    norm = reduce(torch.add, reversed(total.unbind())).sqrt()
+    return torch.where(amax.isfinite(), norm, amax)
