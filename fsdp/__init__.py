@@ -9,6 +9,7 @@ if __name__ != "fp8_dist.fsdp":
 from fp8_dist.fsdp.clip import clip_grad_norm_
 from fp8_dist.fsdp.ddp_hook import Float8DDPState, float8_ddp_hook
 from fp8_dist.fsdp.gradient_transport import set_gradient_transport
+from fp8_dist.fsdp.micro_batches import micro_batches
 from fp8_dist.fsdp.precompute import precompute_float8_dynamic_scale
 from fp8_dist.fsdp.update import (
     attach_update,
@@ -25,6 +26,7 @@ __all__ = [
     "clip_grad_norm_",
     "float8_ddp_hook",
     "make_amax_group",
+    "micro_batches",
     "precompute_float8_dynamic_scale",
     "set_gradient_transport",
     "sync_float8_amax_and_scale_history",

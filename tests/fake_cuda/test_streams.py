@@ -15,6 +15,7 @@ from fake_cuda import streams
 from fake_cuda.device import fake_tensors
 from fake_cuda.process import FakeCudaProcess
 from fake_cuda.world import meshes
+from one_sum import sums
 from stream_hazards import Hazards
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,7 @@ from fp8_dist import (
     float8_layers,
     update_float8_scales,
 )
-from fp8_dist.fsdp import Float8DDPState, float8_ddp_hook
+from fp8_dist.fsdp import Float8DDPState, float8_ddp_hook, set_gradient_transport
 from fp8_dist.linear import weight
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import KnownWeight
@@ -51,6 +52,8 @@ class Training:
     parts: bool = False  # the scales of each block are updated by themselves
     aside: bool = False  # a step's last forward finds a gather under way on a stream of the user
     invalidate: bool = False  # what that gather reads has been dropped
+    transport: bool = False  # gradients in float8, summed from those that are accumulated
+    alone: bool = False  # on one rank
 
 
 def drop_scales(model: nn.Module) -> None:
@@ -86,12 +89,15 @@ def _model(training: Training, mesh: DeviceMesh) -> nn.Sequential:
         for before, after in pairwise(model):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+    if training.transport:
+        sums(model)
+        set_gradient_transport(model, "float8")
     return model
 
 
 def hazards_of(training: Training) -> Counter[str]:
     """The hazards in some steps of a training; called in the process with the device."""
-    mesh = meshes(dp=8)["dp"]
+    mesh = meshes(dp=8)["tp" if training.alone else "dp"]
     with fake_tensors():
         model = _model(training, mesh)
         for layer in float8_layers(model).values():
@@ -147,6 +153,8 @@ OPTIONS = {
     "event, prefetch": {"event": True, "prefetch": True, "micro_batches": 1},
     "event, explicit": {"event": True, "explicit": True},
     "event, asynchronous": {"event": True, "unshard_async": True, "micro_batches": 3},
+    "transport": {"transport": True, "micro_batches": 3, "prefetch": True},
+    "transport, alone": {"transport": True, "alone": True, "micro_batches": 3},
     "aside": {"aside": True, "micro_batches": 1, "explicit": True},
     "aside, invalidate": {"aside": True, "invalidate": True, "explicit": True},
     "aside, event": {"aside": True, "invalidate": True, "event": True},
@@ -163,13 +171,13 @@ ALIKE = {
     "blockwise": ("no update", "event, prefetch", "event, asynchronous", "aside", "aside, parts"),
 }
 SHORT = {
-    "tensorwise": ("no update", "event, asynchronous", "aside, invalidate", "aside, event"),
+    "tensorwise": ("no update", "event, asynchronous", "aside, invalidate", "transport, alone"),
     "rowwise": ("event, prefetch", "aside, invalidate"),
     "rowwise_with_gw_hp": ("event, explicit", "aside"),
-    "rowwise_folded": ("prefetch", "event, explicit", "aside", "aside, parts"),
+    "rowwise_folded": ("transport", "event, explicit", "aside", "aside, parts"),
     "blockwise": ("event, prefetch", "event, asynchronous", "aside, parts"),
     "mxfp8": ("prefetch", "aside, event"),
-    "delayed": ("no update", "event, prefetch", "event, asynchronous", "aside, invalidate"),
+    "delayed": ("prefetch", "event, prefetch", "event, asynchronous", "aside, event"),
 }
 
 

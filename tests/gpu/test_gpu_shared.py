@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 import mesh_training
+import one_sum as one_sum_training
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,6 +154,28 @@ def training(recipe: str, axes: dict[str, int], options: dict[str, Any]) -> list
 @pytest.mark.parametrize("size", [2, 4])
 def test_training_is_that_on_one_device(size: int) -> None:
     check_on_ranks(size, trainings)
+
+
+def one_sum() -> Checks:
+    """Weights of training on all ranks, beside those of each rank alone."""
+    whole, alone = (one_sum_training.mesh_of(n, DEVICE) for n in (dist.get_world_size(), 1))
+
+    def check(*how: Any, **options: Any) -> list[str]:
+        found = (one_sum_training.trained(mesh, *how, **options) for mesh in (whole, alone))
+        return one_sum_training.differing(*found)
+
+    kinds = {
+        (recipe, transport): partial(check, recipe, transport)
+        for recipe in ("tensorwise", "rowwise_folded", None)
+        for transport in ("float8", "bf16", "fp32")
+    }
+    stochastic = partial(check, how={"stochastic_rounding": True})
+    return {str(kind): each for kind, each in kinds.items()} | {"stochastic": stochastic}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_weights_have_the_bits_of_one_rank(size: int) -> None:
+    check_on_ranks(size, one_sum)
 
 
 def layers_of_experts() -> Checks:

@@ -1,0 +1,157 @@
+"""The order of micro-batches in which gradients have the same bits on any number of ranks."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fp8_dist.fsdp.gradient_transport import EncodedReduction
+from fp8_dist.torch_internals import (
+    fsdp_groups,
+    fsdp_has_second_reduction,
+    fsdp_parameters,
+    fsdp_reduce_scatter_group,
+    fsdp_reduction,
+    fsdp_sums,
+)
+
+_UNREDUCED = (
+    "a backward has left gradients of {} unreduced. They are added to those of another micro-batch "
+    "before the reduction, in an order that depends on the number of ranks; leave out "
+    "set_requires_gradient_sync(False)"
+)
+
+
+def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
+    """Yield the micro-batches of a step that this rank runs, as ``(index, weight)``.
+
+    Rank r of W runs micro-batches r, r + W, r + 2W, ... If W does not divide ``count``, some ranks
+    idle in the last round: they run the last micro-batch again, with weight 0, because FSDP2 needs
+    all ranks. Multiply the loss, and any auxiliary loss, by the weight::
+
+        for index, weight in micro_batches(count, mesh):  # one backward in each
+            loss = cross_entropy(model(inputs[index]), targets[index], reduction="sum")
+            (loss * (weight / tokens)).backward()  # tokens: of the whole step
+
+    With :func:`set_gradient_transport`, gradients that are sums (``set_gradient_divide_factor``),
+    ``clip_grad_norm_(..., exact=True)`` and an optimizer that computes each element alone, the
+    weights after the step have the same bits on any number of ranks. docs/fsdp2.md has the whole
+    loop, and what the bits still depend on.
+
+    Args:
+        count: of the micro-batches of the step, over all ranks; the same on all ranks.
+        mesh: the 1-D mesh of the data-parallel ranks.
+
+    Yields:
+        The micro-batch's number, from 0 to ``count - 1``, and 1.0, or 0.0 where this rank idles.
+
+    Collectives: none.
+
+    Raises:
+        TypeError, ValueError: for invalid arguments. For a model whose sums would depend on the
+            number of ranks, or that is reduced twice in a micro-batch, or not at all: in the call,
+            in the backward, or at the next micro-batch, with the name of the module.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"micro_batches needs a DeviceMesh, got a {type(mesh).__name__}")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"micro_batches: count is {count!r}; it must be a positive int")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"micro_batches: the mesh has {mesh.ndim} dims; pass the 1-D mesh of the data-parallel "
+            "ranks. Under HSDP the bits of gradients depend on the number of ranks"
+        )
+    ranks = mesh.mesh.tolist()
+    if _problems_of_all(ranks):
+        gc.collect()  # models that nothing refers to any more
+    if problem := _problems_of_all(ranks):
+        raise ValueError(f"micro_batches: {problem}")
+    return _of_this_rank(count, ranks)
+
+
+def _of_this_rank(count: int, ranks: list[int]) -> Iterator[tuple[int, float]]:
+    waiting, reduced = list[EncodedReduction](), set[Any]()
+
+    def check(reduction: EncodedReduction) -> None:
+        problem = next(_problems(reduction, ranks), None)
+        if reduction in waiting:
+            problem = _UNREDUCED.format(reduction.module)
+        elif not reduced.isdisjoint(reduction.parameters):
+            problem = (
+                f"{reduction.module} is reduced twice within a micro-batch, so the order of its "
+                "sum depends on the number of ranks; call backward once for each micro-batch"
+            )
+        if problem is not None:
+            EncodedReduction.check = None
+            raise ValueError(f"micro_batches: {problem}")
+        reduced.update(reduction.parameters)
+
+    try:
+        for first in range(0, count, len(ranks)):
+            index = first + ranks.index(dist.get_rank())
+            waiting, reduced = _waiting(), set()
+            EncodedReduction.check = check
+            yield min(index, count - 1), float(index < count)
+            for reduction in (each for each in _waiting() if each not in waiting):
+                raise ValueError(f"micro_batches: {_UNREDUCED.format(reduction.module)}")
+    finally:
+        if EncodedReduction.check is check:
+            EncodedReduction.check = None
+
+
+def _waiting() -> list[EncodedReduction]:
+    """The reductions for which gradients wait."""
+    return [
+        each
+        for each in _reductions()
+        if any(parameter.has_unreduced() for parameter in fsdp_parameters([each.group]))
+    ]
+
+
+def _reductions() -> list[EncodedReduction]:
+    """The reductions of all models that have a transport."""
+    found = [fsdp_reduction(group) for group in fsdp_groups()]
+    return [each for each in found if isinstance(each, EncodedReduction)]
+
+
+def _problems_of_all(ranks: list[int]) -> str | None:
+    """What is wrong if no model is right. (Of several, the loop knows which one it trains.)"""
+    reductions = _reductions()
+    if not reductions and len(ranks) > 1:
+        return (
+            "no model has a gradient transport, and torch's sums depend on the number of ranks; "
+            'call set_gradient_transport(model, "fp32"), or another transport'
+        )
+    problems = [next(_problems(reduction, ranks), None) for reduction in reductions]
+    return problems[0] if problems and all(problems) else None
+
+
+def _problems(reduction: EncodedReduction, own: list[int]) -> Iterator[str]:
+    """Why a reduction can't sum the gradients of micro-batches that some ranks run."""
+    group, name = reduction.group, reduction.module
+    parameters = list(fsdp_parameters([group]))
+    ranks = dist.get_process_group_ranks(fsdp_reduce_scatter_group(group))
+    # What ranks of the mesh add comes in the mesh's order, perhaps in parts of several ranks.
+    places = [ranks.index(rank) * len(own) // len(ranks) for rank in own if rank in ranks]
+    if fsdp_has_second_reduction(group):
+        yield (
+            f"{name} is under HSDP (or has set_all_reduce_hook), which sums the sums of shards "
+            "over replicas; shard it over one axis of all ranks"
+        )
+    if places != [*range(len(own))]:
+        yield f"{name} is reduced over ranks {ranks}, not over those of the mesh, {own}"
+    if any(parameter.own.fsdp_placement.dim for parameter in parameters):
+        yield f"{name} has parameters with Shard(1), which divides rows; shard them on dim 0"
+    if any(parameter.own.offload_to_cpu for parameter in parameters):
+        yield f"{name} has CPU offload, which adds gradients on the CPU; leave it out"
+    if any(parameter.sharded.dtype != torch.float32 for parameter in parameters):
+        yield f"{name} has parameters that are not fp32, in whose dtype sums would be rounded"
+    if not fsdp_sums(group):
+        yield (
+            f"{name} averages gradients; call set_gradient_divide_factor(1.0) and "
+            "set_force_sum_reduction_for_comms(True) of each FSDPModule, and divide the loss by "
+            "the tokens of the step"
+        )
