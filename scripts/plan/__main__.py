@@ -21,7 +21,6 @@ import sys
 from functools import partial
 from typing import get_args
 
-from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.moe.config import ExpertsRecipe
 from scripts.common.candidates import BF16, RECIPES, TORCHAO
 from scripts.common.llama import MODELS
@@ -45,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--recipe", nargs="+", choices=RECIPES, default=["tensorwise"], metavar="NAME")
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
     add("--seq-len", type=positive, help="tokens of each; default: the longest of the model")
-    ways, too = get_args(Transport), "plan each recipe also with"
+    ways, too = ["float8", "bf16"], "plan each recipe also with"
     add("--gradient-transport", choices=ways, help=f"{too} FSDP2's gradients in this")
     add("--reduce-transport", choices=ways, help=f"{too} tensor parallelism's sums in this")
     args = start(parser, argv)

@@ -39,9 +39,11 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     sums = (
         "how the sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
     )
-    add("--reduce-transport", choices=get_args(Transport), help=sums)
+    add("--reduce-transport", choices=["float8", "bf16"], help=sums)
     add("--steps", type=positive, default=120)
     add("--batch-size", type=positive, default=16, help="rows of the global batch, over all ranks")
+    parts = "divide the batch into so many parts, summed in an order that does not depend on --dp"
+    add("--micro-batches", type=positive, metavar="N", help=parts)
     add("--seq-len", type=positive, default=128, help="tokens (bytes) per row")
     add("--lr", type=float, default=1e-3, help="peak; falls linearly to 0 after the warmup")
     add("--warmup", type=int, default=40, help="steps in which --lr is reached linearly")
@@ -106,7 +108,7 @@ def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:
             f"{dp} times --tp {args.tp} is {ranks}, but there are {world_size} ranks: start that "
             f"many (torchrun --nproc-per-node {ranks})"
         )
-    if args.batch_size % (args.dp * args.ep):
+    if args.micro_batches is None and args.batch_size % (args.dp * args.ep):
         yield f"--batch-size {args.batch_size} is not a multiple of {dp}"
     if model.n_kv_heads % args.tp:
         heads = f"the {model.n_kv_heads} key/value heads of --model {args.model}"
@@ -115,8 +117,10 @@ def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         yield from problems_of_experts(args, model.mixture.experts)
     elif args.ep > 1:
         yield f"--ep {args.ep} needs a --model with experts"
-    if args.gradient_transport is not None and args.dp == 1:
-        yield "--gradient-transport needs --dp 2 or more: a single rank sends no gradients"
+    if args.micro_batches is not None and args.batch_size % args.micro_batches:
+        yield f"--batch-size {args.batch_size} is not a multiple of --micro-batches"
+    if args.micro_batches is not None and args.gradient_transport is None and args.dp > 1:
+        yield "--micro-batches needs a --gradient-transport where --dp is 2 or more"
     if args.reduce_transport is not None and (args.tp == 1 or args.recipe == BF16):
         yield (
             "--reduce-transport needs --tp 2 or more and a float8 --recipe: it is for the "
@@ -144,5 +148,8 @@ def problems_of_experts(args: argparse.Namespace, experts: int) -> Iterator[str]
         yield f"--tp {args.tp} does not divide the --seq-len {args.seq_len}"
     if args.compile:
         yield "--compile is not for --model moe: FSDP2's hooks break its graphs"
-    if args.gradient_transport is not None:
-        yield "--gradient-transport is not for --model moe: experts have axes of their own"
+    if args.gradient_transport is not None or args.micro_batches is not None:
+        yield (
+            "--gradient-transport is not for --model moe: experts have axes of their own. Nor is "
+            "--micro-batches"
+        )

@@ -53,10 +53,7 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.models.common.attention import (  # noqa: E402
-    FlexAttention,
-    ScaledDotProductAttention,
-)
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import config_registry  # noqa: E402
 from torchtitan.models.qwen3 import config_registry as qwen3_registry  # noqa: E402
 

@@ -7,7 +7,8 @@ Byte-level language modelling. Masters and optimizer state are fp32. What is not
 in bf16, in every recipe, unless --compute says fp32. With the same --seed, --batch-size and
 --seq-len, runs of all recipes and meshes start from the same weights and see the same data. Runs on
 CUDA with NCCL, or on CPUs with gloo; without torchrun it is a single process. With
---checkpoint-every the run can be continued by --resume auto.
+--checkpoint-every the run can be continued by --resume auto. With --micro-batches and
+--gradient-transport its bits do not depend on --dp, so it may also be continued on another number.
 """
 
 import argparse
@@ -22,10 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from fp8_dist.debug import comm_audit, float8_stats, record
-from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
+from fp8_dist.fsdp import clip_grad_norm_, micro_batches, set_gradient_transport
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.gloo import leave, use_one_thread_per_group
 from scripts.common.llama import MODELS
@@ -67,6 +69,11 @@ class Trainer:
             reduce_transport=args.reduce_transport,
             param_dtype=torch.bfloat16 if args.compute == "bf16" else torch.float32,
         )
+        if args.micro_batches is not None:
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
         if args.gradient_transport is not None:
             set_gradient_transport(self.model, args.gradient_transport)
         self.after_step = after_step(args.recipe, sharded=True)
@@ -75,15 +82,37 @@ class Trainer:
             lr=args.lr,
             betas=(0.9, 0.95),
             weight_decay=0.1,
-            fused=True,
+            # On CPUs a fused step computes the last elements of a shard in another way.
+            fused=args.micro_batches is None,
         )
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Trains on the batch of `step`, counted from 1.
 
         Returns:
-            This data-parallel rank's mean loss and the norm of the whole gradient before
-            clipping, both fp32 scalars on the device.
+            Numbers whose sum over all data-parallel ranks is the mean loss, fp32 `[n]`, and the
+            norm of the whole gradient before clipping, an fp32 scalar, both on the device.
+        """
+        count, losses = self.args.micro_batches, torch.zeros(1, device=self.device)
+        if count is None:
+            losses += self.backward(step, self.dp.get_local_rank(), self.dp.size())
+        else:
+            losses = losses.repeat(count)
+            for index, weight in micro_batches(count, self.dp):
+                losses[index] += self.backward(step, index, count, weight)
+        exact = count is not None
+        grad_norm = clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM, exact=exact)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after_step(self.model)
+        return losses, grad_norm
+
+    def backward(self, step: int, part: int, parts: int, weight: float = 1.0) -> Tensor:
+        """Computes gradients of a part of the batch of `step`; returns its share of the loss.
+
+        With `--micro-batches` gradients are sums over parts, else means over ranks.
         """
         args = self.args
         inputs, targets = self.corpus.batch(
@@ -91,30 +120,24 @@ class Trainer:
             step=step,
             batch_size=args.batch_size,
             seq_len=args.seq_len,
-            rank=self.dp.get_local_rank(),
-            ranks=self.dp.size(),
+            rank=part,
+            ranks=parts,
         )
         logits = self.model(inputs.to(self.device))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(self.device))
-        loss.backward()
-        grad_norm = clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.after_step(self.model)
-        return loss.detach(), grad_norm
+        share = loss * (weight / parts)
+        (loss if args.micro_batches is None else share).backward()
+        return share.detach()
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
         args = self.args
         return float(args.lr * learning_rate_factor(step - 1, args.warmup, args.steps))
 
-    def mean_over_ranks(self, loss: Tensor) -> float:
-        """Averages a scalar over the data-parallel ranks."""
-        total = loss.clone()
-        dist.all_reduce(total, group=self.dp.get_group())
-        return total.item() / self.dp.size()
+    def whole_loss(self, losses: Tensor) -> float:
+        """Sums what `step` returned over the data-parallel ranks."""
+        dist.all_reduce(losses, group=self.dp.get_group())
+        return losses.double().sum().item()
 
 
 def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
@@ -161,9 +184,9 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         recorded = nullcontext() if stats is None else stats.at(step)
         watched = nullcontext() if recorder is None else recorder.at(step)
         with recorded, watched, audit if last else nullcontext():
-            loss, grad_norm = trainer.step(step)
+            losses, grad_norm = trainer.step(step)
         # Reading the values waits for the device, so the clock stops after that.
-        mean, norm = trainer.mean_over_ranks(loss), grad_norm.item()
+        mean, norm = trainer.whole_loss(losses), grad_norm.item()
         speed = args.batch_size * args.seq_len / (time.perf_counter() - since)
         numbers = {"loss": mean, "tokens_per_second": speed, "grad_norm": norm}
         numbers |= {"learning_rate": trainer.learning_rate(step)}

@@ -51,7 +51,8 @@ def test_ranks_share_the_rows_of_one_global_batch():
         ("--step 3", "unrecognized arguments: --step 3"),
         ("--data nowhere", "--data: nowhere: no such file or folder"),
         ("--data text.txt --seq-len 1008", "give a longer text or use shorter rows"),
-        ("--gradient-transport bf16 --tp 4", "--gradient-transport needs --dp 2 or more"),
+        ("--micro-batches 5", "--batch-size 16 is not a multiple of --micro-batches"),
+        ("--micro-batches 8", "--micro-batches needs a --gradient-transport where --dp is 2"),
         (
             "--reduce-transport float8 --tp 2",
             "--reduce-transport needs --tp 2 or more and a float8",

@@ -80,6 +80,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: RankPools, tmp_path: Path
     assert (stopped / "comm.json").exists()
 
 
+def test_a_run_continues_on_fewer_ranks(ranks: RankPools, tmp_path: Path) -> None:
+    parts = "--micro-batches", "4", "--gradient-transport", "float8", "--recipe", "tensorwise"
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    ranks(1).run(run, str(whole), 1, 1, *parts)
+    ranks(4).run(run, str(moved), 4, 1, *parts, stop_at=5)
+    assert steps_in(moved) == [4, 2]
+    ranks(3).run(run, str(moved), 3, 1, *parts, *RESUME)  # ranks idle
+    assert metrics(moved) == metrics(whole)
+
+
 @pytest.mark.parametrize(("recipe", "other"), [("bf16", "delayed"), ("delayed", "bf16")])
 def test_another_recipe_continues(
     ranks: RankPools, tmp_path: Path, recipe: str, other: str

@@ -31,8 +31,8 @@ def two_steps(ours: train.Trainer) -> tuple[list[float], CommAudit]:
     numbers, audit = [], comm_audit(device_mesh(dp=2, tp=2))
     for step in (1, 2):
         with audit if step == 2 else nullcontext():
-            loss, norm = ours.step(step)
-        numbers += [ours.mean_over_ranks(loss), norm.item()]
+            losses, norm = ours.step(step)
+        numbers += [ours.whole_loss(losses), norm.item()]
     return numbers, audit
 
 
@@ -61,7 +61,7 @@ def test_gradients_travel_as_the_options_say(ranks: RankPools) -> None:
     assert run(*fp32)[0] != run(*fp32, "--gradient-transport", "bf16")[0]
     found, sent = run("--gradient-transport", "float8")
     assert "reduce_scatter" not in sent
-    assert 1 < sent["all_to_all"] / elements < 1.03
+    assert 1 < sent["all_to_all"] / elements < 1.04
     # The loss of the first step is that before all gradients.
     assert found[0] == numbers[0]
     assert found[2] != numbers[2]
