@@ -242,4 +242,6 @@ def message_calls(m: int, k: int) -> Calls:
     sums, numbers = encoding.sum_of_rows, special(3 * m, k).view(3, m, k)
     calls["sum_of_rows of codes"] = call(sums, codes, exponents, ordinary(m, k), 1)
     calls["sum_of_rows of numbers"] = call(sums, numbers, None, ordinary(m, k, FP32), 2)
+    calls["sum_of_rows behind own"] = call(sums, codes, exponents, ordinary(m, k, FP32), -1)
+    calls["sum_of_rows alone"] = call(sums, numbers, None, None, 0)
     return calls
