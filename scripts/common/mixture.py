@@ -17,13 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.moe import (
-    Float8ExpertsConfig,
-    Routing,
-    dispatch_linear,
-    linear_combine,
-    route,
-)
+from fp8_dist.moe import Float8ExpertsConfig, Routing, dispatch_linear, linear_combine, route
 
 
 @dataclass(frozen=True)

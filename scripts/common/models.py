@@ -36,14 +36,7 @@ from fp8_dist.tensor_parallel.plans import (
 from fp8_dist.transport import Encoding
 from scripts.common import candidates
 from scripts.common.candidates import BF16, config_of, is_torchaos
-from scripts.common.llama import (
-    Attention,
-    Block,
-    FeedForward,
-    LatentAttention,
-    Llama,
-    LlamaConfig,
-)
+from scripts.common.llama import Attention, Block, FeedForward, LatentAttention, Llama, LlamaConfig
 from scripts.common.mixture import Experts, GatherSequence, MixtureOfExperts, Router
 
 TP, EP = "tp", "ep"

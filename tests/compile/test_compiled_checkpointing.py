@@ -11,11 +11,7 @@ from rank_tests import on_ranks
 from reference import same_bits
 from two_level import config_named
 
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale
 from fp8_dist.debug import CommRow
 
 

@@ -42,11 +42,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import CommAudit, comm_audit
-from fp8_dist.tensor_parallel import (
-    Float8ColwiseParallel,
-    PrepareFloat8ModuleInput,
-    apply_tp_plan,
-)
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput, apply_tp_plan
 
 
 def amax_reductions(audit: CommAudit) -> str:

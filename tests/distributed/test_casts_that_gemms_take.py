@@ -12,11 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fp8_dist import (
-    Float8Linear,
-    Float8LinearConfig,
-    convert_to_float8_training,
-)
+from fp8_dist import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, apply_tp_plan
 

@@ -13,10 +13,7 @@ from ranks import RankPools, device_mesh
 from reference import same_bits
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    PrepareModuleInput,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (

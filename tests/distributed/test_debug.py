@@ -16,19 +16,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fp8_dist import (
-    CastConfig,
-    Float8LinearConfig,
-    cast_to_float8,
-    convert_to_float8_training,
-)
+from fp8_dist import CastConfig, Float8LinearConfig, cast_to_float8, convert_to_float8_training
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.collectives import (
-    IGNORED_OPS,
-    NAMESPACES,
-    SCHEMAS,
-    read_collective,
-)
+from fp8_dist.debug.collectives import IGNORED_OPS, NAMESPACES, SCHEMAS, read_collective
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 from scripts.common.llama import Llama, LlamaConfig

@@ -22,12 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist import (
-    Float8LinearConfig,
-    Float8State,
-    attach_update,
-    convert_to_float8_training,
-)
+from fp8_dist import Float8LinearConfig, Float8State, attach_update, convert_to_float8_training
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
 

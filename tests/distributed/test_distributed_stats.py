@@ -19,19 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from two_level import config_named
 
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    update_float8_scales,
-)
-from fp8_dist.debug import (
-    Anomaly,
-    CastStats,
-    GemmStats,
-    comm_audit,
-    float8_stats,
-    record,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, update_float8_scales
+from fp8_dist.debug import Anomaly, CastStats, GemmStats, comm_audit, float8_stats, record
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,

@@ -14,10 +14,7 @@ from ranks import RankPools, device_mesh
 from reference import raised, same_bits, weights_used
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint import (
-    HuggingFaceStorageWriter,
-    QuantizedHuggingFaceStorageReader,
-)
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, QuantizedHuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -8,11 +8,7 @@ import torch
 from nets import Distributed
 from rank_tests import on_ranks
 
-from fp8_dist import (
-    Float8LinearConfig,
-    invalidate_float8_scales,
-    update_float8_scales,
-)
+from fp8_dist import Float8LinearConfig, invalidate_float8_scales, update_float8_scales
 from fp8_dist.debug import comm_audit
 
 

@@ -15,12 +15,7 @@ from ranks import device_mesh
 from reference import raised, same_bits, sqnr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fp8_dist import (
     Float8Linear,

@@ -23,11 +23,7 @@ from fp8_dist import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale,
 )
-from fp8_dist.tensor_parallel import (
-    Float8ColwiseParallel,
-    PrepareFloat8ModuleInput,
-    apply_tp_plan,
-)
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput, apply_tp_plan
 
 
 def placed(tensor: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:

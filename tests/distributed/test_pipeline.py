@@ -15,11 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    update_float8_scales,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, update_float8_scales
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import make_amax_group
 from fp8_dist.tensor_parallel import apply_tp_plan

@@ -46,10 +46,7 @@ from fp8_dist.tensor_parallel import (
     apply_tp_plan,
     llama_tp_plan,
 )
-from fp8_dist.tensor_parallel.plans import (
-    Float8ResidualRowwiseParallel,
-    ResidualRowwiseParallel,
-)
+from fp8_dist.tensor_parallel.plans import Float8ResidualRowwiseParallel, ResidualRowwiseParallel
 from scripts.common.llama import Llama, LlamaConfig
 
 TINY = LlamaConfig(

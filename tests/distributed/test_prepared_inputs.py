@@ -14,11 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import CastStats, GemmStats, float8_stats, record
-from fp8_dist.tensor_parallel import (
-    Float8ColwiseParallel,
-    PrepareFloat8ModuleInput,
-    apply_tp_plan,
-)
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput, apply_tp_plan
 
 Rows = list[CastStats | GemmStats]
 WIDTH = 32

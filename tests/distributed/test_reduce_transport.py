@@ -22,11 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    skip_head,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, skip_head
 from fp8_dist.debug import CommAudit, GemmStats, comm_audit, float8_stats
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,

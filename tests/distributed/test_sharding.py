@@ -8,11 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8_dist.cast import quantize
-from fp8_dist.mesh import (
-    all_reduce_max,
-    groups_over,
-    make_group,
-)
+from fp8_dist.mesh import all_reduce_max, groups_over, make_group
 from fp8_dist.scaling import Dense
 
 

@@ -14,11 +14,7 @@ from reference import same_bits, weights_used
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    precompute_float8_dynamic_scale,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale
 from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.tensor_parallel import apply_tp_plan
 

@@ -6,12 +6,7 @@ from unittest.mock import patch
 import pytest
 from fake_cuda.blocks import count_blocks, count_compiled_block, count_update
 from fake_cuda.counter import Counts
-from fake_cuda.layer import (
-    LayerShape,
-    count_compiled_layer,
-    count_frozen_layer,
-    count_layer,
-)
+from fake_cuda.layer import LayerShape, count_compiled_layer, count_frozen_layer, count_layer
 from fake_cuda.process import FakeCudaProcess
 from torch_releases import RELEASE
 

@@ -8,13 +8,7 @@ from reference import same_values
 from rounding_kernels import decoded, encoded
 
 from fp8_dist import CastConfig, ScalingGranularity, cast_to_float8
-from fp8_dist.kernels import (
-    amax,
-    block_exponents,
-    cast_blocks,
-    quantize_blocks,
-    reblock,
-)
+from fp8_dist.kernels import amax, block_exponents, cast_blocks, quantize_blocks, reblock
 from fp8_dist.kernels.gemm import gemm_scales
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]

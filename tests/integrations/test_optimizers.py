@@ -15,11 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit
 
-from fp8_dist import (
-    Float8LinearConfig,
-    attach_update,
-    convert_to_float8_training,
-)
+from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
 

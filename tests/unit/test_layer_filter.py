@@ -7,12 +7,7 @@ import torch
 from reference import raised
 from torch import nn
 
-from fp8_dist import (
-    Float8Linear,
-    auto_filter,
-    convert_to_float8_training,
-    skip_head,
-)
+from fp8_dist import Float8Linear, auto_filter, convert_to_float8_training, skip_head
 
 
 def skipped(model: nn.Module, with_model: bool) -> set[str]:

@@ -32,15 +32,7 @@ from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float
 from fp8_dist.linear.operands import reason_to_move_high
 from fp8_dist.mesh import Layout, global_offset
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
-from fp8_dist.scaling import (
-    Blocks,
-    Dense,
-    Placed,
-    Scheme,
-    covering,
-    message_dtype,
-    scheme_named,
-)
+from fp8_dist.scaling import Blocks, Dense, Placed, Scheme, covering, message_dtype, scheme_named
 from fp8_dist.scaling.operators import dequantize_operator
 from fp8_dist.scaling.reduction import as_integers, from_integers
 

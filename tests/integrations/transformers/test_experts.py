@@ -15,11 +15,7 @@ from hf_models import build
 from reference import raised, same_bits, sqnr
 
 from fp8_dist import convert_to_linear
-from fp8_dist.moe import (
-    Float8ExpertsConfig,
-    convert_experts_to_float8_training,
-    float8_experts,
-)
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 
 BF16 = torch.bfloat16
 

@@ -26,10 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist import (
-    attach_update,
-    precompute_float8_dynamic_scale,
-)
+from fp8_dist import attach_update, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
 from fp8_dist.moe import convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel

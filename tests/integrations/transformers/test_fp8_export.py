@@ -30,15 +30,8 @@ from fp8_dist import (
     iter_float8_weights,
     skip_head,
 )
-from fp8_dist.moe import (
-    Float8ExpertsConfig,
-    convert_experts_to_float8_training,
-    float8_experts,
-)
-from fp8_dist.tensor_parallel import (
-    Float8ExpertParallel,
-    Float8ExpertTensorParallel,
-)
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
+from fp8_dist.tensor_parallel import Float8ExpertParallel, Float8ExpertTensorParallel
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
 IDS = batch(7)

@@ -11,12 +11,7 @@ from torch import nn
 from trainer_runs import SIZES, dataset, launched
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from fp8_dist import (
-    Float8Linear,
-    auto_filter,
-    convert_to_float8_training,
-    skip_head,
-)
+from fp8_dist import Float8Linear, auto_filter, convert_to_float8_training, skip_head
 from fp8_dist.integrations.transformers import Float8Callback, Fp8DistConfig
 
 ENCODER = {

@@ -12,10 +12,7 @@ from ranks import RankPools
 from reference import raised, same_bits
 from torch.distributed.tensor import DTensor
 from trainer_runs import dataset, launched, llama
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from fp8_dist import (

@@ -16,12 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hf_models import (
-    SMALL,
-    batch,
-    build,
-    converted,
-)
+from hf_models import SMALL, batch, build, converted
 from nets import full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh

@@ -14,15 +14,7 @@ from peft import LoraConfig, get_peft_model
 from ranks import RankPools
 from reference import all_warnings, raised
 from torch.nn.parallel import DistributedDataParallel
-from trainer_runs import (
-    FSDP,
-    Audit,
-    dataset,
-    launched,
-    llama,
-    single_process,
-    train,
-)
+from trainer_runs import FSDP, Audit, dataset, launched, llama, single_process, train
 from transformers import (
     AutoModelForCausalLM,
     Trainer,
@@ -33,12 +25,7 @@ from transformers import (
 
 import fp8_dist.integrations.transformers as integration
 import fp8_dist.integrations.transformers.trainer as trainer_module
-from fp8_dist import (
-    Float8LinearConfig,
-    convert_to_float8_training,
-    float8_layers,
-    skip_head,
-)
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, float8_layers, skip_head
 from fp8_dist.debug import comm_audit
 from fp8_dist.integrations.transformers import Float8Callback
 

@@ -15,12 +15,7 @@ from torch.utils.data import DataLoader
 from trainer_runs import dataset, launched, llama
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from fp8_dist import (
-    conversion_summary,
-    convert_to_float8_training,
-    float8_layers,
-    skip_head,
-)
+from fp8_dist import conversion_summary, convert_to_float8_training, float8_layers, skip_head
 from fp8_dist.debug import comm_audit
 from scripts.examples import transformers_trainer
 

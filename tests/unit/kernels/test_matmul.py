@@ -7,13 +7,7 @@ import pytest
 import torch
 from reference import all_warnings, raised, same_bits, sqnr
 
-from fp8_dist import (
-    CastConfig,
-    Float8Linear,
-    Float8Tensor,
-    ScalingGranularity,
-    cast_to_float8,
-)
+from fp8_dist import CastConfig, Float8Linear, Float8Tensor, ScalingGranularity, cast_to_float8
 from fp8_dist.kernels import gemm
 from fp8_dist.tensor import scaled_mm
 

@@ -15,11 +15,7 @@ from reference import reloaded, same_bits, weights_used
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fp8_dist import (
-    Float8LinearConfig,
-    Float8State,
-    convert_to_float8_training,
-)
+from fp8_dist import Float8LinearConfig, Float8State, convert_to_float8_training
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 
 TENSORWISE = Float8LinearConfig()

@@ -5,11 +5,7 @@ from collections.abc import Iterator
 import torch
 from reference import same_bits
 
-from fp8_dist import (
-    Float8Linear,
-    Float8LinearConfig,
-    sync_float8_amax_and_scale_history,
-)
+from fp8_dist import Float8Linear, Float8LinearConfig, sync_float8_amax_and_scale_history
 from fp8_dist.linear.amax_history import history_copies
 
 E4M3 = torch.float8_e4m3fn

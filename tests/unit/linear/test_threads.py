@@ -11,12 +11,7 @@ import torch
 import torch.nn as nn
 from nets import Net
 
-from fp8_dist import (
-    Float8Linear,
-    Float8LinearConfig,
-    attach_update,
-    convert_to_float8_training,
-)
+from fp8_dist import Float8Linear, Float8LinearConfig, attach_update, convert_to_float8_training
 
 X = torch.ones(4, 32)
 
