@@ -653,7 +653,7 @@ def announce_fsdp_reductions(kind: type) -> None:
         if isinstance(comm, kind):
             replicas, own = comm.prepare(parameters, replicas, hook)  # type: ignore[attr-defined]
             given.arguments |= {"all_reduce_group": replicas, "all_reduce_hook": own}
-            if hook is None:
+            if own is not None and hook is None:
                 # FSDP2 frees the buffer, which is of this stream, without waiting for another one.
                 given.arguments["all_reduce_stream"] = stream
         return _foreach_reduce(*given.args, **given.kwargs)

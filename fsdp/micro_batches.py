@@ -118,7 +118,7 @@ def _reductions() -> list[EncodedReduction]:
 
 
 def _problems_of_all(ranks: list[int]) -> str | None:
-    """What is wrong if no model is right. (Of several, the loop knows which one it trains.)"""
+    """Return what is wrong if no model is right. (Of several, the loop knows which is trained.)"""
     reductions = _reductions()
     if not reductions and len(ranks) > 1:
         return (
