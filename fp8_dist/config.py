@@ -16,7 +16,7 @@ import torch
 
 from fp8_dist.device import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
-from fp8_dist.scaling import Blocks, Dense, Fp32Blocks, Scheme
+from fp8_dist.scaling import Blocks, Dense, Fp32Blocks, Mxfp4, Scheme
 
 
 class ScalingType(enum.Enum):
@@ -56,6 +56,8 @@ class ScalingGranularity(enum.Enum):
 ScaleFormat = Literal["ue8m0", "fp32"]
 Division = Literal["vllm", "slime"]
 Source = Literal["master", "bf16"]
+ScaleRule = Literal["ceil", "even", "floor"]
+Format = Literal["e4m3", "mxfp4"]
 
 
 def check_fields(config: Any) -> None:
@@ -95,8 +97,10 @@ class CastConfig:
             blocks of one row, the weight takes square blocks.
         scale_rule: the rounding of block scales to MX exponents. ``"ceil"`` rounds them up, so that
             no value saturates. ``"floor"`` is the rule of OCP Microscaling Formats v1.0, with which
-            the largest values of a block may saturate. ``None`` rounds them up too, but uses the
-            formula of the other scales, including its epsilon (:mod:`fp8_dist.kernels.scale`).
+            the largest values of a block may saturate. ``"even"``, for mxfp4, rounds the amax to
+            E2M1 first, as Quark and torchao do. ``None`` means ``"floor"`` for mxfp4; for e4m3 it
+            rounds up too, but uses the formula of the other scales, including its epsilon
+            (:mod:`fp8_dist.kernels.scale`).
         scale_format: the format of block scales. ``"ue8m0"``: powers of two. ``"fp32"``: amax
             divided by the largest float8 value, as in the FP8 checkpoints of DeepSeek and Qwen
             (:mod:`fp8_dist.kernels.fp32_blocks`).
@@ -104,16 +108,20 @@ class CastConfig:
             ``"slime"`` multiplies them by its reciprocal. Some codes differ.
         source: what a BLOCKWISE cast rounds: the tensor (``"master"``), or the tensor rounded to
             bf16 first (``"bf16"``), as an inference engine that is sent bf16 weights does.
+        format: the values of a BLOCKWISE cast. ``"mxfp4"``, for weights: those of four bits that
+            MXFP4 has (:mod:`fp8_dist.kernels.e2m1`), in squares of a multiple of 32. FSDP2 gathers
+            them at half a byte each. Experimental.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
     scaling_granularity: ScalingGranularity | Scheme = ScalingGranularity.TENSORWISE
     target_dtype: torch.dtype | None = None
     block_size: tuple[int, int] | None = None
-    scale_rule: Literal["ceil", "floor"] | None = None
+    scale_rule: ScaleRule | None = None
     scale_format: ScaleFormat = "ue8m0"
     division: Division = "vllm"
     source: Source = "master"
+    format: Format = "e4m3"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -132,7 +140,7 @@ class CastConfig:
 
     def _check_blocks(self) -> None:
         size, rule = self.block_size, self.scale_rule
-        of_blocks = ("block_size", "scale_rule", "scale_format", "division", "source")
+        of_blocks = ("block_size", "scale_rule", "scale_format", "division", "source", "format")
         given = {f: v for f in of_blocks if (v := getattr(self, f)) != getattr(CastConfig, f)}
         if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
             if given:
@@ -142,6 +150,15 @@ class CastConfig:
                     "or set that"
                 )
             return
+        if self.scale_format == "fp32" and self.format == "mxfp4":
+            raise ValueError(
+                "CastConfig: scale_format='fp32' is not for format='mxfp4', whose scales are powers of "
+                "two; drop one of them"
+            )
+        if rule == "even" and self.format != "mxfp4":
+            raise ValueError(
+                "CastConfig: scale_rule='even' is for format='mxfp4'; use 'ceil', 'floor' or None"
+            )
         if self.scale_format == "fp32" and rule is not None:
             raise ValueError(
                 f"CastConfig: scale_rule={rule!r} is for scales that are powers of two; drop it, "
@@ -167,6 +184,9 @@ class CastConfig:
         if isinstance(covers, Scheme):
             return covers if self.target_dtype is None else replace(covers, dtype=dtype)
         if self.block_size is not None:
+            if self.format == "mxfp4":
+                rule = self.scale_rule or Mxfp4.rule
+                return Mxfp4(dtype, *self.block_size, rule, source=self.source)
             if self.scale_format == "fp32":
                 return Fp32Blocks(dtype, *self.block_size, self.division, source=self.source)
             return Blocks(dtype, *self.block_size, self.scale_rule, source=self.source)
@@ -200,6 +220,7 @@ class CastConfig:
         shown += f"_{self.scale_rule}" if self.scale_rule else ""
         shown += f"_fp32_{self.division}" if self.scale_format == "fp32" else ""
         shown += "_of_bf16" if self.source == "bf16" else ""
+        dtype = self.format if self.format != "e4m3" else dtype
         return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
 
 
@@ -369,6 +390,7 @@ class Float8LinearConfig:
         scale_format: ScaleFormat = "ue8m0",
         division: Division = "vllm",
         weight_source: Source = "master",
+        weight_format: Format = "e4m3",
     ) -> "Float8LinearConfig":
         """Return the config of a ready-made recipe.
 
@@ -378,6 +400,8 @@ class Float8LinearConfig:
                 :class:`CastConfig`. The gradient keeps powers of two, which GEMMs of grad_weight
                 need no second rounding for.
             weight_source: the ``source`` of the weight's cast, for BLOCKWISE and MXFP8.
+            weight_format: the ``format`` of the weight's cast, for BLOCKWISE and MXFP8. The scales
+                of ``"mxfp4"`` follow the rule ``"floor"``.
 
         Raises:
             ValueError: the name is not a recipe, or the recipe does not take the other arguments.
@@ -394,8 +418,16 @@ class Float8LinearConfig:
                 f"the recipe {recipe.value} has no scale_format={scale_format!r} and "
                 f"division={division!r}: these are for the recipe blockwise; drop them"
             )
+        if weight_format != "e4m3" and not found.cast_config_weight.block_size:
+            raise ValueError(
+                f"the recipe {recipe.value} has no weight_format={weight_format!r}: it is for the "
+                "recipes blockwise and mxfp8; use one of these, or drop it"
+            )
         input = replace(found.cast_config_input, **formats)
-        weight = replace(found.cast_config_weight, source=weight_source, **formats)
+        formats |= {"source": weight_source, "format": weight_format}
+        if weight_format != "e4m3":  # which has rules of its own
+            formats["scale_rule"] = None
+        weight = replace(found.cast_config_weight, **formats)
         return replace(found, cast_config_input=input, cast_config_weight=weight)
 
     def _check_scaling_types(self) -> None:

@@ -65,6 +65,7 @@ try:
     resolve_process_group: Any = _resolve_process_group
     has_functorch_transforms = torch._C._are_functorch_transforms_active
     without_dispatch_modes = _disable_current_modes
+    unnoticed_writes = torch.autograd._unsafe_preserve_version_counter
     _current_graph_task_id = torch._C._current_graph_task_id
     _will_execute = torch._C._will_engine_execute_node
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack

@@ -5,11 +5,12 @@ Such a weight is three tensors, in FSDP2's terms:
 * The *sharded parameter* is ``DTensor(Float8AllGatherWeight(shard))``, in high precision. The
   optimizer updates it.
 * The *all-gather input* is the shard's float8 bytes as ``uint8``, padded to the size that FSDP2
-  gives every rank. If shards are even, scales that differ between shards are further inputs. If
-  shards are uneven, FSDP2 only accepts inputs of the padded size, and all scales come from the
-  all-reduce of precompute, or from one for this weight.
+  gives every rank. If shards are even, scales that differ between shards are further inputs, and
+  the bytes may be packed. If shards are uneven, FSDP2 only accepts inputs of the padded size, and
+  all scales come from the all-reduce of precompute, or from one for this weight.
 * The *unsharded parameter* is a ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
-  on the tensor-parallel mesh. The forward computes with it.
+  on the tensor-parallel mesh. The forward computes with it. Packed bytes are unpacked to a tensor
+  that FSDP2 allocates and frees with the parameter.
 
 What is known of the weight is in the sharded parameter, see Note [What is known of a weight]. The
 hooks find it by the layer that owns the weight, which FSDP2 passes to them: with CPU offload they
@@ -34,7 +35,13 @@ from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor.stored import Stored
 from fp8_dist.tensor.wrapper import padded_shard, unpadded
-from fp8_dist.torch_internals import FsdpParameter, dtensor_local, is_plain, set_dtensor_local
+from fp8_dist.torch_internals import (
+    FsdpParameter,
+    dtensor_local,
+    is_plain,
+    set_dtensor_local,
+    unnoticed_writes,
+)
 
 
 class _Metadata(NamedTuple):
@@ -46,6 +53,7 @@ class _Metadata(NamedTuple):
     is_cut: bool
     size: torch.Size
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
+    is_packed: bool
 
 
 class Float8AllGatherWeight(KnownWeight):
@@ -79,7 +87,7 @@ class Float8AllGatherWeight(KnownWeight):
         weight = weights_of(module)[self.name_of_weight]
         plan, (cast, whole) = weight.gather_plan(), weight.gather_cast(self)
         data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
-        # A view of the float8 dtype, so that an audit can find the payload's dtype.
+        # A view of the payload's dtype, so that an audit can find it.
         data = as_bytes(data.view(cast.qdata.dtype))
         scheme, scales = cast.scheme, cast.scales
         if whole is not None:
@@ -87,7 +95,8 @@ class Float8AllGatherWeight(KnownWeight):
             scales = tuple([scale.to(cast.qdata.device) for scale in own])
         inputs = (data, *[_as_input(cast.scales[i]) for i in plan.moving])
         # The metadata must not refer to the cast, whose memory it would keep.
-        return inputs, _Metadata(scheme, scales, *plan.position_of_whole, outer_size, plan.moving)
+        rest = *plan.position_of_whole, outer_size, plan.moving, plan.packs
+        return inputs, _Metadata(scheme, scales, *rest)
 
     def fsdp_post_all_gather(
         self,
@@ -99,21 +108,35 @@ class Float8AllGatherWeight(KnownWeight):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
         data, *arrived = all_gather_outputs
-        scheme, known, start, is_cut, size, gathered = metadata
+        scheme, known, start, is_cut, size, gathered, is_packed = metadata
         scales, shapes = list(known), scheme.scale_shapes(size, start)
         for i, scale in zip(gathered, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
         if out is not None:
-            # FSDP2 refilled the same storage: only the scales are new.
+            # FSDP2 refilled the same storage: only the scales are new, and what was packed.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
+            if is_packed:
+                _unpack(data, unsharded.qdata, scheme)
             return None
+        if is_packed:
+            qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
+            _unpack(data, qdata, scheme)
+            weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
+            return Float8Tensor.of(weight, param_dtype), (qdata,)
         # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
         # padded weight. It has another shape if a dim other than the first is sharded.
         qdata = unpadded(data, scheme.dtype, size)
         weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
         return Float8Tensor.of(weight, param_dtype), ()
+
+
+def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
+    """Unpack an all-gather output, and free it: FSDP2 allocates it again for the next gather."""
+    with unnoticed_writes(qdata):  # the backward reads the same tensor again
+        scheme.unpack(data, qdata)
+    data.untyped_storage().resize_(0)
 
 
 def _as_input(scale: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8_dist.debug.collectives import Collective, read_collective
 from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.device import is_float8
+from fp8_dist.kernels import E2M1_X2
 from fp8_dist.kernels.encoding import encode_float8, pack_rows
 from fp8_dist.linear.runtime_ops import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -38,7 +39,8 @@ class CommRow:
             know the arguments of the communication op.
         axis: the mesh axis of the process group; ``"world"`` for the default group,
             ``"group NAME"`` for a group of no mesh, ``"unknown"`` if the op does not name a group.
-        dtype: the dtype of the payload; float8, also if it is sent as uint8.
+        dtype: the dtype of the payload; float8, also if it is sent as uint8; float4_e2m1fn_x2 for
+            packed values of MXFP4.
         module: the FQN of the innermost module that was running, in forward or backward; ``""`` for
             the outermost module and for code outside of modules. Submodules of a compiled module
             count as the compiled module.
@@ -46,15 +48,16 @@ class CommRow:
             gathers, packed rows, encoded summands), and the row of another dtype counts these
             messages.
         count: the number of collectives; 0 if ``in_mixed_gather``.
-        elements: the number of elements of ``dtype`` in the buffers, summed over the collectives.
+        elements: the number of elements in the buffers, summed over the collectives. Packed values
+            count one by one.
         bytes: the size of these elements in bytes. The buffer is the output of an all-gather, the
             input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
             of an op that this library doesn't know.
-        bf16_bytes: the size of these elements if nothing were in float8. Each float8 element counts
-            2 bytes, also of gradients, which may otherwise be reduced in fp32. Amaxes (all-reduces
-            of int32 or uint8) and scales of blocks (uint8 in a message with float8) count 0. All
-            else counts as it is, also scales of rows: 4 bytes for each row of float8, which can't
-            be told from fp32 parameters in the same message.
+        bf16_bytes: the size of these elements if nothing were in float8. Each element of float8 or
+            MXFP4 counts 2 bytes, also of gradients, which may otherwise be reduced in fp32. Amaxes
+            (all-reduces of int32 or uint8) and scales of blocks (uint8 in a message with float8)
+            count 0. All else counts as it is, also scales of rows: 4 bytes for each row of float8,
+            which can't be told from fp32 parameters in the same message.
     """
 
     op: str
@@ -69,12 +72,12 @@ class CommRow:
 
     @property
     def float8_bytes(self) -> int:
-        """``bytes`` if the payload is float8, else 0."""
-        return self.bytes if is_float8(self.dtype) else 0
+        """``bytes`` if the payload is float8, or packed values of four bits, else 0."""
+        return self.bytes if _is_low(self.dtype) else 0
 
     @property
     def other_bytes(self) -> int:
-        """``bytes`` if the payload is not float8, else 0."""
+        """``bytes`` if the payload is in high precision, else 0."""
         return self.bytes - self.float8_bytes
 
 
@@ -150,7 +153,7 @@ class CommTable:
             dtype = str(row.dtype).removeprefix("torch.")
             sizes = [f"{size:,}" for size in (row.elements, row.bytes, row.bf16_bytes)]
             lines.append([row.op, row.axis, dtype, count, *sizes, row.module])
-        parts = {"total": rows, "  float8": [row for row in rows if is_float8(row.dtype)]}
+        parts = {"total": rows, "  float8": [row for row in rows if _is_low(row.dtype)]}
         parts["  other"] = [row for row in rows if row not in parts["  float8"]]
         for name, part in parts.items():
             count = f"{self.count():,}" if name == "total" else ""
@@ -215,13 +218,14 @@ class CommAudit(CommTable):
     def _note_collective(self, collective: Collective) -> None:
         shares = self._bytes_by_dtype(collective.tensors).items()
         # The row of the first dtype counts the collective, so float8 comes first.
-        by_dtype = sorted(shares, key=lambda item: not is_float8(item[0]))
+        by_dtype = sorted(shares, key=lambda item: not _is_low(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
         op, axis, module = collective.op, self._axis(collective.group), self._path.current
         for position, (dtype, share) in enumerate(by_dtype):
             is_first, nbytes = position == 0, share * collective.factor
-            sizes = nbytes // dtype.itemsize, nbytes, _bf16_bytes(op, dtype, nbytes, by_dtype[0][0])
+            elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize
+            sizes = elements, nbytes, _bf16_bytes(op, dtype, elements, nbytes, by_dtype[0][0])
             self.add(CommRow(op, axis, dtype, module, not is_first, int(is_first), *sizes))
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
@@ -296,12 +300,17 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     return CommAudit(mesh)
 
 
-def _bf16_bytes(op: str, dtype: torch.dtype, nbytes: int, first: torch.dtype) -> int:
+def _is_low(dtype: torch.dtype) -> bool:
+    """Return whether a payload is counted as float8; packed values of four bits are, too."""
+    return is_float8(dtype) or dtype is E2M1_X2
+
+
+def _bf16_bytes(op: str, dtype: torch.dtype, elements: int, nbytes: int, first: torch.dtype) -> int:
     """Return ``bf16_bytes`` of a part of a message whose row is that of the dtype ``first``."""
-    if is_float8(dtype):
-        return nbytes * torch.bfloat16.itemsize
+    if _is_low(dtype):
+        return elements * torch.bfloat16.itemsize
     is_amax = op == "all_reduce" and dtype in (torch.int32, torch.uint8)
-    is_scale = is_float8(first) and dtype == torch.uint8
+    is_scale = _is_low(first) and dtype == torch.uint8
     return 0 if is_amax or is_scale else nbytes
 
 

@@ -81,10 +81,11 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
         nonfinite = torch.zeros_like(values)
         if not (part.is_cpu and amax.isfinite()):
             nonfinite = torch.count_nonzero(part - part)  # inf - inf and NaN - NaN are NaN
-        for total, qdata, scale in zip(totals, qdatas, scales, strict=True):
+        for total, low, qdata, scale in zip(totals, lows, qdatas, scales, strict=True):
             if scale.ndim and len(scale) == len(matrix):
                 scale = scale[start : start + size]
-            underflow, saturated, *squares = _losses(x, values, qdata[start : start + size], scale)
+            coded, limit = qdata[start : start + size], low.scheme.saturates_above
+            underflow, saturated, *squares = _losses(x, values, coded, scale, limit)
             total[0] = torch.maximum(total[0], amax)
             sums = values, underflow, saturated, nonfinite, *squares
             total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
@@ -106,7 +107,7 @@ def matrix_scales(low: Quantized) -> torch.Tensor:
 
 
 def _losses(
-    x: torch.Tensor, values: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor
+    x: torch.Tensor, values: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, limit: float
 ) -> tuple[torch.Tensor, ...]:
     """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
 
@@ -114,7 +115,6 @@ def _losses(
     that they neither overflow nor vanish in fp32.
     """
     units = x * scale.reciprocal()
-    limit = saturation_limit(qdata.dtype)
     largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
     saturated = torch.zeros_like(values)
     if not largest <= limit:
@@ -130,12 +130,6 @@ def _losses(
         for each in (units, low - units)
     )
     return values - left, saturated, signal, noise
-
-
-def saturation_limit(dtype: torch.dtype) -> float:
-    """Return the magnitude above which values saturate, half a step above the largest number."""
-    info = torch.finfo(dtype)
-    return float(info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2)
 
 
 def measure_gemm(

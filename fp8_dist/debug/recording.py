@@ -290,7 +290,7 @@ class Recorder(StepObserver):
         calls = [[_largest(scales) for scales in each] for each in self._scales.values()]
         scale = torch.stack([reduce(torch.maximum, each) for each in calls]).to(torch.float64)
         schemes = [self._slots[key].scheme for key in self._scales]
-        limits = [torch.finfo(scheme.dtype).max for scheme in schemes if scheme is not None]
+        limits = [scheme.largest for scheme in schemes if scheme is not None]
         is_known = scale != -math.inf  # else the casts had no values
         is_bad = is_known & ~scale.isfinite()
         table = nothing(scale.device).repeat(len(scale), 1)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from fp8_dist.cast import quantize
-from fp8_dist.debug.measures import Measures, measure, saturation_limit
+from fp8_dist.debug.measures import Measures, measure
 from fp8_dist.debug.recording import VERSION, Record, text_of
 from fp8_dist.debug.rows import AnomalyLimits, CastStats, FirstAnomalies, table
 from fp8_dist.kernels import Groups
@@ -86,7 +86,7 @@ class Cast(NamedTuple):
         """Count magnitudes, in units of their scales, by octave: kept, made zero, saturated."""
         wide = self.low.scheme.element_scales(self.low.scales, self.high.shape)
         units = (self.high.double() / wide).abs()
-        effects = _are_zero(self.low.qdata) + 2 * (units > saturation_limit(self.low.qdata.dtype))
+        effects = _are_zero(self.low.qdata) + 2 * (units > self.low.scheme.saturates_above)
         is_known = units.isfinite() & (units > 0)
         exponents = torch.frexp(units[is_known]).exponent - 1
         pairs = Counter(zip(exponents.tolist(), effects[is_known].tolist(), strict=True))

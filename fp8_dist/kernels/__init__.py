@@ -25,6 +25,12 @@ from fp8_dist.kernels.blocks import (
     scaled_by as scaled_by,
 )
 from fp8_dist.kernels.custom_op import CustomOp as CustomOp, custom_op as custom_op
+from fp8_dist.kernels.e2m1 import (
+    E2M1_X2 as E2M1_X2,
+    cast_e2m1 as cast_e2m1,
+    pack_e2m1 as pack_e2m1,
+    unpack_e2m1 as unpack_e2m1,
+)
 from fp8_dist.kernels.fp32_blocks import (
     quantize_by_scales as quantize_by_scales,
     scales_of as scales_of,

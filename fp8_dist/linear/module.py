@@ -398,9 +398,13 @@ def _plain_class(own: Any) -> Any:
 @lru_cache
 def config_text(config: Float8LinearConfig) -> str:
     """The recipe, the options that differ from it, and the float8 gathers."""
-    recipes = {name: Float8LinearConfig.from_recipe_name(name) for name in Float8LinearRecipeName}
+    named = Float8LinearConfig.from_recipe_name
+    recipes = {name.value: named(name) for name in Float8LinearRecipeName}
+    if config.cast_config_weight.format == "mxfp4":
+        names = "blockwise", "mxfp8"
+        recipes = {f"{n}, weight_format=mxfp4": named(n, weight_format="mxfp4") for n in names}
     by_recipe = [
-        [f"recipe={name.value}", *_options_beside(config, recipe)]
+        [f"recipe={name}", *_options_beside(config, recipe)]
         for name, recipe in recipes.items()
         if _casts(config) == _casts(recipe)
     ]

@@ -101,6 +101,7 @@ class GatherPlan(NamedTuple):
         position: start and ``is_cut`` of the shard, as in :class:`Quantized`.
         position_of_whole: those of what is gathered.
         moving: the levels whose scales the gather carries.
+        packs: whether the gather carries packed data (:meth:`Scheme.pack`).
     """
 
     layout: Layout
@@ -110,6 +111,7 @@ class GatherPlan(NamedTuple):
     position: tuple[Start, bool]
     position_of_whole: tuple[Start, bool]
     moving: tuple[int, ...]
+    packs: bool
 
     @staticmethod
     def of(schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout) -> "GatherPlan":
@@ -125,6 +127,7 @@ class GatherPlan(NamedTuple):
             position=(scheme.start(layout), scheme.is_cut(layout)),
             position_of_whole=(scheme.start(arrives), scheme.is_cut(arrives)),
             moving=() if whole else moving,
+            packs=scheme.packs(layout, arrives),
         )
 
 
@@ -569,8 +572,9 @@ class Float8Weight:
     def gather_cast(self, tensor: KnownWeight) -> tuple[Quantized, Scales | None]:
         """Return the cast of the sharded parameter that FSDP2 gathers, of its local tensor.
 
-        The second result is the scales of the whole weight if the gather can't carry scales, else
-        None. With CPU offload ``tensor`` is a copy, and the parameter holds what is known.
+        Its data is packed if the plan says so. The second result is the scales of the whole weight
+        if the gather can't carry scales, else None. With CPU offload ``tensor`` is a copy, and the
+        parameter holds what is known.
 
         Collectives: as :meth:`statistics`. If scales of the whole weight are needed and not known,
         those of :func:`fp8_dist.scaling.whole_statistics`.
@@ -599,10 +603,16 @@ class Float8Weight:
                 if plan.kept.whole:
                     scales = scheme.scales_from(statistics)
                     statistics = scheme.local_part(statistics, plan.layout)
-                (own_scales,), (qdata,) = cast(shard, plan.cast, [statistics], plan.position[0])
+                start = plan.position[0]
+                if plan.packs and not is_observed():
+                    own_scales, qdata = scheme.cast_packed(shard, statistics, start)
+                else:
+                    (own_scales,), (qdata,) = cast(shard, plan.cast, [statistics], start)
                 found = Quantized(qdata, own_scales, scheme, *plan.position)
         if is_observed():
             observe(self, "weight", Source(shard, plan.layout), [found])
+            if plan.packs:
+                found = found._replace(qdata=scheme.pack(found.qdata))
         if stream is not None:
             # Precompute and sync may drop tensors while this stream still reads them.
             for made in (held.known, *(found.scales if self.history is not None else ())):

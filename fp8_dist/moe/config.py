@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from fp8_dist.config import CastConfig, Float8LinearConfig, check_fields
+from fp8_dist.config import CastConfig, Float8LinearConfig, Format, check_fields
 from fp8_dist.device import e4m3
 from fp8_dist.scaling import Dense, Scheme, covering
 
@@ -22,6 +22,8 @@ class Float8ExpertsConfig:
             row of both. ``"tensorwise"``: one per expert, and one per row of tokens.
             ``"blockwise"`` and ``"mxfp8"``: as for linear layers, 128 x 128 or 32 x 32 values of an
             expert, and 1 x 128 or 1 x 32 of a row.
+        weight_format: the values of the weights of ``"blockwise"`` and ``"mxfp8"``, as for linear
+            layers (:attr:`fp8_dist.CastConfig.format`).
         combine: the dtype in which the outputs of experts return to the ranks of their tokens, and
             the gradients of their inputs in the backward.
         enable_fsdp_float8_all_gather: whether FSDP2 gathers the weights in float8. ``"auto"`` means
@@ -33,7 +35,7 @@ class Float8ExpertsConfig:
         linear: the casts as a config of linear layers; it follows from the other fields.
 
     Raises:
-        ValueError: a field has another value than these.
+        ValueError: a field has another value than these, or ``weight_format`` is for other recipes.
     """
 
     recipe: ExpertsRecipe = "rowwise_folded"
@@ -41,17 +43,19 @@ class Float8ExpertsConfig:
     enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto"
     pad_token_groups_for_grouped_mm: bool = True
     emulate: bool = False
+    weight_format: Format = "e4m3"
     # A field, because dynamo does not trace a cached_property.
     linear: Float8LinearConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.recipe == "tensorwise":
+        if self.recipe == "tensorwise" and self.weight_format == "e4m3":
             schemes = [Dense(e4m3(), per, True) for per in ("row", "matrix")]
             row, matrix = (CastConfig(scaling_granularity=scheme) for scheme in schemes)
             found = Float8LinearConfig(row, None, matrix, None, row)
         else:
-            found = Float8LinearConfig.from_recipe_name(self.recipe)
+            name, weight_format = self.recipe, self.weight_format
+            found = Float8LinearConfig.from_recipe_name(name, weight_format=weight_format)
         gather = self.enable_fsdp_float8_all_gather
         found = replace(found, enable_fsdp_float8_all_gather=gather, emulate=self.emulate)
         object.__setattr__(self, "linear", found)

@@ -8,6 +8,7 @@ from fp8_dist.scaling.blocks import (
 )
 from fp8_dist.scaling.dense import Dense as Dense, covering as covering
 from fp8_dist.scaling.level import Level as Level, Start as Start
+from fp8_dist.scaling.mxfp4 import Mxfp4 as Mxfp4
 from fp8_dist.scaling.operators import (
     by_scheme as by_scheme,
     cast as cast,

@@ -102,6 +102,7 @@ class Scheme:
         needs_alignment: whether :meth:`multiply` on a GPU takes only sizes that are multiples of
             16. Layers of other sizes are then refused, and the GEMM that contracts rows is given a
             transposed copy, with zeros up to a multiple of 16 rows.
+        packed_dtype: the dtype of data that is packed (:meth:`pack`); ``None`` if none is.
         key: the name of the scheme in operators, flattened tensors and files (see
             :func:`scheme_named`).
         levels: the levels of scales, the coarsest first.
@@ -112,6 +113,7 @@ class Scheme:
     family: ClassVar[str]
     can_gather: ClassVar[bool] = False
     needs_alignment: ClassVar[bool] = False
+    packed_dtype: ClassVar[torch.dtype | None] = None
     key: ClassVar[str]
     levels: ClassVar[tuple[Level, ...]]
 
@@ -233,6 +235,20 @@ class Scheme:
         """The text after "one scale per" in messages and statistics."""
         return self.key
 
+    @property
+    def largest(self) -> float:
+        """The largest number that data can have."""
+        return torch.finfo(self.dtype).max
+
+    @property
+    def saturates_above(self) -> float:
+        """The magnitude, in units of the scale, from which values saturate.
+
+        It is half a step above the largest number.
+        """
+        info = torch.finfo(self.dtype)
+        return float(info.max + info.eps * 2.0 ** math.floor(math.log2(info.max)) / 2)
+
     # Geometry: the same on all ranks, except for offsets
 
     def scale_shapes(self, shape: Sequence[int], start: Start = (0, 0)) -> list[list[int]]:
@@ -271,6 +287,14 @@ class Scheme:
         """Whether FSDP2's gather can carry scales: equal shards of dim 0 that cut no block."""
         even = len(local_sizes(layout, 0)) == 1
         return _gathered_dims(layout, gathered) == {0} and even and not _cuts_blocks(self, layout)
+
+    @cached_but_in_graphs
+    def packs(self, layout: Layout, gathered: Layout | None = None) -> bool:
+        """Whether FSDP2 gathers packed data: of equal shards of dim 0, whose rows are even."""
+        if self.packed_dtype is None or _gathered_dims(layout, gathered) != {0}:
+            return False
+        columns = local_sizes(layout, len(layout.shape) - 1)
+        return len(local_sizes(layout, 0)) == 1 and not any(size % 2 for size in columns)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data that is sharded along these dims can be redistributed.
@@ -359,6 +383,21 @@ class Scheme:
         each copy, or ``None`` if one pass is not enough.
         """
         return None
+
+    # Packed data: fewer bytes for weights in FSDP2's gathers, and for those that are stored
+
+    def pack(self, qdata: Tensor) -> Tensor:
+        """Pack data ``[..., K]`` of even K: ``[..., K / 2]`` of the ``packed_dtype``."""
+        raise NotImplementedError
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Write packed data, as it is or as uint8, to ``out``, which is contiguous."""
+        raise NotImplementedError
+
+    def cast_packed(self, x: Tensor, statistics: Statistics, start: Start) -> tuple[Scales, Tensor]:
+        """:meth:`cast` to packed data, with the given statistics; the scales, and the data."""
+        _, scales, (qdata,) = self.cast(x, statistics, start, (False,))
+        return scales, self.pack(qdata)
 
     # Reading and multiplying
 

@@ -1,7 +1,7 @@
 """Every mesh x every shape x every recipe: all operands of the three GEMMs of two steps, bit by bit."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -78,6 +78,7 @@ REFUSED = {
     ("stage of PP 2: FSDP2 2 x TP 2", "1 row"): ValueError,
 }
 BLOCKS = ("blockwise", "mxfp8")
+RULES: tuple[Literal["ceil", "even", "floor"], ...] = ("ceil", "even", "floor")
 
 
 def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
@@ -90,6 +91,10 @@ def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
     found["fp32 blocks"] = Float8LinearConfig.from_recipe_name(
         "blockwise", scale_format="fp32", division="slime", weight_source="bf16"
     )
+    for recipe, rule in zip(("mxfp8", "blockwise"), (RULES[sum(shape) % 3], None), strict=True):
+        four_bits = Float8LinearConfig.from_recipe_name(recipe, weight_format="mxfp4")
+        weight = replace(four_bits.cast_config_weight, scale_rule=rule)
+        found[f"mxfp4 of {recipe}"] = replace(four_bits, cast_config_weight=weight)
     if 33 in shape:  # blocks that most shards cut
         found["half octaves"] = half_octaves_config()
         found["pairs"] = CONFIG

@@ -1,0 +1,100 @@
+"""The scheme of MXFP4 weights: values of four bits, with one exponent for each square of values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fp8_dist.kernels import E2M1_X2, cast_e2m1, pack_e2m1, unpack_e2m1
+from fp8_dist.scaling.blocks import Blocks
+from fp8_dist.scaling.level import Start
+from fp8_dist.scaling.scheme import Scales, Statistics
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4(Blocks):
+    """Values of E2M1, with one exponent per block (:mod:`fp8_dist.kernels.e2m1`).
+
+    The data is e4m3, which has all of these values, so GEMMs are those of :class:`Blocks`.
+
+    Attributes:
+        rule: the rule of the exponents, "ceil", "even" or "floor".
+    """
+
+    family: ClassVar[str] = "mxfp4"
+    packed_dtype: ClassVar[torch.dtype | None] = E2M1_X2
+
+    rows: int = 32
+    columns: int = 32
+    rule: str | None = "floor"
+
+    @property
+    def covers(self) -> str:
+        return f"block of {self.rows} x {self.columns} (MXFP4, {self.rule})"
+
+    @property
+    def largest(self) -> float:
+        return 6.0
+
+    @property
+    def saturates_above(self) -> float:
+        return 7.0
+
+    def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
+        if operand != "weight":
+            return f"{operand} can't be cast to MXFP4, which is for weights; cast it to e4m3"
+        if self.dtype is not torch.float8_e4m3fn:
+            return (
+                f"weight has format='mxfp4' and target_dtype={self.dtype}, but MXFP4 is multiplied "
+                "as float8_e4m3fn (which AMD's gfx94x GPUs do not have); use format='e4m3' with "
+                "another dtype"
+            )
+        if self.rows != self.columns or self.rows % 32:
+            return (
+                f"weight has format='mxfp4' and blocks of {self.rows} x {self.columns}, but blocks "
+                "of MXFP4 are squares of a multiple of 32; use block_size=(32, 32) or (128, 128)"
+            )
+        return None
+
+    def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
+        return tuple(self._cast(x, None, start))
+
+    def cast(
+        self,
+        x: Tensor,
+        statistics: Statistics | None,
+        start: Start,
+        transposed: Sequence[bool],
+        fits: bool = False,
+    ) -> tuple[Statistics, Scales, list[Tensor]]:
+        data = self._cast(x, statistics, start, transposed)
+        if statistics is None:
+            statistics = (data.pop(0),)
+        return statistics, statistics, data
+
+    def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
+        return self._cast(x, scales, start, (False,))[0]
+
+    def pack(self, qdata: Tensor) -> Tensor:
+        return pack_e2m1(qdata).view(E2M1_X2)
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        unpack_e2m1(packed, out)
+
+    def cast_packed(self, x: Tensor, statistics: Statistics, start: Start) -> tuple[Scales, Tensor]:
+        (packed,) = self._cast(x, statistics, start, packs=True)
+        return statistics, packed.view(E2M1_X2)
+
+    def _cast(
+        self,
+        x: Tensor,
+        statistics: Statistics | None,
+        start: Start,
+        transposed: Sequence[bool] = (),
+        packs: bool = False,
+    ) -> list[Tensor]:
+        exponents = None if statistics is None else statistics[0]
+        x, blocks = self._taken(x), self._blocks(start)
+        return cast_e2m1(x, exponents, blocks, self.rule or "", transposed, packs)
