@@ -152,8 +152,8 @@ class CastConfig:
             return
         if self.scale_format == "fp32" and self.format == "mxfp4":
             raise ValueError(
-                "CastConfig: scale_format='fp32' is not for format='mxfp4', whose scales are powers "
-                "of two; drop one of them"
+                "CastConfig: scale_format='fp32' is not for format='mxfp4', whose scales are "
+                "powers of two; drop one of them"
             )
         if rule == "even" and self.format != "mxfp4":
             raise ValueError(
