@@ -121,7 +121,8 @@ class Float8AllGatherWeight(KnownWeight):
                 _unpack(data, unsharded.qdata, scheme)
             return None
         if is_packed:
-            qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
+            with torch.inference_mode(False):  # FSDP2 keeps it for training
+                qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
             _unpack(data, qdata, scheme)
             weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
             return Float8Tensor.of(weight, param_dtype), (qdata,)

@@ -1,0 +1,232 @@
+"""Weights in MXFP4: FSDP2 gathers two values in a byte, and the bits are those of float8 gathers."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from ranks import RankPools, device_mesh
+from reference import all_warnings, same_bits
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+    update_float8_scales,
+)
+from fp8_dist.debug import comm_audit, float8_stats
+from fp8_dist.kernels import E2M1_X2
+from fp8_dist.mesh import local_tensor
+from fp8_dist.moe import (
+    Float8ExpertsConfig,
+    convert_experts_to_float8_training,
+    grouped_linear,
+)
+from fp8_dist.scaling import Mxfp4
+from fp8_dist.tensor.known import KnownWeight
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
+
+SIZES = [(256, 384), (384, 256), (256, 256)]
+Axes = tuple[int, int, int]  # of replicas, shards and tensor-parallel ranks
+
+
+def config(recipe: str = "mxfp8", **fields: Any) -> Float8LinearConfig:
+    found = Float8LinearConfig.from_recipe_name(recipe, weight_format="mxfp4")
+    return replace(found, enable_fsdp_float8_all_gather=True, **fields)
+
+
+def net(axes: Axes, *, sizes: list[tuple[int, int]] = SIZES, **fsdp: Any) -> nn.Sequential:
+    """Layers on a mesh, whose recipes take turns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(k, n, bias=False) for k, n in sizes])
+    for i, layer in enumerate(model):
+        model[i] = convert_to_float8_training(layer, config=config(("mxfp8", "blockwise")[i % 2]))
+    mesh = device_mesh(replicate=axes[0], shard=axes[1], tp=axes[2])
+    if axes[2] > 1:
+        styles = Float8ColwiseParallel(), Float8RowwiseParallel()
+        apply_tp_plan(model, mesh["tp"], {str(i): styles[i % 2] for i in range(len(model))})
+    data = mesh["replicate", "shard"] if axes[0] > 1 else mesh["shard"]
+    for part in (*model, model):
+        fully_shard(part, mesh=data, **fsdp)
+    return model
+
+
+def parts(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of this rank's parts of the parameters."""
+    return [KnownWeight.unwrap(local_tensor(p)).detach().clone() for p in model.parameters()]
+
+
+def step(model: nn.Module, features: int, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    loss = model(torch.randn(64, features)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def trained(model: nn.Module, features: int, tp: int = 1) -> list[torch.Tensor]:
+    """Losses and weights of three steps, each of two micro-batches; the second one is observed."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for i in range(3):
+        for j in range(2):
+            with ExitStack() as block:
+                if j:
+                    block.enter_context(float8_stats(model))
+                found.append(step(model, features, 100 * i + 10 * j + dist.get_rank() // tp))
+        optimizer.step()
+        optimizer.zero_grad()
+        if i:
+            update_float8_scales(model)
+    return found + parts(model)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no reshard": {"reshard_after_forward": False},
+    "odd columns": {"sizes": [(256, 256), (256, 65), (65, 256)]},
+    "uneven rows": {"sizes": [(256, 250), (250, 131), (131, 256)]},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+}
+
+
+def differing(axes: Axes) -> list[str]:
+    """The cases in which packed gathers train to other bits than gathers of float8."""
+    found = []
+    for name, case in CASES.items():
+        packed = trained(net(axes, **case), 256, axes[2])
+        with patch.object(Mxfp4, "packs", lambda *_: False):
+            plain = trained(net(axes, **case), 256, axes[2])
+        if not all(map(same_bits, packed, plain)):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+def test_training_has_the_bits_of_float8_gathers(ranks: RankPools, axes: Axes) -> None:
+    size = torch.Size(axes).numel()
+    assert ranks(size).run(differing, axes, timeout=200) == [[]] * size
+
+
+def gathered(axes: Axes, sizes: list[tuple[int, int]]) -> tuple[float, int, set[str], list[str]]:
+    """Of one step: the bytes of gathers beside those in bf16, the all-reduces of precompute before,
+    the dtypes that are gathered, and the warnings of gathers."""
+    with all_warnings() as texts:
+        model = net(axes, sizes=sizes)
+        mesh = device_mesh(replicate=axes[0], shard=axes[1], tp=axes[2])
+        with comm_audit(mesh) as before:
+            precompute_float8_dynamic_scale(model)
+        with comm_audit(mesh) as audit:
+            step(model, sizes[0][0], 0)
+    rows = [row for row in audit.rows if row.axis == "shard"]
+    assert {row.op for row in rows} <= {"all_gather", "reduce_scatter"}  # no amax in the step
+    rows = [row for row in rows if row.op == "all_gather"]
+    of_bf16 = sum(row.bytes for row in rows) / sum(row.bf16_bytes for row in rows)
+    warnings = [text for text in texts if "gathers their weights" in text]
+    dtypes = {str(row.dtype) for row in rows}
+    return of_bf16, before.count("all_reduce"), dtypes, warnings
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+def test_bytes(ranks: RankPools, axes: Axes) -> None:
+    for found in ranks(torch.Size(axes).numel()).run(gathered, axes, SIZES):
+        of_bf16, all_reduces, dtypes, warnings = found
+        assert of_bf16 <= 0.2505
+        assert all_reduces <= 1
+        assert dtypes == {str(E2M1_X2), "torch.uint8"}
+        assert not warnings
+
+
+def test_a_gather_that_is_not_packed_warns_once(ranks: RankPools) -> None:
+    sizes = [(256, 250), (250, 128), (128, 65), (65, 64)]
+    found = ranks(3).run(gathered, (1, 3, 1), sizes)
+    for of_bf16, all_reduces, dtypes, warnings in found:
+        assert of_bf16 <= 0.5005
+        assert (all_reduces, dtypes, len(warnings)) == (1, {"torch.float8_e4m3fn"}, 1)
+    assert_expected_inline(
+        found[0][-1][0],
+        """\
+Float8Linear and layers like it: FSDP2 gathers their weights as float8, 1 byte per element, because only equal shards of dim 0 with an even number of columns can be packed, and (250, 256) is placed as [Shard(dim=0)] on DeviceMesh((shard=3), 'cpu', stride=(1,)); use Shard(0), and a size that the ranks divide""",
+    )
+
+
+def storages() -> list[list[int]]:
+    """Bytes of what FSDP2 holds of a layer, gathered and not, twice: outputs, and what it unpacks."""
+    (layer, *_), found = net((1, 2, 1)), []
+    for _ in range(2):
+        for act in (layer.unshard, layer.reshard):
+            act()
+            (own,) = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+            held = *own.all_gather_outputs, *own._unsharded_inner_tensors
+            found.append([each.untyped_storage().size() for each in held])
+    return found
+
+
+def test_memory_of_a_gathered_weight(ranks: RankPools) -> None:
+    size = SIZES[0][0] * SIZES[0][1]
+    # The packed data is freed as soon as it is unpacked.
+    assert ranks(2).run(storages) == [[[0, size // 1024, size], [0, 0, 0]] * 2] * 2
+
+
+class Experts(nn.Module):
+    float8_weight_names = ("up", "down")
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(experts, 96, 64) * 0.1)
+        self.down = nn.Parameter(torch.randn(experts, 64, 96) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts, config = len(self.up), self.float8_experts_config
+        offs = torch.arange(1, experts + 1, dtype=torch.int32) * (len(x) // experts)
+        return grouped_linear(
+            grouped_linear(x, self.up, offs, config).relu(), self.down, offs, config
+        )
+
+
+def experts_alike(recipe: Any, experts: int, dim: int) -> tuple[bool, list[str]]:
+    """Whether experts train to the same bits packed and not, and the dtypes that are gathered."""
+    found = []
+    for packs in (Mxfp4.packs, lambda *_: False):
+        model = Experts(experts)
+        config = Float8ExpertsConfig(recipe=recipe, weight_format="mxfp4")
+        convert_experts_to_float8_training(model, config=config)
+        fully_shard(model, mesh=device_mesh(dp=2), shard_placement_fn=lambda p: Shard(dim))
+        with patch.object(Mxfp4, "packs", packs), comm_audit() as audit:
+            found.append(trained(model, 64))
+            dtypes = sorted({str(r.dtype) for r in audit.rows if r.op == "all_gather"})
+        if len(found) == 1:
+            first = dtypes
+    return all(map(same_bits, *found)), first
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+@pytest.mark.parametrize(("experts", "dim", "packs"), [(4, 0, True), (3, 0, False), (4, 1, False)])
+def test_experts(ranks: RankPools, recipe: str, experts: int, dim: int, packs: bool) -> None:
+    for same, dtypes in ranks(2).run(experts_alike, recipe, experts, dim):
+        assert same
+        assert (str(E2M1_X2) in dtypes) == packs
+
+
+def poisoned(value: float) -> list[bool]:
+    """Whether an output is NaN everywhere after a weight has an element that is not finite."""
+    model = net((1, 2, 1), sizes=[(64, 64), (64, 64)])
+    first = local_tensor(model[0].weight)
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            first[3, 5] = value
+    out = model(torch.randn(4, 64))
+    return [bool(each) for each in out.isnan().all(0)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_poisons_all_ranks(ranks: RankPools, value: float) -> None:
+    for found in ranks(2).run(poisoned, value):
+        assert all(found)
