@@ -156,13 +156,21 @@ def _is_set_in_inductor(option: str) -> bool:
 
 
 def make_wrapper(
-    cls: Any, inner: torch.Tensor, dtype: torch.dtype, pin_memory: bool = False
+    cls: Any,
+    inner: torch.Tensor,
+    dtype: torch.dtype,
+    pin_memory: bool = False,
+    shape: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Any:
-    """Make a tensor of the subclass ``cls``, without data, with the layout of ``inner``."""
+    """Make a tensor of the subclass ``cls``, without data, with the layout of ``inner``.
+
+    ``shape``: another size, and strides.
+    """
+    size, strides = shape or (inner.size(), inner.stride())
     return _make_wrapper_subclass(
         cls,
-        inner.size(),
-        strides=inner.stride(),
+        size,
+        strides=strides,
         storage_offset=inner.storage_offset(),
         dtype=dtype,
         layout=inner.layout,

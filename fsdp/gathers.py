@@ -20,6 +20,7 @@ from fp8_dist.linear.agreement import (
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_modules, weights_of
 from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.stored import PackedFloat8
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     FsdpParameter,
@@ -113,7 +114,7 @@ def _warn_of_gathers(group: Any) -> None:
                 "precision, because enable_fsdp_float8_all_gather is not set in their config. Set "
                 'it to "auto" to gather float8, 1 byte per element, or to False to leave it so',
             )
-        elif isinstance(local_tensor(parameter.sharded), Float8AllGatherWeight):
+        elif isinstance(local_tensor(parameter.sharded), Float8AllGatherWeight | PackedFloat8):
             plan, packed = first.gather_plan(), first.schemes[0].packed_dtype
             if packed is not None and not plan.packs:
                 placements, shape = list(plan.layout.placements), tuple(plan.layout.shape)

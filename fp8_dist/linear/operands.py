@@ -26,6 +26,7 @@ from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, redistri
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics, cast
 from fp8_dist.tensor import Float8Tensor, quantized_as, scales_of
+from fp8_dist.tensor.stored import StoredFloat8
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     base_of,
@@ -51,7 +52,10 @@ class LinearSpec(NamedTuple):
 
 
 class Recast(NamedTuple):
-    """Description of a cast of the local weight in the backward, with known global statistics."""
+    """Description of a cast of the local weight in the backward, with known global statistics.
+
+    A weight that is stored in packed form is only unpacked; ``statistics`` are its scales.
+    """
 
     statistics: Statistics
     scheme: Scheme
@@ -60,6 +64,9 @@ class Recast(NamedTuple):
 
     def cast(self, local: torch.Tensor, after: torch.Tensor | None = None) -> Quantized:
         """Cast the local weight; ``after``: as in :func:`fp8_dist.scaling.cast`."""
+        if isinstance(local, StoredFloat8):
+            qdata = local.unpacked(self.scheme, after)
+            return Quantized(qdata, self.statistics, self.scheme, self.start, self.is_cut)
         plan, known = CastPlan((self.scheme,)), [self.statistics]
         (scales,), (qdata,) = cast(local, plan, known, self.start, after=after)
         return Quantized(qdata, scales, self.scheme, self.start, self.is_cut)
@@ -72,8 +79,8 @@ class WeightCasts(NamedTuple):
         output, grad_input: the copies that these GEMMs take, which may be the same copy. ``None``
             means that the GEMM takes the weight in high precision, or by ``recast``.
         recast: the cast for grad_input, if it is made in the backward. The weight is then FSDP2's
-            unsharded high-precision parameter. FSDP2 frees it between forward and backward, and a
-            float8 copy would outlive it.
+            unsharded high-precision parameter, which FSDP2 frees between forward and backward, and
+            a float8 copy would outlive it; or it is stored in packed form.
     """
 
     output: Quantized | None = None

@@ -40,6 +40,13 @@ class StoredWeight(NamedTuple):
     scheme: Scheme
 
     @property
+    def local_data(self) -> StoredFloat8:
+        """The local tensor of the data."""
+        local = local_tensor(self.data)
+        assert isinstance(local, StoredFloat8)
+        return local
+
+    @property
     def local_scales(self) -> StoredScales:
         """The local tensor of the scales."""
         local = local_tensor(self.scales)
@@ -63,8 +70,7 @@ class StoredWeight(NamedTuple):
 
     def _with(self, scales: torch.Tensor) -> Quantized:
         """Combine the local data with its scales, or with those of the whole weight."""
-        local, scheme, layout = local_tensor(self.data), self.scheme, self.layout
-        assert isinstance(local, StoredFloat8)
+        local, scheme, layout = self.local_data, self.scheme, self.layout
         if scheme.key != local.key:
             raise ValueError(
                 f"{self.fqn}: {self.name} is stored as {local.key}, and the layer's config has "
@@ -79,7 +85,7 @@ class StoredWeight(NamedTuple):
             (scales,) = scheme.local_part((scales,), layout)
         if scheme.levels[0].scale is torch.float32:
             scales = fp32_scales(scales)
-        return Quantized(local.plain, (scales,), scheme, start, scheme.is_cut(layout))
+        return Quantized(local.unpacked(scheme), (scales,), scheme, start, scheme.is_cut(layout))
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight in high precision; a DTensor if it is distributed.
@@ -101,8 +107,9 @@ class StoredWeight(NamedTuple):
         :func:`fp8_dist.scaling.whole_statistics`.
         """
         qdata, scales = self.cast(values)
-        _content(self.data).copy_(qdata)
-        _content(self.scales).copy_(scales)
+        own = self.local_data
+        own.plain.copy_(own.holding(qdata, self.scheme).plain)
+        self.local_scales.plain.copy_(scales)
 
     def cast(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cast values to the local parts of the data and of the scales."""
@@ -130,7 +137,7 @@ class StoredWeight(NamedTuple):
         is_e8m0 = held.saved_as is e8m0 and held.plain.dtype is torch.uint8
         saved = held.plain.view(e8m0) if is_e8m0 else fp32_scales(held.plain)
         return {
-            self.name: _entry(self.data, _content(self.data)),
+            self.name: _entry(self.data, self.local_data.unpacked(self.scheme)),
             self.scales_name: _entry(self.scales, saved),
         }
 
@@ -145,8 +152,7 @@ class StoredWeight(NamedTuple):
             ValueError: the data or the scales have another dtype, the scales are missing, or they
                 are not those of the scheme.
         """
-        data, held, scheme = local_tensor(self.data), self.local_scales, self.scheme
-        assert isinstance(data, StoredFloat8)
+        data, held, scheme = self.local_data, self.local_scales, self.scheme
         key, scales_key = prefix + self.name, prefix + self.scales_name
         given = state.get(key)
         if given is None or isinstance(local_tensor(given), Stored):
@@ -169,7 +175,7 @@ class StoredWeight(NamedTuple):
             convert = as_stored if is_own else partial(fitted, shape=local.shape)
             scales = convert(scales, scheme=scheme, name=name)
             held.saved_as = saved_as
-        state[key] = with_local(self.data, data.like(qdata))
+        state[key] = with_local(self.data, data.holding(qdata, scheme))
         state[scales_key] = with_local(self.scales, held.like(scales))
 
 
@@ -210,12 +216,6 @@ def _entry(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if isinstance(entry, DTensor) and local.itemsize == 1:
         entry.__class__ = StoredEntry
     return entry
-
-
-def _content(parameter: torch.Tensor) -> torch.Tensor:
-    local = local_tensor(parameter)
-    assert isinstance(local, Stored), type(local)
-    return local.plain
 
 
 def counts(scales: Sequence[int], entry: Sequence[int]) -> list[int]:

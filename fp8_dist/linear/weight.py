@@ -72,7 +72,7 @@ from fp8_dist.scaling import (
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.tensor.known import AS_SHARDED, STALE, Kept, KnownWeight
-from fp8_dist.tensor.stored import StoredFloat8, StoredScales
+from fp8_dist.tensor.stored import PackedFloat8, StoredFloat8, StoredScales
 from fp8_dist.tensor.wrapper import WrapperParameter
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
@@ -312,14 +312,19 @@ class Float8Weight:
         scales: torch.Tensor,
         dtype: torch.dtype,
         saved_as: torch.dtype = torch.float32,
+        packs: bool = False,
     ) -> None:
         """Store a plain weight of ``dtype`` with these data and scales, in two new parameters.
 
-        ``saved_as``: the dtype of the scales in checkpoints.
+        Args:
+            saved_as: the dtype of the scales in checkpoints.
+            packs: whether the data is packed.
         """
         (scheme,) = self.schemes
         held = as_stored(scales if scales.ndim else scales.view(1), scheme)
         data = StoredFloat8(qdata, dtype, scheme.key)
+        if packs:
+            data = PackedFloat8(scheme.pack(qdata).view(torch.uint8), dtype, scheme.key, False)
         own = StoredScales(held, torch.float32, saved_as)
         self.share(nn.Parameter(data, requires_grad=False), nn.Parameter(own, requires_grad=False))
 
@@ -418,8 +423,10 @@ class Float8Weight:
         if not self.schemes:
             return WeightCasts()
         if (stored := self.stored(parameter)) is not None:
-            quantized = stored.quantized()
-            return WeightCasts(quantized, quantized)
+            own = stored.quantized()
+            if isinstance(stored.local_data, PackedFloat8):
+                return WeightCasts(own, recast=Recast(own.scales, *own[2:]))
+            return WeightCasts(own, own)
         local = local_tensor(parameter)
         if is_float8(local.dtype):
             raise TypeError(

@@ -1,6 +1,7 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -17,7 +18,12 @@ AFTER_FREEZE: dict[str, Callable[[], object]] = {}
 
 
 @torch.no_grad()
-def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = None) -> list[str]:
+def freeze_to_float8(
+    module: nn.Module,
+    *,
+    module_filter_fn: FilterFn | None = None,
+    format: Literal["float8", "mxfp4"] = "float8",
+) -> list[str]:
     """Store the frozen weights of converted layers and experts in float8, in place.
 
     A weight that does not require gradients then takes 1 byte per element, and its scales. Layers
@@ -54,6 +60,10 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
         module: the model, or a part of it.
         module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each module with
             float8 weights. If it returns False, they stay in high precision.
+        format: ``"mxfp4"`` stores the weights of layers with ``weight_format="mxfp4"`` in half a
+            byte per element. Each GEMM unpacks them, in the backward once more, so that autograd
+            keeps no float8 copy. FSDP2 gathers them packed if it shards dim 0 evenly, and else in
+            float8. A ``state_dict`` has float8 data, as with ``"float8"``.
 
     Returns:
         The FQNs of all weights in ``module`` that are stored in float8.
@@ -63,10 +73,14 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
     Raises:
         ValueError: ``module`` has no converted layer, or no frozen float8 weight that the filter
             admits; a weight is distributed, or shared with a module that is not stored in float8;
-            or its recipe casts it twice, or not at all.
+            its recipe casts it twice, or not at all; or ``format`` is neither of these, or not that
+            of its recipe, or an odd number of columns can't be packed.
         TypeError: ``module`` is not an nn.Module.
     """
     check_arguments("freeze_to_float8", module, module_filter_fn)
+    if format not in ("float8", "mxfp4"):
+        raise ValueError(f'freeze_to_float8: format={format!r} is neither "float8" nor "mxfp4"')
+    packs = format == "mxfp4"
     weights = weights_of_model(module, "freeze_to_float8")
     chosen = {
         fqn: weight
@@ -76,6 +90,8 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
     }
     for fqn, weight in chosen.items():
         _check(fqn, weight)
+        if packs:
+            _check_packs(fqn, weight)
     parameters = {fqn: weight.parameter() for fqn, weight in chosen.items()}
     if shared := other_users(module, parameters, [weight.module for weight in chosen.values()]):
         raise ValueError(
@@ -87,7 +103,8 @@ def freeze_to_float8(module: nn.Module, *, module_filter_fn: FilterFn | None = N
         first = made.setdefault(id(weight.parameter()), weight)
         if first is weight:
             (cast,) = weight.casts(weight.parameter(), CastPlan(weight.schemes))
-            weight.store(cast.qdata.clone(), cast.scales[0].clone(), weight.parameter().dtype)
+            dtype = weight.parameter().dtype
+            weight.store(cast.qdata.clone(), cast.scales[0].clone(), dtype, packs=packs)
         else:  # layers may share a weight
             weight.share(first.parameter(), first.module.get_parameter(first.scales_name))
     stored = [fqn for fqn, weight in weights.items() if weight.is_stored]
@@ -181,6 +198,20 @@ def _check(fqn: str, weight: Float8Weight) -> None:
         raise ValueError(
             f"freeze_to_float8: {fqn} is distributed already, or is not a plain parameter; freeze "
             "the model before apply_tp_plan and fully_shard"
+        )
+
+
+def _check_packs(fqn: str, weight: Float8Weight) -> None:
+    if weight.schemes[0].packed_dtype is None:
+        raise ValueError(
+            f'freeze_to_float8: {fqn} is not cast to four bits, as format="mxfp4" says; convert '
+            'the model with weight_format="mxfp4" (Float8LinearConfig.from_recipe_name), or leave '
+            "format out"
+        )
+    if weight.parameter().shape[-1] % 2:
+        raise ValueError(
+            f"freeze_to_float8: {fqn} is {list(weight.parameter().shape)}, and an odd number of "
+            "columns can't be packed in pairs; leave the layer out (module_filter_fn)"
         )
 
 

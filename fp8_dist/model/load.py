@@ -27,7 +27,7 @@ from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
 from fp8_dist.tensor.known import KnownWeight
-from fp8_dist.tensor.stored import Stored, StoredScales
+from fp8_dist.tensor.stored import StoredScales
 from fp8_dist.text import without_wrappers
 
 # The names of dtypes in safetensors files.
@@ -414,12 +414,13 @@ def _load(part: _Part, files: _Files) -> None:
             for entry in plain:
                 _fill(values, tensor, entry, partial(_read, entry, files))
             stored.write(with_local(tensor, values.to(local.device)))
-        held = stored.local_scales
+        held, data = stored.local_scales, stored.local_data
+        codes = data.unpacked(stored.scheme)
         for entry in [each for each in entries if each not in plain]:
-            assert isinstance(local, Stored)
-            _fill(local.plain, tensor, entry, partial(_read, entry, files))
+            _fill(codes, tensor, entry, partial(_read, entry, files))
             of_scales, scales, held.saved_as = _stored_scales(weight, entry, files)
             _fill(held.plain, stored.scales, of_scales, scales.__getitem__)
+        data.plain.copy_(data.holding(codes, stored.scheme).plain)
         return
     for entry in entries:
         dequantizes = files.float8(entry.key) and not is_float8(tensor.dtype)

@@ -19,6 +19,7 @@ from fp8_dist.scaling.operators import (
     measure as measure,
     multiply as multiply,
     operand_of as operand_of,
+    unpack as unpack,
 )
 from fp8_dist.scaling.reduction import (
     Placed as Placed,

@@ -270,3 +270,31 @@ def dequantize_operator(
     """Operator of :func:`dequantize`."""
     # Not that function: while another thread compiles, is_compiling() is true here, too.
     return scheme_named(scheme).dequantize(x, tuple(scales), (start[0], start[1]))
+
+
+def unpack(packed: Tensor, scheme: Scheme, after: Tensor | None = None) -> Tensor:
+    """Unpack data ``[..., K / 2]`` (uint8) to ``[..., K]``; in a graph, by one operator.
+
+    ``after``: as in :func:`cast`.
+    """
+    if not torch.compiler.is_compiling():
+        return _unpacked(packed, scheme)
+    return unpack_operator.overload(packed, scheme.key, after)
+
+
+def _unpacked(packed: Tensor, scheme: Scheme) -> Tensor:
+    size = (*packed.shape[:-1], 2 * packed.shape[-1])
+    data = packed.new_empty(size, dtype=scheme.dtype)
+    scheme.unpack(packed.contiguous(), data)
+    return data
+
+
+@custom_op(
+    "unpack(Tensor packed, str scheme, Tensor? after) -> Tensor",
+    fake=lambda packed, scheme, after: packed.new_empty(
+        (*packed.shape[:-1], 2 * packed.shape[-1]), dtype=scheme_named(scheme).dtype
+    ),
+)
+def unpack_operator(packed: Tensor, scheme: str, after: Tensor | None) -> Tensor:
+    """Operator of :func:`unpack`."""
+    return _unpacked(packed, scheme_named(scheme))

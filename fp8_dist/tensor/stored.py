@@ -7,13 +7,14 @@ shard, gather, move and offload them like all parameters, but as the bytes that 
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fp8_dist.scaling import Scheme, scheme_named, unpack
 from fp8_dist.tensor.wrapper import MOVES, WrapperParameter, bytes_of, padded_shard, unpadded
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
@@ -56,11 +57,16 @@ class Stored(WrapperParameter):
                     "before it is offloaded"
                 )
             return nn.Parameter(plain, requires_grad)
-        self = cls.made(plain, static[0])
+        self = cls.made(plain, static[0], cls.shape_of(plain, *static))
         self.write = None
         for name, value in zip(cls.static[1:], static[1:], strict=True):
             setattr(self, name, value)
         return self
+
+    @staticmethod
+    def shape_of(plain: torch.Tensor, *static: Any) -> tuple[list[int], list[int]] | None:
+        """The size and the strides of the parameter; None: those of ``plain``."""
+        return None
 
     def share_memory_(self) -> Self:
         """Move the data to shared memory, as torch.multiprocessing does."""
@@ -160,12 +166,125 @@ class StoredFloat8(Stored):
     """
 
     key: str
-    static = ("dtype", "key")
+    static: ClassVar[tuple[str, ...]] = ("dtype", "key")
     __slots__ = ("key",)
 
     def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
         return type(self)(plain, dtype, self.key)
+
+    def unpacked(self, scheme: Scheme, after: torch.Tensor | None = None) -> torch.Tensor:
+        """The data in float8; ``after``: as in :func:`fp8_dist.scaling.unpack`."""
+        return self.plain
+
+    def holding(self, data: torch.Tensor, scheme: Scheme) -> Self:
+        """Return a tensor of this kind with other data, in float8."""
+        return self.like(data)
+
+
+class PackedFloat8(StoredFloat8):
+    """The float8 data of a frozen weight in packed form, two values in a byte.
+
+    It is unpacked for each GEMM. FSDP2 gathers it packed if it has equal shards of dim 0.
+
+    Attributes:
+        plain: the packed data, uint8, ``[..., N, K / 2]`` for a weight ``[..., N, K]``.
+        is_turned: whether this is the transposed view ``[..., K, N]`` of such data.
+    """
+
+    is_turned: bool
+    static: ClassVar[tuple[str, ...]] = ("dtype", "key", "is_turned")
+    __slots__ = ("is_turned",)
+
+    def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
+        dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
+        return type(self)(plain, dtype, self.key, self.is_turned)
+
+    @staticmethod
+    def shape_of(plain: torch.Tensor, *static: Any) -> tuple[list[int], list[int]]:
+        dim, size, strides = -2 if static[2] else -1, list(plain.shape), list(plain.stride())
+        size[dim], strides = 2 * size[dim], [2 * stride for stride in strides]
+        strides[dim] //= 2
+        return size, strides
+
+    def unpacked(self, scheme: Scheme, after: torch.Tensor | None = None) -> torch.Tensor:
+        data = unpack(self.plain.mT if self.is_turned else self.plain, scheme, after)
+        return data.mT if self.is_turned else data
+
+    def holding(self, data: torch.Tensor, scheme: Scheme) -> Self:
+        return self.like(scheme.pack(data).view(torch.uint8))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        own = args[0]
+        if func.is_view and func is not aten.detach.default:
+            outline = torch.empty_strided(own.shape, own.stride(), device="meta")
+            views = func(outline, *args[1:], **(kwargs or {}))
+            return tree_map_only(torch.Tensor, own._part, views)
+        if func in (aten.new_zeros.default, aten.new_empty.default):
+            *leading, columns = args[1]
+            args = own, [*leading, columns // 2], *args[2:]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _part(self, view: torch.Tensor) -> Self:
+        """Return a view of this parameter, given one of a tensor that has its shape."""
+        size, strides, first = list(view.shape), list(view.stride()), view.storage_offset()
+        is_turned = strides[-1] != 1
+        dim = -2 if is_turned else -1
+        if strides[dim] != 1 or size[dim] % 2 or int(first) % 2:
+            raise NotImplementedError(
+                f"a view of {size} of a weight of {list(self.shape)} that is stored in four bits, "
+                "which divides its pairs of values; use even sizes, or freeze_to_float8 without "
+                'format="mxfp4"'
+            )
+        size[dim] //= 2
+        strides = [stride // 2 for stride in strides]
+        strides[dim] = 1
+        first = self.plain.storage_offset() + first // 2
+        return type(self)(
+            self.plain.as_strided(size, strides, first), self.dtype, self.key, is_turned
+        )
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return the all-gather input for FSDP2: packed, or else as the superclass.
+
+        Collectives: none.
+        """
+        scheme = scheme_named(self.key)
+        packed_size = torch.Size((*outer_size[:-1], outer_size[-1] // 2))
+        if self.plain.shape[1:] != packed_size[1:] or outer_size[0] % mesh.size():
+            inner = StoredFloat8(self.unpacked(scheme), self.dtype, self.key)
+            return inner.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        # A view of the payload's dtype, so that an audit can find it.
+        packed = self.plain.contiguous().view(scheme.packed_dtype)  # type: ignore[arg-type]
+        return (packed.view(torch.uint8),), packed_size
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: torch.Size,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Return the unsharded parameter for FSDP2, on the storage of the gathered bytes."""
+        if out is not None or metadata[1:] == self.plain.shape[1:]:  # packed
+            return super().fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
+        plain = unpadded(all_gather_outputs[0], scheme_named(self.key).dtype, metadata)
+        return StoredFloat8(plain, param_dtype or self.dtype, self.key), ()
 
 
 class StoredScales(Stored):
@@ -192,4 +311,4 @@ def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
         )
 
 
-torch.serialization.add_safe_globals([StoredFloat8, StoredScales])
+torch.serialization.add_safe_globals([StoredFloat8, PackedFloat8, StoredScales])

@@ -1,5 +1,6 @@
 """Base class of parameters that hold a plain tensor, and move it in a form of their own."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from inspect import signature
 from typing import Any, ClassVar, Self
@@ -33,7 +34,8 @@ class WrapperParameter(torch.Tensor):
     a parameter to its type.
 
     Attributes:
-        plain: the plain tensor inside, of this tensor's shape. Its dtype may be another one.
+        plain: the plain tensor inside, of this tensor's shape unless it is packed. Its dtype may be
+            another one.
         static: the names of the other arguments of the constructor, and of their attributes.
         parts: the names of the tensors inside. The constructor takes those after ``plain`` by name.
     """
@@ -50,11 +52,16 @@ class WrapperParameter(torch.Tensor):
             hook.__signature__ = signature(hook)
 
     @classmethod
-    def made(cls, plain: torch.Tensor, dtype: torch.dtype) -> Self:
-        """Make a tensor of this type; for constructors."""
+    def made(
+        cls,
+        plain: torch.Tensor,
+        dtype: torch.dtype,
+        shape: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> Self:
+        """Make a tensor of this type; for constructors. ``shape``: see :func:`make_wrapper`."""
         # Under inference_mode too, a view of a parameter is not an inference tensor.
         with torch.inference_mode(plain.is_inference()):
-            self: Self = make_wrapper(cls, plain, dtype, plain.is_pinned())
+            self: Self = make_wrapper(cls, plain, dtype, plain.is_pinned(), shape)
         self.plain = plain
         return self
 
