@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from reference import same_bits
 
-from fp8_dist import Float8LinearConfig, convert_to_float8_training, freeze_to_float8
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, float8_layers, freeze_to_float8
 
 named = Float8LinearConfig.from_recipe_name
 CONFIGS = {
@@ -17,6 +17,8 @@ CONFIGS = {
     "slime": named("blockwise", scale_format="fp32", division="slime"),
     "bf16": named("blockwise", weight_source="bf16"),
     "mxfp8": named("mxfp8"),
+    "mxfp4": named("mxfp8", weight_format="mxfp4"),
+    "mxfp4 of blockwise": named("blockwise", weight_format="mxfp4"),
 }
 Run = tuple[torch.Tensor, ...]
 
@@ -33,8 +35,16 @@ def converted(name: str = "blockwise", dtype: torch.dtype = torch.bfloat16) -> n
 
 def frozen(name: str = "blockwise", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     net = converted(name, dtype)
-    assert freeze_to_float8(net) == ["0.weight", "2.weight"]
+    assert freeze(net) == ["0.weight", "2.weight"]
     return net
+
+
+def freeze(net: nn.Module) -> list[str]:
+    """Stores the frozen weights, those of four bits packed."""
+    (packs,) = {
+        layer.config.cast_config_weight.format == "mxfp4" for layer in float8_layers(net).values()
+    }
+    return freeze_to_float8(net, format="mxfp4" if packs else "float8")
 
 
 def run(net: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> Run:

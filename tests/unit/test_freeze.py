@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from checkpointed import SELECTIVE
 from recordings import casts, written
-from reference import raised, reloaded, same_bits, same_values
+from reference import raised, reloaded, same_bits, same_values, saved_in
 from stored_weights import CONFIGS, converted, frozen, run, same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +41,7 @@ from fp8_dist.debug import CastStats, GemmStats, float8_stats, record
 from fp8_dist.device import is_float8
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
+PACKED = [name for name in CONFIGS if "mxfp4" in name]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -58,6 +59,7 @@ def test_bits_and_bytes_of_a_stored_weight(name: str, dtype: torch.dtype) -> Non
         ]
         # One scale per tensor, per row of 320 or 512 values, or per block of 32 x 32 or 128 x 128.
         per_weight = {"rowwise_folded": 1 + 4 / 320, "mxfp8": 1.002}.get(name, 1.001)
+        per_weight = 0.502 if name in PACKED else per_weight
         assert size <= per_weight * layer.weight.numel()
     assert "stored in float8" in repr(net)
 
@@ -77,7 +79,7 @@ class NewFloat8(TorchDispatchMode):
         return found
 
 
-@every_config
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in PACKED])
 def test_weights_are_not_cast(name: str) -> None:
     shapes = {}
     for net in (frozen(name), converted(name)):
@@ -87,6 +89,15 @@ def test_weights_are_not_cast(name: str) -> None:
     weights = {(320, 512), (192, 320)}
     assert shapes[True] == shapes[False] - weights
     assert weights < shapes[False]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_autograd_keeps_packed_weights(name: str) -> None:
+    net, x = frozen(name), torch.randn(48, 512, dtype=torch.bfloat16, requires_grad=True)
+    output, saved = saved_in(lambda: net(x))
+    assert {tuple(each.shape) for each in saved if is_float8(each.dtype)} == set()
+    assert any(each is net[2].weight for each in saved)
+    output.sum().backward()
 
 
 def test_delayed() -> None:
@@ -107,7 +118,7 @@ def test_dequantized(name: str) -> None:
         state, weight = layer.state_dict(), dequantized(layer)
         data, scale = state["weight"], state["weight_scale_inv"].double()
         if name not in ("tensorwise", "rowwise_folded"):
-            block = 32 if name == "mxfp8" else 128
+            block = 32 if name in ("mxfp8", "mxfp4") else 128
             scale = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
             scale = scale[: data.shape[0], : data.shape[1]]
         expected = (data.double() * scale).float().to(torch.bfloat16)
@@ -384,6 +395,11 @@ def test_what_can_not_be_frozen() -> None:
     refused(converted().requires_grad_(True), "no float8 weight of the module is frozen, or")
     refused(converted(), "admits none; call", module_filter_fn=lambda *_: False)
     refused(converted("rowwise"), "0.weight is cast with several scales for each value, so")
+    refused(converted(), """format='fp4' is neither "float8" nor "mxfp4\"""", format="fp4")
+    refused(converted("mxfp8"), "0.weight is not cast to four bits, as format=", format="mxfp4")
+    odd = nn.Sequential(nn.Linear(33, 16)).requires_grad_(False)
+    convert_to_float8_training(odd, config=CONFIGS["mxfp4"])
+    refused(odd, "0.weight is [16, 33], and an odd number of columns can't be", format="mxfp4")
     off = CastConfig(ScalingType.DISABLED)
     without_grad_input = Float8LinearConfig(
         cast_config_weight_for_grad_input=off,
@@ -436,8 +452,9 @@ def operations(weight: torch.Tensor) -> Iterable[Callable[[], object]]:
     yield lambda: torch.nn.utils.parameters_to_vector([weight, values])
 
 
-def test_operations_on_a_stored_weight() -> None:
-    net = frozen()
+@pytest.mark.parametrize("name", ["blockwise", "mxfp4"])
+def test_operations_on_a_stored_weight(name: str) -> None:
+    net = frozen(name)
     expected = run(net)
     with torch.no_grad():
         for operation in operations(net[0].weight):
@@ -452,6 +469,25 @@ def test_operations_on_a_stored_weight() -> None:
         TypeError, assign
     )
     assert same(run(net), expected)
+
+
+PARTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x.mT,
+    lambda x: x[3:9, 64:96],
+    lambda x: x.mT[2:6, 5:9],
+    lambda x: x.view(-1)[512:1024],
+    lambda x: x.chunk(3)[1],
+]
+
+
+def test_views_of_a_packed_weight() -> None:
+    layer = frozen("mxfp4")[0]
+    weight, data = layer.weight, layer.state_dict()["weight"]
+    for part in PARTS:
+        found = part(weight).unpacked(layer.float8_weight.schemes[0])
+        assert same_bits(found.contiguous(), part(data).contiguous())
+    text = raised(NotImplementedError, lambda: weight[:, 1:4])
+    assert "which divides its pairs of values; use even sizes, or" in text
 
 
 def refused_state(name: str, text: str, **changes: Any) -> None:
