@@ -13,6 +13,7 @@ from nets import full
 from peft import LoraConfig, PeftModel, get_peft_model
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
+from stored_weights import CONFIGS, freeze
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -32,7 +33,6 @@ from fp8_dist import (
     convert_to_float8_training,
     dequantized,
     float8_layers,
-    freeze_to_float8,
     unfreeze_from_float8,
 )
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
@@ -136,14 +136,14 @@ def distributed(base: nn.Module, size: int) -> None:
 
 def adapted(recipe: str, order: str, size: int = 1, **options: Any) -> tuple[nn.Module, PeftModel]:
     """A converted base with adapters; ``order``: when it is frozen, "before" or "after" these."""
-    base = convert_to_float8_training(MLP(), config=Float8LinearConfig.from_recipe_name(recipe))
+    base = convert_to_float8_training(MLP(), config=CONFIGS[recipe])
     if order == "before":
-        freeze_to_float8(base.requires_grad_(False))
+        freeze(base.requires_grad_(False))
     torch.manual_seed(4)
     adapters = LoraConfig(r=8, lora_alpha=32, target_modules=["up", "down"], **options)
     peft = get_peft_model(base, adapters)  # type: ignore[arg-type]
     if order == "after":
-        assert len(freeze_to_float8(peft)) == 2
+        assert len(freeze(peft)) == 2
     distributed(base, size)
     return base, peft  # type: ignore[return-value]
 
@@ -163,9 +163,11 @@ def train(model: nn.Module, steps: int = 50, rank: int = 0) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("recipe", "size"), [("tensorwise", 1), ("blockwise", 1), ("mxfp8", 2), ("rowwise_folded", 4)]
-)
+STORED = [("tensorwise", 1), ("blockwise", 1), ("mxfp8", 2), ("rowwise_folded", 4)]
+STORED += [("mxfp4", 1), ("mxfp4 of blockwise", 2), ("mxfp4", 4)]
+
+
+@pytest.mark.parametrize(("recipe", "size"), STORED)
 @pytest.mark.filterwarnings("ignore")
 @on_ranks("size")
 def test_a_stored_base_trains_the_same_adapters(recipe: str, size: int) -> None:

@@ -15,7 +15,7 @@ import torch.nn as nn
 from checkpointed import SELECTIVE
 from recordings import casts, written
 from reference import raised, reloaded, same_bits, same_values, saved_in
-from stored_weights import CONFIGS, converted, frozen, run, same
+from stored_weights import CONFIGS, converted, freeze, frozen, run, same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -365,21 +365,22 @@ def test_some_layers_of_a_model() -> None:
     assert freeze_to_float8(layer) == ["weight"]
 
 
-def test_a_sum_is_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["blockwise", "mxfp4"])
+def test_a_sum_is_cast_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8_dist.text._warned", set())
-    net, twin = frozen(), converted()
+    net, twin = frozen(name), converted(name)
     update = torch.randn(320, 512).bfloat16()
     with pytest.warns(UserWarning, match="does not restore the weight's bits"):
         net[0].weight.data += update  # type: ignore[operator]
     unfreeze_from_float8(net)
-    freeze_to_float8(net)
-    values = dequantized(frozen()[0]) + update
+    freeze(net)
+    values = dequantized(frozen(name)[0]) + update
     twin[0].weight.copy_(values)
     assert same(run(net), run(twin))
     with torch.no_grad():
-        net = frozen()
+        net = frozen(name)
         net[0].weight.add_(update, alpha=-1)
-        twin[0].weight.copy_(dequantized(frozen()[0]) - update)
+        twin[0].weight.copy_(dequantized(frozen(name)[0]) - update)
     assert same(run(net), run(twin))
 
 

@@ -20,14 +20,18 @@ from fp8_dist.linear.weights import float8_weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import Float8ExpertParallel, Float8ExpertTensorParallel
 
-RECIPES = ["rowwise_folded", "tensorwise", "blockwise", "mxfp8"]
+RECIPES = ["rowwise_folded", "tensorwise", "blockwise", "mxfp8", "mxfp4"]
 
 
 def frozen(kind: str, recipe: str, store: bool = True) -> Any:
     """The weights of linear layers and experts are frozen; routers, norms and biases are not."""
-    model = made(kind, recipe, dense=True)
+    fields = {"weight_format": "mxfp4"} if recipe == "mxfp4" else {}
+    model = made(kind, "mxfp8" if fields else recipe, dense=True, **fields)
     for weight in float8_weights(model).values():
         weight.parameter().requires_grad_(False)
+    if store and fields:
+        is_of_experts = lambda module, _: "float8_experts_config" in module.__dict__  # noqa: E731
+        freeze_to_float8(model, format="mxfp4", module_filter_fn=is_of_experts)
     if store:
         freeze_to_float8(model)
     return model
@@ -35,7 +39,7 @@ def frozen(kind: str, recipe: str, store: bool = True) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "recipe"),
-    [*(("qwen3_moe", recipe) for recipe in RECIPES), ("gpt_oss", RECIPES[0])],
+    [*(("qwen3_moe", recipe) for recipe in RECIPES), *(("gpt_oss", RECIPES[i]) for i in (0, -1))],
 )
 def test_bits_of_stored_experts(kind: str, recipe: str) -> None:
     model = frozen(kind, recipe)
@@ -104,7 +108,7 @@ WAYS = {2: ["EP", "TP", "FSDP2", "FSDP2 of features"], 4: ["EP x FSDP2"]}
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("size", WAYS)
-@pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8", "mxfp4"])
 @on_ranks("size")
 def test_stored_experts_on_meshes(size: int, recipe: str) -> None:
     for way in WAYS[size]:
