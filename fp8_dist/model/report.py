@@ -33,6 +33,7 @@ class WeightSummary:
         reason: the reason why the layer does not compute in float8; empty if it does.
         parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
         kind: the kind of module that has the weight.
+        format: what a converted weight is cast to: "float8", or "mxfp4" for values of four bits.
     """
 
     name: str
@@ -40,6 +41,7 @@ class WeightSummary:
     reason: str
     parameters: int
     kind: Kind = "linear"
+    format: str = "float8"
 
     @property
     def converted(self) -> bool:
@@ -87,7 +89,7 @@ class ConversionSummary:
         table: list[tuple[str, ...]] = [("weight", "shape", "", "parameters", "reason")]
         for name, rows in alike(self.rows):
             shape = " x ".join(map(str, rows[0].shape))
-            verdict = "float8" if rows[0].converted else "skip"
+            verdict = rows[0].format if rows[0].converted else "skip"
             table.append((name, shape, verdict, f"{self.share(rows):.1%}", rows[0].reason))
         if rest := self.parameters - sum(row.parameters for row in self.rows):
             share = f"{rest / self.parameters:.1%}"
@@ -120,7 +122,7 @@ def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]
     groups: dict[tuple[object, ...], list[WeightSummary]] = {}
     for row in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)
-        groups.setdefault((pattern, row.shape, row.reason), []).append(row)
+        groups.setdefault((pattern, row.shape, row.reason, row.format), []).append(row)
     return [
         (f"{key[0]} ({len(found)})" if len(found) > 1 else found[0].name, found)
         for key, found in groups.items()
@@ -141,7 +143,8 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
             if not isinstance(module, Float8Linear):
                 reason = LEFT_OUT.get(module) or why_unconvertible(module) or _NOT_SEEN
             size = sum(sizes.pop(id(parameter), 0) for parameter in held)
-            yield WeightSummary(name or "(the module itself)", shape, reason, size)
+            format = _format_of(module, "weight")
+            yield WeightSummary(name or "(the module itself)", shape, reason, size, format=format)
         elif module not in inside:
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] > 1):
@@ -156,4 +159,11 @@ def _of_parameter(owner: str, own: str, module: nn.Module, size: int) -> WeightS
     reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
     if len(shape) == 3 and re.search("expert|moe", f"{name} {type(module).__name__}", re.I):
         kind, reason = "experts", f"no nn.Linear, but a 3-D parameter of {shape[0]} experts"
-    return WeightSummary(name, shape, "" if own in weights_of(module) else reason, size, kind)
+    reason = "" if own in weights_of(module) else reason
+    return WeightSummary(name, shape, reason, size, kind, _format_of(module, own))
+
+
+def _format_of(module: nn.Module, own: str) -> str:
+    weight = weights_of(module).get(own)
+    packs = weight is not None and any(scheme.packed_dtype for scheme in weight.schemes)
+    return "mxfp4" if packs else "float8"

@@ -78,10 +78,10 @@ class Block(nn.Module):
 def _model(training: Training, mesh: DeviceMesh) -> nn.Sequential:
     with torch.device("cuda"):
         model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(training.recipe),
-        enable_fsdp_float8_all_gather="auto",
-    )
+    named = Float8LinearConfig.from_recipe_name
+    packs = training.recipe == "mxfp4"
+    config = named("mxfp8", weight_format="mxfp4") if packs else named(training.recipe)
+    config = dataclasses.replace(config, enable_fsdp_float8_all_gather="auto")
     convert_to_float8_training(model, config=config)
     for module in (*model, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -169,6 +169,7 @@ ALIKE = {
     "rowwise_with_gw_hp": ("no update", "prefetch", "event, explicit", "aside", "aside, event"),
     "mxfp8": ("prefetch", "event, explicit", "aside, invalidate", "aside, event"),
     "blockwise": ("no update", "event, prefetch", "event, asynchronous", "aside", "aside, parts"),
+    "mxfp4": ("no update", "event, prefetch", "event, asynchronous", "event, explicit", "aside"),
 }
 SHORT = {
     "tensorwise": ("no update", "event, asynchronous", "aside, invalidate", "transport, alone"),
@@ -177,6 +178,7 @@ SHORT = {
     "rowwise_folded": ("transport", "event, explicit", "aside", "aside, parts"),
     "blockwise": ("event, prefetch", "event, asynchronous", "aside, parts"),
     "mxfp8": ("prefetch", "aside, event"),
+    "mxfp4": ("event, prefetch", "event, asynchronous", "aside"),
     "delayed": ("prefetch", "event, prefetch", "event, asynchronous", "aside, event"),
 }
 
@@ -185,7 +187,7 @@ SHORT = {
     ("recipe", "options"),
     [
         pytest.param(recipe, options, marks=() if options in SHORT[recipe] else pytest.mark.full)
-        for recipe in OURS
+        for recipe in (*OURS, "mxfp4")
         for options in ALIKE.get(recipe, OPTIONS)
     ],
 )
