@@ -1,11 +1,16 @@
-"""Export of a model's weights in float8, as a stream or as a state dict.
+"""Export of a model's weights in float8 or MXFP4, as a stream or as a state dict.
 
-The format is that of Hugging Face's FP8 block checkpoints. Despite the name of
+The format ``"float8"`` is that of Hugging Face's FP8 block checkpoints. Despite the name of
 ``NAME.weight_scale_inv``, the scale is not inverted: ``weight ~= data * scale``.
+
+The format ``"mxfp4"`` is that of GPT-OSS's checkpoints, for weights of MXFP4. ``NAME_blocks``,
+uint8 ``[..., N, K / 32, 16]``, has the codes of 32 values of a row in each 16 bytes, and
+``NAME_scales``, uint8 ``[..., N, K / 32]``, has the exponent of each, with a bias of 127. In the
+squares of a cast all rows have the same exponents.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
@@ -13,14 +18,28 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist.kernels import fp32_scales
+from fp8_dist.kernels import fp32_scales, pack_e2m1
 from fp8_dist.linear.module import config_text, other_users
+from fp8_dist.linear.stored import as_stored
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import weights_of, weights_of_model
-from fp8_dist.mesh import Layout, full_tensors, own_rank, with_local
+from fp8_dist.mesh import (
+    Layout,
+    all_reduce_max,
+    cuts_blocks,
+    full_tensors,
+    groups_over,
+    local_tensor,
+    normalized,
+    own_rank,
+    sharded_axes,
+    with_local,
+)
 from fp8_dist.moe.experts import ExpertWeight, experts_config
-from fp8_dist.scaling import BlockScheme, whole_statistics_of_each
+from fp8_dist.scaling import BlockScheme, Mxfp4, whole_statistics_of_each
 from fp8_dist.text import without_wrappers
+
+Format = Literal["float8", "mxfp4"]
 
 # The default size of a bucket: large enough for the full bandwidth of a network.
 BUCKET_BYTES = 2**28
@@ -31,7 +50,8 @@ class WeightEntry(NamedTuple):
 
     Attributes:
         name: its name.
-        tensor: float8_e4m3fn data, or a tensor that is not converted, in its own dtype.
+        tensor: float8_e4m3fn data, the uint8 blocks or scales of MXFP4, or a tensor that is not
+            converted, in its own dtype.
         scale_inv: the scale of each block of float8 data, fp32 (for a weight that is stored in
             float8, in the dtype in which it was loaded); ``None`` for other tensors.
     """
@@ -50,7 +70,11 @@ class _Source(NamedTuple):
 
 
 def iter_float8_weights(
-    model: nn.Module, *, bucket_bytes: int = BUCKET_BYTES, ranks: Collection[int] | None = None
+    model: nn.Module,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    ranks: Collection[int] | None = None,
+    format: Format = "float8",
 ) -> Iterator[WeightEntry]:
     """Iterate over a model's tensors, with converted weights in float8 as GEMMs multiply them.
 
@@ -75,6 +99,9 @@ def iter_float8_weights(
             tensor is a bucket of its own.
         ranks: the global ranks that get tensors. The others take part in the collectives, and
             their iterators yield nothing. ``None`` means all ranks.
+        format: ``"mxfp4"`` yields two items for each converted weight, ``NAME_blocks`` and
+            ``NAME_scales``, whose ``scale_inv`` is ``None``. Ranks send 1 byte per element all the
+            same, and pack what has arrived.
 
     Returns:
         An iterator. Float8 data is on the device of the weight's mesh. Tensors that are neither
@@ -83,24 +110,35 @@ def iter_float8_weights(
     Collectives: for each bucket, and for each group of the axes that shard its weights: one
     all-reduce (MAX) of 1 byte per block (4 bytes for fp32 scales), and one all-gather of 1 byte per
     element. Tensors that are not converted have theirs in the same all-gather, in their own dtype.
-    The scales of weights that are stored in float8 have one all-gather, and no all-reduce.
+    The scales of weights that are stored in float8 have one all-gather, and no all-reduce; with
+    ``"mxfp4"`` each of these weights has an all-reduce (MAX) of 1 byte, by which all ranks learn of
+    values that are not MXFP4's.
 
     Raises:
         ValueError: no layer is converted; a layer's weight has no square blocks of float8_e4m3fn,
             or has other blocks than another layer; a module that is not converted shares a weight;
             a checkpoint divides the weight of an expert within a block; a weight is on the meta
-            device; or ``bucket_bytes`` is not positive.
+            device; or ``bucket_bytes`` is not positive. ``format`` is neither ``"float8"`` nor
+            ``"mxfp4"``. With ``"mxfp4"``: a layer was converted without
+            ``weight_format="mxfp4"``; 32 does not divide K; or a checkpoint transposes the weight
+            of experts. And on all ranks, when the iterator comes to the bucket: a block has a value
+            that is not finite; or a weight that is stored in float8 has data with other values
+            than those of MXFP4.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``), or ranks
             have several pieces of a weight, which cut blocks.
     """
     if bucket_bytes < 1:
         raise ValueError(f"iter_float8_weights: bucket_bytes is {bucket_bytes}; pass 1 or more")
     keeps = ranks is None or own_rank() in ranks
-    return float8_stream(model, "iter_float8_weights", True, keeps, bucket_bytes)
+    return float8_stream(model, "iter_float8_weights", True, keeps, format, bucket_bytes)
 
 
 def float8_state_dict(
-    model: nn.Module, *, full_state_dict: bool = False, cpu_offload: bool = False
+    model: nn.Module,
+    *,
+    full_state_dict: bool = False,
+    cpu_offload: bool = False,
+    format: Format = "float8",
 ) -> dict[str, Any]:
     """Return the state dict of a model, with converted weights in float8 as GEMMs multiply them.
 
@@ -126,42 +164,51 @@ def float8_state_dict(
             shards may cut blocks.
         cpu_offload: move tensors to the CPU. With ``full_state_dict``, only rank 0 gets them, and
             other ranks get an empty dict, as with torch's ``StateDictOptions``.
+        format: ``"mxfp4"``, for a model of MXFP4 weights, replaces both entries of a converted
+            weight by ``NAME_blocks``, uint8 ``[..., N, K / 32, 16]``, and ``NAME_scales``, uint8
+            ``[..., N, K / 32]``: the layout of GPT-OSS's checkpoints. A weight that is stored as
+            ``[E, K, N]`` is transposed first. ``"float8"`` exports the same values of an MXFP4
+            model as float8_e4m3fn.
 
     Collectives: those of :func:`fp8_dist.iter_float8_weights`; this function collects its stream.
 
-    Raises: its errors.
+    Raises: its errors; and with ``"mxfp4"``, without ``full_state_dict``:
+        ValueError: ranks have parts of a block of 32 values along K.
     """
-    keeps = own_rank() == 0 or not (full_state_dict and cpu_offload)
+    caller, keeps = "float8_state_dict", own_rank() == 0 or not (full_state_dict and cpu_offload)
     state: dict[str, Any] = {}
-    for name, tensor, scales in float8_stream(model, "float8_state_dict", full_state_dict, keeps):
+    for name, tensor, scales in float8_stream(model, caller, full_state_dict, keeps, format):
         state[name] = tensor.cpu() if cpu_offload else tensor
         if scales is not None:
-            scales = scales.cpu() if cpu_offload else scales
-            if (layout := Layout.of(tensor)) is not None:
-                everywhere = (Replicate(),) * layout.mesh.ndim
-                scales = Layout(layout.mesh, everywhere, scales.shape).wrap(scales)
-            state[f"{name}_scale_inv"] = scales
+            state[f"{name}_scale_inv"] = scales.cpu() if cpu_offload else scales
     if keeps:
         plain = get_model_state_dict(unwrapped(model))
         state |= {k: extra for k, extra in plain.items() if not isinstance(extra, torch.Tensor)}
     return state
 
 
-def float8_quantization_config(model: nn.Module) -> dict[str, Any]:
+def float8_quantization_config(model: nn.Module, *, format: Format = "float8") -> dict[str, Any]:
     """Return the ``quantization_config`` for the config.json of a :func:`float8_state_dict`.
+
+    ``format``: that of the state dict.
 
     Returns:
         Plain data. ``modules_to_not_convert`` lists the unconverted modules that have matrices of
         their own, except for embeddings and for modules that contain converted layers. It is always
-        present: loaders would otherwise assume that the head is in high precision.
+        present: loaders would otherwise assume that the head is in high precision. With
+        ``"mxfp4"`` there is only ``quant_method`` besides.
 
     Collectives: none.
 
-    Raises: the errors of :func:`float8_state_dict`.
+    Raises: the errors of :func:`float8_state_dict`, other than those of values and of shards.
     """
     model = unwrapped(model)
-    found, blocks = checked_weights(model, "float8_quantization_config")
-    return quantization_config(model, [blocks.rows, blocks.columns], found.values())
+    found, blocks = checked_weights(model, "float8_quantization_config", format)
+    of_float8 = quantization_config(model, [blocks.rows, blocks.columns], found.values())
+    if format == "float8":
+        return of_float8
+    kept = "modules_to_not_convert"
+    return {"quant_method": format, kept: of_float8[kept]}
 
 
 def quantization_config(
@@ -189,15 +236,21 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def float8_stream(
-    model: nn.Module, caller: str, gather: bool, keeps: bool, bucket_bytes: int = BUCKET_BYTES
+    model: nn.Module,
+    caller: str,
+    gather: bool,
+    keeps: bool,
+    format: Format,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[WeightEntry]:
-    """Check a model, and iterate over its tensors in float8.
+    """Check a model, and iterate over its tensors in float8 or MXFP4.
 
-    Without ``gather``, tensors of distributed parameters are DTensors. ``keeps``: whether this rank
-    gets tensors. For all else see :func:`iter_float8_weights`, whose errors this call raises.
+    Without ``gather``, tensors of distributed parameters are DTensors, and so are their scales,
+    replicated. ``keeps``: whether this rank gets tensors. For all else see
+    :func:`iter_float8_weights`, whose errors this call raises.
     """
     model = unwrapped(model)
-    weights, _ = checked_weights(model, caller)
+    weights, _ = checked_weights(model, caller, format)
     scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
     found: dict[object, _Source] = {}
     # get_model_state_dict reshards the parameters that FSDP2 has gathered. It moves the entries of
@@ -209,34 +262,146 @@ def float8_stream(
             continue
         source = _Source(value, weights.get(key), [])
         if (weight := source.weight) is not None:
-            weight.schemes[0].start(Layout.of(weight.parameter()))  # raises if it can't be cast
+            layout = Layout.of(weight.parameter())
+            weight.schemes[0].start(layout)  # raises if it can't be cast
+            if format == "mxfp4" and not gather and layout is not None:
+                _check_shards(caller, key, layout, _contracted_dim(weight))
         # Layers may share a weight, which is cast once.
         found.setdefault(id(weight.parameter()) if weight else key, source).keys.append(key)
-    return _stream(model, list(found.values()), gather, keeps, bucket_bytes)
+    packs = caller if format == "mxfp4" else None
+    return _stream(model, list(found.values()), gather, keeps, bucket_bytes, packs)
 
 
 def _stream(
-    model: nn.Module, sources: list[_Source], gather: bool, keeps: bool, bucket_bytes: int
+    model: nn.Module,
+    sources: list[_Source],
+    gather: bool,
+    keeps: bool,
+    bucket_bytes: int,
+    packs: str | None,
 ) -> Iterator[WeightEntry]:
+    """The tensors of a model; ``packs``: the caller, for messages, if weights become MXFP4."""
     for bucket in _buckets(sources, bucket_bytes):
         tensors, scales = _cast(bucket, gather)
+        if packs is not None:
+            for source, tensor, of_blocks in zip(bucket, tensors, scales, strict=True):
+                if of_blocks is not None:
+                    _check_values(packs, source, tensor, of_blocks)
         # All messages of a bucket are exchanged before its first tensor is yielded.
         made = full_tensors(tensors) if gather else iter(tensors)
         if keeps:
             for source, of_blocks in zip(bucket, scales, strict=True):
-                yield from _entries(model, source, next(made), of_blocks)
+                yield from _entries(model, source, next(made), of_blocks, packs is not None)
 
 
 def _entries(
-    model: nn.Module, source: _Source, tensor: torch.Tensor, scales: torch.Tensor | None
+    model: nn.Module,
+    source: _Source,
+    tensor: torch.Tensor,
+    scales: torch.Tensor | None,
+    packs: bool,
 ) -> Iterator[WeightEntry]:
+    weight = source.weight
+    if weight is None or scales is None:
+        yield from [WeightEntry(key, tensor, None) for key in source.keys]
+        return
+    if packs:
+        tensor, scales = _packed(weight, tensor, scales)
+    if (layout := Layout.of(tensor)) is not None:
+        everywhere = (Replicate(),) * layout.mesh.ndim
+        scales = Layout(layout.mesh, everywhere, scales.shape).wrap(scales)
     for key in source.keys:
-        if source.weight is None or scales is None or isinstance(tensor, DTensor):
-            yield WeightEntry(key, tensor, scales)
-        else:
-            of_blocks = entries_of(model, source.weight, key, scales)
-            for name, part in entries_of(model, source.weight, key, tensor).items():
+        parts, of_blocks = (
+            {key: each} if layout is not None else entries_of(model, weight, key, each)
+            for each in (tensor, scales)
+        )
+        for name, part in parts.items():
+            if packs:
+                yield WeightEntry(f"{name}_blocks", part, None)
+                yield WeightEntry(f"{name}_scales", of_blocks[name], None)
+            else:
                 yield WeightEntry(name, part, of_blocks[name])
+
+
+def _contracted_dim(weight: Float8Weight) -> int:
+    """The dim K of a weight, along which MXFP4 has blocks."""
+    return -2 if isinstance(weight, ExpertWeight) and weight.is_transposed else -1
+
+
+def _packed(
+    weight: Float8Weight, tensor: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack the data of an MXFP4 weight; its blocks, a DTensor if ``tensor`` is one, and scales."""
+    if _contracted_dim(weight) == -2:
+        tensor, scales = tensor.mT, scales.mT
+    (scheme,), (*rest, n, k) = weight.schemes, tensor.shape
+    assert isinstance(scheme, Mxfp4)
+    local = local_tensor(tensor)
+    blocks = pack_e2m1(local).view(*local.shape[:-1], local.shape[-1] // 32, 16)
+    if (layout := Layout.of(tensor)) is not None:
+        # Dims that are counted from the end would be others.
+        placements = normalized(layout.placements, tensor.ndim)
+        shape = torch.Size([*rest, n, k // 32, 16])
+        blocks = Layout(layout.mesh, placements, shape).wrap(blocks)
+    row = torch.arange(n, device=scales.device) // scheme.rows
+    column = torch.arange(0, k, 32, device=scales.device) // scheme.columns
+    return blocks, as_stored(scales, scheme)[..., row.unsqueeze(1), column]
+
+
+def _check_blocks(caller: str, model: nn.Module, name: str, weight: Float8Weight) -> None:
+    """Check that 32 divides K, and that checkpoints don't move the blocks of a weight's rows."""
+    shape, contracted = weight.parameter().shape, _contracted_dim(weight)
+    if shape[contracted] % 32:
+        raise ValueError(
+            f"{caller}: {name} has K = {shape[contracted]}, which is not divisible by 32, the "
+            "number of values in a block of MXFP4; leave the layer unconverted (module_filter_fn), "
+            'or pass format="float8"'
+        )
+    rows = torch.empty((*shape[:-2], shape[-3 - contracted], 1, 16), device="meta")
+    if any(part.shape[-2:] != (1, 16) for part in entries_of(model, weight, name, rows).values()):
+        raise ValueError(
+            f"{caller}: checkpoints transpose {name}, {list(shape)}, and its blocks of MXFP4 have "
+            'no place there; pass format="float8"'
+        )
+
+
+def _check_shards(caller: str, name: str, layout: Layout, contracted: int) -> None:
+    if cuts_blocks(layout, contracted, 32):
+        raise ValueError(
+            f"{caller}: {name}, {list(layout.shape)}, is placed as {list(layout.placements)}, and "
+            "ranks have parts of blocks of 32 values, which MXFP4 packs together; pass "
+            "full_state_dict=True"
+        )
+
+
+def _check_values(caller: str, source: _Source, tensor: torch.Tensor, scales: torch.Tensor) -> None:
+    """Raise ValueError, on all ranks, if a weight has values that MXFP4 doesn't have.
+
+    Collectives: those that :func:`iter_float8_weights` says for stored weights.
+    """
+    name, weight = source.keys[0], source.weight
+    assert weight is not None
+    if not fp32_scales(scales).isfinite().all():
+        raise ValueError(
+            f"{caller}: {name} has a block with NaN or infinity, which MXFP4 doesn't have "
+            "(transformers reads its exponent 255 as 2 ** 128); load an earlier checkpoint, and "
+            "export that"
+        )
+    if not weight.is_stored:
+        return
+    # Data that was loaded is taken as it is.
+    local, layout = local_tensor(tensor), Layout.of(tensor)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=local.device)
+    codes = values.to(local.dtype).view(torch.uint8)
+    others = torch.isin(local.view(torch.uint8) & 0x7F, codes, invert=True).any().byte().view(1)
+    if layout is not None:
+        others = others.to(layout.mesh.device_type)
+        others = all_reduce_max(others, groups_over(layout.mesh, sharded_axes(layout)))
+    if others.any():
+        raise ValueError(
+            f"{caller}: {name} is stored in float8 with other values than the 16 of MXFP4, as "
+            'loaded from an FP8 checkpoint; pass format="float8"'
+        )
 
 
 def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:
@@ -313,24 +478,35 @@ def weights_by_key(model: nn.Module) -> dict[str, Float8Weight]:
     }
 
 
-def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weight], BlockScheme]:
+def checked_weights(
+    model: nn.Module, caller: str, format: Format
+) -> tuple[dict[str, Float8Weight], BlockScheme]:
     """Return the float8 weights by their state-dict keys, and their scheme.
 
     Raises:
-        ValueError: there is no converted layer, or a layer can't be exported.
+        ValueError: there is no converted layer, a layer can't be exported, or the format is not
+            known.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``).
     """
+    if format not in get_args(Format):
+        raise ValueError(f"{caller}: format is {format!r}; pass one of {list(get_args(Format))}")
     converted = weights_of_model(model, caller)
     first, of_first = next(iter(converted.items()))
     for name, weight in converted.items():
         blocks, *others = weight.schemes or (None,)
         if (
             others
-            or not isinstance(blocks, BlockScheme)
+            or not isinstance(blocks, Mxfp4 if format == "mxfp4" else BlockScheme)
             or blocks.rows != blocks.columns
             or blocks.dtype is not torch.float8_e4m3fn
         ):
             config = experts_config(weight.module) or config_text(weight.config)
+            if format == "mxfp4":
+                raise ValueError(
+                    f"{caller}: {name} was converted with {config}, whose weights are not in "
+                    'MXFP4; convert with the recipe "mxfp8" or "blockwise" and '
+                    'weight_format="mxfp4", or pass format="float8"'
+                )
             raise ValueError(
                 f"{caller}: {name} was converted with {config}, but FP8 block checkpoints hold "
                 "float8_e4m3fn weights with one scale per square block; load the "
@@ -363,6 +539,8 @@ def checked_weights(model: nn.Module, caller: str) -> tuple[dict[str, Float8Weig
     for name, weight in found.items():
         whole = torch.empty(weight.parameter().shape, device="meta")
         sizes = whole.shape[-2:]
+        if format == "mxfp4":
+            _check_blocks(caller, model, name, weight)
         for part in entries_of(model, weight, name, whole).values():
             each = zip(part.shape[-2:], sizes, (blocks.rows, blocks.columns), strict=True)
             if any(size != of and size % block for size, of, block in each):
