@@ -30,7 +30,6 @@ from fp8_dist.mesh import (
     full_tensors,
     groups_over,
     local_tensor,
-    normalized,
     own_rank,
     sharded_axes,
     with_local,
@@ -67,6 +66,7 @@ class _Source(NamedTuple):
     value: torch.Tensor
     weight: Float8Weight | None  # the float8 weight that it is, if it is one
     keys: list[str]  # its names in the state dict; several if layers share a weight
+    packs: bool  # whether it is exported in MXFP4
 
 
 def iter_float8_weights(
@@ -130,7 +130,7 @@ def iter_float8_weights(
     if bucket_bytes < 1:
         raise ValueError(f"iter_float8_weights: bucket_bytes is {bucket_bytes}; pass 1 or more")
     keeps = ranks is None or own_rank() in ranks
-    return float8_stream(model, "iter_float8_weights", True, keeps, format, bucket_bytes)
+    return float8_stream(model, "iter_float8_weights", format, True, keeps, bucket_bytes)
 
 
 def float8_state_dict(
@@ -175,9 +175,10 @@ def float8_state_dict(
     Raises: its errors; and with ``"mxfp4"``, without ``full_state_dict``:
         ValueError: ranks have parts of a block of 32 values along K.
     """
-    caller, keeps = "float8_state_dict", own_rank() == 0 or not (full_state_dict and cpu_offload)
+    keeps = own_rank() == 0 or not (full_state_dict and cpu_offload)
     state: dict[str, Any] = {}
-    for name, tensor, scales in float8_stream(model, caller, full_state_dict, keeps, format):
+    arguments = "float8_state_dict", format, full_state_dict, keeps, BUCKET_BYTES
+    for name, tensor, scales in float8_stream(model, *arguments):
         state[name] = tensor.cpu() if cpu_offload else tensor
         if scales is not None:
             state[f"{name}_scale_inv"] = scales.cpu() if cpu_offload else scales
@@ -200,7 +201,8 @@ def float8_quantization_config(model: nn.Module, *, format: Format = "float8") -
 
     Collectives: none.
 
-    Raises: the errors of :func:`float8_state_dict`, other than those of values and of shards.
+    Raises: the errors of :func:`float8_state_dict`, other than those of shapes, shards and values
+    in MXFP4.
     """
     model = unwrapped(model)
     found, blocks = checked_weights(model, "float8_quantization_config", format)
@@ -236,12 +238,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def float8_stream(
-    model: nn.Module,
-    caller: str,
-    gather: bool,
-    keeps: bool,
-    format: Format,
-    bucket_bytes: int = BUCKET_BYTES,
+    model: nn.Module, caller: str, format: Format, gather: bool, keeps: bool, bucket_bytes: int
 ) -> Iterator[WeightEntry]:
     """Check a model, and iterate over its tensors in float8 or MXFP4.
 
@@ -260,52 +257,38 @@ def float8_stream(
     for key, value in (ordered | state).items():
         if not isinstance(value, torch.Tensor) or key in scales:  # which are sent with weights
             continue
-        source = _Source(value, weights.get(key), [])
+        source = _Source(value, weights.get(key), [], packs=format == "mxfp4")
         if (weight := source.weight) is not None:
-            layout = Layout.of(weight.parameter())
-            weight.schemes[0].start(layout)  # raises if it can't be cast
-            if format == "mxfp4" and not gather and layout is not None:
-                _check_shards(caller, key, layout, _contracted_dim(weight))
+            weight.schemes[0].start(Layout.of(weight.parameter()))  # raises if it can't be cast
+            if source.packs and (why := _why_not_packed(model, key, weight, gather)):
+                raise ValueError(f"{caller}: {key}, {list(value.shape)}, {why}")
         # Layers may share a weight, which is cast once.
         found.setdefault(id(weight.parameter()) if weight else key, source).keys.append(key)
-    packs = caller if format == "mxfp4" else None
-    return _stream(model, list(found.values()), gather, keeps, bucket_bytes, packs)
+    return _stream(model, list(found.values()), gather, keeps, bucket_bytes)
 
 
 def _stream(
-    model: nn.Module,
-    sources: list[_Source],
-    gather: bool,
-    keeps: bool,
-    bucket_bytes: int,
-    packs: str | None,
+    model: nn.Module, sources: list[_Source], gather: bool, keeps: bool, bucket_bytes: int
 ) -> Iterator[WeightEntry]:
-    """The tensors of a model; ``packs``: the caller, for messages, if weights become MXFP4."""
     for bucket in _buckets(sources, bucket_bytes):
         tensors, scales = _cast(bucket, gather)
-        if packs is not None:
-            for source, tensor, of_blocks in zip(bucket, tensors, scales, strict=True):
-                if of_blocks is not None:
-                    _check_values(packs, source, tensor, of_blocks)
+        for each in zip(bucket, tensors, scales, strict=True):
+            _check_values(*each)
         # All messages of a bucket are exchanged before its first tensor is yielded.
         made = full_tensors(tensors) if gather else iter(tensors)
         if keeps:
             for source, of_blocks in zip(bucket, scales, strict=True):
-                yield from _entries(model, source, next(made), of_blocks, packs is not None)
+                yield from _entries(model, source, next(made), of_blocks)
 
 
 def _entries(
-    model: nn.Module,
-    source: _Source,
-    tensor: torch.Tensor,
-    scales: torch.Tensor | None,
-    packs: bool,
+    model: nn.Module, source: _Source, tensor: torch.Tensor, scales: torch.Tensor | None
 ) -> Iterator[WeightEntry]:
     weight = source.weight
     if weight is None or scales is None:
         yield from [WeightEntry(key, tensor, None) for key in source.keys]
         return
-    if packs:
+    if source.packs:
         tensor, scales = _packed(weight, tensor, scales)
     if (layout := Layout.of(tensor)) is not None:
         everywhere = (Replicate(),) * layout.mesh.ndim
@@ -316,7 +299,7 @@ def _entries(
             for each in (tensor, scales)
         )
         for name, part in parts.items():
-            if packs:
+            if source.packs:
                 yield WeightEntry(f"{name}_blocks", part, None)
                 yield WeightEntry(f"{name}_scales", of_blocks[name], None)
             else:
@@ -334,74 +317,60 @@ def _packed(
     """Pack the data of an MXFP4 weight; its blocks, a DTensor if ``tensor`` is one, and scales."""
     if _contracted_dim(weight) == -2:
         tensor, scales = tensor.mT, scales.mT
-    (scheme,), (*rest, n, k) = weight.schemes, tensor.shape
+    (scheme,), n, k = weight.schemes, *tensor.shape[-2:]
     assert isinstance(scheme, Mxfp4)
     local = local_tensor(tensor)
     blocks = pack_e2m1(local).view(*local.shape[:-1], local.shape[-1] // 32, 16)
     if (layout := Layout.of(tensor)) is not None:
-        # Dims that are counted from the end would be others.
-        placements = normalized(layout.placements, tensor.ndim)
-        shape = torch.Size([*rest, n, k // 32, 16])
-        blocks = Layout(layout.mesh, placements, shape).wrap(blocks)
+        shape = torch.Size([*tensor.shape[:-1], k // 32, 16])
+        blocks = layout._replace(shape=shape).wrap(blocks)
     row = torch.arange(n, device=scales.device) // scheme.rows
     column = torch.arange(0, k, 32, device=scales.device) // scheme.columns
     return blocks, as_stored(scales, scheme)[..., row.unsqueeze(1), column]
 
 
-def _check_blocks(caller: str, model: nn.Module, name: str, weight: Float8Weight) -> None:
-    """Check that 32 divides K, and that checkpoints don't move the blocks of a weight's rows."""
-    shape, contracted = weight.parameter().shape, _contracted_dim(weight)
-    if shape[contracted] % 32:
-        raise ValueError(
-            f"{caller}: {name} has K = {shape[contracted]}, which is not divisible by 32, the "
-            "number of values in a block of MXFP4; leave the layer unconverted (module_filter_fn), "
-            'or pass format="float8"'
+def _why_not_packed(model: nn.Module, name: str, weight: Float8Weight, gather: bool) -> str | None:
+    """The reason why a weight of this shape and layout can't be exported in MXFP4, or ``None``."""
+    shape, layout = weight.parameter().shape, Layout.of(weight.parameter())
+    k = _contracted_dim(weight)
+    if shape[k] % 32:
+        return (
+            f"has K = {shape[k]}, which is not a multiple of 32, the size of MXFP4's blocks; leave "
+            'the layer unconverted (module_filter_fn), or pass format="float8"'
         )
-    rows = torch.empty((*shape[:-2], shape[-3 - contracted], 1, 16), device="meta")
+    rows = torch.empty((*shape[:-2], shape[-3 - k], 1, 16), device="meta")
     if any(part.shape[-2:] != (1, 16) for part in entries_of(model, weight, name, rows).values()):
-        raise ValueError(
-            f"{caller}: checkpoints transpose {name}, {list(shape)}, and its blocks of MXFP4 have "
-            'no place there; pass format="float8"'
+        return 'is transposed in checkpoints, which would move blocks; pass format="float8"'
+    if layout is not None and not gather and cuts_blocks(layout, k, 32):
+        return (
+            f"is placed as {list(layout.placements)}, and ranks have parts of blocks of 32 values, "
+            "which MXFP4 packs together; pass full_state_dict=True"
         )
+    return None
 
 
-def _check_shards(caller: str, name: str, layout: Layout, contracted: int) -> None:
-    if cuts_blocks(layout, contracted, 32):
-        raise ValueError(
-            f"{caller}: {name}, {list(layout.shape)}, is placed as {list(layout.placements)}, and "
-            "ranks have parts of blocks of 32 values, which MXFP4 packs together; pass "
-            "full_state_dict=True"
-        )
+def _check_values(source: _Source, tensor: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Raise ValueError, on all ranks, if a weight can't be packed because of its values.
 
-
-def _check_values(caller: str, source: _Source, tensor: torch.Tensor, scales: torch.Tensor) -> None:
-    """Raise ValueError, on all ranks, if a weight has values that MXFP4 doesn't have.
-
-    Collectives: those that :func:`iter_float8_weights` says for stored weights.
+    Collectives: for a stored weight that is distributed, an all-reduce (MAX) of 1 byte.
     """
-    name, weight = source.keys[0], source.weight
-    assert weight is not None
-    if not fp32_scales(scales).isfinite().all():
-        raise ValueError(
-            f"{caller}: {name} has a block with NaN or infinity, which MXFP4 doesn't have "
-            "(transformers reads its exponent 255 as 2 ** 128); load an earlier checkpoint, and "
-            "export that"
-        )
-    if not weight.is_stored:
+    weight, why = source.weight, ""
+    if weight is None or scales is None or not source.packs:
         return
-    # Data that was loaded is taken as it is.
-    local, layout = local_tensor(tensor), Layout.of(tensor)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=local.device)
-    codes = values.to(local.dtype).view(torch.uint8)
-    others = torch.isin(local.view(torch.uint8) & 0x7F, codes, invert=True).any().byte().view(1)
-    if layout is not None:
-        others = others.to(layout.mesh.device_type)
-        others = all_reduce_max(others, groups_over(layout.mesh, sharded_axes(layout)))
-    if others.any():
-        raise ValueError(
-            f"{caller}: {name} is stored in float8 with other values than the 16 of MXFP4, as "
-            'loaded from an FP8 checkpoint; pass format="float8"'
+    if not fp32_scales(scales).isfinite().all():
+        why = (
+            "has a block with NaN or infinity, which MXFP4 doesn't have (transformers reads such "
+            "a scale as 2 ** 128); load an earlier checkpoint, and export that"
         )
+    elif weight.is_stored:  # perhaps from a checkpoint in float8, which has other values
+        local, layout = local_tensor(tensor), Layout.of(tensor)
+        own = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=local.device).to(local.dtype)
+        is_own = torch.isin(local.view(torch.uint8) & 0x7F, own.view(torch.uint8))
+        groups = groups_over(layout.mesh, sharded_axes(layout)) if layout is not None else ()
+        if all_reduce_max((~is_own).any().byte().view(1).to(weight.device), groups).any():
+            why = 'is stored in float8 with values that MXFP4 doesn\'t have; pass format="float8"'
+    if why:
+        raise ValueError(f"{source.keys[0]} {why}")
 
 
 def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:
@@ -501,17 +470,17 @@ def checked_weights(
             or blocks.dtype is not torch.float8_e4m3fn
         ):
             config = experts_config(weight.module) or config_text(weight.config)
-            if format == "mxfp4":
-                raise ValueError(
-                    f"{caller}: {name} was converted with {config}, whose weights are not in "
-                    'MXFP4; convert with the recipe "mxfp8" or "blockwise" and '
-                    'weight_format="mxfp4", or pass format="float8"'
-                )
+            holds, remedy = {
+                "float8": (
+                    "FP8 block checkpoints hold float8_e4m3fn weights with one scale per square "
+                    "block",
+                    'the recipe "blockwise"',
+                ),
+                "mxfp4": ("its weights are not in MXFP4", 'weight_format="mxfp4"'),
+            }[format]
             raise ValueError(
-                f"{caller}: {name} was converted with {config}, but FP8 block checkpoints hold "
-                "float8_e4m3fn weights with one scale per square block; load the "
-                'state dict into a model that was converted with the recipe "blockwise", and '
-                "export that"
+                f"{caller}: {name} was converted with {config}, but {holds}; load the state dict "
+                f"into a model that was converted with {remedy}, and export that"
             )
         if blocks != of_first.schemes[0]:
             raise ValueError(
@@ -539,8 +508,6 @@ def checked_weights(
     for name, weight in found.items():
         whole = torch.empty(weight.parameter().shape, device="meta")
         sizes = whole.shape[-2:]
-        if format == "mxfp4":
-            _check_blocks(caller, model, name, weight)
         for part in entries_of(model, weight, name, whole).values():
             each = zip(part.shape[-2:], sizes, (blocks.rows, blocks.columns), strict=True)
             if any(size != of and size % block for size, of, block in each):

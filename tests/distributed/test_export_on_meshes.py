@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from expecttest import assert_expected_inline
 from nets import Net, full, net_plan
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
@@ -26,6 +27,8 @@ from fp8_dist import (
     float8_layers,
     float8_quantization_config,
     float8_state_dict,
+    freeze_to_float8,
+    iter_float8_weights,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
@@ -38,8 +41,10 @@ UNEVEN = {"dim": 70, "hidden": 66, "layers": 1}
 OFFLOADED = {"dim": 192, "hidden": 320, "layers": 1}
 
 
-def converted(recipe: str, gather: Any = "auto", spread: float = 8, **sizes: int) -> Net:
-    config = Float8LinearConfig.from_recipe_name(recipe)
+def converted(
+    recipe: str, gather: Any = "auto", spread: float = 8, values: Any = "e4m3", **sizes: int
+) -> Net:
+    config = Float8LinearConfig.from_recipe_name(recipe, weight_format=values)
     config = replace(config, enable_fsdp_float8_all_gather=gather, pad_inner_dim=True)
     net = Net(**sizes)
     for weight in net.parameters():
@@ -108,6 +113,53 @@ def test_the_whole_is_that_of_one_device(
     locals_ = ([local_tensor(state[k]) for k in parts] for state in (offloaded, parts))
     assert all(map(same_bits, *locals_))
     return wrong
+
+
+def in_mxfp4(recipe: str, is_stored: bool, **sizes: int) -> Net:
+    net = converted(recipe, values="mxfp4", **sizes)
+    if is_stored:
+        net.requires_grad_(False)
+        freeze_to_float8(net)
+    return net
+
+
+@pytest.mark.parametrize(("recipe", "is_stored"), [("mxfp8", False), ("blockwise", True)])
+@on_ranks(4, returns=[])
+def test_mxfp4_is_that_of_one_device(recipe: str, is_stored: bool) -> list[str]:
+    """Shards cut squares, of 128 along both dims, but no 32 values of a row."""
+    one_device = float8_state_dict(in_mxfp4(recipe, is_stored, **CUT), format="mxfp4")
+    net = sharded(in_mxfp4(recipe, is_stored, **CUT), 2, 2)
+    parts = float8_state_dict(net, format="mxfp4")
+    for name in (f"{name}.weight" for name in float8_layers(net)):
+        placements = get_model_state_dict(net)[name].placements
+        assert parts[f"{name}_blocks"].placements == placements
+        assert {*parts[f"{name}_scales"].placements} == {Replicate()}
+    stream = {name: tensor for name, tensor, _ in iter_float8_weights(net, format="mxfp4")}
+    whole = float8_state_dict(net, full_state_dict=True, format="mxfp4")
+    return [name for each in (parts, whole, stream) for name in differences(each, one_device)]
+
+
+@on_ranks(4)
+def test_what_mxfp4_lacks_is_refused_on_all_ranks() -> None:
+    trained, stored = (in_mxfp4("mxfp8", each, dim=64, hidden=96, layers=1) for each in (0, 1))
+    sharded(trained, 2, 2), sharded(stored, 2, 2)
+    with comm_audit() as audit:
+        texts = [raised(ValueError, lambda: float8_state_dict(trained, format="mxfp4"))]
+    assert audit.count() == 0
+    for net, value in ((trained, torch.nan), (trained, torch.inf), (stored, 5)):
+        if dist.get_rank() == 3:  # which alone has it
+            local = local_tensor(net.layers[0].w3.weight)  # type: ignore[union-attr]
+            getattr(local, "plain", local)[0, 0] = value
+        stream = iter_float8_weights(net, ranks=[0], bucket_bytes=1, format="mxfp4")
+        texts.append(raised(ValueError, lambda: list(stream)).partition(" which")[0])  # noqa: B023
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+float8_state_dict: layers.0.w2.weight, [64, 96], is placed as [Shard(dim=0), Shard(dim=1)], and ranks have parts of blocks of 32 values, which MXFP4 packs together; pass full_state_dict=True
+layers.0.w3.weight has a block with NaN or infinity,
+layers.0.w3.weight has a block with NaN or infinity,
+layers.0.w3.weight is stored in float8 with values that MXFP4 doesn't have; pass format="float8\"""",
+    )
 
 
 @pytest.mark.parametrize("gather", [False, "auto"])

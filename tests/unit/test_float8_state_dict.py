@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from nets import Net
 from reference import raised, same_bits, weights_used
 from torch import nn
@@ -18,6 +19,8 @@ from fp8_dist import (
     float8_layers,
     float8_quantization_config,
     float8_state_dict,
+    freeze_to_float8,
+    iter_float8_weights,
 )
 
 BLOCKWISE = Float8LinearConfig.from_recipe_name("blockwise")
@@ -115,6 +118,76 @@ def test_a_layer_alone_and_options_on_one_device() -> None:
     plain = float8_state_dict(net)
     assert state.keys() == plain.keys()
     assert all(same_bits(state[name], plain[name]) for name in plain)
+
+
+def in_mxfp4(recipe: str, *sizes: int) -> nn.Sequential:
+    """Linear layers of these sizes, the first of which is zero in places, and the last one odd."""
+    config = Float8LinearConfig.from_recipe_name(recipe, weight_format="mxfp4")
+    net = nn.Sequential(*map(nn.Linear, sizes[:-1], sizes[1:]))
+    net[0].weight.data[:128, :128] = 0
+    net[0].weight.data[:, 128:] *= torch.logspace(0, -30, sizes[1])[:, None]
+    convert_to_float8_training(net, config=replace(config, pad_inner_dim=True))
+    return net
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+def test_mxfp4_is_what_a_forward_multiplies(recipe: str) -> None:
+    net = in_mxfp4(recipe, 192, 320, 101)
+    with weights_used(net) as used:
+        net(torch.randn(4, 192))
+    state = float8_state_dict(net, format="mxfp4")
+    names = [f"{i}.{end}" for i in "01" for end in ("weight_blocks", "weight_scales", "bias")]
+    assert list(state) == names
+    for name, weight in used.items():
+        blocks, scales = state[f"{name}.weight_blocks"], state[f"{name}.weight_scales"]
+        rows, columns = weight.shape
+        assert blocks.shape == (rows, columns // 32, 16)
+        assert blocks.dtype is scales.dtype is torch.uint8
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2).long()
+        values = torch.cat([E2M1, -E2M1])[codes] * torch.exp2(scales.double() - 127)[..., None]
+        assert same_bits(values.flatten(1).float(), weight.dequantize())
+    # Stored weights, weights that layers share, and the stream.
+    net.requires_grad_(False)
+    freeze_to_float8(net, module_filter_fn=lambda _, fqn: fqn == "1")
+    net.append(net[0])
+    items = list(iter_float8_weights(net, format="mxfp4", bucket_bytes=1))
+    assert all(scale_inv is None for *_, scale_inv in items)
+    found = {name: tensor for name, tensor, _ in items}
+    assert found["0.weight_blocks"] is found["2.weight_blocks"]
+    assert all(same_bits(found[name], state[name]) for name in names)
+    with torch.no_grad():  # as loaded from a checkpoint in float8
+        net[1].weight.plain[0, 0] = 5  # type: ignore[operator,index,union-attr]
+    text = "1.weight is stored in float8 with values that MXFP4 doesn't have; pass "
+    assert text in raised(ValueError, partial(float8_state_dict, net, format="mxfp4"))
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_what_mxfp4_has_not(value: float) -> None:
+    net, odd = in_mxfp4("mxfp8", 64, 64), in_mxfp4("mxfp8", 70, 64)
+    assert float8_quantization_config(
+        nn.ModuleDict({"a": net, "b": nn.Linear(2, 2)}), format="mxfp4"
+    ) == {"quant_method": "mxfp4", "modules_to_not_convert": ["b"]}
+    net[0].weight.data[40, 1] = value  # type: ignore[operator,index,union-attr]
+    texts = [
+        raised(ValueError, partial(float8_state_dict, each, format=format))
+        for each, format in (
+            (net, "fp4"),
+            (converted(MXFP8), "mxfp4"),
+            (odd, "mxfp4"),
+            (net, "mxfp4"),
+        )
+    ]
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+float8_state_dict: format is 'fp4'; pass one of ['float8', 'mxfp4']
+float8_state_dict: layers.0.w1.weight was converted with recipe=mxfp8, float8_gathers=input|grad_output, but its weights are not in MXFP4; load the state dict into a model that was converted with weight_format="mxfp4", and export that
+float8_state_dict: 0.weight, [64, 70], has K = 70, which is not a multiple of 32, the size of MXFP4's blocks; leave the layer unconverted (module_filter_fn), or pass format="float8"
+0.weight has a block with NaN or infinity, which MXFP4 doesn't have (transformers reads such a scale as 2 ** 128); load an earlier checkpoint, and export that""",
+    )
 
 
 @pytest.mark.parametrize(("config", "block"), [(BLOCKWISE, 128), (MXFP8, 32)])
