@@ -340,7 +340,10 @@ def _why_not_packed(model: nn.Module, name: str, weight: Float8Weight, gather: b
         )
     rows = torch.empty((*shape[:-2], shape[-3 - k], 1, 16), device="meta")
     if any(part.shape[-2:] != (1, 16) for part in entries_of(model, weight, name, rows).values()):
-        return 'is transposed in checkpoints, which would move blocks; pass format="float8"'
+        return (
+            "is transposed as it is saved, which would move blocks; leave the experts unconverted "
+            "(module_filter_fn)"
+        )
     if layout is not None and not gather and cuts_blocks(layout, k, 32):
         return (
             f"is placed as {list(layout.placements)}, and ranks have parts of blocks of 32 values, "

@@ -1,5 +1,6 @@
 """What is exported, from any mesh, transformers loads as an FP8 block checkpoint."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+)
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -30,10 +37,13 @@ from fp8_dist import (
     iter_float8_weights,
     skip_head,
 )
+from fp8_dist.integrations.transformers.experts import KIND
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
+from fp8_dist.moe.experts import weight_of
 from fp8_dist.tensor_parallel import Float8ExpertParallel, Float8ExpertTensorParallel
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+PAGE = Path(__file__).parents[3] / "docs/export.md"
 IDS = batch(7)
 E4M3 = torch.float8_e4m3fn
 
@@ -184,6 +194,85 @@ def wrong_shards(model: Any, twin: Any, expected: dict[str, torch.Tensor]) -> li
     return wrong
 
 
+def in_mxfp4(kind: str, recipe: Any = "mxfp8") -> Any:
+    """Experts in MXFP4, of which 128 does not divide the features between their weights."""
+    model = build(kind, hidden_size=128, intermediate_size=160, moe_intermediate_size=160)
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            parameter.data *= torch.logspace(0, -3, parameter.shape[1])[:, None]
+    config = Float8ExpertsConfig(recipe, weight_format="mxfp4")
+    return convert_experts_to_float8_training(model, config=config)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+def test_gpt_oss_is_read_in_mxfp4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """As it is saved by the lines of the page."""
+    section = PAGE.read_text().partition("## MXFP4")[2]
+    (lines,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    model = in_mxfp4("gpt_oss", recipe)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    exec(lines, globals() | {"model": model})
+    for dtype in (torch.float32, torch.bfloat16):
+        found, report = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "checkpoint",
+            dtype=dtype,
+            quantization_config=Mxfp4Config(dequantize=True),
+            output_loading_info=True,
+        )
+        assert not any(report.values()), report
+        for name, experts in float8_experts(model).items():
+            for own in ("gate_up_proj", "down_proj"):
+                read = found.get_parameter(f"{name}.{own}").detach()
+                cast = weight_of(experts, own).casts[0]
+                multiplied = cast.scheme.dequantize(cast.qdata, cast.scales, cast.start)
+                assert same_bits(read, multiplied.mT.to(dtype)), f"{name}.{own}"
+        assert same_bits(found.lm_head.weight, model.lm_head.weight.to(dtype))
+
+
+def test_experts_in_mxfp4_are_entries_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = in_mxfp4("qwen3_moe")
+    state, plain = float8_state_dict(model, format="mxfp4"), float8_state_dict(model)
+    for name in (name for name in plain if f"{name}_scale_inv" in plain):
+        scales = plain[f"{name}_scale_inv"].repeat_interleave(32, 0).repeat_interleave(32, 1)
+        blocks, exponents = (state.pop(f"{name}_{end}") for end in ("blocks", "scales"))
+        read = convert_moe_packed_tensors(blocks[None], exponents[None], dtype=torch.float32)[0]
+        assert same_bits(read.t().contiguous(), plain[name].float() * scales)
+    assert not any("experts" in name for name in state)
+    monkeypatch.setattr(type(KIND), "entries", lambda _, __, name, x: {name: x.transpose(1, 2)})
+    text = raised(ValueError, lambda: float8_state_dict(model, format="mxfp4"))
+    assert "experts.gate_up_proj, [4, 320, 128], is transposed as it is saved" in text
+
+
+@on_ranks(4, returns=[])
+def test_shards_of_gpt_oss_in_mxfp4() -> list[str]:
+    """Of [E, K, N] in files of [E, N, K], by experts and by features."""
+    mesh = device_mesh(dp=2, tp=2)
+    one_device = float8_state_dict(in_mxfp4("gpt_oss"), format="mxfp4")
+    wrong = []
+    for dim in (0, 2, 1):
+        model = in_mxfp4("gpt_oss")
+        for experts in float8_experts(model).values():
+            parallelize_module(experts, mesh["tp"], Float8ExpertParallel())
+            fully_shard(
+                experts,
+                mesh=mesh["dp"],
+                shard_placement_fn=lambda p: Shard(dim if p.ndim == 3 else 0),  # noqa: B023
+            )
+        whole = float8_state_dict(model, full_state_dict=True, format="mxfp4")
+        wrong += [name for name in one_device if not same_bits(whole[name], one_device[name])]
+        if dim == 1:  # the rows of down_proj, 160, are two parts of 80
+            text = raised(ValueError, lambda: float8_state_dict(model, format="mxfp4"))  # noqa: B023
+            assert "down_proj, [4, 160, 128], is placed as [Shard(dim=1), Shard(dim=0)]" in text
+            continue
+        for name, tensor in float8_state_dict(model, format="mxfp4").items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            wrong += [] if same_bits(whole, one_device[name]) else [f"{dim} {name}"]
+    return wrong
+
+
 def test_experts_that_are_refused() -> None:
     folded = convert_experts_to_float8_training(converted("qwen3_moe", "blockwise"))
     cut = with_experts("qwen3_moe", "blockwise", moe_intermediate_size=64)
@@ -191,7 +280,7 @@ def test_experts_that_are_refused() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-float8_state_dict: model.layers.0.mlp.experts.gate_up_proj was converted with Float8ExpertsConfig(recipe='rowwise_folded', combine='high_precision', enable_fsdp_float8_all_gather='auto', pad_token_groups_for_grouped_mm=True, emulate=False), but FP8 block checkpoints hold float8_e4m3fn weights with one scale per square block; load the state dict into a model that was converted with the recipe "blockwise", and export that
+float8_state_dict: model.layers.0.mlp.experts.gate_up_proj was converted with Float8ExpertsConfig(recipe='rowwise_folded', combine='high_precision', enable_fsdp_float8_all_gather='auto', pad_token_groups_for_grouped_mm=True, emulate=False, weight_format='e4m3'), but FP8 block checkpoints hold float8_e4m3fn weights with one scale per square block; load the state dict into a model that was converted with the recipe "blockwise", and export that
 float8_state_dict: checkpoints divide model.layers.0.mlp.experts.gate_up_proj, [128, 128], into parts of [64, 128], which cut blocks of 128 x 128; leave the experts unconverted (module_filter_fn), or convert with the recipe "mxfp8", whose blocks are 32 x 32""",
     )
     alone = convert_experts_to_float8_training(
