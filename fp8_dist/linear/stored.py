@@ -150,7 +150,7 @@ class StoredWeight(NamedTuple):
 
         Raises:
             ValueError: the data or the scales have another dtype, the scales are missing, or they
-                are not those of the scheme.
+                are not those of the scheme, or the data has other values.
         """
         data, held, scheme = self.local_data, self.local_scales, self.scheme
         key, scales_key = prefix + self.name, prefix + self.scales_name
@@ -170,6 +170,7 @@ class StoredWeight(NamedTuple):
             )
         else:
             qdata, scales = local, local_tensor(state[scales_key])
+            check_values(qdata, scheme, f"{self.fqn}: {key}")
             saved_as, name = scales.dtype, f"{self.fqn}: {scales_key}"
             is_own = scales.shape == held.shape  # those of a DTensor's part
             convert = as_stored if is_own else partial(fitted, shape=local.shape)
@@ -228,6 +229,24 @@ def counts(scales: Sequence[int], entry: Sequence[int]) -> list[int]:
         return [1] * len(entry)
     of_rows = len(entry) == 2 and list(scales) == [entry[0]]
     return [entry[0], 1] if of_rows else list(scales)
+
+
+def check_values(qdata: torch.Tensor, scheme: Scheme, name: str) -> None:
+    """Check that float8 data of a checkpoint has the values of four bits that a scheme has.
+
+    Raises:
+        ValueError: it has others.
+    """
+    if scheme.packed_dtype is None or qdata.is_meta:
+        return
+    (shape,) = scheme.scale_shapes(qdata.shape)
+    ones = torch.full(shape, 127, dtype=torch.uint8, device=qdata.device)
+    values = scheme.quantize(qdata.to(torch.float32), (ones,), (0, 0))
+    if not torch.equal(values.view(torch.uint8), qdata.view(torch.uint8)):
+        raise ValueError(
+            f"{name} has float8 values that MXFP4 does not have; load a checkpoint in high "
+            'precision, which is cast, or convert the model without weight_format="mxfp4"'
+        )
 
 
 def checked_scales(scales: torch.Tensor, name: str) -> torch.Tensor:

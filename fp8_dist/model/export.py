@@ -23,17 +23,7 @@ from fp8_dist.linear.module import config_text, other_users
 from fp8_dist.linear.stored import as_stored
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import weights_of, weights_of_model
-from fp8_dist.mesh import (
-    Layout,
-    all_reduce_max,
-    cuts_blocks,
-    full_tensors,
-    groups_over,
-    local_tensor,
-    own_rank,
-    sharded_axes,
-    with_local,
-)
+from fp8_dist.mesh import Layout, cuts_blocks, full_tensors, local_tensor, own_rank, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, Mxfp4, whole_statistics_of_each
 from fp8_dist.text import without_wrappers
@@ -110,9 +100,7 @@ def iter_float8_weights(
     Collectives: for each bucket, and for each group of the axes that shard its weights: one
     all-reduce (MAX) of 1 byte per block (4 bytes for fp32 scales), and one all-gather of 1 byte per
     element. Tensors that are not converted have theirs in the same all-gather, in their own dtype.
-    The scales of weights that are stored in float8 have one all-gather, and no all-reduce; with
-    ``"mxfp4"`` each of these weights has an all-reduce (MAX) of 1 byte, by which all ranks learn of
-    values that are not MXFP4's.
+    The scales of weights that are stored in float8 have one all-gather, and no all-reduce.
 
     Raises:
         ValueError: no layer is converted; a layer's weight has no square blocks of float8_e4m3fn,
@@ -122,8 +110,7 @@ def iter_float8_weights(
             ``"mxfp4"``. With ``"mxfp4"``: a layer was converted without
             ``weight_format="mxfp4"``; 32 does not divide K; or a checkpoint transposes the weight
             of experts. And on all ranks, when the iterator comes to the bucket: a block has a value
-            that is not finite; or a weight that is stored in float8 has data with other values
-            than those of MXFP4.
+            that is not finite.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``), or ranks
             have several pieces of a weight, which cut blocks.
     """
@@ -206,11 +193,9 @@ def float8_quantization_config(model: nn.Module, *, format: Format = "float8") -
     """
     model = unwrapped(model)
     found, blocks = checked_weights(model, "float8_quantization_config", format)
-    of_float8 = quantization_config(model, [blocks.rows, blocks.columns], found.values())
-    if format == "float8":
-        return of_float8
+    made = quantization_config(model, [blocks.rows, blocks.columns], found.values())
     kept = "modules_to_not_convert"
-    return {"quant_method": format, kept: of_float8[kept]}
+    return made if format == "float8" else {"quant_method": format, kept: made[kept]}
 
 
 def quantization_config(
@@ -272,8 +257,8 @@ def _stream(
 ) -> Iterator[WeightEntry]:
     for bucket in _buckets(sources, bucket_bytes):
         tensors, scales = _cast(bucket, gather)
-        for each in zip(bucket, tensors, scales, strict=True):
-            _check_values(*each)
+        for each in zip(bucket, scales, strict=True):
+            _check_finite(*each)
         # All messages of a bucket are exchanged before its first tensor is yielded.
         made = full_tensors(tensors) if gather else iter(tensors)
         if keeps:
@@ -352,28 +337,14 @@ def _why_not_packed(model: nn.Module, name: str, weight: Float8Weight, gather: b
     return None
 
 
-def _check_values(source: _Source, tensor: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Raise ValueError, on all ranks, if a weight can't be packed because of its values.
-
-    Collectives: for a stored weight that is distributed, an all-reduce (MAX) of 1 byte.
-    """
-    weight, why = source.weight, ""
-    if weight is None or scales is None or not source.packs:
-        return
-    if not fp32_scales(scales).isfinite().all():
-        why = (
-            "has a block with NaN or infinity, which MXFP4 doesn't have (transformers reads such "
-            "a scale as 2 ** 128); load an earlier checkpoint, and export that"
+def _check_finite(source: _Source, scales: torch.Tensor | None) -> None:
+    """Raise ValueError, on all ranks, if a weight can't be packed because of its values."""
+    if source.packs and scales is not None and not fp32_scales(scales).isfinite().all():
+        raise ValueError(
+            f"{source.keys[0]} has a block with NaN or infinity, which MXFP4 doesn't have "
+            "(transformers reads such a scale as 2 ** 128); load an earlier checkpoint, and export "
+            "that"
         )
-    elif weight.is_stored:  # perhaps from a checkpoint in float8, which has other values
-        local, layout = local_tensor(tensor), Layout.of(tensor)
-        own = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=local.device).to(local.dtype)
-        is_own = torch.isin(local.view(torch.uint8) & 0x7F, own.view(torch.uint8))
-        groups = groups_over(layout.mesh, sharded_axes(layout)) if layout is not None else ()
-        if all_reduce_max((~is_own).any().byte().view(1).to(weight.device), groups).any():
-            why = 'is stored in float8 with values that MXFP4 doesn\'t have; pass format="float8"'
-    if why:
-        raise ValueError(f"{source.keys[0]} {why}")
 
 
 def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:
@@ -473,14 +444,12 @@ def checked_weights(
             or blocks.dtype is not torch.float8_e4m3fn
         ):
             config = experts_config(weight.module) or config_text(weight.config)
-            holds, remedy = {
-                "float8": (
-                    "FP8 block checkpoints hold float8_e4m3fn weights with one scale per square "
-                    "block",
-                    'the recipe "blockwise"',
-                ),
-                "mxfp4": ("its weights are not in MXFP4", 'weight_format="mxfp4"'),
-            }[format]
+            holds = (
+                "FP8 block checkpoints hold float8_e4m3fn weights with one scale per square block"
+            )
+            remedy = 'the recipe "blockwise"'
+            if format == "mxfp4":
+                holds, remedy = "its weights are not in MXFP4", 'weight_format="mxfp4"'
             raise ValueError(
                 f"{caller}: {name} was converted with {config}, but {holds}; load the state dict "
                 f"into a model that was converted with {remedy}, and export that"

@@ -20,7 +20,7 @@ import torch.nn as nn
 
 from fp8_dist.device import is_float8
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.linear.stored import checked_scales, counts, fitted
+from fp8_dist.linear.stored import check_values, checked_scales, counts, fitted
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import checked_module
 from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
@@ -420,6 +420,7 @@ def _load(part: _Part, files: _Files) -> None:
             _fill(codes, tensor, entry, partial(_read, entry, files))
             of_scales, scales, held.saved_as = _stored_scales(weight, entry, files)
             _fill(held.plain, stored.scales, of_scales, scales.__getitem__)
+        check_values(codes, stored.scheme, f"{weight.fqn}: {weight.name}")
         data.plain.copy_(data.holding(codes, stored.scheme).plain)
         return
     for entry in entries:

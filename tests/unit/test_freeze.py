@@ -517,6 +517,8 @@ def test_states_that_are_refused() -> None:
     other_blocks = r"0.weight_scale_inv is [4, 3], and the layer's recipe has one scale per"
     refused_state("blockwise", other_blocks, weight_scale_inv=lambda t: t.t())
     refused_state("blockwise", "is [12], and the", weight_scale_inv=lambda t: t.flatten())
+    others = "0: 0.weight has float8 values that MXFP4 does not have; load a checkpoint in high"
+    refused_state("mxfp4", others, weight=lambda t: (t.float() * 1.125).to(t.dtype))
     net = frozen()
     text = "is data of torch.float8_e4m3fn without its scales, from a state dict that was"
     x, state = torch.zeros(16, 512).bfloat16(), net.state_dict()
