@@ -2,7 +2,7 @@
 
 Importing this module makes FSDP2 gather weights in float8 where layers ask for it. Before its first
 gather, FSDP2 compares layers between ranks, and warns of gathers in high precision that no config
-chose, and of those of MXFP4 weights that can't be packed.
+chose.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8_dist.fsdp.weight import Float8AllGatherWeight, wrap_sharded
+from fp8_dist.fsdp.weight import wrap_sharded
 from fp8_dist.linear.agreement import (
     check_layers,
     is_part_of_converted,
@@ -20,7 +20,6 @@ from fp8_dist.linear.agreement import (
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_modules, weights_of
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.stored import PackedFloat8
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     FsdpParameter,
@@ -45,7 +44,7 @@ def _when_sharded(parameter: FsdpParameter) -> None:
     if (group := parameter.led_group) is not None:
         _compare_between_ranks(group)
         _check_reshards(group)
-        _warn_of_gathers(group)
+        _warn_of_high_precision(group)
 
 
 def _compare_between_ranks(group: Any) -> None:
@@ -98,33 +97,21 @@ def _check_reshards(group: Any) -> None:
             )
 
 
-def _warn_of_gathers(group: Any) -> None:
-    """Warn once of a weight that FSDP2 could gather in float8, and of one that it can't pack."""
+def _warn_of_high_precision(group: Any) -> None:
+    """Warn once of a weight that FSDP2 could gather in float8 if the config asked for it."""
     shards = fsdp_reduce_scatter_group(group)
     if shards is None or shards.size() == 1 or fsdp_reshards_to_smaller_mesh(group):
         return
     for parameter in fsdp_parameters([group]):
         weights = [weights_of(module).get(name) for module, name in parameter.users]
-        if (first := weights[0]) is None:
-            continue
-        if all(map(_leaves_gather_open, weights)):
+        if weights[0] is not None and all(map(_leaves_gather_open, weights)):
             warn_once(
                 "gather in high precision",
-                f"{first.fqn} and layers like it: FSDP2 gathers their weights in high "
+                f"{weights[0].fqn} and layers like it: FSDP2 gathers their weights in high "
                 "precision, because enable_fsdp_float8_all_gather is not set in their config. Set "
                 'it to "auto" to gather float8, 1 byte per element, or to False to leave it so',
             )
-        elif isinstance(local_tensor(parameter.sharded), Float8AllGatherWeight | PackedFloat8):
-            plan, packed = first.gather_plan(), first.schemes[0].packed_dtype
-            if packed is not None and not plan.packs:
-                placements, shape = list(plan.layout.placements), tuple(plan.layout.shape)
-                warn_once(
-                    "gather not packed",
-                    f"{first.fqn} and layers like it: FSDP2 gathers their weights as float8, 1 "
-                    "byte per element, because only equal shards of dim 0 with an even number of "
-                    f"columns can be packed, and {shape} is placed as {placements} on "
-                    f"{plan.layout.mesh}; use Shard(0), and a size that the ranks divide",
-                )
+            return
 
 
 def _leaves_gather_open(weight: Float8Weight | None) -> bool:

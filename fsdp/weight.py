@@ -33,8 +33,9 @@ from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.known import KnownWeight
-from fp8_dist.tensor.stored import Stored
+from fp8_dist.tensor.stored import PackedFloat8, Stored
 from fp8_dist.tensor.wrapper import padded_shard, unpadded
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     FsdpParameter,
     dtensor_local,
@@ -150,7 +151,7 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
     """Wrap the local tensor of a sharded parameter, so that FSDP2 gathers it as layers ask for.
 
     Otherwise the tensor holds what precompute finds, if other ranks have part of it. The parameter,
-    a DTensor, stays the same.
+    a DTensor, stays the same. What is stored in packed form, and can't be gathered so, is unpacked.
 
     Args:
         weights: those of all users of the parameter that are converted.
@@ -162,6 +163,8 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
     users, sharded = parameter.users, parameter.sharded
     local = dtensor_local(sharded)
     asking = [weight for weight in weights if weight.config.fsdp_float8_all_gather]
+    if isinstance(local, PackedFloat8) and not _packs(weights[0]):
+        parameter.replace_local(local.in_float8())
     if isinstance(local, Float8AllGatherWeight | Stored):
         return
     if asking:
@@ -183,8 +186,24 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
             )
         plain = KnownWeight.unwrap(local)
         parameter.replace_local(Float8AllGatherWeight(plain, users[0][1]))
+        if asking[0].schemes[0].packed_dtype is not None:
+            _packs(asking[0])  # for its warning
     elif is_plain(local) and any(weight.kept() for weight in weights):
         parameter.replace_local(KnownWeight(local))
+
+
+def _packs(weight: Float8Weight) -> bool:
+    """Whether FSDP2 gathers a weight of four bits packed; warn once if it does not."""
+    layout, packs = weight.gather_plan().layout, weight.gather_plan().packs
+    if not packs:
+        warn_once(
+            "gather not packed",
+            f"{weight.fqn} and layers like it: FSDP2 gathers their weights as float8, 1 byte per "
+            "element, because only equal shards of dim 0 with an even number of columns can be "
+            f"packed, and {tuple(layout.shape)} is placed as {list(layout.placements)} on "
+            f"{layout.mesh}; use Shard(0), and a size that the ranks divide",
+        )
+    return packs
 
 
 def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:

@@ -62,8 +62,8 @@ def freeze_to_float8(
             float8 weights. If it returns False, they stay in high precision.
         format: ``"mxfp4"`` stores the weights of layers with ``weight_format="mxfp4"`` in half a
             byte per element. Each GEMM unpacks them, in the backward once more, so that autograd
-            keeps no float8 copy. FSDP2 gathers them packed if it shards dim 0 evenly, and else in
-            float8. A ``state_dict`` has float8 data, as with ``"float8"``.
+            keeps no float8 copy. If FSDP2 does not shard dim 0 evenly, it can't gather them so,
+            and they become float8 there. A ``state_dict`` has float8 data, as with ``"float8"``.
 
     Returns:
         The FQNs of all weights in ``module`` that are stored in float8.

@@ -291,7 +291,7 @@ class Scheme:
     @cached_but_in_graphs
     def packs(self, layout: Layout, gathered: Layout | None = None) -> bool:
         """Whether FSDP2 gathers packed data: of equal shards of dim 0, whose rows are even."""
-        if self.packed_dtype is None or _gathered_dims(layout, gathered) != {0}:
+        if self.packed_dtype is None or not _gathered_dims(layout, gathered) <= {0}:
             return False
         columns = local_sizes(layout, len(layout.shape) - 1)
         return len(local_sizes(layout, 0)) == 1 and not any(size % 2 for size in columns)

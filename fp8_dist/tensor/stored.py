@@ -120,6 +120,10 @@ class Stored(WrapperParameter):
             torch.Tensor, lambda plain: own.like(plain.view(own.plain.dtype), dtype), out
         )
 
+    def sent(self, whole: torch.Size) -> tuple[torch.Tensor, torch.Size]:
+        """The bytes that FSDP2 gathers, and their size for a parameter of the size ``whole``."""
+        return bytes_of(self.plain), whole
+
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
@@ -132,7 +136,8 @@ class Stored(WrapperParameter):
 
         Collectives: none.
         """
-        return (padded_shard(bytes_of(self.plain), outer_size, mesh.size()),), outer_size
+        data, size = self.sent(outer_size)
+        return (padded_shard(data, size, mesh.size()),), size
 
     def fsdp_post_all_gather(
         self,
@@ -185,7 +190,7 @@ class StoredFloat8(Stored):
 class PackedFloat8(StoredFloat8):
     """The float8 data of a frozen weight in packed form, two values in a byte.
 
-    It is unpacked for each GEMM. FSDP2 gathers it packed if it has equal shards of dim 0.
+    It is unpacked for each GEMM. FSDP2 gathers it packed.
 
     Attributes:
         plain: the packed data, uint8, ``[..., N, K / 2]`` for a weight ``[..., N, K]``.
@@ -213,6 +218,10 @@ class PackedFloat8(StoredFloat8):
 
     def holding(self, data: torch.Tensor, scheme: Scheme) -> Self:
         return self.like(scheme.pack(data).view(torch.uint8))
+
+    def in_float8(self) -> StoredFloat8:
+        """Return the same weight, unpacked."""
+        return StoredFloat8(self.unpacked(scheme_named(self.key)), self.dtype, self.key)
 
     @classmethod
     def __torch_dispatch__(
@@ -251,40 +260,10 @@ class PackedFloat8(StoredFloat8):
             self.plain.as_strided(size, strides, first), self.dtype, self.key, is_turned
         )
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Return the all-gather input for FSDP2: packed, or else as the superclass.
-
-        Collectives: none.
-        """
-        scheme = scheme_named(self.key)
-        packed_size = torch.Size((*outer_size[:-1], outer_size[-1] // 2))
-        if self.plain.shape[1:] != packed_size[1:] or outer_size[0] % mesh.size():
-            inner = StoredFloat8(self.unpacked(scheme), self.dtype, self.key)
-            return inner.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+    def sent(self, whole: torch.Size) -> tuple[torch.Tensor, torch.Size]:
         # A view of the payload's dtype, so that an audit can find it.
-        packed = self.plain.contiguous().view(scheme.packed_dtype)  # type: ignore[arg-type]
-        return (packed.view(torch.uint8),), packed_size
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: torch.Size,
-        param_dtype: torch.dtype,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Return the unsharded parameter for FSDP2, on the storage of the gathered bytes."""
-        if out is not None or metadata[1:] == self.plain.shape[1:]:  # packed
-            return super().fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
-        plain = unpadded(all_gather_outputs[0], scheme_named(self.key).dtype, metadata)
-        return StoredFloat8(plain, param_dtype or self.dtype, self.key), ()
+        packed = self.plain.view(scheme_named(self.key).packed_dtype)  # type: ignore[arg-type]
+        return packed.view(torch.uint8), torch.Size((*whole[:-1], whole[-1] // 2))
 
 
 class StoredScales(Stored):
