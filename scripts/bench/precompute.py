@@ -35,7 +35,6 @@ def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
         fully_shard(module, mesh=mesh)
     if name in TORCHAO:
         return partial(after_step(name, sharded=True), model)
-
     return partial(precompute_float8_dynamic_scale, model)
 
 

@@ -1,6 +1,7 @@
 """Candidates that scripts compare: bf16, the library's recipes and torchao's, by name.
 
-A *candidate* is named "bf16" (nn.Linear), a recipe of the library, or "torchao RECIPE".
+A *candidate* is named "bf16" (nn.Linear), a recipe of the library, perhaps with a format of its
+weights ("mxfp8+mxfp4"), or "torchao RECIPE".
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ except ImportError:
 BF16 = "bf16"
 OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
 RECIPES = (BF16, *OURS)
+PACKED = ("blockwise+mxfp4", "mxfp8+mxfp4")
 # Scales of rows need a kernel that CPUs have since torch 2.12.
 _PEERS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 if torch.__version__.startswith("2.11.") and not torch.cuda.is_available():
@@ -49,9 +51,18 @@ def peer_of(name: str) -> str | None:
 
 def config_of(name: str, **changes: Any) -> Any:
     """The config of a recipe, of the library or of torchao, with some fields replaced."""
-    library = torchao.Float8LinearConfig if is_torchaos(name) else Float8LinearConfig
-    config = library.from_recipe_name(name.removeprefix("torchao "))
+    if is_torchaos(name):
+        config = torchao.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
+    else:
+        recipe, weight_format = recipe_and_format(name)
+        config = Float8LinearConfig.from_recipe_name(recipe, weight_format=weight_format)
     return dataclasses.replace(config, **changes)
+
+
+def recipe_and_format(name: str) -> tuple[Any, Any]:
+    """The recipe of a candidate of the library, and the format of its weights."""
+    recipe, _, weight_format = name.partition("+")
+    return recipe, weight_format or "e4m3"
 
 
 def linear_of(name: str, linear: nn.Linear) -> nn.Linear:
@@ -61,7 +72,7 @@ def linear_of(name: str, linear: nn.Linear) -> nn.Linear:
     """
     if is_torchaos(name):
         return TorchaoLinear.from_float(linear, _config_of(name))
-    return Float8Linear.from_float(linear, _config_of(name)) if name in OURS else linear
+    return linear if name == BF16 else Float8Linear.from_float(linear, _config_of(name))
 
 
 _config_of = functools.cache(config_of)

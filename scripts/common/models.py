@@ -6,6 +6,7 @@ token is computed alone. So experts are divided over both, and the rest of what 
 alone, such as routers, is sharded by FSDP2 over all axes.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType
@@ -35,7 +36,7 @@ from fp8_dist.tensor_parallel.plans import (
 )
 from fp8_dist.transport import Encoding
 from scripts.common import candidates
-from scripts.common.candidates import BF16, config_of, is_torchaos
+from scripts.common.candidates import BF16, config_of, is_torchaos, recipe_and_format
 from scripts.common.llama import Attention, Block, FeedForward, LatentAttention, Llama, LlamaConfig
 from scripts.common.mixture import Experts, GatherSequence, MixtureOfExperts, Router
 
@@ -139,9 +140,8 @@ def shard_token_wise(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionP
     for module in model.modules():
         parts, over = [], flat(mesh, names)
         if isinstance(module, Router):
-            module.balance_weight /= mesh[
-                TP
-            ].size()  # each rank adds the loss of its part of a sequence
+            # Each rank adds the loss of its part of a sequence.
+            module.balance_weight /= mesh[TP].size()
             parts = [module]
         elif isinstance(module, LatentAttention):
             parts = [module.wq_a, module.wkv_a]
@@ -180,7 +180,9 @@ def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) ->
         gather = shard and name == GATHERED_PEER
     config = config_of(name, enable_fsdp_float8_all_gather=gather, **changes)
     if experts_of(model):
-        experts = Float8ExpertsConfig(recipe=name, enable_fsdp_float8_all_gather=gather)
+        recipe, weight_format = recipe_and_format(name)
+        experts = Float8ExpertsConfig(recipe, weight_format=weight_format)
+        experts = dataclasses.replace(experts, enable_fsdp_float8_all_gather=gather)
         convert_experts_to_float8_training(model, config=experts)
     call(model, module_filter_fn=is_float8, config=config)
 
@@ -195,7 +197,7 @@ def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
 
     sharded: whether FSDP2 shards the model.
     """
-    if name in candidates.OURS:
+    if name != BF16 and not is_torchaos(name):
         return update_float8_scales
     if name == GATHERED_PEER and sharded:
         return candidates.torchao.precompute_float8_dynamic_scale_for_fsdp

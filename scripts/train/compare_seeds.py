@@ -5,8 +5,11 @@
     python -m scripts.train.compare_seeds --of fp32-compute --steps 500 --assert
     python -m scripts.train.compare_seeds --of tensor-parallel --assert
     python -m scripts.train.compare_seeds --of experts --steps 500 --assert
+    python -m scripts.train.compare_seeds --of four-bits --steps 1000 --assert
+    python -m scripts.train.compare_seeds --of four-bits --steps 1000 --lr 1e-3
 
 Variants are recipes beside bf16, one process each, of the debug Llama or of a mixture of experts;
+mxfp8 and blockwise with weights in e4m3 and in MXFP4, here at two learning rates;
 transports of FSDP2's gradients, in 8 micro-batches, whose bits do not depend on the number of
 ranks, after a backward in bf16 or, with fp32-compute, in fp32; or those of tensor parallelism's
 sums on 2 ranks, in tensorwise. The runs of one seed have the same weights and data. Each is a run
@@ -81,6 +84,14 @@ COMPARISONS = {
     "experts": Comparison(
         {name: {"model": "moe", "recipe": name} for name in (BF16, *get_args(ExpertsRecipe))},
         [Limit(name, BF16, 0.3) for name in get_args(ExpertsRecipe)],
+    ),
+    "four-bits": Comparison(
+        {
+            ", ".join([recipe, *more.values()]): {"recipe": recipe} | more
+            for recipe in ("mxfp8", "blockwise")
+            for more in ({}, {"weight_format": "mxfp4"})
+        },
+        [Limit(f"{recipe}, mxfp4", recipe, 1.0) for recipe in ("mxfp8", "blockwise")],
     ),
     # (Without bf16: it does not round gradients of a backward in bf16.)
     "gradients": Comparison(

@@ -9,7 +9,7 @@ from typing import get_args
 
 from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.moe.config import ExpertsRecipe
-from scripts.common.candidates import BF16, RECIPES
+from scripts.common.candidates import BF16, PACKED, RECIPES
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS
 from scripts.common.options import command_parser, positive
@@ -24,21 +24,16 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add = parser.add_argument
     add("--model", choices=MODELS, default="debug", help="size of the Llama; moe: with experts")
     add("--recipe", choices=RECIPES, default=BF16, help="bf16, or a float8 recipe")
+    add("--weight-format", choices=["mxfp4"], help="of mxfp8's and blockwise's; default: e4m3")
     dtype = "of what is not in float8: of gathered weights, activations and their gradients"
     add("--compute", choices=["bf16", "fp32"], default="bf16", help=f"dtype {dtype}")
-    add(
-        "--dp",
-        type=positive,
-        help="data-parallel (FSDP2) ranks; default: all that the others leave",
-    )
+    add("--dp", type=positive, help="data-parallel (FSDP2) ranks; default: all that others leave")
     add("--tp", type=positive, default=1, help="tensor-parallel ranks, with sequence parallelism")
     add("--ep", type=positive, default=1, help="data-parallel ranks that divide experts")
     add("--compile", action="store_true", help="torch.compile each transformer block")
     wire = "how FSDP2's gradients travel; default: in fp32, by its own reduce-scatter"
     add("--gradient-transport", choices=get_args(Transport), help=wire)
-    sums = (
-        "how the sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
-    )
+    sums = "how sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
     add("--reduce-transport", choices=["float8", "bf16"], help=sums)
     add("--steps", type=positive, default=120)
     add("--batch-size", type=positive, default=16, help="rows of the global batch, over all ranks")
@@ -82,9 +77,14 @@ def parse_options(
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if args.dp is None:
         args.dp = max(world_size // (args.ep * args.tp), 1)
-    args.out = args.out or Path("runs") / args.recipe
+    named = args.recipe + (f"+{args.weight_format}" if args.weight_format else "")
+    if named not in (*RECIPES, *PACKED):
+        parser.error(f"--weight-format {args.weight_format} is for --recipe mxfp8 or blockwise")
+    args.out = args.out or Path("runs") / named
     for problem in problems(args, world_size):
         parser.error(problem)
+    args.recipe = named  # as a candidate, so that no run has another format than its name
+    del args.weight_format
     try:
         args.corpus = load_corpus(args.data, seq_len=args.seq_len)
     except ValueError as error:

@@ -14,7 +14,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from fp8_dist.debug import comm_audit
 from scripts.common import models, report
-from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.candidates import BF16, OURS, PACKED, TORCHAO
 from scripts.common.llama import LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
@@ -126,7 +126,7 @@ def test_models_gather_float8(ranks: RankPools, name: str, dp: int, tp: int) -> 
 
 def test_models_have_the_same_parameters() -> None:
     expected = dict(models.build(BF16, TINY, seed=3).named_parameters())
-    for name in (*OURS, *TORCHAO):
+    for name in (*OURS, *PACKED, *TORCHAO):
         for path, parameter in models.build(name, TINY, seed=3).named_parameters():
             assert torch.equal(parameter, expected[path]), (name, path)
 

@@ -58,6 +58,10 @@ def test_ranks_share_the_rows_of_one_global_batch():
             "--reduce-transport needs --tp 2 or more and a float8",
         ),
         ("--stats-every 2", "--stats-every and --record are for float8 recipes"),
+        (
+            "--recipe tensorwise --weight-format mxfp4",
+            "--weight-format mxfp4 is for --recipe mxfp8 or blockwise",
+        ),
         ("--recipe tensorwise --stats-gemms", "--stats-gemms needs --stats-every"),
     ],
 )
