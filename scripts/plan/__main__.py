@@ -11,7 +11,8 @@ precompute; without experts) run in the same way beside it.
 
     python -m scripts.plan --gradient-transport float8 --reduce-transport float8
 
-plans each recipe also with sums over ranks that travel so.
+plans each recipe also with sums over ranks that travel so; --weight-format mxfp4, also with weights
+of four bits.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from functools import partial
 from typing import get_args
 
 from fp8_dist.moe.config import ExpertsRecipe
-from scripts.common.candidates import BF16, RECIPES, TORCHAO
+from scripts.common.candidates import BF16, PACKED, RECIPES, TORCHAO
 from scripts.common.llama import MODELS
 from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.report import finish, make_parser, start
@@ -45,9 +46,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
     add("--seq-len", type=positive, help="tokens of each; default: the longest of the model")
     ways, too = ["float8", "bf16"], "plan each recipe also with"
+    add("--weight-format", choices=["mxfp4"], help=f"{too} weights in this")
     add("--gradient-transport", choices=ways, help=f"{too} FSDP2's gradients in this")
     add("--reduce-transport", choices=ways, help=f"{too} tensor parallelism's sums in this")
     args = start(parser, argv)
+    packed = [f"{name}+{args.weight_format}" for name in args.recipe if args.weight_format]
+    if not {*packed} <= {*PACKED}:
+        parser.error(f"--weight-format {args.weight_format} is for --recipe mxfp8 or blockwise")
     model, tp = MODELS[args.model], args.mesh["tp"]
     dp, ep = args.mesh["dp"], args.mesh["ep"]
     if model.mixture is None and ep > 1:
@@ -59,6 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--recipe {' '.join(unknown)} is not for experts")
         if args.gradient_transport:
             parser.error("--gradient-transport is not for experts, which have axes of their own")
+    args.recipe += packed
     if ep == 1:
         del args.mesh["ep"]
     if args.gradient_transport and dp == 1:

@@ -43,7 +43,7 @@ class Plan:
     axes: dict[str, int]  # sizes of the mesh's axes
     batch_size: int  # sequences per data-parallel rank
     seq_len: int
-    variant: str  # "bf16", the name of a recipe, or `PEER`
+    variant: str  # a candidate: "bf16", one of the library, or `PEER`
     # How FSDP2's gradients and tensor parallelism's sums travel; None: by torch's reduce-scatters.
     gradient_transport: Transport | None = None
     reduce_transport: Transport | None = None

@@ -48,7 +48,7 @@ def summary_table(runs: Runs) -> str:
     lines = []
     for plan, step in runs:
         rows = step.collectives
-        float8 = sum(r.bytes for r in rows if r.dtype.startswith("float8"))
+        float8 = sum(r.bytes for r in rows if r.dtype.startswith(("float8", "float4")))
         first = [r for r in rows if r.phase == "precompute"]
         lines.append(
             [
@@ -60,7 +60,7 @@ def summary_table(runs: Runs) -> str:
                 f"{sum(r.bytes for r in first):,}",
             ]
         )
-    head = ["variant", *OPS, "of them precompute", "float8 GB", "all GB"]
+    head = ["variant", *OPS, "of them precompute", "float8 and mxfp4 GB", "all GB"]
     return table([*head, "precompute bytes"], lines, "lr")
 
 

@@ -29,15 +29,18 @@ LATENT = replace(
     SMALL, mixture=Mixture(8, 2, 64, shared=1, first_dense=1), latent=Latent(32, 46, 16, 16, 16)
 )
 PEERS = [PEER] if PEER in TORCHAO else []
+PACKED_OR_NOT = ("mxfp8", "mxfp8+mxfp4")
 PLANS = [
     *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("bf16", "rowwise_folded", *PEERS)),
     Plan(SMALL, DP_TP, 2, 32, "tensorwise", "bf16", "float8"),
     *(Plan(SMALL, TP, 2, 32, variant) for variant in ("delayed", "mxfp8")),
+    *(Plan(SMALL, DP, 2, 32, variant) for variant in PACKED_OR_NOT),
     *(Plan(UNEVEN, DP, 2, 32, variant) for variant in ("rowwise_folded", "mxfp8")),
     Plan(SMALL, DP, 2, 32, "rowwise_with_gw_hp"),
     Plan(SMALL, DP, 2, 32, "tensorwise", "float8"),
     Plan(MIXTURE, EP, 2, 32, "blockwise"),
     Plan(FEW, EP, 2, 32, "rowwise_folded"),
+    Plan(MIXTURE, EP, 2, 32, "mxfp8+mxfp4"),
     Plan(LATENT, EP_TP, 2, 32, "mxfp8"),
 ]
 
@@ -94,6 +97,15 @@ def test_a_plan_counts_what_real_ranks_count(
     assert len(sent) == (plan.model.mixture is not None)
 
 
+def test_packed_gathers(planned: list[Step]) -> None:
+    whole, packed = (planned[PLANS.index(Plan(SMALL, DP, 2, 32, name))] for name in PACKED_OR_NOT)
+    steps = (whole, "float8_e4m3fn"), (packed, "float4_e2m1fn_x2")
+    sizes = [sum(r.bytes for r in s.collectives if r.dtype == dtype) for s, dtype in steps]
+    assert sizes[0] == 2 * sizes[1] > 0
+    args = plan.parse(["--recipe", "mxfp8", "--weight-format", "mxfp4"])
+    assert [each.variant for each in plan.plans_of(args)][:2] == [*PACKED_OR_NOT]
+
+
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The message that the script ends with."""
     with pytest.raises(SystemExit, match=r"^2$"):
@@ -117,6 +129,10 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (
             "--model moe --mesh dp=2 --gradient-transport bf16",
             "--gradient-transport is not for experts, which have axes of their own",
+        ),
+        (
+            "--recipe mxfp8 delayed --weight-format mxfp4",
+            "--weight-format mxfp4 is for --recipe mxfp8 or blockwise",
         ),
         ("--gradient-transport bf16 --mesh tp=8", "--gradient-transport needs a dp of 2 or more"),
     ],
