@@ -60,9 +60,9 @@ OURS_RANK = Variant('fp8_dist + precompute, amax_scope="rank"', "tensorwise", fl
 FLOAT8_GRADIENTS = Variant(
     "fp8_dist + precompute, float8 gradients", "tensorwise", gradients="float8"
 )
-FOLDED, BLOCKWISE, MXFP8 = (
+FOLDED, BLOCKWISE, MXFP8, MXFP4 = (
     Variant(f"fp8_dist {recipe} + precompute", recipe)
-    for recipe in ("rowwise_folded", "blockwise", "mxfp8")
+    for recipe in ("rowwise_folded", "blockwise", "mxfp8", "mxfp8+mxfp4")
 )
 FOLDED_RANK = dataclasses.replace(FOLDED, name=f'{FOLDED.name}, amax_scope="rank"', float8=RANK)
 DELAYED = Variant("fp8_dist delayed + sync", "delayed")
@@ -70,7 +70,7 @@ ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
 TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
 TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
 OF_TENSORWISE = (OURS, OURS_PRECOMPUTED, OURS_RANK, FLOAT8_GRADIENTS)
-VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP8, ROWWISE)
+VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP8, MXFP4, ROWWISE)
 
 
 class Row(NamedTuple):
@@ -80,7 +80,7 @@ class Row(NamedTuple):
     variant: str
     counts: dict[str, int]  # collectives by op, those of precompute included
     sizes: dict[str, int]  # bytes of their buffers by op, as in `comm_audit`
-    float8_gathered: int  # those of sizes["all_gather"] that are float8
+    float8_gathered: int  # those of sizes["all_gather"] that are float8, or packed
     precompute: int  # collectives of precompute alone
     amax: int  # amax all-reduces
 
@@ -171,11 +171,11 @@ def checks(rows: Sequence[Row]) -> list[Check]:
             add(ours, f"no more collectives or bytes of any kind than {name}", not more)
     for mesh in MESHES:
         gathers = known[mesh, OURS.name].counts["all_gather"]
-        for variant in (FOLDED, DELAYED, BLOCKWISE, MXFP8):
+        for variant in (FOLDED, DELAYED, BLOCKWISE, MXFP8, MXFP4):
             ours = known[mesh, variant.name]
             same = ours.counts["all_gather"] == gathers
             add(ours, f"{gathers} all-gathers, as tensorwise", same)
-    for variant in (FOLDED, MXFP8):
+    for variant in (FOLDED, MXFP8, MXFP4):
         ours = known[FSDP, variant.name]
         add(ours, "no all-reduce", ours.counts["all_reduce"] == 0)
     plain, ours = (known[FSDP, v.name] for v in (OURS_PRECOMPUTED, FLOAT8_GRADIENTS))

@@ -27,6 +27,7 @@ SHALLOW = {"LAYERS": 2, "SIZES": dataclasses.replace(communication.SIZES, n_laye
 COMPARED = (
     *(communication.OURS, communication.OURS_PRECOMPUTED, communication.FLOAT8_GRADIENTS),
     *(communication.FOLDED, communication.DELAYED, communication.BLOCKWISE, communication.MXFP8),
+    communication.MXFP4,
 )
 
 
