@@ -1,10 +1,14 @@
-"""Measures the SQNR of a linear layer's three GEMMs in each float8 recipe.
+"""Measures the SQNR of a linear layer's three GEMMs in each float8 recipe, and of weights alone.
 
     python -m scripts.measure.sqnr --assert
+    python -m scripts.measure.sqnr --weights FILE...
 
 Trains the reference model in bf16, records what its linear layers multiply, multiplies it again in
 float8 and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact - float8|), in dB.
 The same for operands that were made up, whose rows or channels differ by many orders of magnitude.
+
+Weights alone are those of the trained model, or the matrices of checkpoint files, cropped to whole
+blocks, without embeddings and states of optimizers: the mean and, in brackets, the worst of them.
 """
 
 import dataclasses
@@ -12,16 +16,20 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
 from tqdm import tqdm
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity
-from scripts.common.candidates import OURS
+from fp8_dist.cast import cast_to_float8
+from scripts.common.candidates import OURS, PACKED, config_of
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS, Llama
 from scripts.common.markdown import table
@@ -67,7 +75,7 @@ Figures = dict[str, dict[str, float]]  # dB by config, and by GEMM or part
 
 def configs() -> dict[str, Float8LinearConfig]:
     """The recipes, and variants of them, by name."""
-    known = {recipe: Float8LinearConfig.from_recipe_name(recipe) for recipe in RECIPES}
+    known = {name: config_of(name) for name in (*RECIPES, *PACKED)}
     rowwise, tensorwise, mxfp8 = known["rowwise"], known["tensorwise"], known["mxfp8"]
     e5m2_rows = CastConfig(
         scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e5m2
@@ -217,6 +225,37 @@ def stress_cases(seed: int) -> dict[str, Operands]:
     }
 
 
+def matrices(path: Path) -> list[Tensor]:
+    """The weights of a checkpoint file, fp32, cropped to multiples of 128."""
+    if path.suffix == ".safetensors":
+        content = import_module("safetensors.torch").load_file(path)
+    else:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    found = []
+    for key, leaf in tree_leaves_with_path(content):
+        wanted = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
+        if wanted and not any(word in keystr(key).lower() for word in ("embed", "optim")):
+            matrix = leaf.detach().flatten(1).float()
+            rows, columns = (size - size % 128 for size in matrix.shape)
+            found.append(matrix[:rows, :columns].contiguous())
+    if not (found := [matrix for matrix in found if matrix.any()]):
+        raise SystemExit(f"{path} has no matrix of 128 x 128 or more")
+    return found
+
+
+def weights_table(weights: Sequence[Tensor]) -> str:
+    """The SQNR of casts of weights: a line per format and rule, a column per size of blocks."""
+    casts = {"e4m3": [config_of(recipe).cast_config_weight for recipe in ("mxfp8", "blockwise")]}
+    for rule in ("ceil", "even", "floor"):
+        change = partial(dataclasses.replace, format="mxfp4", scale_rule=rule)
+        casts[f"mxfp4, {rule}"] = [*map(change, casts["e4m3"])]
+    lines = []
+    for name, pair in casts.items():
+        values = ([sqnr(w, cast_to_float8(w, c).dequantize()) for w in weights] for c in pair)
+        lines.append([name, *(f"{fmean(each):.2f} ({min(each):.2f})" for each in values)])
+    return table(["weights in", "32 x 32 (mxfp8)", "128 x 128 (blockwise)"], lines)
+
+
 def checks(by_place: Mapping[Place, Figures]) -> list[Check]:
     """The conditions of `--assert`, on the layer that is closest to breaking each; a NaN does."""
     found = []
@@ -261,11 +300,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     asserts = f"a recipe of one float8 copy is more than {TOLERANCE:g} dB behind two casts"
     parser = make_parser("scripts.measure.sqnr", __doc__, asserts=asserts)
+    add = parser.add_argument
+    add("--weights", nargs="+", type=Path, metavar="FILE", help="measure these weights alone")
     args = start(parser, argv)
-    progress = tqdm(record(STEPS, seed=0).items(), desc="multiplying", unit="layer")
+    if args.weights:
+        return finish(args, {str(path): weights_table(matrices(path)) for path in args.weights})
+    recorded = record(STEPS, seed=0)
+    progress = tqdm(recorded.items(), desc="multiplying", unit="layer")
     by_place = {place: measure(each) for place, each in progress}
     by_case = {case: measure(each) for case, each in stress_cases(seed=0).items()}
     tables = {"recorded": recorded_table(by_place), "made up": stress_table(by_case)}
+    trained = [each.weight for place, each in recorded.items() if place.step == STEPS[-1]]
+    tables["weights of the last step"] = weights_table(trained)
     return finish(args, tables, checks(by_place))
 
 

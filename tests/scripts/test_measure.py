@@ -1,12 +1,14 @@
 """The measurements: their figures on small cases, and that they notice what they are there for."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from ranks import RankPool, RankPools, device_mesh
+from safetensors.torch import save_file
 
 from fp8_dist import CastConfig, cast_to_float8
 from scripts.common.candidates import BF16, OURS
@@ -61,7 +63,8 @@ def test_accuracy_of_a_training_run() -> None:
     place = sqnr_script.Place(linears[0], 2)
     row = sqnr_script.measure(recorded[place])
     for name, by_gemm in row.items():
-        assert all(by_gemm[gemm] > 20 for gemm in sqnr_script.GEMMS), name
+        least = 15 if "mxfp4" in name else 20
+        assert all(by_gemm[gemm] > least for gemm in sqnr_script.GEMMS), name
     assert all(check.holds for check in sqnr_script.checks({place: row}))
     for behind in (0.11, float("nan")):
         worse = row["rowwise_folded"] | {"output": row["rowwise"]["output"] - behind}
@@ -77,6 +80,31 @@ def test_one_copy_loses_where_the_documents_say_so() -> None:
     assert all(row[recipe][rows] < 15 for recipe in sqnr_script.ONE_COPY)
     zeros = sqnr_script.measure(cases["10 % of weight rows zero"])
     assert all(zeros[recipe][rows] > 25 for recipe in sqnr_script.ONE_COPY)
+
+
+def test_weights_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    w, small = torch.randn(200, 10, 30), torch.randn(64, 512)
+    w[128:] = w[:, 9:] = float("nan")  # left out; so is all but "w"
+    content = {
+        "w": w,
+        "small": small,
+        "embed": w.clone(),
+        "ids": torch.ones(256, 256).int(),
+    }
+    save_file(content, tmp_path / "a.safetensors")
+    nested = {"model_state": content, "optimizer_state": [w], "step": 3}
+    torch.save(nested, tmp_path / "b.pt")
+    torch.save({"small": small}, tmp_path / "c.pt")
+    a, b, c = (str(path) for path in sorted(tmp_path.iterdir()))
+    assert sqnr_script.main(["--weights", a, b]) == 0
+    _, _, one, _, other, *_ = capsys.readouterr().out.split("\n\n")
+    assert one == other
+    e4m3, *mxfp4 = (line.split("|")[2].split() for line in one.splitlines()[2:])
+    assert 31 < float(e4m3[0]) < 32
+    assert 15 < float(mxfp4[0][0]) < float(mxfp4[1][0]) < float(mxfp4[2][0]) < 20
+    assert e4m3[1] == f"({e4m3[0]})"  # a single matrix
+    with pytest.raises(SystemExit, match=r"c\.pt has no matrix of 128 x 128"):
+        sqnr_script.main(["--weights", c])
 
 
 # Memory
