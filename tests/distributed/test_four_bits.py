@@ -156,6 +156,22 @@ Float8Linear and layers like it: FSDP2 gathers their weights as float8, 1 byte p
     )
 
 
+def compiled(backend: str) -> list[bool]:
+    """Whether steps of compiled layers have the bits of eager ones."""
+    found = []
+    for compiles in (False, True):
+        model = net((1, 2, 1))
+        for layer in model if compiles else ():
+            layer.compile(backend=backend)
+        found.append(trained(model, 256))
+    return [same_bits(*each) for each in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiled_layers(ranks: RankPools, backend: str) -> None:
+    assert ranks(2).run(compiled, backend, timeout=300) == [[True] * 9] * 2
+
+
 def storages() -> list[list[int]]:
     """Bytes of what FSDP2 holds of a layer, gathered and not, twice: outputs, and what it unpacks."""
     (layer, *_), found = net((1, 2, 1)), []
