@@ -14,8 +14,8 @@ from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from fp8_dist import Float8LinearConfig
 from fp8_dist.cast import quantize
-from fp8_dist.kernels import powers_of_2
-from fp8_dist.scaling import Blocks, Scheme
+from fp8_dist.kernels import E2M1_X2, powers_of_2
+from fp8_dist.scaling import Blocks, Mxfp4, Scheme
 
 E4M3 = torch.float8_e4m3fn
 BY_FORMULA, CEIL, FLOOR = (Blocks(E4M3, 1, 32, rule) for rule in (None, "ceil", "floor"))
@@ -129,3 +129,18 @@ def test_blockwise_scales_are_torchaos_rounded_up_to_powers_of_two(blocks: tuple
     (qdata, scale), (its_qdata, its_scale) = ours(x, scheme), cast(x)
     assert same_bits(powers_of_2(scale), its_scale.contiguous())
     assert same_bits(qdata, its_qdata.contiguous())
+
+
+@pytest.mark.parametrize(
+    ("rule", "mode"), [("floor", "FLOOR"), ("even", "EVEN"), ("ceil", "RCEIL")]
+)
+def test_values_of_four_bits(rule: str, mode: str) -> None:
+    """torchao's ceil takes an amax a few steps of fp32 above 6 times a power of two for that one."""
+    scheme = Mxfp4(rows=1, columns=32, rule=rule)
+    torch.manual_seed(0)
+    x = torch.randn(256, 128) * torch.exp(torch.randn(256, 1) * 5)
+    for given in (x, x.bfloat16(), of_amaxes(torch.arange(64, 128) / 64, torch.float32)):
+        scale, packed = to_mx(given, E2M1_X2, 32, ScaleCalculationMode[mode])
+        made = quantize(given, scheme)
+        assert same_bits(made.scales[0], scale.view(torch.uint8))
+        assert same_bits(scheme.pack(made.qdata).view(torch.uint8), packed.view(torch.uint8))
