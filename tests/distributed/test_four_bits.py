@@ -1,13 +1,16 @@
 """Weights in MXFP4: FSDP2 gathers two values in a byte, and the bits are those of float8 gathers."""
 
+import re
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from ranks import RankPools, device_mesh
 from reference import all_warnings, same_bits
@@ -32,6 +35,7 @@ from fp8_dist.moe import (
 from fp8_dist.scaling import Mxfp4
 from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
+from scripts.common.llama import MODELS, Llama
 
 SIZES = [(256, 384), (384, 256), (256, 256)]
 Axes = tuple[int, int, int]  # of replicas, shards and tensor-parallel ranks
@@ -246,3 +250,28 @@ def poisoned(value: float) -> list[bool]:
 def test_what_is_not_finite_poisons_all_ranks(ranks: RankPools, value: float) -> None:
     for found in ranks(2).run(poisoned, value):
         assert all(found)
+
+
+def by_the_page() -> float:
+    """The loss that the page's training gains, whose export every rank but the first lacks."""
+    page = (Path(__file__).parents[2] / "docs" / "four_bits.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    assert len(code.strip().splitlines()) <= 21
+    model = Llama(MODELS["debug"], 0)
+    tokens = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    losses = []
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        return losses[-1]
+
+    batches = [(tokens[:, :-1], tokens[:, 1:])] * 8
+    scope: dict[str, Any] = {"model": model, "batches": batches, "loss_of": loss_of}
+    exec(code, scope)
+    is_first = dist.get_rank() == 0
+    assert ("layers.0.attention.wq.weight_blocks" in scope["state"]) == is_first
+    return float(losses[0] - losses[-1])
+
+
+def test_the_page(ranks: RankPools) -> None:
+    assert all(gain > 0.5 for gain in ranks(2).run(by_the_page))
