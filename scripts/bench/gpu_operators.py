@@ -64,7 +64,8 @@ def operator_calls(
     m, k = shape or SHAPES[odd]
     calls: Calls = {}
     torch.manual_seed(0)
-    for family in (amax_calls, cast_calls, fold_calls, block_calls, gemm_calls, message_calls):
+    of_casts = amax_calls, cast_calls, fold_calls, block_calls, e2m1_calls
+    for family in (*of_casts, gemm_calls, message_calls):
         calls |= family(m, k)
     return {name: moved(each, device) for name, each in calls.items()}
 
@@ -213,6 +214,28 @@ def block_calls(m: int, k: int) -> Calls:
     for high in (FP16, FP32):
         name = f"cast_blocks {short_name(high)}"
         calls[name] = call(cast, special(m, k, high), dtype, blocks, None, BOTH)
+    return calls
+
+
+def e2m1_calls(m: int, k: int) -> Calls:
+    """Casts to E2M1: exponents, copies and packed data; and unpacked data."""
+    cast, blocks, calls = kernels.cast_e2m1, (32, 32, 0, 0), {}
+    x, inside, large = special(m, k), (32, 32, 7, 30), (128, 128, 0, 0)
+    even = x[:, : k // 2 * 2]
+    exponents = cast.portable(x, None, inside, "even", [], False)
+    found, packed = cast.portable(even, None, large, "floor", [], True)
+    calls["cast_e2m1 both layouts"] = call(cast, x, None, blocks, "ceil", BOTH, False)
+    calls["cast_e2m1 given"] = call(cast, x, *exponents, inside, "even", BOTH, False)
+    calls["cast_e2m1 exponents"] = call(cast, x, None, inside, "even", [], False)
+    calls["cast_e2m1 packed"] = call(cast, even, None, inside, "floor", [], True)
+    calls["cast_e2m1 128x128"] = call(cast, x, None, large, "floor", BOTH, False)
+    calls["cast_e2m1 128x128 packed"] = call(cast, even, found, large, "floor", [], True)
+    wide = [special(m, k, FP16), None, blocks, "even"]
+    calls["cast_e2m1 float16"] = call(cast, *wide, [False], False)
+    wide[0] = special(m, k, FP32)[:, : k // 2 * 2]
+    calls["cast_e2m1 float32 packed"] = call(cast, *wide, [], True)
+    out = torch.zeros(even.shape, dtype=E4M3)
+    calls["unpack_e2m1"] = call(kernels.unpack_e2m1, packed, out)
     return calls
 
 
