@@ -1,0 +1,214 @@
+"""Casts to E2M1 against a reference by definition, and packed data."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from reference import same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8_dist.kernels import cast_e2m1, pack_e2m1, unpack_e2m1
+
+E4M3 = torch.float8_e4m3fn
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+Blocks = tuple[int, int, int, int]
+# By their codes.
+VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+# Whole blocks, such as sizes do not divide, parts that begin inside of blocks, matrices.
+CASES: list[tuple[tuple[int, ...], Blocks]] = [
+    ((64, 96), (32, 32, 0, 0)),
+    ((130, 150), (128, 128, 0, 0)),
+    ((33, 70), (32, 32, 7, 31)),
+    ((3, 2), (32, 32, 2, 3)),
+    ((1, 1), (128, 128, 5, 127)),
+    ((5, 9), (1, 4, 0, 3)),
+    ((3, 32, 64), (32, 32, 0, 0)),
+    ((2, 33, 34), (32, 32, 3, 0)),
+    ((0, 32), (32, 32, 0, 0)),
+]
+RULES = pytest.mark.parametrize("rule", ["ceil", "even", "floor"])
+
+
+def exponent_of(amax: float, rule: str) -> int:
+    """The byte of a block's exponent."""
+    if not math.isfinite(amax):
+        return 255
+    if amax == 0:
+        return 0
+    fraction, exponent = math.frexp(amax)  # the fraction is at least 0.5
+    above = {"ceil": fraction > 0.75, "even": fraction >= 0.875, "floor": False}[rule]
+    return max(exponent - 3 + above + 127, 0)
+
+
+def code_of(value: float) -> int:
+    """The code of the nearest value, of two the even one; NaN is 0."""
+    if math.isnan(value):
+        return 0
+    size = min(abs(value), 6.0)
+    nearest = min(range(8), key=lambda code: (abs(VALUES[code] - size), code % 2))
+    return nearest | (8 if math.copysign(1, value) < 0 else 0)
+
+
+def value_of(code: int) -> float:
+    return math.copysign(VALUES[code & 7], -(code & 8) or 1)
+
+
+def reference(x: torch.Tensor, blocks: Blocks, rule: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exponents and the codes of a matrix, number by number in fp64."""
+    i, j = ((torch.arange(n) + blocks[2 + d]) // blocks[d] for d, n in enumerate(x.shape))
+    count = [int(each.max()) + 1 if len(each) else 0 for each in (i, j)]
+    exponents = torch.zeros(count, dtype=torch.uint8)
+    wide, codes = x.float().double(), torch.zeros(x.shape, dtype=torch.uint8)
+    for block in itertools.product(*map(range, count)):
+        rows, columns = (at == index for at, index in zip((i, j), block, strict=True))
+        inside = rows[:, None] & columns
+        byte = exponent_of(wide[inside].abs().max().item(), rule)
+        scale = math.nan if byte == 255 else math.ldexp(1.0, byte - 127) if byte else math.inf
+        exponents[block] = byte
+        found = [code_of(value / scale) for value in wide[inside].tolist()]
+        codes[inside] = torch.tensor(found, dtype=torch.uint8)
+    return exponents, codes
+
+
+def data_of(codes: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([value_of(code) for code in range(16)])[codes.long()].to(E4M3)
+
+
+def packed_of(codes: torch.Tensor) -> torch.Tensor:
+    return codes[..., ::2] + 16 * codes[..., 1::2]
+
+
+def implementations(op: Any) -> list[Callable[..., Any]]:
+    """For CPUs, called directly; as graphs call it; for all devices."""
+    return [op, op.overload, op.portable]
+
+
+def check_cast(x: torch.Tensor, blocks: Blocks, rule: str) -> torch.Tensor:
+    """Exponents, copies and packed data, with exponents that are computed or given; the exponents."""
+    matrices = x.flatten(0, -3) if x.ndim > 2 else x[None]
+    each = zip(*(reference(matrix, blocks, rule) for matrix in matrices), strict=True)
+    exponents, codes = (torch.stack(found) for found in each)
+    exponents, codes = exponents.view(*x.shape[:-2], *exponents.shape[1:]), codes.view(x.shape)
+    data = data_of(codes)
+    rows = data.view(-1, x.shape[-1])
+    turned = torch.zeros(x.shape[-1], len(rows) + -len(rows) % 16).to(E4M3)
+    turned[:, : len(rows)] = rows.t()
+    for run in implementations(cast_e2m1):
+        results = run(x, None, blocks, rule, [False, True], False)
+        for found, expected in zip(results, (exponents, data, turned), strict=True):
+            assert same_bits(found, expected)
+            assert found.is_contiguous()
+        (found,) = run(x, exponents, blocks, rule, [True], False)
+        assert same_bits(found, turned)
+        (found,) = run(x, None, blocks, rule, [], False)
+        assert same_bits(found, exponents)
+        if x.shape[-1] % 2 == 0:
+            for given in (None, exponents):
+                found = run(x, given, blocks, rule, [], True)[-1]
+                assert same_bits(found, packed_of(codes))
+    return exponents
+
+
+@RULES
+def test_a_cast_equals_the_reference(rule: str) -> None:
+    for dtype, (shape, blocks) in zip(itertools.cycle(DTYPES), CASES):
+        x = torch.randn(shape) * torch.exp(3 * torch.randn(shape))
+        check_cast(x.to(dtype), blocks, rule)
+    x = torch.randn(33, 20)
+    for view in (x.t(), x[:, ::2], x[1:, 3:-1], x[:, :1].expand(33, 20)):
+        check_cast(view, (32, 32, 1, 3), rule)
+
+
+@RULES
+def test_every_midpoint_and_its_neighbors(rule: str) -> None:
+    midpoints = [(low + high) / 2 for low, high in itertools.pairwise(VALUES)]
+    x = torch.tensor([*midpoints, *VALUES, 7.0, 7.5])
+    near = torch.cat([x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(torch.tensor(-1.0))])
+    of_both_signs = torch.cat([near, -near]).view(2, -1)
+    for exponent in (-140, -126, -3, 0, 100, 124):
+        check_cast(torch.ldexp(of_both_signs, torch.tensor(exponent)), (32, 128, 0, 0), rule)
+
+
+@pytest.mark.parametrize(
+    ("amax", "ceil", "even", "floor"),
+    [
+        (4.0, 127, 127, 127),
+        (6.0, 127, 127, 127),
+        (6.0 + 2**-21, 128, 127, 127),
+        (7.0 - 2**-21, 128, 127, 127),
+        (7.0, 128, 128, 127),
+        (8.0 - 2**-21, 128, 128, 127),
+        (8.0, 128, 128, 128),
+        (1.5 * 2.0**-126, 0, 0, 0),
+        (2.0**-123, 2, 2, 2),
+        (2.0**-124, 1, 1, 1),
+        (1.75 * 2.0**-125, 1, 1, 0),
+        (1.5 * 2.0**-125, 0, 0, 0),
+        (2.0**-149, 0, 0, 0),
+        (0.0, 0, 0, 0),
+        (2.0**127, 252, 252, 252),
+        (1.75 * 2.0**127, 253, 253, 252),
+        (math.inf, 255, 255, 255),
+        (-math.inf, 255, 255, 255),
+        (math.nan, 255, 255, 255),
+    ],
+)
+def test_exponents_at_the_limits_of_the_rules(
+    amax: float, ceil: int, even: int, floor: int
+) -> None:
+    x = torch.zeros(32, 32)
+    x[3, 4], x[5, 6] = amax, -amax / 2
+    for rule, expected in (("ceil", ceil), ("even", even), ("floor", floor)):
+        assert check_cast(x, (32, 32, 0, 0), rule).item() == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_a_value_that_is_not_finite_stays_in_its_block(dtype: torch.dtype) -> None:
+    for value in (math.nan, -math.nan, math.inf, -math.inf):
+        x = torch.randn(40, 70).to(dtype)
+        x[5, 6] = value
+        exponents = check_cast(x, (32, 32, 7, 31), "even")
+        assert (exponents == 255).nonzero().tolist() == [[0, 1]]
+
+
+def test_values_beyond_given_exponents_saturate() -> None:
+    x = torch.tensor([[math.inf, -math.inf, math.nan, -9.0, 1e38, -0.0, 0.25, -0.25]])
+    for byte, codes in (
+        (127, [7, 15, 0, 15, 7, 8, 0, 8]),
+        (0, [0, 0, 0, 8, 0, 8, 0, 8]),
+        (255, [0] * 8),
+        (254, [7, 15, 0, 8, 1, 8, 0, 8]),
+    ):
+        exponents = torch.tensor([[byte]], dtype=torch.uint8)
+        (data,) = cast_e2m1(x, exponents, (1, 8, 0, 0), "floor", [False], False)
+        assert same_bits(data, data_of(torch.tensor([codes])))
+
+
+def test_all_packed_bytes() -> None:
+    packed = torch.arange(256, dtype=torch.uint8).view(2, 8, 16)
+    codes = torch.stack([packed % 16, packed // 16], -1).view(2, 8, 32)
+    for unpack, pack in zip(implementations(unpack_e2m1), implementations(pack_e2m1), strict=True):
+        for given in (packed, packed.view(torch.float4_e2m1fn_x2)):
+            out = torch.full((2, 8, 32), 448.0).to(E4M3)
+            unpack(given, out)
+            assert same_bits(out, data_of(codes))
+        assert same_bits(pack(out), packed)
+        turned = out.mT.contiguous().mT
+        assert same_bits(pack(turned), packed)
+
+
+def test_tensors_without_data_have_the_same_shapes() -> None:
+    cases: list[tuple[Sequence[bool], bool]] = [([False, True], False), ([], True), ([], False)]
+    for (shape, blocks), (transposed, packs) in itertools.product(CASES, cases):
+        if packs and shape[-1] % 2:
+            continue
+        x = torch.randn(shape)
+        real = cast_e2m1(x, None, blocks, "floor", transposed, packs)
+        with FakeTensorMode() as mode:
+            fake = cast_e2m1(mode.from_tensor(x), None, blocks, "floor", transposed, packs)
+        kinds = [[(t.shape, t.dtype, t.stride()) for t in tensors] for tensors in (real, fake)]
+        assert kinds[0] == kinds[1]
