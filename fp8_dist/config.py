@@ -147,7 +147,7 @@ class CastConfig:
                 shown = ", ".join(f"{field}={value!r}" for field, value in given.items())
                 raise ValueError(
                     f"CastConfig: {shown}: these are for ScalingGranularity.BLOCKWISE; drop them, "
-                    "or set that"
+                    "or set that, as the recipes blockwise and mxfp8 do"
                 )
             return
         if self.scale_format == "fp32" and self.format == "mxfp4":
@@ -418,16 +418,10 @@ class Float8LinearConfig:
                 f"the recipe {recipe.value} has no scale_format={scale_format!r} and "
                 f"division={division!r}: these are for the recipe blockwise; drop them"
             )
-        if weight_format != "e4m3" and not found.cast_config_weight.block_size:
-            raise ValueError(
-                f"the recipe {recipe.value} has no weight_format={weight_format!r}: it is for the "
-                "recipes blockwise and mxfp8; use one of these, or drop it"
-            )
         input = replace(found.cast_config_input, **formats)
         formats |= {"source": weight_source, "format": weight_format}
-        if weight_format != "e4m3":  # which has rules of its own
-            formats["scale_rule"] = None
-        weight = replace(found.cast_config_weight, **formats)
+        rule = found.cast_config_weight.scale_rule if weight_format == "e4m3" else None
+        weight = replace(found.cast_config_weight, scale_rule=rule, **formats)
         return replace(found, cast_config_input=input, cast_config_weight=weight)
 
     def _check_scaling_types(self) -> None:

@@ -40,20 +40,6 @@ LARGEST = 6.0
 CARRIES = {"ceil": 0x3FFFFF, "even": 0x200000, "floor": 0}
 
 
-def _empty_casts(
-    x: torch.Tensor,
-    exponents: torch.Tensor | None,
-    blocks: Sequence[int],
-    rule: str,
-    transposed: Sequence[bool],
-    packs: bool,
-) -> Tensors:
-    found = [] if exponents is not None else [empty_exponents(x, blocks)]
-    if packs:
-        return [*found, empty_packed(x)]
-    return [*found, *empty_copies(x, torch.float8_e4m3fn, transposed)]
-
-
 def empty_packed(x: torch.Tensor) -> torch.Tensor:
     """Allocate packed data of the values ``[..., K]``, uninitialized."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
@@ -62,7 +48,10 @@ def empty_packed(x: torch.Tensor) -> torch.Tensor:
 @custom_op(
     "cast_e2m1(Tensor x, Tensor? exponents, int[] blocks, str rule, bool[] transposed, bool packs) "
     "-> Tensor[]",
-    fake=_empty_casts,
+    fake=lambda x, exponents, blocks, rule, transposed, packs: [
+        *([empty_exponents(x, blocks)] if exponents is None else []),
+        *([empty_packed(x)] if packs else empty_copies(x, torch.float8_e4m3fn, transposed)),
+    ],
 )
 def cast_e2m1(
     x: torch.Tensor,

@@ -45,18 +45,13 @@ class Mxfp4(Blocks):
     def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
         if operand != "weight":
             return f"{operand} can't be cast to MXFP4, which is for weights; cast it to e4m3"
-        if self.dtype is not torch.float8_e4m3fn:
-            return (
-                f"weight has format='mxfp4' and target_dtype={self.dtype}, but MXFP4 is multiplied "
-                "as float8_e4m3fn (which AMD's gfx94x GPUs do not have); use format='e4m3' with "
-                "another dtype"
-            )
-        if self.rows != self.columns or self.rows % 32:
-            return (
-                f"weight has format='mxfp4' and blocks of {self.rows} x {self.columns}, but blocks "
-                "of MXFP4 are squares of a multiple of 32; use block_size=(32, 32) or (128, 128)"
-            )
-        return None
+        if (self.dtype, self.rows) == (torch.float8_e4m3fn, self.columns) and not self.rows % 32:
+            return None
+        return (
+            f"weight has format='mxfp4', target_dtype={self.dtype} and blocks of {self.rows} x "
+            f"{self.columns}, but MXFP4 is multiplied as float8_e4m3fn (which AMD's gfx94x do not "
+            "have), in squares of a multiple of 32; use block_size=(32, 32) or (128, 128)"
+        )
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         return tuple(self._cast(x, None, start))

@@ -277,24 +277,18 @@ def unpack(packed: Tensor, scheme: Scheme, after: Tensor | None = None) -> Tenso
 
     ``after``: as in :func:`cast`.
     """
-    if not torch.compiler.is_compiling():
-        return _unpacked(packed, scheme)
-    return unpack_operator.overload(packed, scheme.key, after)
+    run = unpack_operator.overload if torch.compiler.is_compiling() else unpack_operator
+    return run(packed, scheme.key, after)
 
 
-def _unpacked(packed: Tensor, scheme: Scheme) -> Tensor:
+def _empty_unpacked(packed: Tensor, scheme: str, after: Tensor | None) -> Tensor:
     size = (*packed.shape[:-1], 2 * packed.shape[-1])
-    data = packed.new_empty(size, dtype=scheme.dtype)
-    scheme.unpack(packed.contiguous(), data)
-    return data
+    return packed.new_empty(size, dtype=scheme_named(scheme).dtype)
 
 
-@custom_op(
-    "unpack(Tensor packed, str scheme, Tensor? after) -> Tensor",
-    fake=lambda packed, scheme, after: packed.new_empty(
-        (*packed.shape[:-1], 2 * packed.shape[-1]), dtype=scheme_named(scheme).dtype
-    ),
-)
+@custom_op("unpack(Tensor packed, str scheme, Tensor? after) -> Tensor", fake=_empty_unpacked)
 def unpack_operator(packed: Tensor, scheme: str, after: Tensor | None) -> Tensor:
     """Operator of :func:`unpack`."""
-    return _unpacked(packed, scheme_named(scheme))
+    data = _empty_unpacked(packed, scheme, after)
+    scheme_named(scheme).unpack(packed.contiguous(), data)
+    return data

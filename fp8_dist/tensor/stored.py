@@ -176,7 +176,7 @@ class StoredFloat8(Stored):
 
     def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
-        return type(self)(plain, dtype, self.key)
+        return type(self)(plain, dtype, *self.__tensor_flatten__()[1][1:])
 
     def unpacked(self, scheme: Scheme, after: torch.Tensor | None = None) -> torch.Tensor:
         """The data in float8; ``after``: as in :func:`fp8_dist.scaling.unpack`."""
@@ -200,10 +200,6 @@ class PackedFloat8(StoredFloat8):
     is_turned: bool
     static: ClassVar[tuple[str, ...]] = ("dtype", "key", "is_turned")
     __slots__ = ("is_turned",)
-
-    def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
-        dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
-        return type(self)(plain, dtype, self.key, self.is_turned)
 
     @staticmethod
     def shape_of(plain: torch.Tensor, *static: Any) -> tuple[list[int], list[int]]:

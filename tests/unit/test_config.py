@@ -100,8 +100,8 @@ def recipe(name: str, **changes: Any) -> Float8LinearConfig:
     return replace(Float8LinearConfig.from_recipe_name(name), **changes)
 
 
-def blocks(rows: int, columns: int) -> CastConfig:
-    return CastConfig(scaling_granularity=BLOCKWISE, block_size=(rows, columns))
+def blocks(rows: int, columns: int, **fields: Any) -> CastConfig:
+    return CastConfig(scaling_granularity=BLOCKWISE, block_size=(rows, columns), **fields)
 
 
 WITHOUT_GRAD_INPUT = {
@@ -130,7 +130,14 @@ CASTS: list[tuple[dict[str, Any], str]] = [
     (OF_BLOCKS | {"block_size": (1, 1, 128)}, SIZE),
     ({"block_size": (1, 128)}, DROP),
     ({"scale_rule": "ceil"}, DROP),
-    (OF_BLOCKS | {"scale_rule": "even"}, "scale_rule must be None or 'ceil' or 'floor', got"),
+    (
+        OF_BLOCKS | {"scale_rule": "up"},
+        "scale_rule must be None or 'ceil' or 'even' or 'floor', got",
+    ),
+    (OF_BLOCKS | {"scale_rule": "even"}, "scale_rule='even' is for format='mxfp4'; use 'ceil'"),
+    ({"format": "mxfp4"}, DROP),
+    (OF_BLOCKS | {"format": "mxfp6"}, "format must be 'e4m3' or 'mxfp4', got 'mxfp6'"),
+    (OF_BLOCKS | {"format": "mxfp4", "scale_format": "fp32"}, "'fp32' is not for format='mxfp4'"),
 ]
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("tensorwise", {"cast_config_weight": OFF}, "weight is DISABLED while input is not"),
@@ -178,6 +185,24 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("rowwise", {"cast_config_input_for_grad_weight": blocks(1, 32)}, TWICE),
     ("blockwise", {"cast_config_weight_for_grad_input": blocks(32, 32)}, TWICE),
     ("tensorwise", {"force_recompute_fp8_weight_in_bwd": True}, "and FSDP2 gathers it again by it"),
+    *(
+        ("mxfp8", {f"cast_config_{operand}": blocks(1, 32, format="mxfp4")}, "which is for weights")
+        for operand in ("input", "grad_output")
+    ),
+    (
+        "mxfp8",
+        {"cast_config_weight": blocks(16, 16, format="mxfp4")},
+        "a multiple of 32; use block",
+    ),
+    ("mxfp8", {"cast_config_weight": blocks(32, 64, format="mxfp4")}, "blocks of 32 x 64, but"),
+    *(
+        (
+            "mxfp8",
+            {"cast_config_weight": blocks(32, 32, format="mxfp4", target_dtype=dtype)},
+            f"target_dtype={dtype} and blocks of 32 x 32, but MXFP4 is multiplied as",
+        )
+        for dtype in (E5M2, torch.float8_e4m3fnuz)
+    ),
 ]
 
 
@@ -186,6 +211,9 @@ def test_refusals() -> None:
         assert text in raised(ValueError, partial(CastConfig, **arguments)), arguments
     for name, changes, text in CONFIGS:
         assert text in raised(ValueError, partial(recipe, name, **changes)), (name, changes)
+    named = Float8LinearConfig.from_recipe_name
+    for name in {each.value for each in Float8LinearRecipeName} - {"blockwise", "mxfp8"}:
+        assert DROP in raised(ValueError, partial(named, name, weight_format="mxfp4"))
     unknown = raised(ValueError, lambda: Float8LinearConfig.from_recipe_name("fast"))
     assert unknown.startswith("recipe_name='fast' is not one of ['tensorwise', 'rowwise',")
     wrong_types: list[tuple[Any, str, Any, str]] = [
