@@ -10,6 +10,7 @@ from fake_cuda.counter import Counts, KernelCounter
 from fake_cuda.device import FakeCudaMode, fake_tensors
 from fake_cuda.inductor import compiled_code_is_counted
 from fp8_dist import Float8Linear, freeze_to_float8
+from fp8_dist.kernels import cast_e2m1, unpack_e2m1
 from fp8_dist.kernels.cuda import gemm
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
@@ -68,6 +69,17 @@ def count_compiled_layer(name: str, shape: LayerShape) -> Counts:
             layer.change_weight()
         counter.counts = Counts()
         compiled.run()
+    return counter.counts
+
+
+def count_packed_weight(shape: LayerShape) -> Counts:
+    """A weight that is cast to MXFP4 and packed, and unpacked once it is gathered."""
+    with fake_tensors(), torch.device("cuda"):
+        weight = torch.empty(shape.out_features, shape.in_features, dtype=torch.bfloat16)
+        data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+        with KernelCounter() as counter:
+            _, packed = cast_e2m1(weight, None, (32, 32, 0, 0), "floor", [], True)
+            unpack_e2m1(packed, data)
     return counter.counts
 
 

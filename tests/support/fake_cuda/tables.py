@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rates = Rates()
     with FakeCudaProcess() as process:
         rows = count(process, LayerShape(*args.shape))
-        names = (BF16, *OURS, *TORCHAO[:1])
+        names = (BF16, *OURS, "mxfp8+mxfp4", *TORCHAO[:1])
         counted = {
             name: (
                 process.run(count_blocks, name, BLOCKS, SEQUENCE),

@@ -13,18 +13,17 @@ from fp8_dist.kernels.cuda.triton.launch import (
     as_layouts,
     blocks,
     empty_layouts,
-    float8_constants,
     fused,
     matrix,
     programs,
     tuned,
 )
+from fp8_dist.kernels.cuda.triton.launch import Blocks as Sizes
 from fp8_dist.kernels.cuda.triton.rounding import (
     as_fp32,
     indices,
     magnitude,
     store_transposed,
-    to_float8,
 )
 from fp8_dist.kernels.e2m1 import CARRIES, cast_e2m1, empty_packed, unpack_e2m1
 from fp8_dist.kernels.quantization import Tensors, rounded_up
@@ -33,17 +32,20 @@ _FLOAT8 = torch.float8_e4m3fn
 
 
 @triton.jit
-def _to_e2m1(v: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor:
-    """Round fp32 to nearest, ties to even, and return the bytes of e4m3. NaN becomes 0."""
-    v = tl.where(v == v, v, 0.0)
-    bits = v.to(tl.int32, bitcast=True)
-    size = tl.minimum(bits & 0x7FFFFFFF, 0x40C00000)  # at most 6
-    # A sum with 2 ** 22 times the power of two of a binade has steps of half that power. Values
-    # below 1 have the steps of those above.
-    magic = (tl.maximum(size & 0x7F800000, 0x3F800000) + (22 << 23)).to(tl.float32, bitcast=True)
-    nearest = (size.to(tl.float32, bitcast=True) + magic) - magic
-    bits = nearest.to(tl.int32, bitcast=True) | (bits & -(2**31))
-    return to_float8(bits.to(tl.float32, bitcast=True), BIAS, SOFT)
+def _code_of(v: tl.tensor) -> tl.tensor:
+    """Round fp32 to the nearest code of four bits, ties to even: int32. NaN becomes 0."""
+    a = tl.abs(v)
+    index = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
+    index += (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32)
+    index += (a > 5.0).to(tl.int32)
+    return index | tl.where(v == v, (v.to(tl.int32, bitcast=True) >> 28) & 8, 0)
+
+
+@triton.jit
+def _byte_of(code: tl.tensor) -> tl.tensor:
+    """Convert codes of four bits to e4m3 bytes, int32."""
+    index = code & 7
+    return tl.minimum(index * 0x30, (index + 12) << 2) | ((code & 8) << 4)
 
 
 @tuned(blocks(4, BM=32, BN=128), blocks(4, BM=64, BN=64))
@@ -57,8 +59,6 @@ def _cast_e2m1(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CARRY: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
@@ -68,10 +68,8 @@ def _cast_e2m1(
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     data, M, K, stride_m, stride_k = x
-    i, j = (
-        indices(tl.program_id(0), TILE_M) - first[0],
-        indices(tl.program_id(1), TILE_N) - first[1],
-    )
+    i = indices(tl.program_id(0), TILE_M) - first[0]
+    j = indices(tl.program_id(1), TILE_N) - first[1]
     is_row = ((i >= 0) & (i < M))[:, None]
     mask = is_row & ((j >= 0) & (j < K))[None, :]
     v = as_fp32(tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0))
@@ -86,26 +84,18 @@ def _cast_e2m1(
         found = tl.maximum(((largest + CARRY) >> 23) - 2, 0)
         found = tl.where(largest >= 0x7F800000, 255, found)
         tl.store(of_blocks, found.to(tl.uint8), mask=is_block)
-    byte = _to_e2m1(v * spread(multipliers_by(found), ROWS, COLUMNS), BIAS, SOFT)
+    code = _code_of(v * spread(multipliers_by(found), ROWS, COLUMNS))
+    byte = _byte_of(code).to(tl.uint8)
     if copies[0] is not None:
         tl.store(copies[0] + i[:, None] * K + j[None, :], byte, mask=mask)
     if copies[1] is not None:
         store_transposed(copies[1], byte, i, j, M, K, IS_PART=True)
     if packed is not None:
-        size = (byte & 0x7F).to(tl.int32)
-        code = tl.maximum(size >> 5, (size >> 2) - 12) | (byte >> 7 << 3)
         low, high = tl.split(tl.reshape(code, [TILE_M, TILE_N // 2, 2]))
         pair = indices(tl.program_id(1), TILE_N // 2) - first[1] // 2  # first[1] is even
         mask = is_row & ((pair >= 0) & (pair < K // 2))[None, :]
         places = packed + i[:, None] * (K // 2) + pair[None, :]
         tl.store(places, (low | (high << 4)).to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _byte_of(code: tl.tensor) -> tl.tensor:
-    """Convert codes of four bits to e4m3 bytes, int32."""
-    index = code & 7
-    return tl.minimum(index * 0x30, (index + 12) << 2) | ((code & 8) << 4)
 
 
 @tuned(blocks(4, BLOCK=4096), blocks(4, BLOCK=1024))
@@ -142,25 +132,24 @@ def _cast_copies(
     One launch; 2 bytes per bf16 element, and 1 for each layout or 0.5 if packed.
     """
     found = [empty_exponents(x, blocks)] if exponents is None else []
-    transposed = [] if packs else transposed
-    copies, packed = empty_layouts(x, _FLOAT8, transposed), [empty_packed(x)] if packs else [None]
-    result = [*found, *copies, *(each for each in packed if each is not None)]
+    copies = empty_layouts(x, _FLOAT8, [] if packs else transposed)
+    packed = [empty_packed(x)] if packs else []
     argument, (rows, columns, *first) = matrix(x), blocks
     down, across = first[0] + rounded_up(argument[1]), first[1] + argument[2]
-    if x.numel() and result:
+
+    def grid(chosen: Sizes) -> tuple[int, int]:
+        return programs(down, max(rows, chosen["BM"])), programs(across, max(columns, chosen["BN"]))
+
+    if x.numel():
         _cast_e2m1(
-            lambda chosen: (
-                programs(down, max(rows, chosen["BM"])),
-                programs(across, max(columns, chosen["BN"])),
-            ),
+            grid,
             *(argument, (*first,), found[0] if exponents is None else exponents.contiguous()),
-            *(as_layouts(copies, transposed), *packed),
+            *(as_layouts(copies, transposed[: len(copies)]), packed[0] if packs else None),
             ROWS=rows,
             COLUMNS=columns,
             CARRY=CARRIES[rule] if exponents is None else None,
-            **float8_constants(_FLOAT8, x.device),
         )
-    return result
+    return [*found, *copies, *packed]
 
 
 @fused(unpack_e2m1, lambda packed, out: not out.storage_offset() % 2)
