@@ -39,7 +39,7 @@ def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> Re
     A global hook runs it, because torch runs it after all of an optimizer's own post-step hooks,
     which may write to weights.
     """
-    _install_hook()
+    _register_once(register_optimizer_step_post_hook, _on_optimizer_step)
     queued_in: int | None = None  # the last backward pass that the call was queued for
 
     def stepped(is_last: bool) -> None:
@@ -69,7 +69,7 @@ def note_replaced(
         new: what becomes the parameter ``name`` of the module.
         fqn: the name of the module, for messages.
     """
-    _install_check()
+    _register_once(register_optimizer_step_pre_hook, check_not_replaced)
     _replaced.pop(new, None)
     if old not in _replaced:
         _replaced[old] = weakref.ref(module), name, fqn
@@ -99,13 +99,16 @@ def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
     """The optimizers in an object whose steps run torch's hooks, in the order of their steps.
 
     These are the object itself, the ``.optimizer`` of a wrapper (accelerate's AcceleratedOptimizer,
-    a learning rate scheduler), or the optimizers that a container iterates over.
+    a learning rate scheduler), or the optimizers that a container iterates over (torchtitan's
+    OptimizersContainer, a list).
     """
     if isinstance(optimizer, Optimizer) and runs_step_hooks(optimizer):
         return [optimizer]
-    held = getattr(optimizer, "optimizer", None)
-    held = _iterated(optimizer) if held is None else [held]
-    return [found for each in held for found in hooked_optimizers(each)]
+    if (wrapped := getattr(optimizer, "optimizer", None)) is not None:
+        return hooked_optimizers(wrapped)
+    each = optimizer if isinstance(optimizer, Iterable) else ()
+    held = [inner for inner in each if isinstance(inner, Optimizer)]
+    return [found for inner in held for found in hooked_optimizers(inner)]
 
 
 def updated_by(optimizer: Optimizer) -> set[int]:
@@ -118,20 +121,9 @@ def updated_by(optimizer: Optimizer) -> set[int]:
     }
 
 
-def _iterated(optimizer: Any) -> list[Any]:
-    """The optimizers that an object iterates over (torchtitan's OptimizersContainer, a list)."""
-    each = optimizer if isinstance(optimizer, Iterable) else ()
-    return [inner for inner in each if isinstance(inner, Optimizer)]
-
-
 @cache
-def _install_hook() -> RemovableHandle:
-    return register_optimizer_step_post_hook(_on_optimizer_step)
-
-
-@cache
-def _install_check() -> RemovableHandle:
-    return register_optimizer_step_pre_hook(check_not_replaced)
+def _register_once(register: Callable[..., RemovableHandle], hook: Callable[..., None]) -> None:
+    register(hook)
 
 
 @torch.compiler.disable
