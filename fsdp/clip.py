@@ -5,7 +5,7 @@ from functools import reduce
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fp8_dist.mesh import (
@@ -14,6 +14,7 @@ from fp8_dist.mesh import (
     all_reduce_max,
     groups_over,
     local_tensor,
+    reduced,
     sharded_axes,
 )
 from fp8_dist.torch_internals import funcol
@@ -98,12 +99,9 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     for gradient in gradients:
         if gradient.dtype is torch.float64:
             raise ValueError("clip_grad_norm_: exact=True is for gradients in fp32, bf16 or fp16")
-        groups: GroupNames = ()
-        if isinstance(gradient, DTensor):
-            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
-            gradient = gradient.redistribute(placements=whole)
-            layout = Layout(gradient.device_mesh, gradient.placements, gradient.shape)
-            groups = groups_over(layout.mesh, sharded_axes(layout))
+        gradient = reduced(gradient)
+        layout = Layout.of(gradient)
+        groups = () if layout is None else groups_over(layout.mesh, sharded_axes(layout))
         shards.setdefault(groups, []).append(local_tensor(gradient).flatten())
     device = next(iter(shards.values()))[0].device
     amaxes = []
