@@ -176,7 +176,7 @@ def cast_copies(
         (measured,) = measure(x, schemes, start)
         statistics = [reduced_statistics(schemes[0], measured, layout, within)]
     scales, data = cast(x, plan, statistics, start, fits=reduces)
-    return as_copies(x, plan, data, scales, layout)
+    return as_copies(plan, data, scales, layout)
 
 
 def cast_by(
@@ -189,11 +189,10 @@ def cast_by(
         layout: the layout of the global tensor.
     """
     scales, data = cast(x, plan, statistics, common_start(plan.schemes, layout))
-    return as_copies(x, plan, data, scales, layout)
+    return as_copies(plan, data, scales, layout)
 
 
 def as_copies(
-    x: torch.Tensor,
     plan: CastPlan,
     data: Sequence[torch.Tensor],
     scales: Sequence[Scales],

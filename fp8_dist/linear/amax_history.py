@@ -123,7 +123,7 @@ class AmaxHistory:
         if torch.compiler.is_compiling():
             args = (x, self._handle, self.scheme.dtype, plan.transposed, shared, groups)
             value, scale, *data = history_copies.overload(*args)
-            return as_copies(x, plan, data, [(scale,)]), value
+            return as_copies(plan, data, [(scale,)]), value
         if is_selectively_checkpointed():
             statistics, value = self.statistics_of(tensor, shared)
             return cast_by(x, plan, [statistics]), value
@@ -170,7 +170,7 @@ class AmaxHistory:
             x, known, scheme.dtype, scheme.power_of_2, plan.transposed
         )
         self._keep(value, shared)
-        return as_copies(x, plan, data, [(scale,)]), value
+        return as_copies(plan, data, [(scale,)]), value
 
     def _statistics_of_local(
         self, x: torch.Tensor, groups: Sequence[str], shared: int
