@@ -17,7 +17,7 @@ from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Origin, Owner, is_observed
 from fp8_dist.linear.operands import planned
-from fp8_dist.mesh import Layout, local_tensor, reduced
+from fp8_dist.mesh import Layout, as_dtensor, local_tensor, reduced
 from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
@@ -57,11 +57,7 @@ def share_input(
         _check_shared(input, layers, reduce_transport)
     first = layers[0]
     declared, scheme = first.local_placements, first.config.recipe.gather_scheme["input"]
-    if isinstance(input, DTensor):
-        placed = input
-    else:
-        assert declared is not None
-        placed = DTensor.from_local(input, declared.mesh, (declared.input,), run_check=False)
+    placed: Any = input if declared is None else as_dtensor(input, declared.mesh, (declared.input,))
     if scheme is not None:
         at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
         for layer in layers:
@@ -96,9 +92,7 @@ class ModuleInput(PrepareModuleInput):
         transport = self.reduce_transport
         if transport is None or desired_layout != Replicate() or input_layout is None:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-        if not isinstance(input, DTensor):
-            input = DTensor.from_local(input, mesh, (input_layout,), run_check=False)
-        return gathered(input, transport, type(self).__name__)
+        return gathered(as_dtensor(input, mesh, (input_layout,)), transport, type(self).__name__)
 
 
 def check_transport(transport: Any, who: str) -> Encoding:
@@ -129,8 +123,7 @@ def cast_input(
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
         return x
     x = autocast(x)
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+    x = as_dtensor(x, mesh, (layout,))
     whole = (Replicate(),) * x.device_mesh.ndim
     if planned(x, "input", (scheme,), whole, owner.config, owner.fqn).first is None:
         return x

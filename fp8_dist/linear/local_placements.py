@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fp8_dist.mesh import Placements, sharded_dim
+from fp8_dist.mesh import Placements, as_dtensor, sharded_dim
 
 
 class LocalPlacements(NamedTuple):
@@ -31,13 +31,10 @@ class LocalPlacements(NamedTuple):
         # The bias of a column-parallel weight is sharded like the columns of the output.
         bias_at = Shard(0) if self.weight == Shard(0) else Replicate()
         return (
-            input if isinstance(input, DTensor) else self._wrap(input, self.input),
-            self._wrap(weight, self.weight),
-            None if bias is None else self._wrap(bias, bias_at),
+            as_dtensor(input, self.mesh, (self.input,)),
+            as_dtensor(weight, self.mesh, (self.weight,)),
+            None if bias is None else as_dtensor(bias, self.mesh, (bias_at,)),
         )
-
-    def _wrap(self, local: torch.Tensor, placement: Placement) -> DTensor:
-        return DTensor.from_local(local, self.mesh, (placement,), run_check=False)
 
     def check(
         self, input: torch.Tensor, weight: torch.Tensor, output: Placements | None, fqn: str

@@ -17,6 +17,7 @@ from fp8_dist.mesh.layout import (
     Layout as Layout,
     Pieces as Pieces,
     Placements as Placements,
+    as_dtensor as as_dtensor,
     check_axis as check_axis,
     cuts_blocks as cuts_blocks,
     global_offset as global_offset,

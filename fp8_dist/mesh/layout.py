@@ -126,6 +126,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
+def as_dtensor(x: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
+    """Make the DTensor of equal local parts, to which gradients flow; a DTensor stays as it is."""
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, mesh, placements, run_check=False)
+
+
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Wrap ``local`` as a DTensor of ``tensor``'s layout; return it as it is if there is none."""
     layout = Layout.of(tensor)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from fp8_dist.mesh import as_dtensor
 from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput
 from fp8_dist.tensor_parallel.inputs import ModuleInput
 from fp8_dist.tensor_parallel.plans import EmbeddingRowwiseParallel, local_if_even
@@ -137,9 +138,7 @@ class ReplicatedBlock(ParallelStyle):
 
 def _moved(x: torch.Tensor, mesh: DeviceMesh, source: _Places, target: _Places) -> DTensor:
     """Redistribute a stream. ``source`` has the placements of a plain tensor."""
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, source, run_check=False)
-    return x.redistribute(placements=target)
+    return as_dtensor(x, mesh, source).redistribute(placements=target)
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
