@@ -108,13 +108,6 @@ class StepObserver(Observer):
             self._end_step()
         self._measured = {}
 
-    def _report(self, anomaly: Anomaly) -> None:
-        """Called on all ranks with each new anomaly."""
-        if callable(self._on_anomaly):
-            self._on_anomaly(anomaly)
-        elif self._on_anomaly == "warn" and self._ranks.is_first(anomaly.row.fqn):
-            warnings.warn(f"float8_stats: {anomaly}", stacklevel=4)
-
     def _end_step(self) -> None:
         """Combine what the ranks have measured, and look for anomalies."""
         measured, self._measured = self._measured, {}
@@ -127,7 +120,10 @@ class StepObserver(Observer):
         for row in sorted(rows, key=lambda row: row.position):
             for anomaly in self._first.of(row):
                 self.anomalies.append(anomaly)
-                self._report(anomaly)
+                if callable(self._on_anomaly):
+                    self._on_anomaly(anomaly)  # on all ranks
+                elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
+                    warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
 
 
 class Float8Stats(StepObserver):
