@@ -18,6 +18,7 @@ from fp8_dist.kernels.blocks import (
     dequantize_blocks as dequantize_blocks,
     expanded as expanded,
     fp32_scales as fp32_scales,
+    pack_blocks as pack_blocks,
     powers_of_2 as powers_of_2,
     quantize_block_copies as quantize_block_copies,
     quantize_blocks as quantize_blocks,
@@ -27,7 +28,6 @@ from fp8_dist.kernels.blocks import (
 from fp8_dist.kernels.custom_op import CustomOp as CustomOp, custom_op as custom_op
 from fp8_dist.kernels.e2m1 import (
     E2M1_X2 as E2M1_X2,
-    cast_e2m1 as cast_e2m1,
     pack_e2m1 as pack_e2m1,
     unpack_e2m1 as unpack_e2m1,
 )

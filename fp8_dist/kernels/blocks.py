@@ -16,7 +16,9 @@ the exponent of a block by one of these rules:
   amax below 1e-12 counts as 1e-12.
 
 A block with a non-finite value has the exponent NaN. The values of a block with the smallest
-exponent, the byte 0, become zeros. For fp32 scales see :mod:`fp8_dist.kernels.fp32_blocks`.
+exponent, the byte 0, become zeros. The dtype of a cast is a float8 dtype, or ``E2M1_X2`` for values
+of four bits in e4m3 data, whose exponents have rules of their own
+(:mod:`fp8_dist.kernels.e2m1`). For fp32 scales see :mod:`fp8_dist.kernels.fp32_blocks`.
 """
 
 import math
@@ -25,6 +27,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.e2m1 import (
+    CARRIES,
+    E2M1_X2,
+    data_dtype,
+    empty_packed,
+    pack_e2m1,
+    round_to_e2m1,
+)
 from fp8_dist.kernels.quantization import (
     Tensors,
     as_matrix,
@@ -110,8 +120,7 @@ def block_exponents(
 
     Args:
         x: ``[..., M, K]``, floating point.
-        dtype: a float8 dtype.
-        blocks, rule: see :mod:`fp8_dist.kernels.blocks`.
+        dtype, blocks, rule: see :mod:`fp8_dist.kernels.blocks`.
 
     Returns:
         The exponents, uint8, of shape :func:`exponents_shape`.
@@ -141,6 +150,10 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
         _, scale = scaling_from_amax(amax, dtype, True)
         # For inf and NaN these bits are all ones, which is the byte of NaN.
         return (scale.view(torch.int32) >> 23).to(torch.uint8)
+    if dtype is E2M1_X2:
+        bits = amax.view(torch.int32)
+        exponents = ((bits + CARRIES[str(rule)]) >> 23).sub_(2).clamp_(min=0)
+        return exponents.masked_fill_(bits >> 23 == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
     largest = torch.finfo(dtype).max
     if rule == "ceil":
         # The logarithm is fp32, as in torchao: if an amax exceeds fp8_max times a power of two by a
@@ -157,7 +170,7 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
 
 @custom_op(
     "quantize_blocks(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks) -> Tensor",
-    fake=lambda x, exponents, dtype, *_: x.new_empty(x.shape, dtype=dtype),
+    fake=lambda x, exponents, dtype, *_: x.new_empty(x.shape, dtype=data_dtype(dtype)),
 )
 def quantize_blocks(
     x: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
@@ -176,9 +189,22 @@ def quantize_blocks(
     # The reciprocal of a power of two is exact. The scale of the byte 0 is replaced by infinity.
     scales = torch.threshold_(powers_of_2(exponents), 2.0**-_BIAS, math.inf)
     multiplier = scales.reciprocal_()
-    limit = torch.finfo(dtype).max
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
-    return product.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
+    if dtype is E2M1_X2:
+        product = round_to_e2m1(product)
+    else:
+        limit = torch.finfo(dtype).max
+        product.clamp_(-limit, limit)
+    return product.to(data_dtype(dtype), memory_format=torch.contiguous_format)
+
+
+@custom_op(
+    "pack_blocks(Tensor x, Tensor exponents, int[] blocks) -> Tensor",
+    fake=lambda x, exponents, blocks: empty_packed(x),
+)
+def pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    """Cast ``[..., K]`` to packed E2M1, uint8 ``[..., K / 2]``; see :func:`quantize_blocks`."""
+    return pack_e2m1.portable(quantize_blocks.portable(x, exponents, E2M1_X2, blocks))
 
 
 def scaled_by(
@@ -264,7 +290,9 @@ def cast_blocks(
 @custom_op(
     "quantize_block_copies(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
     "bool[] transposed) -> Tensor[]",
-    fake=lambda x, exponents, dtype, blocks, transposed: empty_copies(x, dtype, transposed),
+    fake=lambda x, exponents, dtype, blocks, transposed: empty_copies(
+        x, data_dtype(dtype), transposed
+    ),
 )
 def quantize_block_copies(
     x: torch.Tensor,

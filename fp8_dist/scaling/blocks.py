@@ -186,7 +186,7 @@ class Blocks(BlockScheme):
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         blocks = self._blocks(start)
-        return (block_exponents(self._taken(x), self.dtype, blocks, self.rule),)
+        return (block_exponents(self._taken(x), self._values, blocks, self.rule),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
         return statistics
@@ -201,13 +201,13 @@ class Blocks(BlockScheme):
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         x, blocks = self._taken(x), self._blocks(start)
         if statistics is None:
-            exponents, *data = cast_blocks(x, self.dtype, blocks, self.rule, transposed)
+            exponents, *data = cast_blocks(x, self._values, blocks, self.rule, transposed)
             return (exponents,), (exponents,), data
-        data = quantize_block_copies(x, statistics[0], self.dtype, blocks, transposed)
+        data = quantize_block_copies(x, statistics[0], self._values, blocks, transposed)
         return statistics, statistics, data
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
-        return quantize_blocks(self._taken(x), scales[0], self.dtype, self._blocks(start))
+        return quantize_blocks(self._taken(x), scales[0], self._values, self._blocks(start))
 
     def fuses(self, x: Tensor) -> bool:
         return fuses_casts(x)
@@ -217,6 +217,11 @@ class Blocks(BlockScheme):
 
     def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
         return block_exponents(amaxes, self.dtype, [1, 1, 0, 0], self._new_rule)
+
+    @property
+    def _values(self) -> torch.dtype:
+        """The dtype whose values the data has."""
+        return self.packed_dtype or self.dtype
 
     @property
     def _new_rule(self) -> str | None:

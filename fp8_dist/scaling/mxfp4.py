@@ -1,13 +1,12 @@
 """The scheme of MXFP4 weights: values of four bits, with one exponent for each square of values."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fp8_dist.kernels import E2M1_X2, cast_e2m1, pack_e2m1, unpack_e2m1
+from fp8_dist.kernels import E2M1_X2, pack_blocks, pack_e2m1, unpack_e2m1
 from fp8_dist.scaling.blocks import Blocks
 from fp8_dist.scaling.level import Start
 from fp8_dist.scaling.scheme import Scales, Statistics
@@ -53,25 +52,6 @@ class Mxfp4(Blocks):
             "have), in squares of a multiple of 32; use block_size=(32, 32) or (128, 128)"
         )
 
-    def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
-        return tuple(self._cast(x, None, start))
-
-    def cast(
-        self,
-        x: Tensor,
-        statistics: Statistics | None,
-        start: Start,
-        transposed: Sequence[bool],
-        fits: bool = False,
-    ) -> tuple[Statistics, Scales, list[Tensor]]:
-        data = self._cast(x, statistics, start, transposed)
-        if statistics is None:
-            statistics = (data.pop(0),)
-        return statistics, statistics, data
-
-    def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
-        return self._cast(x, scales, start, (False,))[0]
-
     def pack(self, qdata: Tensor) -> Tensor:
         return pack_e2m1(qdata).view(E2M1_X2)
 
@@ -79,17 +59,5 @@ class Mxfp4(Blocks):
         unpack_e2m1(packed, out)
 
     def cast_packed(self, x: Tensor, statistics: Statistics, start: Start) -> tuple[Scales, Tensor]:
-        (packed,) = self._cast(x, statistics, start, packs=True)
+        packed = pack_blocks(self._taken(x), statistics[0], self._blocks(start))
         return statistics, packed.view(E2M1_X2)
-
-    def _cast(
-        self,
-        x: Tensor,
-        statistics: Statistics | None,
-        start: Start,
-        transposed: Sequence[bool] = (),
-        packs: bool = False,
-    ) -> list[Tensor]:
-        exponents = None if statistics is None else statistics[0]
-        x, blocks = self._taken(x), self._blocks(start)
-        return cast_e2m1(x, exponents, blocks, self.rule or "", transposed, packs)

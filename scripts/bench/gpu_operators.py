@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from fp8_dist import kernels
 from fp8_dist.device import short_name
-from fp8_dist.kernels import CustomOp, Groups, encoding, folding, gemm
+from fp8_dist.kernels import E2M1_X2, CustomOp, Groups, encoding, folding, gemm
 from fp8_dist.kernels.cuda import triton as package
 from fp8_dist.kernels.cuda.triton.launch import Tuned
 from fp8_dist.kernels.scale import INTEGERS
@@ -219,22 +219,19 @@ def block_calls(m: int, k: int) -> Calls:
 
 def e2m1_calls(m: int, k: int) -> Calls:
     """Casts to E2M1: exponents, copies and packed data; and unpacked data."""
-    cast, blocks, calls = kernels.cast_e2m1, (32, 32, 0, 0), {}
-    x, inside, large = special(m, k), (32, 32, 7, 30), (128, 128, 0, 0)
-    even = x[:, : k // 2 * 2]
-    exponents = cast.portable(x, None, inside, "even", [], False)
-    found, packed = cast.portable(even, None, large, "floor", [], True)
-    calls["cast_e2m1 both layouts"] = call(cast, x, None, blocks, "ceil", BOTH, False)
-    calls["cast_e2m1 given"] = call(cast, x, *exponents, inside, "even", BOTH, False)
-    calls["cast_e2m1 exponents"] = call(cast, x, None, inside, "even", [], False)
-    calls["cast_e2m1 packed"] = call(cast, even, None, inside, "floor", [], True)
-    calls["cast_e2m1 128x128"] = call(cast, x, None, large, "floor", BOTH, False)
-    calls["cast_e2m1 128x128 packed"] = call(cast, even, found, large, "floor", [], True)
-    wide = [special(m, k, FP16), None, blocks, "even"]
-    calls["cast_e2m1 float16"] = call(cast, *wide, [False], False)
-    wide[0] = special(m, k, FP32)[:, : k // 2 * 2]
-    calls["cast_e2m1 float32 packed"] = call(cast, *wide, [], True)
-    out = torch.zeros(even.shape, dtype=E4M3)
+    calls: Calls = {}
+    for dtype in (BF16, FP16, FP32):
+        x = special(m, k, dtype)
+        even = x[:, : k // 2 * 2]
+        for blocks, rule in (((32, 32, 7, 30), "ceil"), ((128, 128, 0, 0), "floor")):
+            name = f"E2M1 {blocks[0]} x {blocks[1]} {dtype}"
+            given = kernels.block_exponents.portable(even, E2M1_X2, blocks, rule)
+            calls[f"{name} copies"] = call(kernels.cast_blocks, x, E2M1_X2, blocks, rule, BOTH)
+            calls[f"{name} packed"] = call(kernels.pack_blocks, even, given, blocks)
+    packed, out = (
+        kernels.pack_blocks.portable(even, given, blocks),
+        torch.zeros(even.shape, dtype=E4M3),
+    )
     calls["unpack_e2m1"] = call(kernels.unpack_e2m1, packed, out)
     return calls
 

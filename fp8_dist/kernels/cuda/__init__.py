@@ -10,9 +10,8 @@ from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
-from fp8_dist.kernels.blocks import quantize_blocks
+from fp8_dist.kernels.blocks import pack_blocks, quantize_blocks
 from fp8_dist.kernels.cuda import gemm
-from fp8_dist.kernels.e2m1 import cast_e2m1
 from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.kernels.quantization import quantize
 from fp8_dist.text import warn_once
@@ -45,4 +44,4 @@ else:
     quantize.register("cuda", _noted(quantize.portable))
     quantize_blocks.register("cuda", _noted(quantize_blocks.portable))
     encode_float8.register("cuda", _noted(encode_float8.portable))
-    cast_e2m1.register("cuda", _noted(cast_e2m1.portable))
+    pack_blocks.register("cuda", _noted(pack_blocks.portable))

@@ -10,7 +10,7 @@ from fake_cuda.counter import Counts, KernelCounter
 from fake_cuda.device import FakeCudaMode, fake_tensors
 from fake_cuda.inductor import compiled_code_is_counted
 from fp8_dist import Float8Linear, freeze_to_float8
-from fp8_dist.kernels import cast_e2m1, unpack_e2m1
+from fp8_dist.kernels import pack_blocks, unpack_e2m1
 from fp8_dist.kernels.cuda import gemm
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
@@ -77,9 +77,11 @@ def count_packed_weight(shape: LayerShape) -> Counts:
     with fake_tensors(), torch.device("cuda"):
         weight = torch.empty(shape.out_features, shape.in_features, dtype=torch.bfloat16)
         data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+        exponents = torch.empty(
+            shape.out_features // 32, shape.in_features // 32, dtype=torch.uint8
+        )
         with KernelCounter() as counter:
-            _, packed = cast_e2m1(weight, None, (32, 32, 0, 0), "floor", [], True)
-            unpack_e2m1(packed, data)
+            unpack_e2m1(pack_blocks(weight, exponents, (32, 32, 0, 0)), data)
     return counter.counts
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,15 @@ import torch
 from reference import same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8_dist.kernels import cast_e2m1, pack_e2m1, unpack_e2m1
+from fp8_dist.kernels import (
+    E2M1_X2,
+    block_exponents,
+    cast_blocks,
+    pack_blocks,
+    pack_e2m1,
+    quantize_block_copies,
+    unpack_e2m1,
+)
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -97,19 +105,17 @@ def check_cast(x: torch.Tensor, blocks: Blocks, rule: str) -> torch.Tensor:
     rows = data.view(-1, x.shape[-1])
     turned = torch.zeros(x.shape[-1], len(rows) + -len(rows) % 16).to(E4M3)
     turned[:, : len(rows)] = rows.t()
-    for run in implementations(cast_e2m1):
-        results = run(x, None, blocks, rule, [False, True], False)
+    operators = block_exponents, cast_blocks, quantize_block_copies, pack_blocks
+    for measure, cast, copies, pack in zip(*map(implementations, operators), strict=True):
+        results = cast(x, E2M1_X2, blocks, rule, [False, True])
         for found, expected in zip(results, (exponents, data, turned), strict=True):
             assert same_bits(found, expected)
             assert found.is_contiguous()
-        (found,) = run(x, exponents, blocks, rule, [True], False)
+        (found,) = copies(x, exponents, E2M1_X2, blocks, [True])
         assert same_bits(found, turned)
-        (found,) = run(x, None, blocks, rule, [], False)
-        assert same_bits(found, exponents)
+        assert same_bits(measure(x, E2M1_X2, blocks, rule), exponents)
         if x.shape[-1] % 2 == 0:
-            for given in (None, exponents):
-                found = run(x, given, blocks, rule, [], True)[-1]
-                assert same_bits(found, packed_of(codes))
+            assert same_bits(pack(x, exponents, blocks), packed_of(codes))
     return exponents
 
 
@@ -184,7 +190,7 @@ def test_values_beyond_given_exponents_saturate() -> None:
         (254, [7, 15, 0, 8, 1, 8, 0, 8]),
     ):
         exponents = torch.tensor([[byte]], dtype=torch.uint8)
-        (data,) = cast_e2m1(x, exponents, (1, 8, 0, 0), "floor", [False], False)
+        (data,) = quantize_block_copies(x, exponents, E2M1_X2, (1, 8, 0, 0), [False])
         assert same_bits(data, data_of(torch.tensor([codes])))
 
 
@@ -202,13 +208,16 @@ def test_all_packed_bytes() -> None:
 
 
 def test_tensors_without_data_have_the_same_shapes() -> None:
-    cases: list[tuple[Sequence[bool], bool]] = [([False, True], False), ([], True), ([], False)]
-    for (shape, blocks), (transposed, packs) in itertools.product(CASES, cases):
-        if packs and shape[-1] % 2:
-            continue
+    for shape, blocks in CASES:
         x = torch.randn(shape)
-        real = cast_e2m1(x, None, blocks, "floor", transposed, packs)
-        with FakeTensorMode() as mode:
-            fake = cast_e2m1(mode.from_tensor(x), None, blocks, "floor", transposed, packs)
-        kinds = [[(t.shape, t.dtype, t.stride()) for t in tensors] for tensors in (real, fake)]
-        assert kinds[0] == kinds[1]
+        exponents = block_exponents(x, E2M1_X2, blocks, "floor")
+        for call in (
+            lambda x, e, b=blocks: cast_blocks(x, E2M1_X2, b, "floor", [False, True]),
+            lambda x, e, b=blocks: quantize_block_copies(x, e, E2M1_X2, b, [False, True]),
+            lambda x, e, b=blocks: [] if x.shape[-1] % 2 else [pack_blocks(x, e, b)],
+        ):
+            real = call(x, exponents)
+            with FakeTensorMode() as mode:
+                fake = call(mode.from_tensor(x), mode.from_tensor(exponents))
+            kinds = [[(t.shape, t.dtype, t.stride()) for t in each] for each in (real, fake)]
+            assert kinds[0] == kinds[1]

@@ -5,6 +5,7 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 
 import math
 from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 from implementations import DEVICE, implementation, matrix, note_launches
 from reference import same_bits
 
-from fp8_dist.kernels import cast_e2m1, unpack_e2m1
+from fp8_dist.kernels import (
+    E2M1_X2,
+    CustomOp,
+    block_exponents,
+    cast_blocks,
+    pack_blocks,
+    quantize_block_copies,
+    unpack_e2m1,
+)
 
 E4M3 = torch.float8_e4m3fn
 Blocks = tuple[int, int, int, int]
@@ -39,34 +48,32 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return note_launches(monkeypatch)
 
 
-def check(
-    x: torch.Tensor,
-    exponents: torch.Tensor | None,
-    blocks: Blocks,
-    rule: str,
-    transposed: list[bool],
-    packs: bool = False,
-) -> list[torch.Tensor]:
-    """Compare a cast, zeros and their signs included; what the portable implementation returns."""
-    found = implementation(cast_e2m1)(x, exponents, blocks, rule, transposed, packs)
-    given = None if exponents is None else exponents.cpu()
-    expected = cast_e2m1.portable(x.cpu(), given, blocks, rule, transposed, packs)
-    assert len(found) == len(expected)
-    assert all(same_bits(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+def check(op: CustomOp[..., Any], x: torch.Tensor, *args: Any) -> Any:
+    """Compare results, zeros and their signs included; what the portable implementation returns."""
+    found = implementation(op)(x, *args)
+    on_cpu = (each.cpu() if isinstance(each, torch.Tensor) else each for each in args)
+    expected = op.portable(x.cpu(), *on_cpu)
+    pairs = (
+        [(found, expected)]
+        if isinstance(found, torch.Tensor)
+        else zip(found, expected, strict=True)
+    )
+    assert all(same_bits(a.cpu(), b) for a, b in pairs)
     return expected
 
 
 def check_all(x: torch.Tensor, blocks: Blocks, rule: str) -> None:
-    """Exponents alone, each copy, and packed data; with exponents that are computed or given."""
-    (exponents,) = check(x, None, blocks, rule, [])
-    exponents = exponents.to(DEVICE)
-    assert check(x, exponents, blocks, rule, []) == []
-    check(x, None, blocks, rule, [False, True])
-    check(x, exponents, blocks, rule, [True])
-    check(x, exponents.mT.contiguous().mT, blocks, rule, [False])
+    """Exponents alone, copies, and packed data; with exponents that are computed or given."""
+    exponents = check(block_exponents, x, E2M1_X2, blocks, rule).to(DEVICE)
+    check(cast_blocks, x, E2M1_X2, blocks, rule, [False, True])
+    check_given(x, exponents, blocks)
+    check_given(x, exponents.mT.contiguous().mT, blocks)
+
+
+def check_given(x: torch.Tensor, exponents: torch.Tensor, blocks: Blocks) -> None:
+    check(quantize_block_copies, x, exponents, E2M1_X2, blocks, [False, True])
     if x.shape[-1] % 2 == 0:
-        check(x, None, blocks, rule, [], packs=True)
-        check(x, exponents, blocks, rule, [], packs=True)
+        check(pack_blocks, x, exponents, blocks)
 
 
 def test_casts_of_any_shape_and_strides(used: set[str]) -> None:
@@ -74,7 +81,7 @@ def test_casts_of_any_shape_and_strides(used: set[str]) -> None:
     for (shape, blocks), dtype, rule in zip(CASES, dtypes, cycle(RULES[::-1])):
         used.clear()
         check_all(matrix(shape, dtype), blocks, rule)
-        assert used == {"_cast_e2m1"}
+        assert used == {"_cast_blocks"}
     x = matrix((40, 72), torch.bfloat16)
     views = (x.t(), x[:, 1::2], x[1:, 3:-1], x[:, :1].expand(40, 72))
     for view, rule in zip(views, cycle(RULES)):
@@ -91,7 +98,8 @@ def test_what_is_left_to_the_portable_implementation(used: set[str]) -> None:
     ):
         check_all(x, blocks, "even")
     x = matrix((4, 8), torch.float32)
-    check(x, None, (32, 32, 1, 3), "even", [], packs=True)
+    exponents = block_exponents.portable(x.cpu(), E2M1_X2, (32, 32, 1, 3), "even").to(DEVICE)
+    check(pack_blocks, x, exponents, (32, 32, 1, 3))
     assert used == set()
 
 
@@ -113,8 +121,7 @@ def test_every_exponent() -> None:
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
     x = matrix((16, 512), torch.float32)
     x.view(16, 16, 32)[..., :4] = torch.tensor([math.inf, -math.inf, math.nan, 2.0**127])
-    check(x, exponents, (1, 32, 0, 0), "floor", [False, True])
-    check(x, exponents, (1, 32, 0, 0), "floor", [], packs=True)
+    check_given(x, exponents, (1, 32, 0, 0))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -127,8 +134,7 @@ def test_around_each_midpoint_and_limit(rule: str) -> None:
     x = (near * powers.double().exp2()[:, None]).float()
     x = torch.cat([x, -x])
     for blocks in ((1, 1, 0, 0), (1, 32, 0, 2), (1, 64, 0, 0)):
-        check(x, None, blocks, rule, [False])
-        check(x, None, blocks, rule, [], packs=True)
+        check_all(x, blocks, rule)
 
 
 @settings(max_examples=20, deadline=None)
@@ -143,8 +149,7 @@ def test_casts_of_any_floats(
 ) -> None:
     x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(3, 4)
     blocks = (*size, start[0] % size[0], start[1] % size[1])
-    check(x, None, blocks, rule, [False, True])
-    check(x, None, blocks, rule, [], packs=True)
+    check_all(x, blocks, rule)
 
 
 def test_all_packed_bytes(used: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Casts with block scales, to several layouts in one launch.
+"""Casts with block scales, to several layouts or packed, in one launch.
 
 Block sizes are powers of two. A tile consists of whole blocks, so program instances share nothing.
 Scales and their reciprocals are made from exponent bits.
@@ -14,9 +14,11 @@ from fp8_dist.kernels.blocks import (
     block_exponents,
     cast_blocks,
     empty_exponents,
+    pack_blocks,
     quantize_block_copies,
     quantize_blocks,
 )
+from fp8_dist.kernels.cuda.triton.e2m1 import pack, round_to_e2m1
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
     as_layouts,
@@ -39,6 +41,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     store_transposed,
     to_float8,
 )
+from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype, empty_packed
 from fp8_dist.kernels.quantization import Tensors, rounded_up
 
 # Limits of a block's sides and area: a tile of whole blocks must fit into registers.
@@ -48,7 +51,10 @@ _LONGEST, _LARGEST = 256, 128 * 128
 @triton.jit
 def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
     """Compute exponents from the bits of amaxes: int32, 255 for NaN."""
-    if RULE == "floor":
+    if BIAS == 1:
+        CARRY: tl.constexpr = 0x3FFFFF if RULE == "ceil" else (0x200000 if RULE == "even" else 0)
+        exponents = tl.maximum(((largest + CARRY) >> 23) - 2, 0)
+    elif RULE == "floor":
         # The exponent of the largest number of the format.
         LARGEST: tl.constexpr = 8 if BIAS == 7 else (7 if BIAS == 8 else 15)
         exponents = tl.maximum((largest >> 23) - LARGEST, 0)
@@ -117,6 +123,7 @@ def _cast_blocks(
     first_column: tl.tensor,
     exponents: tl.tensor,
     copies: tl.tuple,
+    packed: tl.tensor | None,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -128,7 +135,7 @@ def _cast_blocks(
 ) -> None:
     # One instance: a tile of [BM, BN], enlarged to whole blocks. The exponents are contiguous. They
     # are read if GIVEN, and otherwise computed by RULE and written. Moves the bytes of x once, and
-    # 1 byte per element and layout.
+    # 1 byte per element and layout, or for two packed elements, which begin at an even column.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     data, M, K, stride_m, stride_k = x
@@ -147,13 +154,18 @@ def _cast_blocks(
     else:
         found = exponents_of(largest_of_each(magnitude(v), ROWS, COLUMNS), RULE, BIAS)
         tl.store(of_blocks, found.to(tl.uint8), mask=is_block)
-    if (copies[0] is not None) or (copies[1] is not None):
-        v = saturated(v * spread(multipliers_by(found), ROWS, COLUMNS), BIAS)
-        code = to_float8(v, BIAS, SOFT)
+    if (copies[0] is not None) or (copies[1] is not None) or (packed is not None):
+        v = v * spread(multipliers_by(found), ROWS, COLUMNS)
+        v = round_to_e2m1(v) if BIAS == 1 else saturated(v, BIAS)
+        code = to_float8(v, 7 if BIAS == 1 else BIAS, SOFT)
         if copies[0] is not None:
             tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
         if copies[1] is not None:
             store_transposed(copies[1], code, i, j, M, K, IS_PART=True)
+        if packed is not None:
+            pair = indices(tl.program_id(1), TILE_N // 2) - first_column // 2
+            mask = ((i >= 0) & (i < M))[:, None] & ((pair >= 0) & (pair < K // 2))[None, :]
+            tl.store(packed + i[:, None] * (K // 2) + pair[None, :], pack(code), mask=mask)
 
 
 def takes_size(rows: int, columns: int) -> bool:
@@ -178,12 +190,13 @@ def _launch(
     *,
     given: bool = False,
     rule: str | None = None,
+    packed: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Cast copies with the given exponents, or else compute and write the exponents first.
 
-    One launch; 2 bytes per bf16 element, and 1 for each layout.
+    One launch; 2 bytes per bf16 element, and 1 for each layout, or 0.5 if packed.
     """
-    copies, argument = empty_layouts(x, dtype, transposed), matrix(x)
+    copies, argument = empty_layouts(x, data_dtype(dtype), transposed), matrix(x)
     layouts = as_layouts(copies, transposed)
     _, M, K, *_ = argument
     rows, columns, first_row, first_column = of
@@ -195,7 +208,7 @@ def _launch(
     if x.numel():
         _cast_blocks(
             grid,
-            *(argument, first_row, first_column, exponents, layouts),
+            *(argument, first_row, first_column, exponents, layouts, packed),
             ROWS=rows,
             COLUMNS=columns,
             GIVEN=given,
@@ -240,3 +253,13 @@ def _quantize_copies(
     transposed: Sequence[bool],
 ) -> Tensors:
     return _launch(x, exponents.contiguous(), dtype, blocks, transposed, given=True)
+
+
+@fused(
+    pack_blocks,
+    lambda x, exponents, blocks: _takes(x, blocks) and not (x.shape[-1] % 2 or blocks[3] % 2),
+)
+def _pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+    packed = empty_packed(x)
+    _launch(x, exponents.contiguous(), E2M1_X2, blocks, [], given=True, packed=packed)
+    return packed

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from fp8_dist.device import rounds_to
 from fp8_dist.kernels.custom_op import CustomOp
+from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype
 from fp8_dist.kernels.quantization import Tensors, as_matrix, rounded_up
 
 P = ParamSpec("P")
@@ -22,8 +23,9 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 # Input dtypes of the kernels. Other dtypes are left to the portable implementations.
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
-# Kernels identify a float8 format by the bias of its exponent.
+# Kernels identify a format by the bias of its exponent.
 BIAS = {
+    E2M1_X2: 1,
     torch.float8_e4m3fn: 7,
     torch.float8_e4m3fnuz: 8,
     torch.float8_e5m2: 15,
@@ -141,7 +143,8 @@ def measure(call: Callable[[], None], quantiles: list[float]) -> Any:
 @cache
 def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Return the constants of a kernel that converts to or from ``dtype``."""
-    return {"BIAS": BIAS[dtype], "SOFT": INTERPRETED or not rounds_to(dtype, device)}
+    soft = INTERPRETED or not rounds_to(data_dtype(dtype), device)
+    return {"BIAS": BIAS[dtype], "SOFT": soft}
 
 
 def programs(size: int, block: int) -> int:
