@@ -150,14 +150,12 @@ class CastConfig:
                     "or set that, as the recipes blockwise and mxfp8 do"
                 )
             return
-        if self.scale_format == "fp32" and self.format == "mxfp4":
+        packs = self.format == "mxfp4"
+        if (self.scale_format == "fp32") if packs else (rule == "even"):
             raise ValueError(
-                "CastConfig: scale_format='fp32' is not for format='mxfp4', whose scales are "
-                "powers of two; drop one of them"
-            )
-        if rule == "even" and self.format != "mxfp4":
-            raise ValueError(
-                "CastConfig: scale_rule='even' is for format='mxfp4'; use 'ceil', 'floor' or None"
+                f"CastConfig: format={self.format!r} does not go with scale_format="
+                f"{self.scale_format!r} and scale_rule={rule!r}: scales of mxfp4 are powers of "
+                "two, and 'even' is for mxfp4 alone; change one of them"
             )
         if self.scale_format == "fp32" and rule is not None:
             raise ValueError(

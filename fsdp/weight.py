@@ -121,17 +121,17 @@ class Float8AllGatherWeight(KnownWeight):
             if is_packed:
                 _unpack(data, unsharded.qdata, scheme)
             return None
+        # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of what is
+        # returned as inner tensors. The output is the padded weight. It has another shape if a dim
+        # other than the first is sharded.
         if is_packed:
-            with torch.inference_mode(False):  # FSDP2 keeps it for training
+            with torch.inference_mode(False):  # it is kept for training
                 qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
             _unpack(data, qdata, scheme)
-            weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
-            return Float8Tensor.of(weight, param_dtype), (qdata,)
-        # FSDP2 itself allocates and frees the storage of its all-gather outputs. The output is the
-        # padded weight. It has another shape if a dim other than the first is sharded.
-        qdata = unpadded(data, scheme.dtype, size)
+        else:
+            qdata = unpadded(data, scheme.dtype, size)
         weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
-        return Float8Tensor.of(weight, param_dtype), ()
+        return Float8Tensor.of(weight, param_dtype), (qdata,) if is_packed else ()
 
 
 def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:

@@ -23,8 +23,6 @@ from fp8_dist.kernels.custom_op import custom_op
 # The dtype of packed data. It is sent as uint8, because no backend knows it.
 E2M1_X2 = torch.float4_e2m1fn_x2
 
-_LARGEST = 6.0
-
 # Added to the bits of an amax, they carry into its exponent if it is above the limit of the rule.
 CARRIES = {"ceil": 0x3FFFFF, "even": 0x200000, "floor": 0}
 
@@ -38,7 +36,7 @@ def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Round fp32 values to nearest, ties to even. NaN becomes 0."""
     # Values of a binade are half of its power of two apart, and those below 1 like those above.
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(1, 4)
-    steps = (x.clamp(-_LARGEST, _LARGEST) / power).mul_(2).round_()
+    steps = (x.clamp(-6, 6) / power).mul_(2).round_()
     return steps.mul_(power).mul_(0.5).nan_to_num_(0)
 
 

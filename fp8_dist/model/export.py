@@ -319,16 +319,10 @@ def _why_not_packed(model: nn.Module, name: str, weight: Float8Weight, gather: b
     shape, layout = weight.parameter().shape, Layout.of(weight.parameter())
     k = _contracted_dim(weight)
     if shape[k] % 32:
-        return (
-            f"has K = {shape[k]}, which is not a multiple of 32, the size of MXFP4's blocks; leave "
-            'the layer unconverted (module_filter_fn), or pass format="float8"'
-        )
+        return f'has K = {shape[k]}, and MXFP4 has whole blocks of 32; pass format="float8"'
     rows = torch.empty((*shape[:-2], shape[-3 - k], 1, 16), device="meta")
     if any(part.shape[-2:] != (1, 16) for part in entries_of(model, weight, name, rows).values()):
-        return (
-            "is transposed as it is saved, which would move blocks; leave the experts unconverted "
-            "(module_filter_fn)"
-        )
+        return 'is transposed as it is saved, and blocks can\'t be; pass format="float8"'
     if layout is not None and not gather and cuts_blocks(layout, k, 32):
         return (
             f"is placed as {list(layout.placements)}, and ranks have parts of blocks of 32 values, "
@@ -341,9 +335,8 @@ def _check_finite(source: _Source, scales: torch.Tensor | None) -> None:
     """Raise ValueError, on all ranks, if a weight can't be packed because of its values."""
     if source.packs and scales is not None and not fp32_scales(scales).isfinite().all():
         raise ValueError(
-            f"{source.keys[0]} has a block with NaN or infinity, which MXFP4 doesn't have "
-            "(transformers reads such a scale as 2 ** 128); load an earlier checkpoint, and export "
-            "that"
+            f"{source.keys[0]} has a block with NaN or infinity, which MXFP4 doesn't have; load an "
+            "earlier checkpoint, and export that"
         )
 
 

@@ -204,9 +204,8 @@ def _check(fqn: str, weight: Float8Weight) -> None:
 def _check_packs(fqn: str, weight: Float8Weight) -> None:
     if weight.schemes[0].packed_dtype is None:
         raise ValueError(
-            f'freeze_to_float8: {fqn} is not cast to four bits, as format="mxfp4" says; convert '
-            'the model with weight_format="mxfp4" (Float8LinearConfig.from_recipe_name), or leave '
-            "format out"
+            f"freeze_to_float8: {fqn} is not cast to four bits; convert the model with "
+            'weight_format="mxfp4", or leave format="mxfp4" out'
         )
     if weight.parameter().shape[-1] % 2:
         raise ValueError(

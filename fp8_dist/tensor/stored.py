@@ -244,17 +244,15 @@ class PackedFloat8(StoredFloat8):
         dim = -2 if is_turned else -1
         if strides[dim] != 1 or size[dim] % 2 or int(first) % 2:
             raise NotImplementedError(
-                f"a view of {size} of a weight of {list(self.shape)} that is stored in four bits, "
-                "which divides its pairs of values; use even sizes, or freeze_to_float8 without "
-                'format="mxfp4"'
+                f"a view of {size} of a weight of {list(self.shape)} in four bits divides its "
+                'pairs of values; use even sizes, or freeze_to_float8 without format="mxfp4"'
             )
         size[dim] //= 2
         strides = [stride // 2 for stride in strides]
         strides[dim] = 1
-        first = self.plain.storage_offset() + first // 2
-        return type(self)(
-            self.plain.as_strided(size, strides, first), self.dtype, self.key, is_turned
-        )
+        first = self.plain.storage_offset() + int(first) // 2
+        plain = self.plain.as_strided(size, strides, first)
+        return type(self)(plain, self.dtype, self.key, is_turned)
 
     def sent(self, whole: torch.Size) -> tuple[torch.Tensor, torch.Size]:
         # A view of the payload's dtype, so that an audit can find it.

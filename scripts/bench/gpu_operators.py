@@ -226,7 +226,8 @@ def e2m1_calls(m: int, k: int) -> Calls:
         for blocks, rule in (((32, 32, 7, 30), "ceil"), ((128, 128, 0, 0), "floor")):
             name = f"E2M1 {blocks[0]} x {blocks[1]} {dtype}"
             given = kernels.block_exponents.portable(even, E2M1_X2, blocks, rule)
-            calls[f"{name} copies"] = call(kernels.cast_blocks, x, E2M1_X2, blocks, rule, BOTH)
+            copies = BOTH if dtype is BF16 else [False]
+            calls[f"{name} copies"] = call(kernels.cast_blocks, x, E2M1_X2, blocks, rule, copies)
             calls[f"{name} packed"] = call(kernels.pack_blocks, even, given, blocks)
     packed, out = (
         kernels.pack_blocks.portable(even, given, blocks),

@@ -134,10 +134,13 @@ CASTS: list[tuple[dict[str, Any], str]] = [
         OF_BLOCKS | {"scale_rule": "up"},
         "scale_rule must be None or 'ceil' or 'even' or 'floor', got",
     ),
-    (OF_BLOCKS | {"scale_rule": "even"}, "scale_rule='even' is for format='mxfp4'; use 'ceil'"),
+    (OF_BLOCKS | {"scale_rule": "even"}, "and 'even' is for mxfp4 alone; change"),
     ({"format": "mxfp4"}, DROP),
     (OF_BLOCKS | {"format": "mxfp6"}, "format must be 'e4m3' or 'mxfp4', got 'mxfp6'"),
-    (OF_BLOCKS | {"format": "mxfp4", "scale_format": "fp32"}, "'fp32' is not for format='mxfp4'"),
+    (
+        OF_BLOCKS | {"format": "mxfp4", "scale_format": "fp32"},
+        "format='mxfp4' does not go with scale_format='fp32'",
+    ),
 ]
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("tensorwise", {"cast_config_weight": OFF}, "weight is DISABLED while input is not"),

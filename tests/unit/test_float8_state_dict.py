@@ -177,8 +177,8 @@ def test_what_mxfp4_lacks() -> None:
         """\
 float8_state_dict: format is 'fp4'; pass one of ['float8', 'mxfp4']
 float8_state_dict: layers.0.w1.weight was converted with recipe=mxfp8, float8_gathers=input|grad_output, but its weights are not in MXFP4; load the state dict into a model that was converted with weight_format="mxfp4", and export that
-float8_state_dict: 0.weight, [64, 70], has K = 70, which is not a multiple of 32, the size of MXFP4's blocks; leave the layer unconverted (module_filter_fn), or pass format="float8"
-0.weight has a block with NaN or infinity, which MXFP4 doesn't have (transformers reads such a scale as 2 ** 128); load an earlier checkpoint, and export that""",
+float8_state_dict: 0.weight, [64, 70], has K = 70, and MXFP4 has whole blocks of 32; pass format="float8"
+0.weight has a block with NaN or infinity, which MXFP4 doesn't have; load an earlier checkpoint, and export that""",
     )
 
 

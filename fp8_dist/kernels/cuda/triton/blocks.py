@@ -141,7 +141,8 @@ def _cast_blocks(
     data, M, K, stride_m, stride_k = x
     i = indices(tl.program_id(0), TILE_M) - first_row
     j = indices(tl.program_id(1), TILE_N) - first_column
-    mask = ((i >= 0) & (i < M))[:, None] & ((j >= 0) & (j < K))[None, :]
+    is_row = ((i >= 0) & (i < M))[:, None]
+    mask = is_row & ((j >= 0) & (j < K))[None, :]
     v = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0)
     v = as_fp32(v)
     down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
@@ -164,7 +165,7 @@ def _cast_blocks(
             store_transposed(copies[1], code, i, j, M, K, IS_PART=True)
         if packed is not None:
             pair = indices(tl.program_id(1), TILE_N // 2) - first_column // 2
-            mask = ((i >= 0) & (i < M))[:, None] & ((pair >= 0) & (pair < K // 2))[None, :]
+            mask = is_row & ((pair >= 0) & (pair < K // 2))[None, :]
             tl.store(packed + i[:, None] * (K // 2) + pair[None, :], pack(code), mask=mask)
 
 
