@@ -150,12 +150,12 @@ class CastConfig:
                     "or set that, as the recipes blockwise and mxfp8 do"
                 )
             return
-        packs = self.format == "mxfp4"
-        if (self.scale_format == "fp32") if packs else (rule == "even"):
+        is_plain = self.scale_format == "ue8m0" and self.target_dtype in (None, torch.float8_e4m3fn)
+        if rule == "even" if self.format == "e4m3" else not is_plain:
             raise ValueError(
                 f"CastConfig: format={self.format!r} does not go with scale_format="
-                f"{self.scale_format!r} and scale_rule={rule!r}: scales of mxfp4 are powers of "
-                "two, and 'even' is for mxfp4 alone; change one of them"
+                f"{self.scale_format!r}, scale_rule={rule!r} and target_dtype={self.target_dtype}: "
+                "mxfp4 has e4m3fn data and power-of-two scales, and it alone has 'even'; change one"
             )
         if self.scale_format == "fp32" and rule is not None:
             raise ValueError(

@@ -33,7 +33,7 @@ from fp8_dist.mesh import Layout, local_sizes, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme, Start
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.known import KnownWeight
-from fp8_dist.tensor.stored import PackedFloat8, Stored
+from fp8_dist.tensor.stored import PackedFloat8, Stored, StoredFloat8
 from fp8_dist.tensor.wrapper import padded_shard, unpadded
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
@@ -164,7 +164,8 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
     local = dtensor_local(sharded)
     asking = [weight for weight in weights if weight.config.fsdp_float8_all_gather]
     if isinstance(local, PackedFloat8) and not _packs(weights[0]):
-        parameter.replace_local(local.in_float8())
+        data = local.unpacked(weights[0].schemes[0])
+        parameter.replace_local(StoredFloat8(data, local.dtype, local.key))
     if isinstance(local, Float8AllGatherWeight | Stored):
         return
     if asking:
@@ -198,10 +199,11 @@ def _packs(weight: Float8Weight) -> bool:
     if not packs:
         warn_once(
             "gather not packed",
-            f"{weight.fqn} and layers like it: FSDP2 gathers their weights as float8, 1 byte per "
-            "element, because only equal shards of dim 0 with an even number of columns can be "
-            f"packed, and {tuple(layout.shape)} is placed as {list(layout.placements)} on "
-            f"{layout.mesh}; use Shard(0), and a size that the ranks divide",
+            f"{weight.fqn} and layers like it: FSDP2 gathers their weights (and keeps frozen ones) "
+            "as float8, 1 byte per element, because only equal shards of dim 0 with an even number "
+            f"of columns can be packed, and {tuple(layout.shape)} is placed as "
+            f"{list(layout.placements)} on {layout.mesh}; shard dim 0, and choose sizes that the "
+            "ranks divide so",
         )
     return packs
 

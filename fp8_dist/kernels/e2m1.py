@@ -51,8 +51,7 @@ def pack_e2m1(qdata: torch.Tensor) -> torch.Tensor:
     code = qdata.contiguous().view(torch.uint8)
     size = code & 0x7F
     # 0, 0.5, 1, 1.5, ... are 0, 0x30, 0x38, 0x3C, ...; from 1 on, each is 4 above the one before.
-    index = torch.where(size < 0x38, size >> 5, (size >> 2) - 12)
-    index |= (code & 0x80) >> 4
+    index = torch.where(size < 0x38, size >> 5, (size >> 2) - 12) | (code & 0x80) >> 4
     return index[..., 0::2] | index[..., 1::2] << 4
 
 

@@ -268,8 +268,8 @@ class Float8Linear(nn.Linear):
         if "float8_weight" not in self.__dict__:  # the layer is being constructed
             return shown
         shown += f", {config_text(self.config)}"
-        if self.float8_weight.is_stored:
-            shown += ", stored in float8"
+        if (stored := self.float8_weight.stored()) is not None:
+            shown += f", stored in {'mxfp4' if stored.is_packed else 'float8'}"
         if self.reduce_transport is not None:
             shown += f", reduce_transport={self.reduce_transport}"
         return shown

@@ -17,7 +17,7 @@ from fp8_dist.device import is_float8
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.mesh import Layout, local_tensor, own_pieces, taken, with_local
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, measure, whole_statistics
-from fp8_dist.tensor.stored import Stored, StoredFloat8, StoredScales
+from fp8_dist.tensor.stored import PackedFloat8, Stored, StoredFloat8, StoredScales
 
 
 class StoredWeight(NamedTuple):
@@ -45,6 +45,11 @@ class StoredWeight(NamedTuple):
         local = local_tensor(self.data)
         assert isinstance(local, StoredFloat8)
         return local
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two values of the data share a byte."""
+        return isinstance(self.local_data, PackedFloat8)
 
     @property
     def local_scales(self) -> StoredScales:

@@ -424,7 +424,7 @@ class Float8Weight:
             return WeightCasts()
         if (stored := self.stored(parameter)) is not None:
             own = stored.quantized()
-            if isinstance(stored.local_data, PackedFloat8):
+            if stored.is_packed:
                 return WeightCasts(own, recast=Recast(own.scales, *own[2:]))
             return WeightCasts(own, own)
         local = local_tensor(parameter)

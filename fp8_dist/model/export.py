@@ -257,8 +257,12 @@ def _stream(
 ) -> Iterator[WeightEntry]:
     for bucket in _buckets(sources, bucket_bytes):
         tensors, scales = _cast(bucket, gather)
-        for each in zip(bucket, scales, strict=True):
-            _check_finite(*each)
+        for source, own in zip(bucket, scales, strict=True):
+            if source.packs and own is not None and not fp32_scales(own).isfinite().all():
+                raise ValueError(
+                    f"{source.keys[0]} has a block with NaN or infinity, which MXFP4 doesn't have; "
+                    "load an earlier checkpoint, and export that"
+                )
         # All messages of a bucket are exchanged before its first tensor is yielded.
         made = full_tensors(tensors) if gather else iter(tensors)
         if keeps:
@@ -329,15 +333,6 @@ def _why_not_packed(model: nn.Module, name: str, weight: Float8Weight, gather: b
             "which MXFP4 packs together; pass full_state_dict=True"
         )
     return None
-
-
-def _check_finite(source: _Source, scales: torch.Tensor | None) -> None:
-    """Raise ValueError, on all ranks, if a weight can't be packed because of its values."""
-    if source.packs and scales is not None and not fp32_scales(scales).isfinite().all():
-        raise ValueError(
-            f"{source.keys[0]} has a block with NaN or infinity, which MXFP4 doesn't have; load an "
-            "earlier checkpoint, and export that"
-        )
 
 
 def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:

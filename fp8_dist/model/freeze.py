@@ -80,18 +80,18 @@ def freeze_to_float8(
     check_arguments("freeze_to_float8", module, module_filter_fn)
     if format not in ("float8", "mxfp4"):
         raise ValueError(f'freeze_to_float8: format={format!r} is neither "float8" nor "mxfp4"')
-    packs = format == "mxfp4"
     weights = weights_of_model(module, "freeze_to_float8")
-    chosen = {
+    admitted = {
         fqn: weight
         for fqn, weight in weights.items()
-        if not (weight.is_stored or weight.parameter().requires_grad)
+        if not weight.parameter().requires_grad
         and (module_filter_fn is None or module_filter_fn(weight.module, weight.fqn))
     }
+    chosen = {fqn: weight for fqn, weight in admitted.items() if not weight.is_stored}
     for fqn, weight in chosen.items():
         _check(fqn, weight)
-        if packs:
-            _check_packs(fqn, weight)
+    for fqn, weight in admitted.items() if format == "mxfp4" else ():
+        _check_packs(fqn, weight)
     parameters = {fqn: weight.parameter() for fqn, weight in chosen.items()}
     if shared := other_users(module, parameters, [weight.module for weight in chosen.values()]):
         raise ValueError(
@@ -104,7 +104,7 @@ def freeze_to_float8(
         if first is weight:
             (cast,) = weight.casts(weight.parameter(), CastPlan(weight.schemes))
             dtype = weight.parameter().dtype
-            weight.store(cast.qdata.clone(), cast.scales[0].clone(), dtype, packs=packs)
+            weight.store(cast.qdata.clone(), cast.scales[0].clone(), dtype, packs=format == "mxfp4")
         else:  # layers may share a weight
             weight.share(first.parameter(), first.module.get_parameter(first.scales_name))
     stored = [fqn for fqn, weight in weights.items() if weight.is_stored]
@@ -202,10 +202,12 @@ def _check(fqn: str, weight: Float8Weight) -> None:
 
 
 def _check_packs(fqn: str, weight: Float8Weight) -> None:
-    if weight.schemes[0].packed_dtype is None:
+    stored = weight.stored()
+    if weight.schemes[0].packed_dtype is None or (stored and not stored.is_packed):
         raise ValueError(
-            f"freeze_to_float8: {fqn} is not cast to four bits; convert the model with "
-            'weight_format="mxfp4", or leave format="mxfp4" out'
+            f"freeze_to_float8: {fqn} is not cast to four bits, or stored in float8 already; "
+            'convert the model with weight_format="mxfp4", and call unfreeze_from_float8 before '
+            'format="mxfp4"; or leave the layer out (module_filter_fn)'
         )
     if weight.parameter().shape[-1] % 2:
         raise ValueError(

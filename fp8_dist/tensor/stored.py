@@ -6,7 +6,7 @@ two frozen parameters of its module: a :class:`StoredFloat8` under the weight's 
 shard, gather, move and offload them like all parameters, but as the bytes that they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,7 +14,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fp8_dist.scaling import Scheme, scheme_named, unpack
+from fp8_dist.kernels import E2M1_X2
+from fp8_dist.scaling import Scheme, unpack
 from fp8_dist.tensor.wrapper import MOVES, WrapperParameter, bytes_of, padded_shard, unpadded
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
@@ -38,9 +39,11 @@ class Stored(WrapperParameter):
     Attributes:
         write: adds to the weight in high precision and casts it again, in place, given the
             operator and its other arguments; None if this is not the whole weight of a layer.
+        payload: the dtype of what FSDP2 gathers as bytes; None: that of ``plain``.
     """
 
     write: Callable[..., None] | None
+    payload: ClassVar[torch.dtype | None] = None
     __slots__ = ("write",)
 
     @staticmethod
@@ -91,6 +94,11 @@ class Stored(WrapperParameter):
     ) -> Any:
         kwargs = dict(kwargs or {})
         own = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Stored))
+        # Under inference_mode, composite operators arrive here without being decomposed.
+        if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return found
+        if func.is_view and func is not aten.detach.default and isinstance(own, PackedFloat8):
+            return own.views(func, args[1:], kwargs)
         if not (func.is_view or func in _SAME):
             if func in _ADDITIONS and args[0] is own and own.write is not None:
                 own.write(func, *args[1:], **kwargs)
@@ -105,6 +113,8 @@ class Stored(WrapperParameter):
                 "DistributedDataParallel does to broadcast parameters; call freeze_to_float8 on "
                 "the module that it wraps, as the last step before that"
             )
+        if func in (aten.new_zeros.default, aten.new_empty.default):
+            args = own, own.inner_size(args[1]), *args[2:]
         as_bytes = func in _ON_BYTES
         args_, kwargs_ = tree_map_only(
             Stored, lambda x: bytes_of(x.plain) if as_bytes else x.plain, (args, kwargs)
@@ -120,9 +130,9 @@ class Stored(WrapperParameter):
             torch.Tensor, lambda plain: own.like(plain.view(own.plain.dtype), dtype), out
         )
 
-    def sent(self, whole: torch.Size) -> tuple[torch.Tensor, torch.Size]:
-        """The bytes that FSDP2 gathers, and their size for a parameter of the size ``whole``."""
-        return bytes_of(self.plain), whole
+    def inner_size(self, size: Sequence[int]) -> torch.Size:
+        """The size of the plain tensor of a parameter of another size."""
+        return torch.Size(size)
 
     def fsdp_pre_all_gather(
         self,
@@ -136,8 +146,10 @@ class Stored(WrapperParameter):
 
         Collectives: none.
         """
-        data, size = self.sent(outer_size)
-        return (padded_shard(data, size, mesh.size()),), size
+        size = self.inner_size(outer_size)
+        data = padded_shard(bytes_of(self.plain), size, mesh.size())
+        # A view of the payload's dtype, so that an audit can find it.
+        return (bytes_of(data.view(self.payload or self.plain.dtype)),), size
 
     def fsdp_post_all_gather(
         self,
@@ -198,6 +210,7 @@ class PackedFloat8(StoredFloat8):
     """
 
     is_turned: bool
+    payload: ClassVar[torch.dtype | None] = E2M1_X2
     static: ClassVar[tuple[str, ...]] = ("dtype", "key", "is_turned")
     __slots__ = ("is_turned",)
 
@@ -215,27 +228,10 @@ class PackedFloat8(StoredFloat8):
     def holding(self, data: torch.Tensor, scheme: Scheme) -> Self:
         return self.like(scheme.pack(data).view(torch.uint8))
 
-    def in_float8(self) -> StoredFloat8:
-        """Return the same weight, unpacked."""
-        return StoredFloat8(self.unpacked(scheme_named(self.key)), self.dtype, self.key)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        own = args[0]
-        if func.is_view and func is not aten.detach.default:
-            outline = torch.empty_strided(own.shape, own.stride(), device="meta")
-            views = func(outline, *args[1:], **(kwargs or {}))
-            return tree_map_only(torch.Tensor, own._part, views)
-        if func in (aten.new_zeros.default, aten.new_empty.default):
-            *leading, columns = args[1]
-            args = own, [*leading, columns // 2], *args[2:]
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    def views(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the views of this parameter that an operator makes, given its other arguments."""
+        outline = torch.empty_strided(self.shape, self.stride(), device="meta")
+        return tree_map_only(torch.Tensor, self._part, func(outline, *args, **kwargs))
 
     def _part(self, view: torch.Tensor) -> Self:
         """Return a view of this parameter, given one of a tensor that has its shape."""
@@ -254,10 +250,8 @@ class PackedFloat8(StoredFloat8):
         plain = self.plain.as_strided(size, strides, first)
         return type(self)(plain, self.dtype, self.key, is_turned)
 
-    def sent(self, whole: torch.Size) -> tuple[torch.Tensor, torch.Size]:
-        # A view of the payload's dtype, so that an audit can find it.
-        packed = self.plain.view(scheme_named(self.key).packed_dtype)  # type: ignore[arg-type]
-        return packed.view(torch.uint8), torch.Size((*whole[:-1], whole[-1] // 2))
+    def inner_size(self, size: Sequence[int]) -> torch.Size:
+        return torch.Size((*size[:-1], size[-1] // 2))
 
 
 class StoredScales(Stored):

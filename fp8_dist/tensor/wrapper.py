@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.nn.functional import pad
 
-from fp8_dist.device import is_float8
 from fp8_dist.torch_internals import disabled_torch_function, make_wrapper, stable_hash, tensor_data
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
@@ -136,7 +135,7 @@ def rebuilt(
 
 def bytes_of(plain: torch.Tensor) -> torch.Tensor:
     """Return float8 data as uint8, for what does not support float8: pickle and some backends."""
-    return plain.view(torch.uint8) if is_float8(plain.dtype) else plain
+    return plain.view(torch.uint8) if plain.itemsize == 1 else plain
 
 
 def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:

@@ -234,6 +234,7 @@ def matrices(path: Path) -> list[Tensor]:
     found = []
     for key, leaf in tree_leaves_with_path(content):
         wanted = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
+        wanted = wanted and leaf.itemsize > 1  # codes are no weights
         if wanted and not any(word in keystr(key).lower() for word in ("embed", "optim")):
             matrix = leaf.detach().flatten(1).float()
             rows, columns = (size - size % 128 for size in matrix.shape)
@@ -303,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--weights", nargs="+", type=Path, metavar="FILE", help="measure these weights alone")
     args = start(parser, argv)
+    if missing := [str(path) for path in args.weights or () if not path.is_file()]:
+        parser.error(f"--weights: there is no file {', '.join(missing)}")
     if args.weights:
         return finish(args, {str(path): weights_table(matrices(path)) for path in args.weights})
     recorded = record(STEPS, seed=0)

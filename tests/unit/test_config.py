@@ -134,8 +134,12 @@ CASTS: list[tuple[dict[str, Any], str]] = [
         OF_BLOCKS | {"scale_rule": "up"},
         "scale_rule must be None or 'ceil' or 'even' or 'floor', got",
     ),
-    (OF_BLOCKS | {"scale_rule": "even"}, "and 'even' is for mxfp4 alone; change"),
+    (OF_BLOCKS | {"scale_rule": "even"}, "and it alone has 'even'; change one"),
     ({"format": "mxfp4"}, DROP),
+    *(
+        (OF_BLOCKS | {"format": "mxfp4", "target_dtype": dtype}, f"target_dtype={dtype}: mxfp4 has")
+        for dtype in (E5M2, torch.float8_e4m3fnuz)
+    ),
     (OF_BLOCKS | {"format": "mxfp6"}, "format must be 'e4m3' or 'mxfp4', got 'mxfp6'"),
     (
         OF_BLOCKS | {"format": "mxfp4", "scale_format": "fp32"},
@@ -198,14 +202,6 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         "a multiple of 32; use block",
     ),
     ("mxfp8", {"cast_config_weight": blocks(32, 64, format="mxfp4")}, "blocks of 32 x 64, but"),
-    *(
-        (
-            "mxfp8",
-            {"cast_config_weight": blocks(32, 32, format="mxfp4", target_dtype=dtype)},
-            f"target_dtype={dtype} and blocks of 32 x 32, but MXFP4 is multiplied as",
-        )
-        for dtype in (E5M2, torch.float8_e4m3fnuz)
-    ),
 ]
 
 

@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_bits_and_bytes_of_a_stored_weight(name: str, dtype: torch.dtype) -> Non
         per_weight = {"rowwise_folded": 1 + 4 / 320, "mxfp8": 1.002}.get(name, 1.001)
         per_weight = 0.502 if name in PACKED else per_weight
         assert size <= per_weight * layer.weight.numel()
-    assert "stored in float8" in repr(net)
+    assert f"stored in {'mxfp4' if name in PACKED else 'float8'}" in repr(net)
 
 
 class NewFloat8(TorchDispatchMode):
@@ -397,7 +398,10 @@ def test_what_can_not_be_frozen() -> None:
     refused(converted(), "admits none; call", module_filter_fn=lambda *_: False)
     refused(converted("rowwise"), "0.weight is cast with several scales for each value, so")
     refused(converted(), """format='fp4' is neither "float8" nor "mxfp4\"""", format="fp4")
-    refused(converted("mxfp8"), "0.weight is not cast to four bits; convert the", format="mxfp4")
+    refused(converted("mxfp8"), "0.weight is not cast to four bits, or stored", format="mxfp4")
+    net = converted("mxfp4")
+    freeze_to_float8(net, module_filter_fn=lambda _, fqn: fqn == "0")
+    refused(net, "0.weight is not cast to four bits, or stored", format="mxfp4")
     odd = nn.Sequential(nn.Linear(33, 16)).requires_grad_(False)
     convert_to_float8_training(odd, config=CONFIGS["mxfp4"])
     refused(odd, "0.weight is [16, 33], and an odd number of columns can't be", format="mxfp4")
@@ -481,12 +485,24 @@ PARTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
-def test_views_of_a_packed_weight() -> None:
-    layer = frozen("mxfp4")[0]
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [(nullcontext, "blockwise"), (nullcontext, "mxfp4"), (torch.inference_mode, "mxfp4")],
+)
+def test_views_and_moves_of_a_weight(mode: Callable[[], Any], name: str) -> None:
+    """Under inference_mode, composite operators reach the tensor as they are."""
+    layer = frozen(name)[0]
     weight, data = layer.weight, layer.state_dict()["weight"]
-    for part in PARTS:
-        found = part(weight).unpacked(layer.float8_weight.schemes[0])
-        assert same_bits(found.contiguous(), part(data).contiguous())
+    moved = [lambda x: x.mT.contiguous(), lambda x: x.to("cpu"), lambda x: x.reshape(160, 1024)]
+    with mode():
+        for part in (*PARTS, *moved):
+            found = part(weight).unpacked(layer.float8_weight.schemes[0])
+            assert same_bits(found.contiguous(), part(data).contiguous())
+        assert weight.to(torch.float32).shape == weight.shape
+
+
+def test_views_that_divide_pairs() -> None:
+    weight = frozen("mxfp4")[0].weight
     text = raised(NotImplementedError, lambda: weight[:, 1:4])
     assert "divides its pairs of values; use even sizes, or" in text
 
