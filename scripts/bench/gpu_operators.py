@@ -64,7 +64,7 @@ def operator_calls(
     m, k = shape or SHAPES[odd]
     calls: Calls = {}
     torch.manual_seed(0)
-    of_casts = amax_calls, cast_calls, fold_calls, block_calls, e2m1_calls
+    of_casts = amax_calls, cast_calls, fold_calls, block_calls
     for family in (*of_casts, gemm_calls, message_calls):
         calls |= family(m, k)
     return {name: moved(each, device) for name, each in calls.items()}
@@ -195,6 +195,8 @@ def block_calls(m: int, k: int) -> Calls:
         ((1, 32, 0, 5), E5M2, "ceil", 32),
         ((128, 128, 0, 0), E4M3, "ceil", 128),
         ((32, 32, 7, 31), E5M2, "floor", 32),
+        ((128, 128, 0, 0), E2M1_X2, "even", 128),
+        ((32, 32, 7, 30), E2M1_X2, "floor", 32),
     )
     for blocks, dtype, rule, rows in kinds:
         of = f"{blocks[0]}x{blocks[1]} {short_name(dtype)}"
@@ -206,6 +208,12 @@ def block_calls(m: int, k: int) -> Calls:
         known = data, exponents, blocks
         calls[f"dequantize_blocks {of}"] = call(kernels.dequantize_blocks, *known, BF16)
         calls[f"reblock {of}"] = call(kernels.reblock, *known, rows, rule and "ceil", True)
+    for high in (BF16, FP32):  # in the last blocks
+        even = special(m, k, high)[:, : k // 2 * 2]
+        of = even, kernels.block_exponents.portable(even, E2M1_X2, blocks, "floor"), blocks
+        calls[f"pack_blocks {short_name(high)}"] = call(kernels.pack_blocks, *of)
+    packed, out = kernels.pack_blocks.portable(*of), torch.zeros(even.shape, dtype=E4M3)
+    calls["unpack_e2m1"] = call(kernels.unpack_e2m1, packed, out)
     blocks, dtype, *_ = kinds[0]
     exponents, data = cast.portable(x, dtype, blocks, None, [False])
     calls["quantize_blocks"] = call(kernels.quantize_blocks, x, exponents, dtype, blocks)
@@ -214,26 +222,6 @@ def block_calls(m: int, k: int) -> Calls:
     for high in (FP16, FP32):
         name = f"cast_blocks {short_name(high)}"
         calls[name] = call(cast, special(m, k, high), dtype, blocks, None, BOTH)
-    return calls
-
-
-def e2m1_calls(m: int, k: int) -> Calls:
-    """Casts to E2M1: exponents, copies and packed data; and unpacked data."""
-    calls: Calls = {}
-    for dtype in (BF16, FP16, FP32):
-        x = special(m, k, dtype)
-        even = x[:, : k // 2 * 2]
-        for blocks, rule in (((32, 32, 7, 30), "ceil"), ((128, 128, 0, 0), "floor")):
-            name = f"E2M1 {blocks[0]} x {blocks[1]} {dtype}"
-            given = kernels.block_exponents.portable(even, E2M1_X2, blocks, rule)
-            copies = BOTH if dtype is BF16 else [False]
-            calls[f"{name} copies"] = call(kernels.cast_blocks, x, E2M1_X2, blocks, rule, copies)
-            calls[f"{name} packed"] = call(kernels.pack_blocks, even, given, blocks)
-    packed, out = (
-        kernels.pack_blocks.portable(even, given, blocks),
-        torch.zeros(even.shape, dtype=E4M3),
-    )
-    calls["unpack_e2m1"] = call(kernels.unpack_e2m1, packed, out)
     return calls
 
 

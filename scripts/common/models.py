@@ -6,7 +6,6 @@ token is computed alone. So experts are divided over both, and the rest of what 
 alone, such as routers, is sharded by FSDP2 over all axes.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType, MethodType
@@ -181,8 +180,8 @@ def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) ->
     config = config_of(name, enable_fsdp_float8_all_gather=gather, **changes)
     if experts_of(model):
         recipe, weight_format = recipe_and_format(name)
-        experts = Float8ExpertsConfig(recipe, weight_format=weight_format)
-        experts = dataclasses.replace(experts, enable_fsdp_float8_all_gather=gather)
+        how: Any = {"weight_format": weight_format, "enable_fsdp_float8_all_gather": gather}
+        experts = Float8ExpertsConfig(recipe, **how)
         convert_experts_to_float8_training(model, config=experts)
     call(model, module_filter_fn=is_float8, config=config)
 

@@ -39,6 +39,7 @@ from scripts.train.train import MAX_GRAD_NORM, learning_rate_factor
 
 GEMMS = ("output", "grad_input", "grad_weight")
 MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
+WEIGHTS = torch.float32, torch.bfloat16, torch.float16  # and no codes
 STEPS = [5, 300]  # those that are recorded; the last one ends the training
 # A delayed scale is that of earlier steps, which a single record doesn't have.
 RECIPES = [name for name in OURS if name != "delayed"]
@@ -233,8 +234,7 @@ def matrices(path: Path) -> list[Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     found = []
     for key, leaf in tree_leaves_with_path(content):
-        wanted = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1
-        wanted = wanted and leaf.itemsize > 1  # codes are no weights
+        wanted = isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.dtype in WEIGHTS
         if wanted and not any(word in keystr(key).lower() for word in ("embed", "optim")):
             matrix = leaf.detach().flatten(1).float()
             rows, columns = (size - size % 128 for size in matrix.shape)

@@ -6,7 +6,6 @@
     python -m scripts.train.compare_seeds --of tensor-parallel --assert
     python -m scripts.train.compare_seeds --of experts --steps 500 --assert
     python -m scripts.train.compare_seeds --of four-bits --steps 1000 --assert
-    python -m scripts.train.compare_seeds --of four-bits --steps 1000 --lr 1e-3
 
 Variants are recipes beside bf16, one process each, of the debug Llama or of a mixture of experts;
 mxfp8 and blockwise with weights in e4m3 and in MXFP4, here at two learning rates;
