@@ -452,6 +452,22 @@ def test_warnings_once_per_layer() -> None:
 # Outputs.
 
 
+def test_casts_to_four_bits_have_a_limit_of_their_own() -> None:
+    """Of Laplace-distributed weights, whose squares have large amaxes."""
+    layer = nn.Linear(256, 256)
+    layer.weight.data = torch.distributions.Laplace(0.0, 1.0).sample((256, 256))
+    config = Float8LinearConfig.from_recipe_name("blockwise", weight_format="mxfp4")
+    convert_to_float8_training(layer, config=config)
+    for limits, count in ((AnomalyLimits(), 0), (AnomalyLimits(sqnr=26.0), 1)):
+        with float8_stats(layer, on_anomaly=(found := []).append, limits=limits) as stats:
+            layer(torch.randn(64, 256)).sum().backward()
+        (row,) = [row for row in stats.rows if row.operand == "weight"]
+        assert row.dtype is torch.float4_e2m1fn_x2
+        assert 12 < row.sqnr < 14.9
+        assert row.saturation < 15
+        assert [each.row for each in found if each.row.operand == "weight"] == [row] * count
+
+
 def test_jsonl(tmp_path: Path) -> None:
     path, stats = tmp_path / "stats.jsonl", float8_stats(model := net(), gemms=True)
     with stats, torch.no_grad():
