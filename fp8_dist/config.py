@@ -6,7 +6,7 @@ resolve it.
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from types import NoneType, UnionType
@@ -80,6 +80,25 @@ def check_fields(config: Any) -> None:
             raise (ValueError if choices else TypeError)(
                 f"{type(config).__name__}.{field.name} must be {' or '.join(names)}, got {value!r}"
             )
+
+
+def check_names(config: type, names: Iterable[str], others: str = "") -> None:
+    """Check that a config has fields of these names.
+
+    Args:
+        config: the class of the config.
+        names: of the arguments of ``config.from_recipe_name``.
+        others: text about arguments that are no fields.
+
+    Raises:
+        TypeError: it does not have one of them.
+    """
+    known = [field.name for field in fields(config) if field.init]
+    if unknown := [name for name in names if name not in known]:
+        raise TypeError(
+            f"{config.__name__}.from_recipe_name: there is no field {', '.join(unknown)}; fields "
+            f"are {', '.join(known)}{others and f', and arguments of casts are {others}'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -389,6 +408,7 @@ class Float8LinearConfig:
         division: Division = "vllm",
         weight_source: Source = "master",
         weight_format: Format = "e4m3",
+        **fields: Any,
     ) -> "Float8LinearConfig":
         """Return the config of a ready-made recipe.
 
@@ -400,13 +420,18 @@ class Float8LinearConfig:
             weight_source: the ``source`` of the weight's cast, for BLOCKWISE and MXFP8.
             weight_format: the ``format`` of the weight's cast, for BLOCKWISE and MXFP8. The scales
                 of ``"mxfp4"`` follow the rule ``"floor"``.
+            **fields: fields of the config that differ from the recipe's.
 
         Raises:
-            ValueError: the name is not a recipe, or the recipe does not take the other arguments.
+            ValueError: the name is not a recipe, the recipe does not take the other arguments, or
+                the fields do not go together.
+            TypeError: there is no such field, or a field has the wrong type.
         """
         names = [recipe.value for recipe in Float8LinearRecipeName]
         if recipe_name not in (*Float8LinearRecipeName, *names):
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
+        cast_arguments = "scale_format, division, weight_source and weight_format"
+        check_names(Float8LinearConfig, fields, cast_arguments)
         recipe = Float8LinearRecipeName(recipe_name)
         found = _RECIPES[recipe]()
         formats: dict[str, Any] = {"scale_format": scale_format, "division": division}
@@ -420,7 +445,14 @@ class Float8LinearConfig:
         formats |= {"source": weight_source, "format": weight_format}
         rule = found.cast_config_weight.scale_rule if weight_format == "e4m3" else None
         weight = replace(found.cast_config_weight, scale_rule=rule, **formats)
-        return replace(found, cast_config_input=input, cast_config_weight=weight)
+        casts = {"cast_config_input": input, "cast_config_weight": weight}
+        for name, cast in casts.items():
+            if name in fields and cast != getattr(found, name):
+                raise ValueError(
+                    f"Float8LinearConfig.from_recipe_name: {name} replaces the cast that "
+                    f"{cast_arguments} change; set the fields of {name} itself"
+                )
+        return replace(found, **casts | fields)
 
     def _check_scaling_types(self) -> None:
         for operand in get_args(Operand):

@@ -15,7 +15,6 @@ import pkgutil
 import platform
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from typing import Any
@@ -159,8 +158,7 @@ def _gpus() -> Iterator[str]:
 
 
 def _model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    config = replace(config, enable_fsdp_float8_all_gather="auto")
+    config = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
     yield "module_filter_fn=skip_head(model)"
     try:

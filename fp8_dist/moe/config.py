@@ -1,9 +1,9 @@
 """The config of experts, and the schemes that follow from it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from fp8_dist.config import CastConfig, Float8LinearConfig, Format, check_fields
+from fp8_dist.config import CastConfig, Float8LinearConfig, Format, check_fields, check_names
 from fp8_dist.device import e4m3
 from fp8_dist.scaling import Dense, Scheme, covering
 
@@ -61,13 +61,19 @@ class Float8ExpertsConfig:
         object.__setattr__(self, "linear", found)
 
     @staticmethod
-    def from_recipe_name(recipe_name: str) -> "Float8ExpertsConfig":
+    def from_recipe_name(recipe_name: str, **fields: Any) -> "Float8ExpertsConfig":
         """Return the config of a recipe.
 
+        Args:
+            recipe_name: the value of ``recipe``.
+            **fields: other fields of the config.
+
         Raises:
-            ValueError: experts do not support the recipe.
+            ValueError: experts do not support the recipe, or a field has a wrong value.
+            TypeError: there is no such field.
         """
-        return Float8ExpertsConfig(recipe=recipe_name)  # type: ignore[arg-type]
+        check_names(Float8ExpertsConfig, fields)
+        return Float8ExpertsConfig(recipe_name, **fields)  # type: ignore[arg-type]
 
     @property
     def rows(self) -> Scheme:

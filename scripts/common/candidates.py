@@ -53,10 +53,9 @@ def config_of(name: str, **changes: Any) -> Any:
     """The config of a recipe, of the library or of torchao, with some fields replaced."""
     if is_torchaos(name):
         config = torchao.Float8LinearConfig.from_recipe_name(name.removeprefix("torchao "))
-    else:
-        recipe, weight_format = recipe_and_format(name)
-        config = Float8LinearConfig.from_recipe_name(recipe, weight_format=weight_format)
-    return dataclasses.replace(config, **changes)
+        return dataclasses.replace(config, **changes)
+    recipe, weight_format = recipe_and_format(name)
+    return Float8LinearConfig.from_recipe_name(recipe, weight_format=weight_format, **changes)
 
 
 def recipe_and_format(name: str) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from fp8_dist import (
     ScalingGranularity,
     ScalingType,
 )
+from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.recipe import Operand
 from fp8_dist.scaling import Dense
 
@@ -73,6 +74,26 @@ def test_recipes_by_name() -> None:
             assert config.recipe.gather_scheme[operand] == (None if two_copies else first)
 
 
+def test_a_recipe_takes_any_field_of_the_config() -> None:
+    for name in Float8LinearRecipeName:
+        other = replace(recipe(name), pad_inner_dim=True, enable_fsdp_float8_all_gather="auto")
+        assert recipe(name, pad_inner_dim=True, enable_fsdp_float8_all_gather="auto") == other
+    weight = blocks(32, 32, scale_rule="ceil")
+    found = recipe("mxfp8", cast_config_weight=weight, weight_source="master")
+    assert found == replace(recipe("mxfp8"), cast_config_weight=weight)
+    twice = partial(recipe, "mxfp8", cast_config_weight=weight, weight_format="mxfp4")
+    assert "set the fields of cast_config_weight itself" in raised(ValueError, twice)
+    for kind in (Float8LinearConfig, Float8ExpertsConfig):
+        text = raised(TypeError, partial(kind.from_recipe_name, "mxfp8", fsdp=True, emulate=True))
+        assert text.startswith(f"{kind.__name__}.from_recipe_name: there is no field fsdp; fields")
+        assert "emulate, " in text
+    assert Float8ExpertsConfig.from_recipe_name("mxfp8", combine="float8", emulate=True) == (
+        Float8ExpertsConfig("mxfp8", combine="float8", emulate=True)
+    )
+    with pytest.raises(ValueError, match=r"Float8ExpertsConfig.combine must be .* got 'fp8'"):
+        Float8ExpertsConfig.from_recipe_name("mxfp8", combine="fp8")
+
+
 def test_configs_are_frozen_and_hashable() -> None:
     config = Float8LinearConfig()
     with pytest.raises(FrozenInstanceError):
@@ -83,9 +104,7 @@ def test_configs_are_frozen_and_hashable() -> None:
 def test_auto_gathers_in_float8_where_one_copy_serves_both_gemms() -> None:
     gathered = set()
     for name in Float8LinearRecipeName:
-        config = replace(
-            Float8LinearConfig.from_recipe_name(name), enable_fsdp_float8_all_gather="auto"
-        )
+        config = recipe(name, enable_fsdp_float8_all_gather="auto")
         assert config.enable_fsdp_float8_all_gather == "auto"
         gathered |= {name.value} if config.fsdp_float8_all_gather else set()
         off = replace(config, enable_fsdp_float8_all_gather=False)
@@ -96,8 +115,8 @@ def test_auto_gathers_in_float8_where_one_copy_serves_both_gemms() -> None:
     assert disabled.fsdp_float8_all_gather is False
 
 
-def recipe(name: str, **changes: Any) -> Float8LinearConfig:
-    return replace(Float8LinearConfig.from_recipe_name(name), **changes)
+def recipe(name: Float8LinearRecipeName | str, **changes: Any) -> Float8LinearConfig:
+    return Float8LinearConfig.from_recipe_name(name, **changes)
 
 
 def blocks(rows: int, columns: int, **fields: Any) -> CastConfig:
