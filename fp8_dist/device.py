@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from fp8_dist.torch_internals import constant_in_graphs
+
 FLOAT8_DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
@@ -72,7 +74,7 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a device has an instruction that rounds fp32 to a float8 dtype as torch does.
 

@@ -135,12 +135,55 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.assume_constant_result``, which imports dynamo, without the import.
+
+    Dynamo then calls a function while it traces, and takes the result for a constant.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """``torch.compiler.disable``, which imports dynamo only when the function is called.
+
+    As torch's optimizers do, so a training loop imports it anyhow.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        disabled: Callable[P, R] = torch._disable_dynamo(function)
+        # Dynamo reads these where a graph would call the function.
+        vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+        return disabled
+
+    return decorate
+
+
+def allowed_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.allow_in_graph``, which imports dynamo, without the import.
+
+    AOTAutograd traces the function, and dynamo does not.
+    """
+
+    @constant_in_graphs
+    def allow() -> bool:
+        return bool(torch.compiler.allow_in_graph(function))
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            allow()  # before dynamo looks at the function
+        return function(*args, **kwargs)
+
+    return call
+
+
 def is_exporting() -> bool:
     """``torch.compiler.is_exporting()``, which in torch 2.11 is True in every graph of dynamo."""
     return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def graphs_fuse_collectives() -> bool:
     """Whether graphs fuse collectives with GEMMs: async tensor parallelism of torch.compile."""
     return _is_set_in_inductor("_micro_pipeline_tp")
@@ -654,7 +697,7 @@ def announce_fsdp_reductions(kind: type) -> None:
     take the places of the two. A hook where there was none runs on the reduce-scatter's stream.
     """
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @disabled_in_graphs()
     @wraps(_foreach_reduce)
     def announced(*args: Any, **kwargs: Any) -> Any:
         given = _reduction.bind(*args, **kwargs)

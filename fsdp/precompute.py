@@ -32,7 +32,7 @@ from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, s
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.known import Kept, KnownWeight
-from fp8_dist.torch_internals import fsdp_init_shards, set_dtensor_local
+from fp8_dist.torch_internals import disabled_in_graphs, fsdp_init_shards, set_dtensor_local
 
 _CALLER = "precompute_float8_dynamic_scale"
 
@@ -137,8 +137,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
 # A graph writes to parameters when it ends. Within a graph that updates weights, this function
 # would silently use the old values.
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
+@disabled_in_graphs(
+    "precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
     "call it outside of code that is compiled with fullgraph=True"
 )
 @torch.inference_mode(False)  # autograd can't save inference tensors

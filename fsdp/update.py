@@ -19,10 +19,11 @@ from fp8_dist.linear.optimizer_steps import (
 )
 from fp8_dist.linear.weights import float8_weights, note_made, weights_of_model
 from fp8_dist.mesh import all_reduce_max, common_groups
+from fp8_dist.torch_internals import disabled_in_graphs
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="update_float8_scales updates what graphs ask for when they run; call it outside of "
+@disabled_in_graphs(
+    "update_float8_scales updates what graphs ask for when they run; call it outside of "
     "code that is compiled with fullgraph=True"
 )
 def update_float8_scales(module: nn.Module) -> None:
@@ -57,8 +58,8 @@ def update_float8_scales(module: nn.Module) -> None:
         sync_float8_amax_and_scale_history(module)
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="sync_float8_amax_and_scale_history updates what graphs ask for when they run; call it "
+@disabled_in_graphs(
+    "sync_float8_amax_and_scale_history updates what graphs ask for when they run; call it "
     "outside of code that is compiled with fullgraph=True"
 )
 @torch.no_grad()

@@ -20,6 +20,7 @@ from fp8_dist.linear.operands import planned
 from fp8_dist.mesh import Layout, as_dtensor, local_tensor, reduced
 from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.torch_internals import allowed_in_graphs
 from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
 
 
@@ -149,7 +150,7 @@ def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
 
 # Dynamo assumes that the gradient of an output has the output's placement, but here it is Partial.
 # So only AOTAutograd, which knows the placement, traces the function.
-@torch.compiler.allow_in_graph
+@allowed_in_graphs
 def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     return _Gather.apply(input, _Spec(who, transport))
 

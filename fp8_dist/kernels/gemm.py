@@ -20,7 +20,11 @@ from fp8_dist.kernels.blocks import dequantize_blocks, fp32_scales
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up, transposed_copy
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import native_scaled_mm, statically_known_true
+from fp8_dist.torch_internals import (
+    constant_in_graphs,
+    native_scaled_mm,
+    statically_known_true,
+)
 
 # Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
 GemmOptions = tuple[bool, bool, bool]
@@ -31,7 +35,7 @@ def needs_alignment(device: torch.device, emulate: bool) -> bool:
     return not emulate and (device_has_float8_gemm(device) or strict_alignment())
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def takes_transposed(device: torch.device) -> bool:
     """Return whether the float8 GEMM requires a row-major left and a column-major right operand.
 

@@ -24,6 +24,7 @@ from fp8_dist.scaling import Quantized, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.torch_internals import (
     STAND_INS,
+    constant_in_graphs,
     has_dispatch_modes,
     in_backward,
     without_dispatch_modes,
@@ -141,7 +142,7 @@ _observers: dict[Observer, _Block] = {}
 _eager = ExitStack()  # of the stance while there is an observer
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def is_observed() -> bool:
     """Whether there is an observer; always False in a graph, which therefore needs no guard.
 

@@ -20,7 +20,13 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8_dist.torch_internals import backward_id, in_backward, runs_step_hooks, when_backward_ends
+from fp8_dist.torch_internals import (
+    backward_id,
+    disabled_in_graphs,
+    in_backward,
+    runs_step_hooks,
+    when_backward_ends,
+)
 
 # The attribute of an optimizer that holds the calls after its steps. A global table would keep
 # alive an optimizer that is an attribute of the module that a call refers to.
@@ -75,7 +81,7 @@ def note_replaced(
         _replaced[old] = weakref.ref(module), name, fqn
 
 
-@torch.compiler.disable
+@disabled_in_graphs()
 def check_not_replaced(optimizer: Optimizer, *_: Any) -> None:
     """Raise if an optimizer holds a parameter that was replaced in a module, which is trained.
 
@@ -126,7 +132,7 @@ def _register_once(register: Callable[..., RemovableHandle], hook: Callable[...,
     register(hook)
 
 
-@torch.compiler.disable
+@disabled_in_graphs()
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for call in list(vars(optimizer).get(_CALLS, {}).values()):
         call()

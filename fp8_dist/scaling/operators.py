@@ -17,6 +17,7 @@ from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics, scheme_named
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
+    allowed_in_graphs,
     graphs_choose_gemms,
     graphs_fuse_collectives,
     is_exporting,
@@ -134,8 +135,7 @@ def multiply(
     return run(*flat(left), *flat(right), turn, out_dtype, options)
 
 
-# AOTAutograd traces it, and dynamo does not.
-@torch.compiler.allow_in_graph
+@allowed_in_graphs
 def _multiply_in_graph(*arguments: Any) -> Tensor:
     """Multiply by torch's operator where it has the same bits, and else by the library's.
 
