@@ -23,6 +23,7 @@ from fp8_dist.scaling import (
     reduction_groups,
 )
 from fp8_dist.tensor import Float8Tensor
+from fp8_dist.text import wrong_type
 from fp8_dist.torch_internals import has_functorch_transforms, in_forward_ad
 
 # The float8 copies of a local tensor, in the order of their plan.
@@ -72,7 +73,8 @@ def cast_to_float8(
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
     if not isinstance(cast_config, CastConfig):
-        raise TypeError(f"cast_to_float8: cast_config must be a CastConfig, got {cast_config!r}")
+        wrong = wrong_type(cast_config, [CastConfig])
+        raise TypeError(f"cast_to_float8: cast_config must be a CastConfig, got {wrong}")
     if isinstance(local_tensor(tensor), Float8Tensor):
         raise TypeError("cast_to_float8: the tensor is float8 already; use it as it is")
     if not tensor.dtype.is_floating_point:

@@ -17,6 +17,7 @@ import torch
 from fp8_dist.device import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
 from fp8_dist.scaling import Blocks, Dense, Fp32Blocks, Mxfp4, Scheme
+from fp8_dist.text import wrong_type
 
 
 class ScalingType(enum.Enum):
@@ -78,8 +79,19 @@ def check_fields(config: Any) -> None:
             names = [str(None) if kind is NoneType else kind.__name__ for kind in kinds]
             names += map(repr, choices)
             raise (ValueError if choices else TypeError)(
-                f"{type(config).__name__}.{field.name} must be {' or '.join(names)}, got {value!r}"
+                f"{type(config).__name__}.{field.name} must be {' or '.join(names)}, got "
+                f"{wrong_type(value, kinds)}"
             )
+
+
+def check_config(caller: str, config: Any, expected: Any) -> None:
+    """Raise TypeError if ``config`` is not an ``expected``, a class of configs."""
+    if not isinstance(config, expected):
+        name, given = expected.__name__, wrong_type(config, [expected])
+        raise TypeError(
+            f"{caller}: config must be a {name}, got {given}; {name}.from_recipe_name(name) makes "
+            "one from a recipe's name"
+        )
 
 
 def check_names(config: type, names: Iterable[str], others: str = "") -> None:
@@ -428,11 +440,12 @@ class Float8LinearConfig:
             TypeError: there is no such field, or a field has the wrong type.
         """
         names = [recipe.value for recipe in Float8LinearRecipeName]
-        if recipe_name not in (*Float8LinearRecipeName, *names):
+        name = getattr(recipe_name, "value", recipe_name)  # of an enum, which may be torchao's
+        if name not in names:
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
         cast_arguments = "scale_format, division, weight_source and weight_format"
         check_names(Float8LinearConfig, fields, cast_arguments)
-        recipe = Float8LinearRecipeName(recipe_name)
+        recipe = Float8LinearRecipeName(name)
         found = _RECIPES[recipe]()
         formats: dict[str, Any] = {"scale_format": scale_format, "division": division}
         is_default = (scale_format, division) == ("ue8m0", "vllm")
@@ -446,11 +459,11 @@ class Float8LinearConfig:
         rule = found.cast_config_weight.scale_rule if weight_format == "e4m3" else None
         weight = replace(found.cast_config_weight, scale_rule=rule, **formats)
         casts = {"cast_config_input": input, "cast_config_weight": weight}
-        for name, cast in casts.items():
-            if name in fields and cast != getattr(found, name):
+        for field, cast in casts.items():
+            if field in fields and cast != getattr(found, field):
                 raise ValueError(
-                    f"Float8LinearConfig.from_recipe_name: {name} replaces the cast that "
-                    f"{cast_arguments} change; set the fields of {name} itself"
+                    f"Float8LinearConfig.from_recipe_name: {field} replaces the cast that "
+                    f"{cast_arguments} change; set the fields of {field} itself"
                 )
         return replace(found, **casts | fields)
 

@@ -29,7 +29,7 @@ from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
-from fp8_dist.model.report import WeightSummary, alike, conversion_summary
+from fp8_dist.model.report import WeightSummary, alike_rows, conversion_summary
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.version import __version__
 
@@ -193,7 +193,7 @@ def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
 
 def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[str]:
     """Lines for the layers whose shards gain nothing; similar layers share a line."""
-    for name, (first, *_) in alike(rows):
+    for name, (first, *_) in alike_rows(rows):
         *experts, out, in_ = first.shape
         # Expert parallelism moves whole experts.
         parts = smallest_parts(recipe, (out, in_), ranks=1 if experts else tp)

@@ -1,7 +1,12 @@
 """Text for users: names of modules and parameters, tables, and warnings."""
 
+import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import is_dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Path segments that wrappers add and ``state_dict`` keys leave out.
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -34,6 +39,45 @@ def aligned(lines: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
         for pairs in (zip(line, widths, strict=False) for line in lines)
     )
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def alike(
+    items: Iterable[T], facts: Callable[[T], tuple[str, Hashable]]
+) -> list[tuple[str, list[T]]]:
+    """Group items that differ only in the numbers in their names.
+
+    The name of a group has ``*`` in place of the numbers, and ends with the number of items.
+
+    Args:
+        items: the items.
+        facts: the name of an item, and what else the items of a group have in common.
+    """
+    groups: dict[tuple[str, Hashable], list[T]] = {}
+    for item in items:
+        name, others = facts(item)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        groups.setdefault((pattern, others), []).append(item)
+    return [
+        (f"{pattern} ({len(group)})" if len(group) > 1 else facts(group[0])[0], group)
+        for (pattern, _), group in groups.items()
+    ]
+
+
+def wrong_type(value: object, expected: Iterable[type]) -> str:
+    """Text about a value of a wrong type: its repr, or whose type it has.
+
+    torchao's types have the names of the library's.
+    """
+    kind = type(value)
+    name, package = kind.__name__, kind.__module__.partition(".")[0]
+    if name in [each.__name__ for each in expected]:
+        return f"{package}'s {name}; import {name} from fp8_dist"
+    return f"{package}'s {name}" if is_dataclass(value) else repr(value)
+
+
+def is_torchaos(kind: type) -> bool:
+    """Whether a class, or a base of it, is torchao's, which the library does not import."""
+    return any(base.__module__.partition(".")[0] == "torchao" for base in kind.__mro__)
 
 
 def warn_once(kind: str, message: str) -> None:

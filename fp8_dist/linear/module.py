@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.cast import check_transforms
-from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
+from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, check_config
 from fp8_dist.device import autocast
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.amax_history import AMAXES_KEY, AmaxHistory, load_histories
@@ -34,6 +34,7 @@ from fp8_dist.linear.weights import checked_module, float8_weights, load_weights
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.text import is_torchaos
 from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
 
@@ -122,10 +123,9 @@ class Float8Linear(nn.Linear):
         """
         if not isinstance(mod, nn.Linear):
             raise TypeError(f"Float8Linear.from_float: expected an nn.Linear, got {type(mod)}")
-        if not Float8Weight.can_be(mod.weight):
+        if why := Float8Weight.why_not(mod.weight):
             raise TypeError(
-                f"Float8Linear.from_float: {fqn or 'the layer'} has a weight of the type "
-                f"{type(mod.weight).__name__}, which multiplies in a way of its own; convert a "
+                f"Float8Linear.from_float: the weight of {fqn or 'the layer'} is {why}; convert a "
                 "layer with a weight in high precision"
             )
         if "forward" in vars(mod):
@@ -278,10 +278,9 @@ class Float8Linear(nn.Linear):
         if "float8_weight" in self.__dict__:
             # FSDP2 exchanges parameters through __setattr__ if a module class defines it.
             if name == "weight":
-                if not Float8Weight.can_be(value):
+                if why := Float8Weight.why_not(value):
                     raise TypeError(
-                        f"{self.fqn}: the weight of a float8 layer can't be a "
-                        f"{type(value).__name__}, which multiplies in a way of its own; call "
+                        f"{self.fqn}: the weight of a float8 layer can't be {why}; call "
                         "convert_to_linear(model) before the weights are quantized"
                     )
                 self.float8_weight.parameter_replaced(value)
@@ -341,6 +340,9 @@ class Float8Linear(nn.Linear):
         # The last pre-hook, because others may change what is loaded.
         with self.register_load_state_dict_pre_hook(load_weights):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        errors, key = args[-1], f"{prefix}weight"
+        if why := errors and Float8Weight.why_not(state_dict.get(key)):
+            errors.append(f"{key} in the state dict is {why}; load a state dict of these values")
         if self.histories:  # loading them needs a collective
             self.float8_weight.compare("load_state_dict")
             saved, meshes = local_metadata.get(AMAXES_KEY, {}), self.float8_weight.meshes()
@@ -363,8 +365,8 @@ def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str)
 
 
 def _checked(config: Float8LinearConfig | None) -> Float8LinearConfig:
-    if config is not None and not isinstance(config, Float8LinearConfig):
-        raise TypeError(f"Float8Linear: config must be a Float8LinearConfig, got {config!r}")
+    if config is not None:
+        check_config("Float8Linear", config, Float8LinearConfig)
     strict_alignment()  # raises for an unknown value of the environment variable
     return Float8LinearConfig() if config is None else config
 
@@ -461,15 +463,17 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
 
 def why_unconvertible(layer: nn.Linear) -> str:
     """Return the reason why a linear layer can't be converted, or an empty string."""
-    weight = layer._parameters.get("weight")
+    weight, kind = layer._parameters.get("weight"), type(layer).__name__
+    if is_torchaos(type(layer)):
+        return f"torchao has converted it ({kind}): convert a model that torchao has not"
     if is_parametrized(layer) or weight is None:
         return "its weight is computed from other parameters (a parametrization, weight_norm)"
     if isinstance(layer, LazyModuleMixin):
         return "it is lazy: run it once, so that it knows its sizes"
     if isinstance(layer, NonDynamicallyQuantizableLinear):
-        return f"its class {type(layer).__name__} is read by nn.MultiheadAttention, never called"
+        return f"its class {kind} is read by nn.MultiheadAttention, never called"
     if type(layer).forward is not nn.Linear.forward:
-        return f"its class {type(layer).__name__} has a forward of its own"
+        return f"its class {kind} has a forward of its own"
     if why := why_forward_is_kept(layer):
         return why
     own = {*dir(type(layer)), *layer._parameters, *layer._buffers, *layer._modules}
@@ -480,11 +484,11 @@ def why_unconvertible(layer: nn.Linear) -> str:
     try:
         _float8_class(type(layer))  # type: ignore[arg-type]
     except Exception as error:
-        return f"its class {type(layer).__name__} can't have subclasses: {error}"
+        return f"its class {kind} can't have subclasses: {error}"
     if not weight.dtype.is_floating_point:
         return f"its weight is {weight.dtype}, not floating point"
-    if not Float8Weight.can_be(weight):
-        return f"its weight is a {type(weight).__name__}, which multiplies in a way of its own"
+    if why := Float8Weight.why_not(weight):
+        return f"its weight is {why}"
     return ""
 
 

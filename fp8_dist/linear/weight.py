@@ -74,7 +74,7 @@ from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.tensor.known import AS_SHARDED, STALE, Kept, KnownWeight
 from fp8_dist.tensor.stored import PackedFloat8, StoredFloat8, StoredScales
 from fp8_dist.tensor.wrapper import WrapperParameter
-from fp8_dist.text import warn_once
+from fp8_dist.text import is_torchaos, warn_once
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     FsdpParameter,
@@ -253,15 +253,20 @@ class Float8Weight:
         return torch.device(layout.mesh.device_type)
 
     @staticmethod
-    def can_be(tensor: torch.Tensor | None) -> bool:
-        """Whether a tensor can be a layer's weight.
+    def why_not(tensor: torch.Tensor | None) -> str:
+        """The reason why a tensor can't be a layer's weight, as a phrase; empty if it can.
 
         A subclass with its own GEMM, such as the quantized weights of torchao, can't.
         """
         local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
-        return isinstance(
-            local, Float8Tensor | WrapperParameter | AsyncCollectiveTensor
-        ) or not hasattr(local, "__tensor_flatten__")
+        kinds = Float8Tensor | WrapperParameter | AsyncCollectiveTensor
+        if isinstance(local, kinds) or not hasattr(local, "__tensor_flatten__"):
+            return ""
+        reason = f"a {type(local).__name__}, which multiplies in a way of its own"
+        if not is_torchaos(type(local)):
+            return reason
+        values = "_tensor" if hasattr(local, "_tensor") else "dequantize()"
+        return f"{reason} (torchao's; its {values} has the values in high precision)"
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as a plain tensor or DTensor on the same storage, detached.

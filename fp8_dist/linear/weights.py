@@ -13,13 +13,8 @@ from fp8_dist.linear.stored import check_has_no_codes
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import has_pieces, local_tensor, with_local
 from fp8_dist.tensor.known import KnownWeight
+from fp8_dist.text import is_torchaos
 from fp8_dist.torch_internals import is_plain, parameters_of_ddp, set_dtensor_local
-
-# The remedy in messages about models without float8 weights.
-CONVERT_FIRST = (
-    "call convert_to_float8_training first (for experts, "
-    "fp8_dist.moe.convert_experts_to_float8_training)"
-)
 
 
 def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
@@ -117,11 +112,24 @@ def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
     }
 
 
+def convert_first(module: nn.Module) -> str:
+    """The remedy in messages about a model without float8 weights."""
+    if any(is_torchaos(type(part)) for part in module.modules()):
+        return (
+            "torchao has converted it: call convert_to_float8_training of fp8_dist on the model "
+            "instead"
+        )
+    return (
+        "call convert_to_float8_training first (for experts, "
+        "fp8_dist.moe.convert_experts_to_float8_training)"
+    )
+
+
 def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
     weights = float8_weights(module)
     if not weights:
-        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
+        raise ValueError(f"{caller}: the module has no converted layer; {convert_first(module)}")
     return weights
 
 

@@ -1,7 +1,7 @@
 """Conversion of a model: ``nn.Linear`` layers become ``Float8Linear`` in place, and back."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fp8_dist.config import Float8LinearConfig
+from fp8_dist.config import Float8LinearConfig, check_config
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
@@ -35,6 +35,7 @@ from fp8_dist.moe.experts import (
     float8_experts,
     why_not_convertible_back,
 )
+from fp8_dist.text import alike
 
 
 def convert_to_float8_training(
@@ -80,18 +81,16 @@ def convert_to_float8_training(
         TypeError: an argument has the wrong type.
     """
     check_arguments("convert_to_float8_training", module, module_filter_fn)
-    if config is not None and not isinstance(config, Float8LinearConfig):
-        raise TypeError(
-            f"convert_to_float8_training: config must be a Float8LinearConfig, got {config!r}; "
-            "Float8LinearConfig.from_recipe_name(name) makes one from a recipe's name"
-        )
+    if config is not None:
+        check_config("convert_to_float8_training", config, Float8LinearConfig)
     chosen = _choose(module, module_filter_fn, config)
     config = config or Float8LinearConfig()
-    if late := [fqn or "the module" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)]:
+    late = {fqn or "the module": "" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)}
+    if late:
         raise ValueError(
             "convert_to_float8_training: these weights are distributed already: "
-            f"{', '.join(late)}. Convert the model first, then apply tensor parallelism, then "
-            "fully_shard"
+            f"{', '.join(name for name, _ in _grouped(late))}. Convert the model first, then apply "
+            "tensor parallelism, then fully_shard"
         )
     own = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
     # FSDP2 would gather a weight in float8 for an unconverted module, too.
@@ -247,11 +246,12 @@ def _choose(
         title = f"no layer of {kind} was converted:"
         if not reasons:
             title = f"{kind} contains no nn.Linear, so nothing was converted"
-        lines = [f"  {fqn or '(the module itself)'}: {why}" for fqn, why in reasons.items()]
+        lines = [f"  {name or '(the module itself)'}: {why}" for name, why in _grouped(reasons)]
         raise ValueError("\n".join([f"convert_to_float8_training: {title}", *lines, *not_linear]))
     notes = []
     if unfit:
-        listed = "; ".join(f"{fqn} ({reasons[fqn]})" for fqn in unfit)
+        grouped = _grouped({fqn: reasons[fqn] for fqn in unfit})
+        listed = "; ".join(f"{name} ({why})" for name, why in grouped)
         notes.append(
             f"these layers stay in high precision: {listed}. Exclude them in module_filter_fn to "
             "say that this is meant"
@@ -275,6 +275,11 @@ def _choose(
     if notes:
         warnings.warn("convert_to_float8_training: " + "\n".join(notes), stacklevel=3)
     return chosen
+
+
+def _grouped(facts: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return layers with what is known of them; layers alike are one."""
+    return [(name, group[0][1]) for name, group in alike(facts.items(), lambda item: item)]
 
 
 def _not_linear(module: nn.Module) -> Iterator[str]:

@@ -273,7 +273,12 @@ def auto_filter(
             ``filter_fqns`` is empty. The filter itself raises it for a lazy layer.
         TypeError: an argument has the wrong type.
     """
-    name = recipe.value if isinstance(recipe, Float8LinearRecipeName) else recipe
+    if isinstance(recipe, nn.Module):
+        raise TypeError(
+            "auto_filter takes a recipe, got a module; pass what it returns as module_filter_fn: "
+            "module_filter_fn=auto_filter(recipe)"
+        )
+    name = getattr(recipe, "value", recipe)  # of an enum, which may be torchao's
     if name not in list(TOO_SMALL):
         raise ValueError(f"auto_filter: recipe={recipe!r} is not one of {list(TOO_SMALL)}")
     fqns = () if isinstance(filter_fqns, str) else tuple(filter_fqns)

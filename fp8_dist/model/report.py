@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.linear.module import Float8Linear, why_unconvertible
 from fp8_dist.linear.weights import weights_of
 from fp8_dist.model.filters import LEFT_OUT
-from fp8_dist.text import aligned
+from fp8_dist.text import aligned, alike
 
 # Modules whose 2-D or 3-D parameters are looked up, or multiply each token more than once.
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
@@ -87,7 +87,7 @@ class ConversionSummary:
             f"{self.parameter_share:.1%} of {self.parameters:,} parameters"
         )
         table: list[tuple[str, ...]] = [("weight", "shape", "", "parameters", "reason")]
-        for name, rows in alike(self.rows):
+        for name, rows in alike_rows(self.rows):
             shape = " x ".join(map(str, rows[0].shape))
             verdict = rows[0].format if rows[0].converted else "skip"
             table.append((name, shape, verdict, f"{self.share(rows):.1%}", rows[0].reason))
@@ -114,19 +114,9 @@ def conversion_summary(model: nn.Module) -> ConversionSummary:
     return ConversionSummary(tuple(_rows(model)), size)
 
 
-def alike(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]]:
-    """Group rows that differ only in the numbers in their names.
-
-    The name of a group has ``*`` in place of the numbers, and ends with the number of rows.
-    """
-    groups: dict[tuple[object, ...], list[WeightSummary]] = {}
-    for row in rows:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.name)
-        groups.setdefault((pattern, row.shape, row.reason, row.format), []).append(row)
-    return [
-        (f"{key[0]} ({len(found)})" if len(found) > 1 else found[0].name, found)
-        for key, found in groups.items()
-    ]
+def alike_rows(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSummary]]]:
+    """Group rows that differ only in the numbers in their names."""
+    return alike(rows, lambda row: (row.name, (row.shape, row.reason, row.format)))
 
 
 def _rows(model: nn.Module) -> Iterator[WeightSummary]:

@@ -5,6 +5,8 @@ module call a forward in float8. ``fp8_dist.integrations`` registers kinds in ``
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from fp8_dist.config import check_config
 from fp8_dist.linear.agreement import note_converted
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.weight import Float8Weight
@@ -170,12 +173,24 @@ def check_arguments(caller: str, module: nn.Module, module_filter_fn: FilterFn |
     """Raise TypeError if the arguments that conversions share have another type."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: pass the model, an nn.Module, got {module!r}")
-    if module_filter_fn is not None and not callable(module_filter_fn):
+    if module_filter_fn is not None and not _takes_layers(module_filter_fn):
         raise TypeError(
             f"{caller}: module_filter_fn must be a function (module, fqn) -> bool, got "
             f"{module_filter_fn!r}; skip_head(model) makes one, and so does lambda module, fqn: "
             "'NAME' not in fqn"
         )
+
+
+def _takes_layers(module_filter_fn: object) -> bool:
+    """Whether an object can be called with a module and its name."""
+    if not callable(module_filter_fn):
+        return False
+    with suppress(ValueError):  # a function of C may have no signature
+        try:
+            signature(module_filter_fn).bind(None, "")
+        except TypeError:
+            return False
+    return True
 
 
 def convert_experts_to_float8_training(
@@ -217,8 +232,7 @@ def convert_experts_to_float8_training(
     """
     check_arguments(_CALLER, module, module_filter_fn)
     config = config or Float8ExpertsConfig()
-    if not isinstance(config, Float8ExpertsConfig):
-        raise TypeError(f"{_CALLER}: config must be a Float8ExpertsConfig, got {config!r}")
+    check_config(_CALLER, config, Float8ExpertsConfig)
     chosen: dict[str, tuple[nn.Module, Kind]] = {}
     for fqn, part in module.named_modules():
         kind = _kind_of(part)

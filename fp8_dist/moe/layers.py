@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8_dist.config import check_config
 from fp8_dist.kernels import Groups, custom_op
 from fp8_dist.moe.config import DEFAULT, Float8ExpertsConfig
 from fp8_dist.moe.dispatch import Routing
@@ -118,8 +119,7 @@ def _operands(
     x: Tensor, weights: Tensor | Sequence[Tensor], config: Float8ExpertsConfig, caller: str
 ) -> list[Weight]:
     given = [weights] if isinstance(weights, Tensor) else list(weights)
-    if not isinstance(config, Float8ExpertsConfig):
-        raise TypeError(f"{caller}: config must be a Float8ExpertsConfig, got {config!r}")
+    check_config(caller, config, Float8ExpertsConfig)
     if not given or not x.dtype.is_floating_point:
         raise ValueError(
             f"{caller}: floating-point rows and at least one weight are needed, got rows of "

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 # What compares with torchao (which imports Triton), or has it quantize weights.
-OF_TORCHAO = ("kernels/test_torchao_blocks", "linear/test_torchao", "linear/test_quantized_weights")
+OF_TORCHAO = (
+    "kernels/test_torchao_blocks",
+    "linear/test_torchao",
+    "linear/test_quantized_weights",
+    "test_torchao_objects",
+)
 installed = all(importlib.util.find_spec(name) for name in ("torchao", "triton"))
 collect_ignore = [] if installed else [f"{name}.py" for name in OF_TORCHAO]
 logging.getLogger("torchao").setLevel(logging.ERROR)

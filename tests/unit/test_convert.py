@@ -1,5 +1,6 @@
 """Conversion: what is swapped, what carries over, what is said about the rest."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,6 +89,17 @@ def test_nothing_converted_is_an_error_that_says_why() -> None:
         "  1: its class OwnForward has a forward of its own",
         "  2: its weight is computed from other parameters (a parametrization, weight_norm)",
     ]
+    blocks = nn.ModuleList(
+        nn.ModuleDict({"up": nn.Linear(4, 8), "own": OwnForward(8, 4)}) for _ in range(32)
+    )
+    kept = {"module_filter_fn": lambda _, fqn: not fqn.endswith("up")}
+    text = raised(ValueError, partial(convert_to_float8_training, blocks, **kept))
+    assert text.splitlines()[1:] == [
+        "  *.up (32): module_filter_fn returned False",
+        "  *.own (32): its class OwnForward has a forward of its own",
+    ]
+    (text,) = warned(blocks)
+    assert "precision: *.own (32) (its class OwnForward has a forward of its own). Excl" in text
     text = raised(ValueError, lambda: convert_to_float8_training(nn.Sequential(nn.ReLU())))
     assert "Sequential contains no nn.Linear, so nothing was converted" in text
 

@@ -1,0 +1,107 @@
+"""What is torchao's, given to the library, is refused by name, with the way over."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from reference import all_warnings, raised
+from torch import nn
+from torchao import float8 as torchao
+from torchao.float8.config import Float8GemmConfig, Float8LinearRecipeName, ScalingGranularity
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+import fp8_dist
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    attach_update,
+    auto_filter,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+    skip_head,
+)
+from fp8_dist.moe import convert_experts_to_float8_training
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64)).bfloat16()
+
+
+def test_configs() -> None:
+    config, cast = torchao.Float8LinearConfig(), torchao.CastConfig()
+    theirs: list[tuple[Callable[[], Any], str]] = [
+        (lambda: convert_to_float8_training(plain(), config=config), "Float8LinearConfig"),
+        (lambda: Float8Linear(32, 32, config=config), "Float8LinearConfig"),
+        (lambda: Float8Linear.from_float(nn.Linear(32, 32), config), "Float8LinearConfig"),
+        (lambda: Float8LinearConfig(cast_config_weight=cast), "CastConfig"),
+        (lambda: Float8LinearConfig(gemm_config_output=Float8GemmConfig()), "Float8GemmConfig"),
+        (lambda: CastConfig(torchao.ScalingType.DYNAMIC), "ScalingType"),
+        (
+            lambda: CastConfig(scaling_granularity=ScalingGranularity.AXISWISE),
+            "ScalingGranularity",
+        ),
+        (lambda: fp8_dist.cast_to_float8(torch.ones(16, 16), cast), "CastConfig"),
+    ]
+    for call, name in theirs:
+        assert f"got torchao's {name}; import {name} from fp8_dist" in raised(TypeError, call)
+        assert hasattr(fp8_dist, name)
+    text = raised(TypeError, lambda: convert_experts_to_float8_training(plain(), config=config))
+    assert "must be a Float8ExpertsConfig, got torchao's Float8LinearConfig; Float8Exp" in text
+
+
+def test_names_of_recipes_are_taken() -> None:
+    for recipe in Float8LinearRecipeName:
+        found = Float8LinearConfig.from_recipe_name(recipe)
+        assert found == Float8LinearConfig.from_recipe_name(recipe.value)
+        assert auto_filter(recipe)(nn.Linear(8192, 8192, device="meta"), "up")
+
+
+def test_a_model_that_torchao_has_converted() -> None:
+    model = torchao.convert_to_float8_training(plain())
+    reason = "torchao has converted it (Float8Linear): convert a model that torchao has not"
+    text = raised(ValueError, lambda: convert_to_float8_training(model))
+    assert text.splitlines()[1:] == [f"  * (2): {reason}"]
+    optimizer = torch.optim.SGD(model.parameters())
+    for call in (
+        lambda: precompute_float8_dynamic_scale(model),
+        lambda: attach_update(optimizer, model),
+    ):
+        assert "torchao has converted it: call convert_to_float8_tr" in raised(ValueError, call)
+    partly = plain()
+    partly[0] = model[0]
+    with all_warnings() as texts:
+        convert_to_float8_training(partly)
+    assert reason in texts[0]
+
+
+@pytest.mark.parametrize("quantize", [Float8WeightOnlyConfig, Int8WeightOnlyConfig])
+def test_quantized_weights(quantize: Any) -> None:
+    model = plain()
+    quantize_(model, quantize())
+    way = "(torchao's; its dequantize() has the values in high precision)"
+    assert way in raised(ValueError, lambda: convert_to_float8_training(model))
+    assert way in raised(TypeError, lambda: Float8Linear.from_float(model[0]))
+    float8, state = convert_to_float8_training(plain()), model.state_dict()
+    for assign in (False, True):
+        text = raised(RuntimeError, partial(float8.load_state_dict, state, assign=assign))
+        assert text.count(f"{way}; load a state dict of these values") == 2
+    values = {k: v.dequantize() if k.endswith("weight") else v for k, v in state.items()}
+    float8.load_state_dict(values)
+    model[0].weight = nn.Parameter(model[0].weight.dequantize())
+    with all_warnings():
+        assert isinstance(convert_to_float8_training(model)[0], Float8Linear)
+
+
+def test_filters_that_are_not_called() -> None:
+    for convert in (convert_to_float8_training, convert_experts_to_float8_training):
+        text = raised(TypeError, partial(convert, plain(), module_filter_fn=skip_head))
+        assert "got <function skip_head at" in text
+        assert "skip_head(model) makes one" in text
+    text = raised(
+        TypeError, lambda: convert_to_float8_training(plain(), module_filter_fn=auto_filter)
+    )
+    assert text.endswith("module_filter_fn=auto_filter(recipe)")
