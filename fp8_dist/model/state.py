@@ -1,13 +1,15 @@
 """State of a model's layers other than parameters, for distributed checkpoints (DCP)."""
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch.nn as nn
 
-from fp8_dist.linear.amax_history import saved_rows
-from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.amax_history import PREPARED_INPUT, saved_rows
+from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear.weights import checked_module
 from fp8_dist.model.export import unwrapped
+from fp8_dist.recipe import Operand
 from fp8_dist.text import without_wrappers
 
 
@@ -23,11 +25,13 @@ class Float8State:
 
     In a nested dict, use the result of ``state_dict()``.
 
-    The state is small (one entry per operand of a layer), and empty for recipes without histories.
+    The state is small: one entry per operand of a linear layer. Every model has all of them, with
+    empty histories where it keeps none, because DCP refuses to load an entry that a checkpoint
+    lacks. So a run goes on with another recipe, in bf16 too, or on another mesh.
 
-    If a checkpoint may lack keys (one in bf16, or of another recipe), load this object in a call of
-    its own, with ``planner=DefaultLoadPlanner(allow_partial_load=True)``, which leaves the entries
-    that are missing as they are; in a new model they are empty.
+    If a checkpoint was saved without this object, load it in a call of its own, with
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``, which leaves the entries that are
+    missing as they are; in a new model they are empty.
 
     Histories are the same on all ranks of a layer's mesh, and DCP saves them once. If weights are
     plain tensors, as in DDP, each data-parallel rank has its own histories; after loading, all
@@ -46,12 +50,17 @@ class Float8State:
     def state_dict(self) -> dict[str, Any]:
         """Return the amaxes by layer name and operand.
 
-        The newest amax of a history comes first. A history is empty before the first sync.
+        The newest amax of a history comes first. A history is empty before the first sync, and of
+        an operand whose scale is not DELAYED.
         """
-        return {
-            name: {operand: each.amaxes().tolist() for operand, each in layer.histories.items()}
-            for name, layer in self._layers().items()
-        }
+        state = {}
+        for name, layer in self._layers().items():
+            kept = layer.histories if isinstance(layer, Float8Linear) else {}
+            state[name] = {
+                operand: kept[operand].amaxes().tolist() if operand in kept else []
+                for operand in (*get_args(Operand), PREPARED_INPUT)
+            }
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue with saved histories.
@@ -63,6 +72,7 @@ class Float8State:
         saved = [
             (layer, saved_rows(state_dict.get(name, {}), layer.histories))
             for name, layer in self._layers().items()
+            if isinstance(layer, Float8Linear)
         ]
         for layer, rows in saved:
             for operand, history in layer.histories.items():
@@ -76,10 +86,10 @@ class Float8State:
             "its state_dict() and load_state_dict() yourself"
         )
 
-    def _layers(self) -> dict[str, Float8Linear]:
-        """Return the layers that have histories, by their names in ``state_dict`` keys."""
+    def _layers(self) -> dict[str, nn.Linear]:
+        """Return the linear layers by their names in ``state_dict`` keys."""
         return {
             without_wrappers(name): layer
-            for name, layer in float8_layers(self.model).items()
-            if layer.histories
+            for name, layer in checked_module(self.model).named_modules()
+            if isinstance(layer, nn.Linear)
         }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fp8_dist import Float8State
@@ -54,14 +54,10 @@ def load_newest(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         return 0
     step, path = newest[0]
     state = _state_of(model, optimizer)
-    # Another recipe may have other histories than the checkpoint: these start anew.
-    histories = {"float8": state.pop("float8")}
     dcp.load(state, storage_reader=FileSystemReader(path))
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    planner = DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(histories, planner=planner, storage_reader=FileSystemReader(path))
     return step
 
 

@@ -149,7 +149,7 @@ def loaded_elsewhere(
         new.train(1, seed=3)
     new = Run(dp, tp, 1, config=config)
     state = {"model": new.net, "float8": Float8State(new.net)}
-    dcp.load(state, checkpoint_id=f"{folder}/async", planner=planner)
+    dcp.load(state, checkpoint_id=f"{folder}/async")
     return found | {"async": amaxes(new.net)}
 
 

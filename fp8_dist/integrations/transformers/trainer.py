@@ -78,7 +78,8 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer saves with its own state: rank 0's amax histories."""
-        histories = {} if self._model is None else Float8State(self._model).state_dict()
+        kept = {} if self._model is None else Float8State(self._model).state_dict()
+        histories = {layer: rows for layer, rows in kept.items() if any(rows.values())}
         return {"args": {}, "attributes": {"histories": histories}}
 
     def on_init_end(self, args: TrainingArguments, *_: Any, model: nn.Module, **kw: Any) -> None:

@@ -135,17 +135,18 @@ def test_modules_are_moved_and_pickled_with_their_histories() -> None:
 
 def test_float8_state_is_plain_numbers_under_the_names_of_the_parameters() -> None:
     net = new()
-    assert Float8State(Net()).state_dict() == Float8State(new(TENSORWISE)).state_dict() == {}
-    assert {
-        len(row) for rows in Float8State(net).state_dict().values() for row in rows.values()
-    } == {0}
+    entries = Float8State(net).state_dict()
+    assert Float8State(Net()).state_dict() == Float8State(new(TENSORWISE)).state_dict() == entries
+    assert {len(row) for rows in entries.values() for row in rows.values()} == {0}
     train(net, 2)
     # The state_dict is that of linear layers.
     assert list(net.state_dict()) == list(Net().state_dict())
     assert {type(value) for value in net.state_dict().values()} == {torch.Tensor}
     state = Float8State(net).state_dict()
     found = {f"{name}.{op}": row for name, rows in state.items() for op, row in rows.items()}
-    assert found == amaxes(net)
+    kept = amaxes(net)
+    assert found == {key: [] for key in found} | kept
+    assert found.keys() - kept.keys() == {f"{name}.prepared_input" for name in state}
     assert {f"{name}.weight" for name in state} <= set(net.state_dict())
     for i, block in enumerate(net.layers):
         net.layers[i] = checkpoint_wrapper(block)
@@ -201,6 +202,31 @@ def test_a_run_goes_back_to_what_it_has_kept(warned: set[str]) -> None:
     Float8State(net).load_state_dict(Float8State(other).state_dict())
     net.load_state_dict(kept)
     assert amaxes(net) == amaxes(other)
+
+
+@pytest.mark.parametrize("saved", [None, "tensorwise", "rowwise_folded", "delayed"])
+def test_a_run_goes_on_in_another_recipe(tmp_path: Path, saved: str | None) -> None:
+    """Each loads the checkpoint of each other."""
+
+    def model(recipe: str | None, seed: int) -> nn.Module:
+        config = None if recipe is None else Float8LinearConfig.from_recipe_name(recipe)
+        return Net(seed=seed) if config is None else new(config, seed)
+
+    old = model(saved, 0)
+    if saved == "delayed":
+        train(old, 2)
+    dcp.save({"model": old.state_dict(), "float8": Float8State(old)}, checkpoint_id=tmp_path)
+    for recipe in (None, "tensorwise", "delayed"):
+        net = model(recipe, 1)
+        state = {"model": net.state_dict(), "float8": Float8State(net)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        net.load_state_dict(state["model"])
+        assert all(map(same_bits, net.parameters(), old.parameters()))
+        kept = amaxes(old) if recipe == saved else {}
+        assert amaxes(net) == {name: kept.get(name, []) for name in amaxes(net)}
+        if recipe == "delayed":
+            train(net, 1)
+            assert all(row for name, row in amaxes(net).items())
 
 
 def test_float8_state_is_not_pickled(tmp_path: Path) -> None:
