@@ -1,13 +1,14 @@
 """Report on the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
 
-It prints the relevant versions and devices, and the layers of a model that would be converted::
+It prints the relevant versions and devices, the layers of a model that would be converted, and
+which of them would gain::
 
     python -m fp8_dist.doctor
     python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --tp 2
 
 ``function`` takes no arguments and returns the model, an nn.Module that is not converted yet. It
-is called on the meta device, and if it fails there, on the CPU. The exit status is 0, or 2 for
-wrong arguments.
+is called on the meta device, and if it fails there, on the CPU. In a checkout, a model can also be
+one of ``python -m scripts.plan``, such as ``8b``. The exit status is 0, or 2 for wrong arguments.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import pkgutil
 import platform
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from typing import Any
@@ -29,11 +31,12 @@ from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
-from fp8_dist.model.report import WeightSummary, alike_rows, conversion_summary
+from fp8_dist.model.report import ConversionSummary, WeightSummary, alike_rows, conversion_summary
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.version import __version__
 
 OLDEST_TORCH = "2.11"
+_NAMED = "scripts.common.llama:named"  # of a checkout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="What this machine, and a model, would do in float8.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model to look at")
+    made = "makes the model to look at; in a checkout also the name of one, such as 8b"
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help=made)
     recipes = [recipe.value for recipe in Float8LinearRecipeName]
     parser.add_argument("--recipe", choices=recipes, default="tensorwise")
     parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [*_environment()]
     if args.model is not None:
         try:
-            model, where = _build(args.model)
+            model, where = build_model(args.model)
         except ValueError as error:
             parser.error(str(error))
         lines.append(f"\nmodel {args.model}, built on {where}")
@@ -72,12 +76,26 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
-def _build(path: str) -> tuple[nn.Module, str]:
-    """Build the model; return it with a description of the device it was built on."""
+def build_model(path: str) -> tuple[nn.Module, str]:
+    """Build the model of an option ``--model``.
+
+    Args:
+        path: ``"MODULE:FUNCTION"``, or the name of a model of ``scripts.plan``.
+
+    Returns:
+        The model, and a description of the device it was built on.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    is_name = ":" not in path
     try:
-        function = pkgutil.resolve_name(path)
+        function = pkgutil.resolve_name(_NAMED if is_name else path)
     except Exception as error:  # whatever the import of the module raises
+        if is_name:
+            raise ValueError(f"--model {path}: it is not MODULE:FUNCTION") from error
         raise ValueError(f"--model {path}: it can't be imported: {_told(error)}") from error
+    function = partial(function, path) if is_name else function
     if isinstance(function, nn.Module) or not callable(function):
         raise ValueError(f"--model {path}: it is a {type(function).__name__}, not a function")
     where = "the meta device"
@@ -166,7 +184,7 @@ def _model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
         with warnings.catch_warnings(action="ignore"):  # the summary has the same information
             model = convert_to_float8_training(model, module_filter_fn=admits, config=config)
     except ValueError as error:
-        yield f"refused: {error}"
+        yield f"refused: {error}\n\nverdict: nothing is converted: expect no gain"
         return
     yield from _experts_report(model, recipe)
     summary = conversion_summary(model)
@@ -175,7 +193,13 @@ def _model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
         f'\nfloat8 layers that auto_filter("{recipe}", tp_size={tp}) would leave out (a GPU '
         f"refuses dims that are not multiples of {ALIGNMENT}, unless pad_inner_dim=True)"
     )
-    yield from [*_left_out(summary.converted, recipe, tp)] or ["  none"]
+    why_small = partial(_why_small, recipe=recipe, tp=tp)
+    small = alike_rows(row for row in summary.converted if why_small(row))
+    for name, (first, *_) in small:
+        out, in_ = first.shape[-2:]
+        yield f"  {name}, {out} x {in_}: {why_small(first)}"
+    yield "" if small else "  none\n"
+    yield from _verdict(summary, [row for row in summary.converted if not why_small(row)])
 
 
 def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
@@ -191,14 +215,29 @@ def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
         yield f"experts: Float8ExpertsConfig({recipe!r})"
 
 
-def _left_out(rows: Sequence[WeightSummary], recipe: str, tp: int) -> Iterator[str]:
-    """Lines for the layers whose shards gain nothing; similar layers share a line."""
-    for name, (first, *_) in alike_rows(rows):
-        *experts, out, in_ = first.shape
-        # Expert parallelism moves whole experts.
-        parts = smallest_parts(recipe, (out, in_), ranks=1 if experts else tp)
-        if reasons := dict.fromkeys(reason for _, reason in parts if reason):
-            yield f"  {name}, {out} x {in_}: {'; '.join(reasons)}"
+def _why_small(row: WeightSummary, recipe: str, tp: int) -> str:
+    """The reasons why the shards of a layer gain nothing; empty if they do."""
+    *experts, out, in_ = row.shape
+    # Expert parallelism moves whole experts.
+    parts = smallest_parts(recipe, (out, in_), ranks=1 if experts else tp)
+    return "; ".join(dict.fromkeys(reason for _, reason in parts if reason))
+
+
+def _verdict(summary: ConversionSummary, gaining: Sequence[WeightSummary]) -> Iterator[str]:
+    """Lines about the layers that gain, and whether they do so on this machine."""
+    count = len(summary.converted)
+    if not gaining:
+        layers = f"all {count} layers are too small" if count else "no layer is in float8"
+        yield f"verdict: {layers}: expect no gain"
+        return
+    names = ", ".join(name for name, _ in alike_rows(gaining))
+    yield (
+        f"verdict: {len(gaining)} of {count} float8 layers, {summary.share(gaining):.1%} of the "
+        f"parameters, are large enough to gain: {names}"
+    )
+    devices = range(torch.cuda.device_count())
+    if not any(device_has_float8_gemm(torch.device("cuda", index)) for index in devices):
+        yield "  (this machine has no float8 GEMM, and emulates it: no gain here but for messages)"
 
 
 if __name__ == "__main__":

@@ -61,6 +61,13 @@ class LlamaConfig:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
 
+def named(name: str) -> nn.Module:
+    """The model of a name in `MODELS`, for options `--model`."""
+    if name not in MODELS:
+        raise ValueError(f"it is not MODULE:FUNCTION or one of {', '.join(MODELS)}")
+    return Llama(MODELS[name])
+
+
 # debug and small are for CPUs: every dim stays a multiple of 16 when sharded 4 ways.
 # 1b has the shapes of Llama-3.2-1B (whose head is tied; ours is not), the others Llama-3(.1)'s;
 # deepseek_v3 those of DeepSeek-V3 without its multi-token prediction.

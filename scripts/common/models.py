@@ -165,11 +165,22 @@ def experts_of(model: nn.Module) -> list[Experts]:
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
-def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) -> None:
+def is_float8(module: nn.Module, fqn: str) -> bool:
+    """Whether a linear layer is converted: neither the head nor a router."""
+    return fqn != "output" and not fqn.endswith("router.gate")
+
+
+def convert(
+    name: str,
+    model: nn.Module,
+    shard: bool = False,
+    admits: Callable[[nn.Module, str], bool] = is_float8,
+    **changes: Any,
+) -> None:
     """Converts experts and linear layers of a model, but its head and routers, in place.
 
-    shard: FSDP2 will gather the weights, in float8 where the recipe allows it. changes: fields of
-    the config that differ from the recipe's.
+    shard: FSDP2 will gather the weights, in float8 where the recipe allows it. admits: the filter
+    of linear layers. changes: fields of the config that differ from the recipe's.
     """
     if name == BF16:
         return
@@ -183,12 +194,7 @@ def convert(name: str, model: nn.Module, shard: bool = False, **changes: Any) ->
         how: Any = {"weight_format": weight_format, "enable_fsdp_float8_all_gather": gather}
         experts = Float8ExpertsConfig(recipe, **how)
         convert_experts_to_float8_training(model, config=experts)
-    call(model, module_filter_fn=is_float8, config=config)
-
-
-def is_float8(module: nn.Module, fqn: str) -> bool:
-    """Whether a linear layer is converted: neither the head nor a router."""
-    return fqn != "output" and not fqn.endswith("router.gate")
+    call(model, module_filter_fn=admits, config=config)
 
 
 def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:

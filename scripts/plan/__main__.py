@@ -3,6 +3,8 @@
     python -m scripts.plan --model 405b --mesh dp=2048,tp=8 --recipe tensorwise
     python -m scripts.plan --model deepseek_v3 --mesh dp=8,ep=8,tp=8 --recipe rowwise_folded
 
+    python -m scripts.plan --model package.module:function --mesh dp=64
+
 Builds the real model under the library (TP + SP over tp, FSDP2 over dp, AdamW; experts divided over
 ep and tp, with as many tokens for each) in one process that plays rank 0 of a fake world with fake
 tensors, and runs one real step of it, as it is from the second one on. All counts and sizes are
@@ -12,7 +14,9 @@ precompute; without experts) run in the same way beside it.
     python -m scripts.plan --gradient-transport float8 --reduce-transport float8
 
 plans each recipe also with sums over ranks that travel so; --weight-format mxfp4, also with weights
-of four bits.
+of four bits. A model of your own takes tokens [b, s] and returns logits [b, s, v], as those of
+transformers do; FSDP2 shards the modules of its outermost lists. With tp it must be a model of
+transformers that declares a plan.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from scripts.common.candidates import BF16, PACKED, RECIPES, TORCHAO
 from scripts.common.llama import MODELS
 from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.report import finish, make_parser, start
+from scripts.plan import own_model
 from scripts.plan.run import run_all
 from scripts.plan.step import PEER, Plan, Step
 from scripts.plan.tables import axes_table, collectives_table, memory_table, summary_table
@@ -38,7 +43,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2."""
     parser = make_parser("scripts.plan", __doc__)
     add = parser.add_argument
-    add("--model", choices=MODELS, default="405b", help="default: %(default)s")
+    named = f"MODULE:FUNCTION, which makes a model, or one of {', '.join(MODELS)}"
+    add("--model", default="405b", metavar="MODEL", help=f"{named}; default: %(default)s")
     axes = partial(mesh_type, axes=("dp", "ep", "tp"))
     add("--mesh", type=axes, default="dp=2048,tp=8", help=f"up to {MOST_RANKS:,} ranks")
     add("--layers", type=positive, help="blocks of the model; default: all")
@@ -53,8 +59,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     packed = [f"{name}+{args.weight_format}" for name in args.recipe if args.weight_format]
     if not {*packed} <= {*PACKED}:
         parser.error(f"--weight-format {args.weight_format} is for --recipe mxfp8 or blockwise")
-    model, tp = MODELS[args.model], args.mesh["tp"]
-    dp, ep = args.mesh["dp"], args.mesh["ep"]
+    (_check_reference if args.model in MODELS else _check_own)(parser, args)
+    args.recipe += packed
+    if args.mesh["ep"] == 1:
+        del args.mesh["ep"]
+    if args.gradient_transport and args.mesh["dp"] == 1:
+        parser.error("--gradient-transport needs a dp of 2 or more")
+    if math.prod(args.mesh.values()) > MOST_RANKS:
+        parser.error(f"--mesh {mesh_text(args.mesh)}: more than {MOST_RANKS:,} ranks")
+    if args.longest is not None and args.seq_len > args.longest:
+        most = f"the model's max_seq_len={args.longest}"
+        parser.error(f"--seq-len {args.seq_len} is above {most}")
+    return args
+
+
+def _check_reference(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Checks the options for sizes of the reference Llama; adds these sizes."""
+    model, tp, ep = MODELS[args.model], args.mesh["tp"], args.mesh["ep"]
     if model.mixture is None and ep > 1:
         parser.error(f"ep={ep} needs a --model with experts")
     if model.mixture is not None:
@@ -64,27 +85,34 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--recipe {' '.join(unknown)} is not for experts")
         if args.gradient_transport:
             parser.error("--gradient-transport is not for experts, which have axes of their own")
-    args.recipe += packed
-    if ep == 1:
-        del args.mesh["ep"]
-    if args.gradient_transport and dp == 1:
-        parser.error("--gradient-transport needs a dp of 2 or more")
-    args.sizes = dataclasses.replace(model, n_layers=args.layers or model.n_layers)
-    args.seq_len = args.seq_len or model.max_seq_len
-    if math.prod(args.mesh.values()) > MOST_RANKS:
-        parser.error(f"--mesh {mesh_text(args.mesh)}: more than {MOST_RANKS:,} ranks")
     if model.n_kv_heads % tp:
         parser.error(f"tp={tp} does not divide the {model.n_kv_heads} key/value heads of the model")
-    if args.seq_len > model.max_seq_len:
-        most = f"the model's max_seq_len={model.max_seq_len}"
-        parser.error(f"--seq-len {args.seq_len} is above {most}")
-    return args
+    args.sizes = dataclasses.replace(model, n_layers=args.layers or model.n_layers)
+    args.longest, args.has_peer = model.max_seq_len, model.mixture is None
+    args.seq_len = args.seq_len or model.max_seq_len
+
+
+def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Checks the options for a model MODULE:FUNCTION, which must convert in each recipe."""
+    if args.layers is not None or args.mesh["ep"] > 1:
+        parser.error(f"--layers and ep are for {', '.join(MODELS)}")
+    tp = args.mesh["tp"]
+    try:
+        args.longest = own_model.longest(own_model.make(args.model))
+        for name in args.recipe:
+            own_model.converted(name, args.model, tp, args.reduce_transport)
+    except (ValueError, NotImplementedError) as error:
+        parser.error(str(error))
+    args.sizes, args.has_peer = args.model, tp == 1
+    args.seq_len = args.seq_len or args.longest
+    if args.seq_len is None:
+        parser.error(f"--model {args.model} does not say how many tokens it takes: give --seq-len")
 
 
 def plans_of(args: argparse.Namespace) -> list[Plan]:
     """The recipes, bf16 and torchao; and the recipes with sums over ranks in fewer bytes."""
     sizes = (args.sizes, args.mesh, args.batch_size, args.seq_len)
-    others = [BF16, *([PEER] if PEER in TORCHAO and args.sizes.mixture is None else [])]
+    others = [BF16, *([PEER] if PEER in TORCHAO and args.has_peer else [])]
     plans = [Plan(*sizes, variant) for variant in dict.fromkeys((*args.recipe, *others))]
     wire = (args.gradient_transport, args.reduce_transport)
     if any(wire):
@@ -96,7 +124,11 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = parse(argv)
     plans = plans_of(args)
-    found = list(zip(plans, run_all(plans), strict=True))
+    try:
+        found = list(zip(plans, run_all(plans), strict=True))
+    except own_model.Unfit as error:
+        print(f"python -m scripts.plan: error: {error}", file=sys.stderr)
+        return 2
     for _, reason in found:
         if isinstance(reason, str):
             print(reason, file=sys.stderr)
@@ -105,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     mesh = " x ".join(f"{name} {size:,}" for name, size in args.mesh.items())
     blocks = {
         "model": f"{args.model}: {step.parameters:,} parameters, {step.weights} converted weights, "
-        f"{first.model.n_layers} blocks; {first.ranks:,} ranks ({mesh}); {args.batch_size} x "
+        f"{step.blocks} blocks; {first.ranks:,} ranks ({mesh}); {args.batch_size} x "
         f"{args.seq_len:,} tokens on each data-parallel rank.",
         "summary": summary_table(runs),
         "axes": axes_table(runs),

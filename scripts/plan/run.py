@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 from tqdm import tqdm
 
+from scripts.plan.own_model import Unfit
 from scripts.plan.step import PEER, Plan, Step, make_mesh, run_step
 from scripts.plan.world import fake_world
 
@@ -32,6 +33,11 @@ def run_fake(plan: Plan) -> Step | str:
         with fake_world(plan.ranks):
             return run_step(plan, make_mesh(plan), fake_tensors=True)
     except Exception as error:
+        if isinstance(plan.model, str):
+            kind = type(error).__name__
+            raise Unfit(
+                f"--model {plan.model}: a step of {plan.variant}: {kind}: {error}"
+            ) from None
         if plan.variant != PEER:
             raise
         return f"{PEER} on {plan.ranks:,} ranks stopped: {type(error).__name__}: {error}"

@@ -20,15 +20,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fp8_dist import float8_layers
+from fp8_dist import float8_layers, skip_head
 from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.debug.audit import CommTable
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
-from scripts.common.llama import Llama, LlamaConfig
+from scripts.common.llama import LlamaConfig
 from scripts.common.mixture import Router
 from scripts.common.models import after_step, build, experts_of, is_float8
 from scripts.common.saved_bytes import bytes_of, saved_bytes
+from scripts.plan import own_model
 from scripts.plan.world import fake
 
 PEER = "torchao tensorwise"
@@ -39,7 +40,7 @@ PHASES = ("precompute", "forward", "backward", "optimizer")
 class Plan:
     """A run to be planned."""
 
-    model: LlamaConfig
+    model: LlamaConfig | str  # sizes of the reference Llama, or MODULE:FUNCTION
     axes: dict[str, int]  # sizes of the mesh's axes
     batch_size: int  # sequences per data-parallel rank
     seq_len: int
@@ -83,6 +84,7 @@ class Step:
     collectives: list[Collectives] = field(default_factory=list)  # in the order of the phases
     memory: dict[str, int] = field(default_factory=dict)  # bytes by kind
     weights: int = 0  # that a recipe converts
+    blocks: int = 0
     parameters: int = 0  # elements of the whole model
 
 
@@ -100,8 +102,12 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
         mesh: of `make_mesh`.
         fake_tensors: the default group is a fake one.
     """
-    wire = plan.reduce_transport
-    model = build(plan.variant, plan.model, mesh, "meta", shard=True, reduce_transport=wire)
+    wire, model, admits = plan.reduce_transport, nn.Module(), is_float8
+    if isinstance(plan.model, str):
+        model = own_model.build(plan.variant, plan.model, mesh, wire)
+        admits = skip_head(model)
+    else:
+        model = build(plan.variant, plan.model, mesh, "meta", shard=True, reduce_transport=wire)
     for layer in float8_layers(model).values():
         for history in layer.histories.values():  # delayed scales have one from the second step on
             history.load(torch.ones(1))
@@ -116,7 +122,8 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
                 module.choose = MethodType(in_turn, module)  # type: ignore[method-assign]
         step = _step(plan, model, mesh)
     step.parameters = sum(parameter.numel() for parameter in model.parameters())
-    linear = sum(isinstance(m, nn.Linear) and is_float8(m, n) for n, m in model.named_modules())
+    step.blocks = len(own_model.blocks(model))
+    linear = sum(isinstance(m, nn.Linear) and admits(m, n) for n, m in model.named_modules())
     step.weights = linear + sum(len(part.float8_weight_names) for part in experts_of(model))
     return step
 
@@ -128,7 +135,7 @@ def in_turn(router: Router, scores: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return scores.gather(-1, ids), ids
 
 
-def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
+def _step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> Step:
     tokens = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step, losses = Step(), []
@@ -140,7 +147,8 @@ def _step(plan: Plan, model: Llama, mesh: DeviceMesh) -> Step:
         step.collectives += _collectives(name, audit)
 
     def forward() -> torch.Tensor:
-        losses.append(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+        logits = own_model.logits_of(model(tokens))
+        losses.append(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
         return losses[0]
 
     with phase("precompute"):

@@ -5,8 +5,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
+import transformers
 from ranks import RankPool, RankPools, device_mesh
+from torch import nn
 
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, Latent, LlamaConfig
@@ -30,7 +33,42 @@ LATENT = replace(
 )
 PEERS = [PEER] if PEER in TORCHAO else []
 PACKED_OR_NOT = ("mxfp8", "mxfp8+mxfp4")
+BLOCKS = 3
+
+
+class OwnModel(nn.Module):
+    """What --model takes: tokens [b, s] in, logits [b, s, v] out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(128, 64)
+        blocks = (nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(blocks)
+        self.lm_head = nn.Linear(64, 128)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: torch.Tensor = self.lm_head(x)
+        return logits
+
+
+def hf_llama() -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": BLOCKS}
+    config = transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=32)
+    return transformers.LlamaForCausalLM(config)
+
+
+OWN, HF = f"{__name__}:OwnModel", f"{__name__}:hf_llama"
 PLANS = [
+    Plan(OWN, DP, 2, 32, "rowwise_folded"),
+    Plan(HF, DP_TP, 2, 32, "tensorwise"),
     *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("bf16", "rowwise_folded", *PEERS)),
     Plan(SMALL, DP_TP, 2, 32, "tensorwise", "bf16", "float8"),
     *(Plan(SMALL, TP, 2, 32, variant) for variant in ("delayed", "mxfp8")),
@@ -47,6 +85,8 @@ PLANS = [
 
 def plan_name(plan: Plan) -> str:
     mesh = "-".join(f"{name}{size}" for name, size in plan.axes.items())
+    if isinstance(plan.model, str):
+        return f"{plan.name}-{mesh}-{plan.model}"
     return f"{plan.name}-{mesh}-ffn{plan.model.ffn_dim}-{plan.model.latent and 'latent'}"
 
 
@@ -76,7 +116,8 @@ def planned() -> list[Step]:
 def test_a_plan_counts_what_real_ranks_count(
     ranks: RankPools, planned: list[Step], position: int
 ) -> None:
-    if PLANS[position].model.mixture is None:
+    model = PLANS[position].model
+    if isinstance(model, str) or model.mixture is None:
         # New ranks: where a mesh was flattened, as for experts, torch sums over its axes at once.
         ranks(WORLD).close()
     real = ranks(WORLD).run(on_real_ranks, PLANS[position], timeout=120)
@@ -91,10 +132,13 @@ def test_a_plan_counts_what_real_ranks_count(
     if plan.axes["tp"] == 1:  # tensor parallelism has the norms on all ranks
         assert kept == 4 * fake.parameters
     assert fake.weights == real[0].weights
-    if plan.model.latent is None:  # q, k, v, o, and three of a feed-forward
-        assert fake.weights == 7 * plan.model.n_layers
+    if isinstance(model, str):
+        assert (fake.weights, fake.blocks) == ((7 if model == HF else 2) * BLOCKS, BLOCKS)
+        return
+    if model.latent is None:  # q, k, v, o, and three of a feed-forward
+        assert (fake.weights, fake.blocks) == (7 * model.n_layers, model.n_layers)
     sent = [row.axis for row in fake.collectives if row.op == "all_to_all" and row.dtype == "int64"]
-    assert len(sent) == (plan.model.mixture is not None)
+    assert len(sent) == (model.mixture is not None)
 
 
 def test_packed_gathers(planned: list[Step]) -> None:
@@ -135,6 +179,15 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
             "--weight-format mxfp4 is for --recipe mxfp8 or blockwise",
         ),
         ("--gradient-transport bf16 --mesh tp=8", "--gradient-transport needs a dp of 2 or more"),
+        (
+            f"--model {OWN} --mesh dp=2",
+            f"--model {OWN} does not say how many tokens it takes: give --seq-len",
+        ),
+        (f"--model {OWN} --layers 2", f"--layers and ep are for {', '.join(MODELS)}"),
+        (
+            f"--model {HF} --seq-len 33 --mesh dp=2",
+            "--seq-len 33 is above the model's max_seq_len=32",
+        ),
     ],
 )
 def test_options_that_are_refused(
@@ -168,6 +221,33 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert by_axis.keys() == {"dp", "tp", "world"}
     assert by_axis["dp"][0] < by_axis["dp"][1]
     assert by_axis["tp"][0] < by_axis["tp"][1]
+
+
+def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    args = plan.parse(["--model", HF, "--recipe", "mxfp8", "--weight-format", "mxfp4"])
+    assert (args.sizes, args.seq_len) == (HF, 32)
+    variants = [each.variant for each in plan.plans_of(args)]
+    assert variants == ["mxfp8", "mxfp8+mxfp4", "bf16"]  # torchao has no plan for tp
+    missing = refused(capsys, "--model", f"{__name__}:nothing")
+    assert "it can't be imported: AttributeError: module" in missing
+    assert "it is not MODULE:FUNCTION or one of debug, small" in refused(capsys, "--model", "9b")
+    unplanned = refused(capsys, "--model", OWN, "--mesh", "tp=2")
+    assert "it declares no plan: neither _tp_plan nor base_model_tp_plan" in unplanned
+
+
+def test_a_model_whose_step_stops(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object, **__: object) -> Step:
+        raise RuntimeError("it reads values")
+
+    monkeypatch.setattr(run, "run_step", stopped)
+    monkeypatch.setattr(run, "make_mesh", lambda plan: None)
+    monkeypatch.setattr(run, "fake_world", lambda ranks: nullcontext())
+    monkeypatch.setattr(plan, "run_all", lambda plans: [run.run_fake(each) for each in plans])
+    assert plan.main(["--model", OWN, "--mesh", "dp=2", "--seq-len", "16"]) == 2
+    said = f"--model {OWN}: a step of tensorwise: RuntimeError: it reads values"
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_that_torchao_cannot_make(monkeypatch: pytest.MonkeyPatch) -> None:

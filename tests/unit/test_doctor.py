@@ -41,6 +41,10 @@ def reads_values() -> nn.Module:
     return nn.Sequential(nn.Linear(16, int(torch.tensor(32).item())))
 
 
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+
 def tied() -> nn.Module:
     model = nn.ModuleDict({"words": nn.Embedding(64, 32), "to_words": nn.Linear(32, 64)})
     model["to_words"].weight = model["words"].weight
@@ -160,8 +164,27 @@ def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
         """\
 auto_filter("tensorwise", tp_size=2) would leave out (a GPU refuses dims that are not multiples of 16, unless pad_inner_dim=True)
   layers.*.small (2), 64 x 4096: out <= 1024 and in <= 4096
+
+verdict: 4 of 6 float8 layers, 93.6% of the parameters, are large enough to gain: layers.*.up (2), layers.*.down (2)
+  (this machine has no float8 GEMM, and emulates it: no gain here but for messages)
 """,
     )
+
+
+def test_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    small = report_of(capsys, "small").splitlines()
+    assert small[-1] == "verdict: all 2 layers are too small: expect no gain"
+    nothing = report_of(capsys, "tied").splitlines()
+    assert nothing[-1] == "verdict: nothing is converted: expect no gain"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "device_has_float8_gemm", lambda device: True)
+    assert report_of(capsys, "model").splitlines()[-1].startswith("verdict: 4 of 6 float8 layers")
+
+
+def test_names_of_a_checkout(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report(capsys, "--model", "debug")
+    assert "model debug, built on the meta device\n" in text
+    assert text.endswith("verdict: all 28 layers are too small: expect no gain\n")
 
 
 def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +227,7 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
 WRONG = {
     "--model test_doctor:nothing": "it can't be imported: AttributeError: module 'test_doctor'",
     "--model no_such_module:f": "it can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
+    "--model 9b": "it is not MODULE:FUNCTION or one of debug, small, moe, ",
     "--model test_doctor:A_MODEL": "--model test_doctor:A_MODEL: it is a Linear, not a function",
     "--model test_doctor:no_model": "it returned a int, not an nn.Module",
     "--model test_doctor:needs_an_argument": "the function raised TypeError: needs_an_argument() mi",
