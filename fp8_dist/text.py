@@ -80,6 +80,12 @@ def is_torchaos(kind: type) -> bool:
     return any(base.__module__.partition(".")[0] == "torchao" for base in kind.__mro__)
 
 
+def kind_of(value: object) -> str:
+    """The name of the type of a value, and whether it is torchao's, whose names are the same."""
+    name = type(value).__name__
+    return f"torchao's {name}" if is_torchaos(type(value)) else f"a {name}"
+
+
 def warn_once(kind: str, message: str) -> None:
     """Issue a warning unless one of the same kind was issued before, as in an earlier step."""
     if kind not in _warned:

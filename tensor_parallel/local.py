@@ -9,6 +9,7 @@ from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weights import hold_known
 from fp8_dist.mesh import check_axis, layout_over
 from fp8_dist.tensor_parallel.inputs import check_transport
+from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 
 _WEIGHTS = (Shard(0), Shard(1), Replicate())
@@ -73,7 +74,7 @@ def declare_placements(
         check_placed(converted, mesh, "declare_placements", {"placements": declared})
     if not isinstance(layer, Float8Linear):
         raise TypeError(
-            f"declare_placements needs a Float8Linear, got a {type(layer).__name__}; convert it "
+            f"declare_placements needs a Float8Linear, got {kind_of(layer)}; convert it "
             "first (convert_to_float8_training)"
         )
     check_axis(mesh, f"{layer.fqn}: declare_placements")

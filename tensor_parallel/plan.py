@@ -30,6 +30,7 @@ from fp8_dist.tensor_parallel.styles import (
     Float8RowwiseParallel,
     described,
 )
+from fp8_dist.text import is_torchaos
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEADS = ("n_heads", "n_head", "num_heads")
@@ -221,6 +222,12 @@ def _offenders(
                     f"leave one of them"
                 )
             claimed[name] = pattern
+            if is_torchaos(type(style)) and float8_modules(module):
+                kind = type(style).__name__
+                yield (
+                    f"{name!r}: {kind} is torchao's, and is for layers that torchao has converted: "
+                    f"import {kind} from fp8_dist.tensor_parallel"
+                )
             if isinstance(style, CheckedStyle):
                 yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
             if isinstance(style, ColwiseParallel):

@@ -27,6 +27,7 @@ from fp8_dist.linear.weights import float8_modules, float8_weights, hold_known
 from fp8_dist.mesh import check_axis
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel.inputs import ModuleInput, cast_input, check_transport
+from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 
 # Attributes of torch's and this library's styles that ranks compare.
@@ -88,7 +89,7 @@ class _Float8LinearStyle(CheckedStyle):
         if not isinstance(module, Float8Linear):
             torch_style = "Rowwise" if isinstance(self, RowwiseParallel) else "Colwise"
             yield (
-                f"{type(self).__name__} needs a Float8Linear, found a {type(module).__name__}; "
+                f"{type(self).__name__} needs a Float8Linear, found {kind_of(module)}; "
                 "convert it first (convert_to_float8_training), or use torch's "
                 f"{torch_style}Parallel"
             )

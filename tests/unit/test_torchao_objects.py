@@ -10,6 +10,8 @@ from reference import all_warnings, raised
 from torch import nn
 from torchao import float8 as torchao
 from torchao.float8.config import Float8GemmConfig, Float8LinearRecipeName, ScalingGranularity
+from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel as TorchaoColwise
+from torchao.float8.float8_tensor_parallel import Float8RowwiseParallel as TorchaoRowwise
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
 import fp8_dist
@@ -24,6 +26,8 @@ from fp8_dist import (
     skip_head,
 )
 from fp8_dist.moe import convert_experts_to_float8_training
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+from fp8_dist.tensor_parallel.plan import _offenders
 
 
 def plain() -> nn.Sequential:
@@ -94,6 +98,21 @@ def test_quantized_weights(quantize: Any) -> None:
     model[0].weight = nn.Parameter(model[0].weight.dequantize())
     with all_warnings():
         assert isinstance(convert_to_float8_training(model)[0], Float8Linear)
+
+
+def test_styles() -> None:
+    theirs, ours = torchao.convert_to_float8_training(plain()), convert_to_float8_training(plain())
+    for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
+        (text,) = style.misfits(theirs[0], 1)
+        assert "needs a Float8Linear, found torchao's Float8Linear; convert it first" in text
+    plan = {"0": TorchaoColwise(), "2": TorchaoRowwise()}
+    found = [*_offenders(ours, 1, plan, {name: {name: ours[int(name)]} for name in plan})]
+    assert found == [
+        f"{name!r}: {style} is torchao's, and is for layers that torchao has converted: import "
+        f"{style} from fp8_dist.tensor_parallel"
+        for name, style in (("0", "Float8ColwiseParallel"), ("2", "Float8RowwiseParallel"))
+    ]
+    assert not [*_offenders(theirs, 1, plan, {name: {name: theirs[int(name)]} for name in plan})]
 
 
 def test_filters_that_are_not_called() -> None:
