@@ -199,7 +199,7 @@ def _model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
         out, in_ = first.shape[-2:]
         yield f"  {name}, {out} x {in_}: {why_small(first)}"
     yield "" if small else "  none\n"
-    yield from _verdict(summary, [row for row in summary.converted if not why_small(row)])
+    yield from _verdict(summary, {row: why_small(row) for row in summary.converted})
 
 
 def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
@@ -223,12 +223,17 @@ def _why_small(row: WeightSummary, recipe: str, tp: int) -> str:
     return "; ".join(dict.fromkeys(reason for _, reason in parts if reason))
 
 
-def _verdict(summary: ConversionSummary, gaining: Sequence[WeightSummary]) -> Iterator[str]:
-    """Lines about the layers that gain, and whether they do so on this machine."""
-    count = len(summary.converted)
+def _verdict(summary: ConversionSummary, small: dict[WeightSummary, str]) -> Iterator[str]:
+    """Lines about the layers that gain, and whether they do so on this machine.
+
+    ``small``: the reason why a float8 layer does not; empty if it does.
+    """
+    count, gaining = len(small), [row for row, why in small.items() if not why]
     if not gaining:
-        layers = f"all {count} layers are too small" if count else "no layer is in float8"
-        yield f"verdict: {layers}: expect no gain"
+        layers = "the layer is" if count == 1 else f"all {count} layers are"
+        misaligned = any("multiple" in why for why in small.values())
+        reason = f"{layers} too small{' or misaligned' if misaligned else ''}"
+        yield f"verdict: {reason if count else 'no layer is in float8'}: expect no gain"
         return
     names = ", ".join(name for name, _ in alike_rows(gaining))
     yield (

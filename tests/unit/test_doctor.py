@@ -150,7 +150,10 @@ def test_switches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert "  FP8_DIST_STRICT_ALIGNMENT='maybe': expected one of" in text
 
 
-def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "device_has_float8_gemm", lambda device: False)
     text = report_of(capsys, "model", "--tp", "2")
     head, _, rest = text.partition("\nfloat8 layers that ")
     assert head.splitlines()[:3] == [
@@ -174,6 +177,10 @@ verdict: 4 of 6 float8 layers, 93.6% of the parameters, are large enough to gain
 def test_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     small = report_of(capsys, "small").splitlines()
     assert small[-1] == "verdict: all 2 layers are too small: expect no gain"
+    odd = report_of(capsys, "small", "--tp", "8").splitlines()
+    assert odd[-1] == "verdict: all 2 layers are too small or misaligned: expect no gain"
+    one = report_of(capsys, "reads_values").splitlines()
+    assert one[-1] == "verdict: the layer is too small: expect no gain"
     nothing = report_of(capsys, "tied").splitlines()
     assert nothing[-1] == "verdict: nothing is converted: expect no gain"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
