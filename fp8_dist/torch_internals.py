@@ -73,6 +73,7 @@ try:
     native_scaled_mm = torch._scaled_mm
     native_scaled_grouped_mm: Any = torch._scaled_grouped_mm
     foreach_zero_ = torch._foreach_zero_
+    _disable_dynamo: Any = torch._disable_dynamo
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
     concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
     _init_extensions = FSDPParam._init_extensions
@@ -151,7 +152,7 @@ def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[P, R]], 
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        disabled: Callable[P, R] = torch._disable_dynamo(function)
+        disabled: Callable[P, R] = _disable_dynamo(function)
         # Dynamo reads these where a graph would call the function.
         vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
         return disabled
