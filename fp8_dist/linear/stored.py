@@ -16,7 +16,8 @@ from fp8_dist.cast import cast_by
 from fp8_dist.device import is_float8
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.mesh import Layout, local_tensor, own_pieces, taken, with_local
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, measure, whole_statistics
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, measure, unpack, whole_statistics
+from fp8_dist.tensor.decoded import Decoded
 from fp8_dist.tensor.stored import PackedFloat8, Stored, StoredFloat8, StoredScales
 
 
@@ -133,18 +134,26 @@ class StoredWeight(NamedTuple):
         return cast.qdata, whole
 
     def entries(self) -> dict[str, torch.Tensor]:
-        """The entries of a state dict, without a copy of the data.
-
-        These are the data, in float8, and the scales, in fp32, or in e8m0 if they are exponents
-        that were loaded so. They are DTensors if the parameters are.
+        """The entries of a state dict: tensors that share memory with the parameters, or write to
+        them (:class:`fp8_dist.tensor.decoded.Decoded`). They are DTensors if the parameters are.
         """
-        held, e8m0 = self.local_scales, torch.float8_e8m0fnu
-        is_e8m0 = held.saved_as is e8m0 and held.plain.dtype is torch.uint8
-        saved = held.plain.view(e8m0) if is_e8m0 else fp32_scales(held.plain)
-        return {
-            self.name: _entry(self.data, self.local_data.unpacked(self.scheme)),
-            self.scales_name: _entry(self.scales, saved),
-        }
+        data, scheme = self.local_data.plain, self.scheme
+        if self.is_packed:
+            encode = partial(_packed, scheme=scheme, name=f"{self.fqn}: {self.name}")
+            data = Decoded.of(data, partial(unpack, scheme=scheme), encode)
+        return {self.name: _entry(self.data, data), self.scales_name: self.scales_entry()}
+
+    def scales_entry(self) -> torch.Tensor:
+        """The entry of the scales: in fp32, or in e8m0 if they are exponents that were so."""
+        held = self.local_scales
+        scales, e8m0 = held.plain, torch.float8_e8m0fnu
+        if scales.dtype is torch.uint8 and held.saved_as is e8m0:
+            scales = scales.view(e8m0)
+        elif scales.dtype is torch.uint8:
+            name = f"{self.fqn}: {self.scales_name}"
+            encode = partial(as_stored, scheme=self.scheme, name=name)
+            scales = Decoded.of(scales, fp32_scales, encode)
+        return _entry(self.scales, scales)
 
     def load(self, state: dict[str, Any], prefix: str) -> None:
         """Replace the entries of a state dict by tensors like the parameters.
@@ -164,7 +173,7 @@ class StoredWeight(NamedTuple):
             return
         if isinstance(given, DTensor) != isinstance(self.data, DTensor):
             return  # load_state_dict reports it
-        local = local_tensor(given)
+        local = Decoded.copied(local_tensor(given))
         if not is_float8(local.dtype):
             qdata, scales = self.cast(given)
         elif scales_key not in state or local.dtype is not scheme.dtype:
@@ -174,7 +183,7 @@ class StoredWeight(NamedTuple):
                 "checkpoint that has both, or one in high precision"
             )
         else:
-            qdata, scales = local, local_tensor(state[scales_key])
+            qdata, scales = local, Decoded.copied(local_tensor(state[scales_key]))
             check_values(qdata, scheme, f"{self.fqn}: {key}")
             saved_as, name = scales.dtype, f"{self.fqn}: {scales_key}"
             is_own = scales.shape == held.shape  # those of a DTensor's part
@@ -207,6 +216,18 @@ class StoredEntry(DTensor):
     """
 
     # (It inherits __slots__, by which torch copies DTensors.)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.detach()
+        plain.__class__ = DTensor  # files are read where this library is not installed
+        return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) not in memo:
+            memo[id(self)] = copied = self.clone()
+            copied.__class__ = type(self)
+        found: DTensor = memo[id(self)]
+        return found
+
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         local = local_tensor(self)
         moved = with_local(self, local.view(torch.uint8))
@@ -214,6 +235,12 @@ class StoredEntry(DTensor):
         found = with_local(moved, local_tensor(moved).view(local.dtype))
         assert isinstance(found, DTensor)
         return found
+
+
+def _packed(values: torch.Tensor, scheme: Scheme, name: str) -> torch.Tensor:
+    """Pack float8 data; the checks are those of :func:`check_values`."""
+    check_values(values, scheme, name)
+    return scheme.pack(values).view(torch.uint8)
 
 
 def _entry(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -319,6 +346,3 @@ def as_stored(scales: torch.Tensor, scheme: Scheme, name: str | None = None) -> 
             "load_float8_checkpoint"
         )
     return stored
-
-
-torch.serialization.add_safe_globals([StoredEntry])

@@ -359,7 +359,7 @@ def _cast(
     weights that are stored in float8.
     """
     stored = [each for s in bucket if s.weight is not None and (each := s.weight.stored())]
-    own_scales = full_tensors([each.entries()[each.scales_name] for each in stored])
+    own_scales = full_tensors([each.scales_entry() for each in stored])
     measured = []
     for source in bucket:
         if (weight := source.weight) is not None and not weight.is_stored:

@@ -1,5 +1,6 @@
 """Weights that are stored in float8, on meshes: bits, bytes, collectives and checkpoints."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +17,12 @@ from expecttest import assert_expected_inline
 from nets import full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import raised, same_bits
+from reference import raised, reloaded, same_bits
 from stored_weights import CONFIGS, converted, freeze, frozen, run, same
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -298,7 +299,11 @@ def wrong_entries(state: dict[str, Any], expected: dict[str, torch.Tensor]) -> l
 def test_whole_state_dicts(name: str, tp: bool) -> None:
     """gloo can't gather float8: entries are gathered as bytes."""
     net, expected = meshed(frozen(name), tp), frozen(name).state_dict()
-    assert wrong_entries(net.state_dict(), expected) == []
+    for form in (dict, copy.deepcopy, reloaded):  # plain code and other machines read all of them
+        state = form(net.state_dict())  # type: ignore[operator]
+        assert form is reloaded or wrong_entries(state, expected) == []
+        assert net.load_state_dict(state) == ([], [])
+    assert {type(each) for each in state.values()} == {DTensor}
     for cpu_offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
         state = get_model_state_dict(net, options=options)
@@ -332,13 +337,14 @@ def saved_by_dcp(name: str, in_background: bool, folder: str) -> None:
 
 
 def loaded_by_dcp(name: str, folder: str) -> None:
-    for assign in (False, True):
+    for assign in (False, True, None):
         with torch.device("meta"):
             net = frozen(name)
         net = erased(shard(net, device_mesh(dp=2)).to_empty(device="cpu"))
         state = net.state_dict()
         dcp.load(state, checkpoint_id=folder)
-        net.load_state_dict(state, assign=assign)
+        if assign is not None:  # None: the load in place is all
+            net.load_state_dict(state, assign=assign)
         assert wrong_entries(net.state_dict(), frozen(name).state_dict()) == []
         assert same(run(net.requires_grad_(False)), run(frozen(name)))
 
@@ -358,6 +364,40 @@ def test_a_sharded_state_in_high_precision_is_cast_with_global_scales(name: str,
     assert net.load_state_dict(source.state_dict()) == ([], [])
     assert wrong_entries(net.state_dict(), whole.state_dict()) == []
     assert same(run(net), run(source))
+
+
+def other(name: str) -> nn.Module:
+    """Frozen layers with other values and scales."""
+    net = converted(name)
+    for parameter in net.parameters():
+        parameter.data.copy_(parameter.flip(0) * 8)
+    freeze(net)
+    return net
+
+
+@pytest.mark.parametrize(("name", "tp"), [("blockwise", False), ("mxfp4", True)])
+@on_ranks(4)
+def test_writes_to_entries_reach_the_shards(name: str, tp: bool) -> None:
+    expected, twin = dict(other(name).state_dict()), meshed(other(name), tp)
+    for of_shard in (False, True):
+        net = meshed(frozen(name), tp)
+        for each, values in zip(*(n.state_dict().values() for n in (net, twin)), strict=True):
+            (each.to_local()[:] if of_shard else each).copy_(
+                values.to_local() if of_shard else values
+            )
+        assert wrong_entries(net.state_dict(), expected) == []
+    assert same(run(net), run(twin))
+
+
+@on_ranks(2)
+def test_broadcasts_to_entries() -> None:
+    for name, in_background in (("blockwise", False), ("mxfp4", True)):
+        net = other(name) if dist.get_rank() == 0 else frozen(name)
+        for each in net.state_dict().values():
+            work = dist.broadcast(each.view(-1).view(torch.uint8), 0, async_op=in_background)
+            if in_background:
+                work.wait()
+        assert same(run(net), run(other(name)))
 
 
 # Changes of a distributed model

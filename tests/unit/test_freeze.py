@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from checkpointed import SELECTIVE
 from recordings import casts, written
@@ -40,6 +44,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import CastStats, GemmStats, float8_stats, record
 from fp8_dist.device import is_float8
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
 PACKED = [name for name in CONFIGS if "mxfp4" in name]
@@ -243,15 +248,15 @@ def by_dcp(net: nn.Module) -> dict[str, Any]:
 def test_entries_of_a_state_dict() -> None:
     net = frozen()
     state = state_of(net)
-    found = {name: (type(t), t.dtype, list(t.shape)) for name, t in state.items()}
+    found = {name: (t.dtype, list(t.shape)) for name, t in state.items()}
     fp8, fp32, bf16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
     assert found == {
-        "0.weight": (torch.Tensor, fp8, [320, 512]),
-        "0.bias": (torch.Tensor, bf16, [320]),
-        "0.weight_scale_inv": (torch.Tensor, fp32, [3, 4]),
-        "2.weight": (torch.Tensor, fp8, [192, 320]),
-        "2.bias": (torch.Tensor, bf16, [192]),
-        "2.weight_scale_inv": (torch.Tensor, fp32, [2, 3]),
+        "0.weight": (fp8, [320, 512]),
+        "0.bias": (bf16, [320]),
+        "0.weight_scale_inv": (fp32, [3, 4]),
+        "2.weight": (fp8, [192, 320]),
+        "2.bias": (bf16, [192]),
+        "2.weight_scale_inv": (fp32, [2, 3]),
     }
     assert state["0.weight"].data_ptr() == net[0].weight.data_ptr()  # not a copy
     assert net.state_dict(keep_vars=True)["0.weight"] is net[0].weight
@@ -259,6 +264,104 @@ def test_entries_of_a_state_dict() -> None:
     assert net[0].weight.dtype is bf16
     assert not net[0].weight.requires_grad
     assert [name for name, _ in net.named_parameters()] == list(state)
+
+
+def copied_in_parts(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    for each, values in zip(to, source, strict=True):
+        for part, of_source in zip(each.chunk(3), values.chunk(3), strict=True):
+            part.copy_(of_source)
+
+
+def copied_as_bytes(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    for each, values in zip(to, source, strict=True):
+        each.view(-1).view(torch.uint8).copy_(values.view(-1).view(torch.uint8))
+
+
+def copied_to_data(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    for each, values in zip(to, source, strict=True):
+        each.data.detach()[:] = values
+
+
+def copied_in_inference_mode(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    with torch.inference_mode():
+        for each, values in zip(to, source, strict=True):
+            each.reshape(-1).copy_(values.reshape(-1))
+
+
+def loaded_in_place(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+    with TemporaryDirectory() as folder:
+        dcp.save({str(i): each for i, each in enumerate(source)}, checkpoint_id=folder)
+        dcp.load({str(i): each for i, each in enumerate(to)}, checkpoint_id=folder)
+
+
+def scaled_experts() -> nn.Module:
+    torch.manual_seed(2)
+    net = nn.Module()
+    net.float8_weight_names = ("up",)  # type: ignore[assignment]
+    net.up = nn.Parameter(torch.randn(3, 64, 96), requires_grad=False)
+    config = Float8ExpertsConfig(recipe="mxfp8", weight_format="mxfp4")
+    convert_experts_to_float8_training(net, config=config)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "write",
+    [
+        torch._foreach_copy_,
+        copied_in_parts,
+        copied_as_bytes,
+        copied_to_data,
+        copied_in_inference_mode,
+        loaded_in_place,
+    ],
+)
+@pytest.mark.parametrize("name", [*CONFIGS, "experts"])
+def test_writes_to_entries_reach_the_weights(name: str, write: Any) -> None:
+    """Also where an entry is a copy, as of packed data and of exponents."""
+    nets = [scaled_experts() if name == "experts" else converted(name) for _ in range(2)]
+    for each in nets[0].parameters():
+        each.copy_(each.flip(0) * 8)
+    for net in nets:
+        _ = freeze_to_float8(net, format="mxfp4") if name == "experts" else freeze(net)
+    source, earlier, state = (dict(net.state_dict()) for net in (nets[0], nets[1], nets[1]))
+    write(list(state.values()), list(source.values()))
+    for states in (nets[1].state_dict(), state, earlier):
+        assert all(same_bits(states[key], each) for key, each in source.items())
+    if name == "experts":
+        assert same_bits(*(dequantized(net, "up") for net in nets))
+    else:
+        assert same(run(nets[1]), run(nets[0]))
+
+
+@every_config
+def test_operations_in_place_on_entries(name: str) -> None:
+    net, twin = frozen(name), frozen(name)
+    earlier, state, others = net.state_dict(), net.state_dict(), twin.state_dict()
+    scales = [state["0.weight_scale_inv"], state["2.weight_scale_inv"]]
+    torch._foreach_mul_(scales, 2.0)
+    assert scales[0].mul_(0.5).add_(scales[0]) is scales[0]
+    assert same_bits(dequantized(net[0]), dequantized(twin[0]) * 2)
+    state["0.weight"].zero_()
+    assert not dequantized(net[0]).any()
+    reads = [earlier["2.weight_scale_inv"], others["2.weight_scale_inv"] * 2]
+    by_safetensors = lambda x: safetensors.torch.load(safetensors.torch.save({"x": x}))["x"]  # noqa: E731
+    readers = [methodcaller("numpy"), methodcaller("tolist"), copy.deepcopy, reloaded]
+    for form in (*readers, copy.copy, by_safetensors):
+        found, expected = (torch.as_tensor(form(each)) for each in reads)
+        assert form is copy.copy or type(found) is torch.Tensor
+        assert found.equal(expected)
+
+
+def test_values_that_no_stored_weight_has() -> None:
+    net, expected = frozen("mxfp4"), run(frozen("mxfp4"))
+    state = net.state_dict()
+    with pytest.raises(ValueError, match=r"2: weight_scale_inv are not powers of two"):
+        state["2.weight_scale_inv"].mul_(3.0)
+    with pytest.raises(ValueError, match=r"0: weight has float8 values that MXFP4 does not have"):
+        state["0.weight"][1].copy_(torch.full((512,), 0.75).to(torch.float8_e4m3fn))
+    assert all(same_bits(state[key], each) for key, each in frozen("mxfp4").state_dict().items())
+    assert same(run(net), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*is cast to float8 again")

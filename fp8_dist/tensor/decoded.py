@@ -1,0 +1,147 @@
+"""Entries of a state dict for what is stored in another form: copies that writes go through.
+
+Code that loads checkpoints in place writes into the tensors of ``state_dict()``. If an entry is a
+copy, because the parameter is stored packed or as exponents, the write must reach the parameter.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import ScriptObject, Tensor
+from torch.distributed import Work
+
+from fp8_dist.torch_internals import (
+    disabled_torch_function,
+    is_mutable,
+    is_plain,
+    tree_leaves,
+    tree_map_only,
+    written_arguments,
+)
+
+
+class Encoded(NamedTuple):
+    """Data, and its decoded copy.
+
+    Attributes:
+        data: what is stored.
+        copy: its values, a plain tensor.
+        decode: makes values of data.
+        encode: makes data of values; raises ValueError for those that no data stands for.
+    """
+
+    data: Tensor
+    copy: Tensor
+    decode: Callable[[Tensor], Tensor]
+    encode: Callable[[Tensor], Tensor]
+
+    def read(self) -> None:
+        """Decode the data anew."""
+        self.copy.copy_(self.decode(self.data))
+
+    def write(self) -> None:
+        """Encode the copy."""
+        try:
+            data = self.encode(self.copy)
+        except ValueError:
+            self.read()
+            raise
+        self.data.copy_(data)
+
+
+class Decoded(Tensor):
+    """A decoded copy of data, or a view of one, that an operator reads and writes as the data.
+
+    It is decoded before each operator that reads it, and encoded after each that writes to it. Its
+    clones, deepcopies and pickles are plain tensors. Writes to its memory by other means than
+    operators, such as numpy arrays, are not noticed.
+
+    Attributes:
+        plain: the same memory as a plain tensor.
+        source: the data that it stands for.
+    """
+
+    plain: Tensor
+    source: Encoded
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def of(
+        data: Tensor, decode: Callable[[Tensor], Tensor], encode: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Decode data. The arguments are those of :class:`Encoded`. Of a fake tensor it is one."""
+        with torch.inference_mode(data.is_inference()), torch.no_grad():
+            copy = decode(data)
+        return Decoded._view(copy, Encoded(data, copy, decode, encode)) if is_plain(copy) else copy
+
+    @staticmethod
+    def _view(plain: Tensor, source: Encoded) -> "Decoded":
+        view = plain.as_subclass(Decoded)
+        view.plain, view.source = plain, source
+        return view
+
+    @staticmethod
+    def copied(tensor: Tensor) -> Tensor:
+        """Return a plain copy of a tensor of this type, and any other tensor as it is."""
+        return tensor.clone() if isinstance(tensor, Decoded) else tensor
+
+    @classmethod
+    @torch.no_grad()
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Under inference_mode, composite operators arrive here without being decomposed.
+        if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return found
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Decoded)]
+        if func.is_view:
+            source = given[0].source
+            args, kwargs = tree_map_only(Decoded, lambda x: x.plain, (args, kwargs))
+            views = func(*args, **kwargs)
+            return tree_map_only(Tensor, lambda view: cls._view(view, source), views)
+        for source in {id(each.source): each.source for each in given}.values():
+            source.read()
+        written = tree_leaves(written_arguments(func, args, kwargs))
+        args, kwargs = tree_map_only(Decoded, lambda x: x.plain, (args, kwargs))
+        out = func(*args, **kwargs)
+        for work in tree_leaves(out) if func.namespace == "c10d" else ():
+            if isinstance(work, ScriptObject | Work):
+                _wait(work)
+        sources = {id(each.source): each.source for each in written if isinstance(each, Decoded)}
+        for source in sources.values():
+            source.write()
+        if not is_mutable(func):
+            return out
+        same = {id(each.plain): each for each in given}
+        return tree_map_only(Tensor, lambda x: same.get(id(x), x), out)
+
+    @property
+    def _current(self) -> Tensor:
+        self.source.read()
+        return self.plain
+
+    # Code that reads memory, such as safetensors, asks for its address first.
+    def data_ptr(self) -> int:
+        return self._current.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._current.numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self._current.tolist()
+
+    def __copy__(self) -> "Decoded":
+        return self._view(self.plain, self.source)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self._current, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._current.__reduce_ex__(protocol)
+
+
+def _wait(work: Any) -> None:
+    (Work.unbox(work) if isinstance(work, ScriptObject) else work).wait()  # type: ignore[attr-defined]
