@@ -6,6 +6,7 @@ docs/design.md defines the terms of the package (amax, scale, qdata, axis, dim).
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 
 import torch
 
@@ -86,6 +87,30 @@ def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
         return False
     known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     return known and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def stores_transposed(device: torch.device) -> bool:
+    """Whether a kernel that Inductor generates for a GPU may store a float8 copy and its transpose.
+
+    A ptxas below 13 confuses their bytes: see Note [Four bytes at a time] in
+    :mod:`fp8_dist.kernels.cuda.triton.rounding`. Of a Hopper that is Triton's up to 3.8, of a
+    Blackwell up to 3.6. The result is False where Triton does not say which one it takes.
+    """
+    if device.type != "cuda":
+        return True  # ptxas has no part in it
+    major, minor = torch.cuda.get_device_capability(device)
+    return _ptxas_release(10 * major + minor) >= 13
+
+
+@cache
+def _ptxas_release(arch: int) -> int:
+    """The major release of the ptxas with which Triton compiles; 0 if it is not known."""
+    try:
+        compiler = import_module("triton.backends.nvidia.compiler")
+        return int(compiler.get_ptxas(arch).version.partition(".")[0])
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError):
+        return 0
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp8_dist.device import fuses_casts, rounds_to
+from fp8_dist.device import fuses_casts, rounds_to, stores_transposed
 from fp8_dist.kernels import (
     ALIGNMENT,
     GemmOptions,
@@ -111,7 +111,9 @@ class Dense(Scheme):
         if self.power_of_2 or not self._is_fusible(x) or not rounds_to(self.dtype, x.device):
             return None  # the logarithms and conversions of Inductor's kernels have other bits
         rows = math.prod(x.shape[:-1])
-        if True in transposed and not statically_known_true(rows % ALIGNMENT == 0):
+        if True in transposed and not (
+            stores_transposed(x.device) and statically_known_true(rows % ALIGNMENT == 0)
+        ):
             return None
         (value,) = statistics
         scale, *data = fusible_copies(x, value, self.dtype, transposed, saturate=not fits)

@@ -26,7 +26,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._pytree import tree_leaves
 
 from fp8_dist import kernels
-from fp8_dist.device import short_name
+from fp8_dist.device import short_name, stores_transposed
 from fp8_dist.kernels import CustomOp
 from fp8_dist.kernels.cuda.triton.launch import Tuned
 from fp8_dist.kernels.scale import INTEGERS
@@ -180,13 +180,13 @@ SHAPES = ((64, 48), (1024, 768), (16, 4096), (4096, 4096), (8192, 14336))
 
 
 def casts(x: Tensor, y: Tensor, dtype: torch.dtype, saturates: bool, fused: bool) -> Named:
-    """The copies of a product: by the operators of graphs, which fuse, or by the library's.
+    """The copies of a product: by the operators of graphs, where they fuse, or by the library's.
 
     If values saturate, the largest value is not that of the first row.
     """
     high = x * y
     largest = high[1:] if saturates else high
-    if fused:
+    if fused and stores_transposed(x.device):
         known = kernels.fusible_amax(largest)
         made = kernels.fusible_copies(high, known, dtype, BOTH, saturate=saturates)
     else:

@@ -4,11 +4,13 @@ The interpreter divides exactly, as a GPU does in fp64 alone.
 """
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from inductor_kernels import code_of_product, loaded
 from reference import same_bits
 from torch._inductor.async_compile import AsyncCompile
 
+from fp8_dist import device
 from fp8_dist.kernels import cast_copies
+from fp8_dist.scaling import CastPlan, Dense, cast, dense
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -91,3 +95,71 @@ def test_bits_are_those_of_eager_code(
             wide, other = found.float(), each.float()
             assert wide.isnan().equal(other.isnan())
             assert same_bits(wide.nan_to_num(), other.nan_to_num())
+
+
+# By Triton's release: its two releases of ptxas, and the first architecture that takes the second.
+TRITON = {
+    "3.6": ("12.8", "12.9", 100),
+    "3.7": ("12.8", "13.1", 100),
+    "3.8": ("12.9", "13.3", 100),
+    "3.9": ("12.9", "13.4", 90),
+}
+COMPILER = "triton.backends.nvidia.compiler"
+
+
+def casts(
+    a: torch.Tensor, b: torch.Tensor, known: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """One copy of a product, and two of another one."""
+    found = []
+    for x, plan in ((a * b, (False,)), (a + b, (False, True))):
+        copies = CastPlan((Dense(dtype),), (0,) * len(plan), plan)
+        _, data = cast(x, copies, [(known,)], (0, 0))
+        found += data
+    return found
+
+
+def cast_operators(triton: str | None, capability: tuple[int, int]) -> int:
+    """How many casts a graph leaves to the library, with a release of Triton."""
+    modules: dict[str, Any] = {COMPILER: None}  # as if it were not installed
+    if triton is not None:
+        old, new, first = TRITON[triton]
+        modules[COMPILER] = SimpleNamespace(
+            get_ptxas=lambda arch: SimpleNamespace(version=new if arch >= first else old)
+        )
+    device._ptxas_release.cache_clear()
+    with (
+        patch.dict(sys.modules, modules),
+        patch.object(dense, "stores_transposed", device.stores_transposed),
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+    ):
+        torch._dynamo.reset()
+        code = code_of_product(SIZES, torch.bfloat16, torch.float8_e4m3fn, casts)
+        device._ptxas_release.cache_clear()
+    return code.count("torch.ops.fp8_dist.cast.default(")
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "operators"),
+    [
+        ("3.6", (9, 0), 1),
+        ("3.7", (9, 0), 1),
+        ("3.8", (9, 0), 1),
+        ("3.9", (9, 0), 0),
+        ("3.6", (10, 0), 1),
+        ("3.7", (10, 0), 0),
+        (None, (9, 0), 1),
+    ],
+)
+def test_no_kernel_of_an_old_ptxas_stores_a_copy_and_its_transpose(
+    triton: str | None, capability: tuple[int, int], operators: int, fake_cuda: FakeCudaProcess
+) -> None:
+    """It would confuse their bytes, on a GPU (Note [Four bytes at a time])."""
+    assert fake_cuda.run(cast_operators, triton, capability) == operators
+
+
+def test_the_ptxas_of_the_triton_that_is_installed() -> None:
+    compiler = pytest.importorskip(COMPILER)
+    for arch in (90, 100):
+        release = int(compiler.get_ptxas(arch).version.partition(".")[0])
+        assert device._ptxas_release(arch) == release > 11

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ def product_as_float8(
     return fusible_copies(a * b, known, dtype, [False, True], saturate=True)
 
 
-def code_of_product(sizes: tuple[int, int], high: torch.dtype, dtype: torch.dtype) -> str:
-    """The code for :func:`product_as_float8`; call it where there is a fake CUDA device."""
+def code_of_product(
+    sizes: tuple[int, int],
+    high: torch.dtype,
+    dtype: torch.dtype,
+    product: Callable[..., list[torch.Tensor]] = product_as_float8,
+) -> str:
+    """The code for the casts of a product; call it where there is a fake CUDA device."""
     found: list[str] = []
     with FakeCudaMode():
         a, b = (torch.empty(sizes, dtype=high, device="cuda") for _ in range(2))
@@ -31,7 +37,7 @@ def code_of_product(sizes: tuple[int, int], high: torch.dtype, dtype: torch.dtyp
         return lambda args: [known] * 3
 
     with inductor.inductor_for_the_device(noted, lambda *args, **kwargs: None), torch.no_grad():
-        torch.compile(product_as_float8, fullgraph=True)(a, b, known, dtype)
+        torch.compile(product, fullgraph=True)(a, b, known, dtype)
     (code,) = found
     return code
 

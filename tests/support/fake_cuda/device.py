@@ -15,6 +15,7 @@ from fake_cuda import streams
 from fake_cuda.triton_kernels import intercept_launches
 from fp8_dist import torch_internals
 from fp8_dist.kernels.cuda import gemm
+from fp8_dist.scaling import dense
 from scripts.plan.world import HostValues
 
 # Of an H200, as far as libraries ask.
@@ -76,6 +77,7 @@ def pretend() -> None:
             setattr(
                 CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
             )
+    dense.stores_transposed = lambda device: True  # (Triton's own ptxas may be too old for that.)
     gemm.device_kind = lambda device: "hopper"  # (A build for CPUs has no version of CUDA.)
     # (Another function: dynamo has a table of the two.)
     torch.accelerator.current_stream = lambda device=None: streams.current_stream()

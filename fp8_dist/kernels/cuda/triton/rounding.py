@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 
 # Note [Four bytes at a time]
-# The ptxas that Triton takes for a Hopper (12.8; 12.9 since 3.8) confuses the registers of two
-# converted bytes where a kernel stores them together, and takes them apart, too: as one does that
-# writes a tile and its transpose. On an H100 bytes of other registers were written; of fp32, ptxas
-# died (triton-lang/triton issue 11111). Here four bytes come in a register of their own, and other
-# instructions see only that. tests/unit/kernels/test_triton_compiles.py fails if they see more.
+# The ptxas that Triton takes for a Hopper (12.8; 12.9 in 3.8; 13.4 from 3.9 on), if it is below 13,
+# confuses the registers of two converted bytes where a kernel stores them together, and takes them
+# apart, too: as one does that writes a tile and its transpose. On an H100 bytes of other registers
+# were written; of fp32, ptxas died (triton-lang/triton issue 11111). Here four bytes come in a
+# register of their own, and other instructions see only that:
+# tests/unit/kernels/test_triton_compiles.py fails if they see more. Inductor's kernels have no such
+# guard, so graphs leave these casts to operators (stores_transposed in fp8_dist/device.py).
 _FOUR_OF_E4M3 = tl.constexpr(
     "{ .reg .b16 low, high;"
     " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
