@@ -35,6 +35,7 @@ from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
 
 # FSDP2 and tensor parallelism cut blocks of 128 and of 32.
+E8M0 = torch.float8_e8m0fnu
 CUT: dict[str, int] = {"dim": 192, "hidden": 320}
 WHOLE = {"dim": 512, "hidden": 512, "layers": 1}
 UNEVEN = {"dim": 70, "hidden": 66, "layers": 1}
@@ -191,16 +192,39 @@ def test_ddp_is_left_out_of_the_names() -> list[str]:
     return differences(float8_state_dict(wrapped), float8_state_dict(net))
 
 
-def saved(folder: str, by_hugging_face: bool) -> None:
-    net = sharded(converted("blockwise", **CUT), 2, 2)
+def saved(folder: str, by_hugging_face: bool, is_e8m0: bool = False) -> None:
+    net = converted("blockwise", **CUT)
+    if is_e8m0:
+        net.requires_grad_(False)
+        freeze_to_float8(net)
+        e8m0 = {k: v.to(E8M0) if "scale" in k else v for k, v in net.state_dict().items()}
+        net.load_state_dict(e8m0)
+    state = float8_state_dict(sharded(net, 2, 2))
     if by_hugging_face:
+        assert is_e8m0 == any(local_tensor(each).dtype is E8M0 for each in state.values())
+        state = {k: v.float() if k.endswith("_scale_inv") else v for k, v in state.items()}
         writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
-        dcp.save(float8_state_dict(net), storage_writer=writer)
+        dcp.save(state, storage_writer=writer)
     else:
-        dcp.save(float8_state_dict(net), checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=folder)
 
 
-def test_distributed_checkpoints(ranks: RankPools, tmp_path: Path) -> None:
+def saved_in_mxfp4(folder: str) -> None:
+    state = float8_state_dict(sharded(in_mxfp4("mxfp8", False, **CUT), 2, 2), format="mxfp4")
+    dcp.save(state, checkpoint_id=folder)
+
+
+def test_distributed_checkpoints_in_mxfp4(ranks: RankPools, tmp_path: Path) -> None:
+    """(The writer of safetensors can't consolidate integers.)"""
+    ranks(4).run(saved_in_mxfp4, str(tmp_path))
+    expected = float8_state_dict(in_mxfp4("mxfp8", False, **CUT), format="mxfp4")
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert differences(loaded, expected) == []
+
+
+@pytest.mark.parametrize("is_e8m0", [False, True])
+def test_distributed_checkpoints(ranks: RankPools, tmp_path: Path, is_e8m0: bool) -> None:
     """Saved by four ranks, none of which has the whole; loaded by one process."""
     net = converted("blockwise", **CUT)
     expected = float8_state_dict(net)
@@ -208,7 +232,7 @@ def test_distributed_checkpoints(ranks: RankPools, tmp_path: Path) -> None:
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert differences(loaded, expected) == []
-    ranks(4).run(saved, f"{tmp_path}/hf", True)
+    ranks(4).run(saved, f"{tmp_path}/hf", True, is_e8m0)
     loaded = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
     loaded = {name: loaded.pop(name) for name in expected} | loaded
     assert differences(loaded, expected) == []

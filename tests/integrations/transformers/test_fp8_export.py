@@ -77,6 +77,35 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_the_trainers(
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the lines of the page: those that save, and those that load and convert."""
+    text = PAGE.read_text().partition("## MXFP4")
+    blocks = [re.findall(r"```python\n(.*?)```", part, re.DOTALL) for part in text]
+    save, in_bf16, load = blocks[0][0], blocks[0][1], blocks[2][-1]
+    export, write = save.split("\n", 1)
+    assert "FineGrainedFP8Config" in load
+    model: Any = converted(kind, "blockwise", **SIZES).eval()
+    model.config.dtype = dtype
+    for parameter in model.parameters():  # and no buffers of rotary embeddings
+        parameter.data = parameter.data.to(dtype)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    scope = globals() | {"model": model}
+    exec("\n".join([export, in_bf16 if dtype is torch.bfloat16 else "", write]), scope)
+    reloaded, convert = load.rsplit("\nconfig = ", 1)
+    exec(reloaded, scope)
+    with torch.no_grad():
+        expected = model(input_ids=IDS).logits
+        assert not same_bits(scope["model"](input_ids=IDS).logits, expected)
+        exec(f"config = {convert}", scope)
+        assert len(float8_layers(scope["model"])) == len(float8_layers(model))
+        assert same_bits(scope["model"](input_ids=IDS).logits, expected)
+
+
 def test_experts_biases_and_tied_embeddings(tmp_path: Path) -> None:
     """Routers and unconverted experts stay in high precision, and are named in the config."""
     sizes = {**SIZES, "attention_bias": True, "tie_word_embeddings": True}
