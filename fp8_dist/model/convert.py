@@ -29,6 +29,7 @@ from fp8_dist.model.filters import LEFT_OUT, why_misaligned
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.routers import routers
 from fp8_dist.moe.experts import (
+    CONVERT_BEFORE,
     FilterFn,
     check_arguments,
     convert_back,
@@ -89,8 +90,7 @@ def convert_to_float8_training(
     if late:
         raise ValueError(
             "convert_to_float8_training: these weights are distributed already: "
-            f"{', '.join(name for name, _ in _grouped(late))}. Convert the model first, then apply "
-            "tensor parallelism, then fully_shard"
+            f"{', '.join(name for name, _ in _grouped(late))}. {CONVERT_BEFORE}"
         )
     own = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
     # FSDP2 would gather a weight in float8 for an unconverted module, too.
@@ -121,7 +121,8 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     keep their ``reduce_transport``. A call on a model without float8 layers changes nothing.
 
     Parameters stay the same objects, so optimizers go on. Updates that were attached to one
-    (:func:`fp8_dist.attach_update`) end by themselves.
+    (:func:`fp8_dist.attach_update`) end by themselves. A model that is distributed can't be
+    converted again: load its state dict into one that was converted before it was distributed.
 
     Args:
         module: the model; or a part of it that has all layers of the blocks whose inputs are

@@ -30,6 +30,12 @@ from fp8_dist.torch_internals import StridedShard, remove_state_hooks
 FilterFn = Callable[[nn.Module, str], bool]
 
 _CALLER = "convert_experts_to_float8_training"
+# The remedy in errors about weights that are distributed before they are converted.
+CONVERT_BEFORE = (
+    "Convert the model first, then apply tensor parallelism, then fully_shard. One that is "
+    "distributed already, as after convert_to_linear, can't be converted: make a new model in this "
+    "order, and load the state_dict of this one"
+)
 
 
 class Kind:
@@ -294,8 +300,7 @@ def _check(part: nn.Module, kind: Kind, fqn: str, config: Float8ExpertsConfig) -
         )
     if known is None and any(isinstance(part._parameters[n], DTensor) for n in kind.weights(part)):
         raise ValueError(
-            f"{_CALLER}: the weights of {fqn} are distributed already. Convert the model first, "
-            "then distribute it"
+            f"{_CALLER}: the weights of {fqn} are distributed already. {CONVERT_BEFORE}"
         )
 
 

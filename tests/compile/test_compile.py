@@ -17,7 +17,7 @@ from graphs import Compilations, Graphs, Ops
 from local_nets import local_net
 from nets import Distributed, Net, blocks, full
 from ranks import RankPools, device_mesh
-from reference import same_bits, sqnr
+from reference import raised, same_bits, sqnr
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -450,3 +450,25 @@ def test_a_module_inside_ddp(ranks: RankPools) -> None:
     for (expected, table), (found, same_table) in zip(eager, compiled, strict=True):
         assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
         assert table == same_table
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
+def test_nested_tensors(recipe: str, layout: torch.layout) -> None:
+    """In eager code and in graphs; the remedy in the message is one."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    net = nn.Sequential(nn.Linear(32, 48))
+    (layer,) = convert_to_float8_training(net, config=config)
+    parts = [torch.randn(5, 32), torch.randn(16, 32)]
+    x = torch.nested.nested_tensor(parts, layout=layout)
+    torch._dynamo.reset()
+    for run in (layer, torch.compile(layer, backend="eager")):
+        text = raised(NotImplementedError, lambda: run(x))  # noqa: B023
+        assert text.startswith("0: the input is a nested tensor, which has no float8 cast")
+    with pytest.raises(NotImplementedError, match="cast_to_float8: the input is a nested tensor"):
+        cast_to_float8(x, CastConfig())
+    if layout is torch.jagged:
+        expected = layer(torch.cat(parts))
+        _, _, remedy = text.partition("again: ")
+        again = eval(remedy.partition(". One")[0], {"torch": torch, "layer": layer, "x": x})
+        assert again.values().equal(expected)

@@ -125,6 +125,29 @@ def test_trains_on_as_if_never_converted(dp: int, tp: int, recipe: str) -> list[
     return wrong + ([] if len(calls) == 4 and plain else [f"hooks: {calls}"])
 
 
+@on_ranks(2)
+def test_the_way_back_to_float8() -> None:
+    """As the error of a second conversion names it."""
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+    def made() -> Net:
+        net = convert_to_float8_training(Net(**DIMS), config=config)
+        shard(net, device_mesh(dp=2))
+        return net
+
+    net, x = made(), torch.ones(2, 8, 64)
+    trained(net, torch.optim.SGD(net.parameters(), lr=0.1), x, 2)
+    expected = net(x)
+    convert_to_linear(net)
+    assert not same_bits(net(x), expected)
+    text = raised(ValueError, lambda: convert_to_float8_training(net, config=config))
+    assert "distributed already: layers.0.w1, " in text
+    assert "make a new model in this order, and load the state_dict of this one" in text
+    again = made()
+    again.load_state_dict(net.state_dict())
+    assert same_bits(again(x), expected)
+
+
 class Named(nn.Linear):
     """A subclass with nn.Linear's forward."""
 
