@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from fp8_dist.device import short_name
 from fp8_dist.kernels import E2M1_X2
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
-from fp8_dist.text import aligned
+from fp8_dist.text import aligned, pattern_of
 
 RECENT = 16  # recorded steps, with whose amaxes the next one is compared
 
@@ -234,6 +234,24 @@ class Anomaly:
             f"{limit}): values saturate until the history has caught up",
         }[self.what]
         return f"step {row.step}: {row.fqn}: {place}: {found}"
+
+
+def summarized(anomalies: Sequence[Anomaly]) -> str:
+    """Describe the first of several anomalies, and count the others by kind and layer.
+
+    Layers whose names differ in numbers alone are one group, with ``*`` in place of the numbers.
+    """
+    first, *others = anomalies
+    if not others:
+        return str(first)
+    groups = defaultdict[tuple[str, str], list[str]](list)
+    for each in others:
+        groups[each.what, pattern_of(each.row.fqn)].append(each.row.fqn)
+    kinds = defaultdict[str, list[str]](list)
+    for (what, pattern), names in groups.items():
+        kinds[what].append(f"{pattern} ({len(names)})" if len(names) > 1 else names[0])
+    then = "; ".join(f"{what} in {', '.join(names)}" for what, names in kinds.items())
+    return f"{first}. Then {len(others)} more: {then}"
 
 
 def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:

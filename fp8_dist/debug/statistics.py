@@ -34,6 +34,7 @@ from fp8_dist.debug.rows import (
     append_jsonl,
     as_dict,
     decibels,
+    summarized,
     table,
 )
 from fp8_dist.debug.slots import Patterns, Slot, matching, slots_of
@@ -117,13 +118,16 @@ class StepObserver(Observer):
         self._last = rows
         self.rows += rows
         # Alarms are raised in the order of the casts, so that causes come before effects.
+        known = len(self.anomalies)
         for row in sorted(rows, key=lambda row: row.position):
             for anomaly in self._first.of(row):
                 self.anomalies.append(anomaly)
                 if callable(self._on_anomaly):
                     self._on_anomaly(anomaly)  # on all ranks
-                elif self._on_anomaly == "warn" and self._ranks.is_first(row.fqn):
-                    warnings.warn(f"float8_stats: {anomaly}", stacklevel=3)
+        if self._on_anomaly == "warn":
+            own = [a for a in self.anomalies[known:] if self._ranks.is_first(a.row.fqn)]
+            if own:
+                warnings.warn(f"float8_stats: {summarized(own)}", stacklevel=3)
 
 
 class Float8Stats(StepObserver):
@@ -372,8 +376,8 @@ def float8_stats(
             layer on one of several axes, pipeline stages without FSDP2. Ranks without a converted
             layer take no part, so there must be none where layers are on no mesh.
         on_anomaly: a function that is called on all ranks when a block ends, with the first
-            :class:`Anomaly` of each kind in each layer. ``"warn"``: issue a warning instead, on the
-            first of the ranks whose measures are combined.
+            :class:`Anomaly` of each kind in each layer. ``"warn"``: issue one warning of a block's
+            anomalies instead, on the first of the ranks whose measures are combined.
         limits: the limits beyond which statistics are anomalous.
 
     Returns:

@@ -31,11 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = importlib.import_module("fp8_dist.report.page")
     out = args.out or args.runs[0] / "report.html"
     try:
-        notes = page.write(out, args.runs)
+        headlines, notes = page.write(out, args.runs)
     except NoRun as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror or error}")
+    for text in headlines:
+        print(text)
     print(f"written: {out}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -7,7 +7,10 @@ notes: what remains is still worth seeing.
 import dataclasses
 import json
 import math
+import re
+import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +19,16 @@ import torch
 from fp8_dist.debug import AnomalyLimits, CommRow
 from fp8_dist.debug.audit import CommTable
 from fp8_dist.debug.rows import product
-from fp8_dist.report.writer import ANOMALIES, COMM, CONFIG, LIMITS, METRICS, STATS
+from fp8_dist.report.writer import (
+    ANOMALIES,
+    COMM,
+    CONFIG,
+    FIRST,
+    LIMITS,
+    METRICS,
+    STARTED,
+    STATS,
+)
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -25,6 +37,11 @@ T = TypeVar("T")
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
 LAST_STEPS = 20  # those that a run is judged by
 FILES = (CONFIG, METRICS, STATS, ANOMALIES, COMM)
+
+
+def progress(text: str) -> None:
+    """Say what is done next."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class NoRun(Exception):
@@ -43,7 +60,8 @@ class Run:
         stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
             order of layers.
         anomalies: of anomalies.jsonl.
-        recordings: those of ``fp8_dist.debug.record`` in folders of the run.
+        recordings: those of ``fp8_dist.debug.record`` in the run's folder, or in a folder of it, by
+            step. Those that an earlier run left are not among them.
         notes: sentences about what could not be read.
     """
 
@@ -76,10 +94,12 @@ def read_run(folder: Path) -> Run:
     """Read what a folder holds of a run.
 
     Raises:
-        NoRun: it holds none of `FILES`.
+        NoRun: it holds none of `FILES`, and no recording.
     """
-    if not any((folder / name).is_file() for name in FILES):
+    recordings = _recordings_in(folder)
+    if not recordings and not any((folder / name).is_file() for name in FILES):
         raise NoRun(f"{folder} has none of the files of a run: {', '.join(FILES)}")
+    progress(f"reading {folder}")
     run = Run(folder.resolve().name)
 
     def rows(name: str, parse: Callable[[Row], T]) -> list[T]:
@@ -92,7 +112,7 @@ def read_run(folder: Path) -> Run:
         try:
             whole = text.splitlines() if is_lines else json.loads(text)
         except ValueError as error:
-            run.notes.append(f"{name} can't be read: {error}")
+            run.notes.append(f"{path} can't be read: {error}")
             return []
         found, bad = [], []
         for at, each in enumerate(whole if isinstance(whole, list) else [whole], 1):
@@ -101,7 +121,7 @@ def read_run(folder: Path) -> Run:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 bad.append(f"row {at}: {error!r}")
         if bad:
-            run.notes.append(f"{name}: {len(bad)} passed over, the first of them {bad[0]}")
+            run.notes.append(f"{path}: {len(bad)} passed over, the first of them {bad[0]}")
         return found
 
     run.config = next(iter(rows(CONFIG, _config)), run.config)
@@ -110,22 +130,37 @@ def read_run(folder: Path) -> Run:
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
     run.comm = CommTable(rows(COMM, _comm_row)) if (folder / COMM).is_file() else None
-    _read_recordings(run, folder)
+    for path in recordings:
+        _read_recording(run, path)
     run.stats = rows(STATS, stats_row)
     run.anomalies = rows(ANOMALIES, _anomaly_row)
     return run
 
 
-def _read_recordings(run: Run, folder: Path) -> None:
-    for path in sorted(folder.glob("*/step*[0-9]/rank00000.pt")):
-        try:
-            # Tensors are not read.
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            layers = [*dict.fromkeys(record["fqn"] for record in found["records"])]
-            row = {"step": found["step"], "reason": found["reason"], "layers": layers}
-            run.recordings.append(row | {"folder": path.parent})
-        except Exception as error:  # reading unknown bytes may raise anything
-            run.notes.append(f"{path.parent} can't be read: {error!r}")
+def _recordings_in(folder: Path) -> list[Path]:
+    """Return the recordings in a folder, also those that a rank did not complete, by step."""
+    found = [path for depth in ("", "*/") for path in folder.glob(f"{depth}step*/rank*.pt")]
+    folders = {path.parent.absolute() for path in found}
+    return sorted(folders, key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path))
+
+
+def _read_recording(run: Run, folder: Path) -> None:
+    path = min(folder.glob("rank*.pt"))
+    try:
+        # Tensors are not read.
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        layers = [*dict.fromkeys(record["fqn"] for record in found["records"])]
+        row = {"step": int(found["step"]), "reason": found["reason"], "layers": layers}
+        row |= {"rows": found["rows"], "world": found["world"], "folder": folder}
+        written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        started = datetime.fromisoformat(run.config.get(STARTED, written.isoformat()))
+    except Exception as error:  # reading unknown bytes may raise anything
+        run.notes.append(f"{folder} can't be read: {error!r}")
+        return
+    if written < started and row["step"] >= run.config.get(FIRST, 0):
+        run.notes.append(f"{folder} is left out: an earlier run wrote it")
+    else:
+        run.recordings.append(row)
 
 
 def differences(run: Run, baseline: Run, metric: str = "loss") -> dict[int, float]:
@@ -173,4 +208,5 @@ def _anomaly_row(row: Row) -> Row:
     text = row["message"].removeprefix(f"step {row['step']}: {row['fqn']}: ")
     cast, _, message = text.partition(": ")
     known = {name: row[name] for name in ("step", "fqn", "what")}
-    return known | {"cast": cast, "message": message, "ranks": ranks}
+    rank = next(iter(row["ranks"] or ()), None)
+    return known | {"cast": cast, "message": message, "ranks": ranks, "rank": rank}

@@ -13,11 +13,12 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fp8_dist.debug import AnomalyLimits
 from fp8_dist.debug.rows import RECENT
-from fp8_dist.report.data import LAST_STEPS, Row, Run, differences
+from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, progress
 from fp8_dist.report.writer import LIMITS
 
 Array = npt.NDArray[np.float64]
@@ -27,9 +28,11 @@ Ends = tuple[float, float]
 BAD = "#d1247f"
 MAX_TICKS = 12
 LOUD = 0.75  # of the way to an anomaly; jumps in healthy training of a small Llama reached 0.74
+# The page inverts lightness where the browser is dark: the ends differ from white and from black.
 COLORS = LinearSegmentedColormap.from_list(
-    "quiet to loud", [(0, "#e6ebf0"), (0.5, "#ecd7a8"), (LOUD, "#f2b85c"), (1, "#7d2508")]
+    "quiet to loud", [(0, "#9cc3dc"), (0.5, "#cdbb7c"), (LOUD, "#eda94a"), (1, "#7d2508")]
 )
+EMPTY = "#a3abb5"  # lines across cells that were not recorded
 HEATS = {
     "amax": f"amax: octaves above the largest of the last {RECENT} recorded steps",
     "underflow": "underflow: % of non-zero elements that became zero in float8",
@@ -67,6 +70,7 @@ def charts(runs: Sequence[Run]) -> list[list[str]]:
 
 def layer_chart(run: Run, fqn: str) -> str:
     """Draw the amax and SQNR of a layer's casts over steps, with dotted lines at anomalies."""
+    progress(f"drawing {fqn}")
     rows = [row for row in run.stats if row["fqn"] == fqn and "amax" in row]
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(13, 3), layout="constrained")
@@ -78,7 +82,7 @@ def layer_chart(run: Run, fqn: str) -> str:
             axes.set(title=title, xlabel="step")
         _log_scale(left)
         if rows:
-            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=10)
         return _picture(figure)
 
 
@@ -89,6 +93,7 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[Kind]:
     out if nothing is above zero.
     """
     for label in dict.fromkeys(row["label"] for run in runs for row in run.stats):
+        progress(f"drawing all layers: {label}")
         with mpl.rc_context(_STYLE):
             yield _kind(label, runs)
 
@@ -234,8 +239,11 @@ def _heat_map(
 
     ``part`` is 0 where the colours begin, at the first of ``ends``, and 1 where they end.
     """
-    figure = Figure(figsize=(13, 1.4 + 0.16 * len(layers)), layout="constrained")
+    figure = Figure(figsize=(13, 1.4 + 0.2 * len(layers)), layout="constrained")
     axes = figure.subplots()
+    empty = Rectangle((0, 0), 1, 1, transform=axes.transAxes, fill=False, linewidth=0, zorder=-1)
+    empty.set(hatch="//", edgecolor=EMPTY)
+    axes.add_patch(empty)
     show = partial(axes.imshow, aspect="auto", interpolation="nearest")
     # (An exact result has an infinite SQNR.)
     image = show(np.clip(part, 0, 1), cmap=COLORS, vmin=0, vmax=1)
@@ -244,7 +252,7 @@ def _heat_map(
     show(np.where(bad, 1.0, np.nan), cmap=ListedColormap([BAD]))
     ticks = range(0, len(steps), -(-len(steps) // MAX_TICKS))
     axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
-    axes.set_yticks(range(len(layers)), layers, fontsize=7)
+    axes.set_yticks(range(len(layers)), layers, fontsize=10)
     axes.set(title=title, xlabel="step")
     return _picture(figure)
 

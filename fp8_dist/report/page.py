@@ -9,42 +9,53 @@ from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
-from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, read_runs
+from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, progress, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
-from fp8_dist.report.writer import LIMITS
+from fp8_dist.report.headline import Headline, headline
+from fp8_dist.report.writer import FIRST, LIMITS, STARTED
 
 MAX_ANOMALIES = 200  # rows of their table
-MAX_LAYERS = 30  # with anomalies that have a picture, of each run
-HIDDEN = {"float8_layers", "units", LIMITS}  # of config.json
+MAX_LAYERS = 8  # with anomalies that have a picture, of each run
+HIDDEN = {"float8_layers", "units", LIMITS, STARTED, FIRST}  # of config.json
 
 
-def write(path: Path, folders: list[Path]) -> list[str]:
-    """Write the page of runs at once: nobody sees half of one. Return what could not be read."""
+def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
+    """Write the page of runs at once: nobody sees half of one. Progress goes to stderr.
+
+    Returns:
+        The headlines of runs as text, and what could not be read.
+    """
     runs = read_runs(folders)
+    headlines = [headline(run) for run in runs]
     for row in [row for run in runs for row in run.recordings]:
         row["link"] = os.path.relpath(row["folder"], path.parent)
     new = path.with_name(f".{path.name}.new")
-    new.write_text(render(runs), encoding="utf-8")
+    new.write_text(render(runs, headlines), encoding="utf-8")
     new.replace(path)
-    return [note for run in runs for note in run.notes]
+    pairs = [(run.name, found) for run, found in zip(runs, headlines, strict=True) if found]
+    texts = ["\n  ".join((f"{n}: {h.where}: {h.what}", *h.commands)) for n, h in pairs]
+    return texts, [note for run in runs for note in run.notes]
 
 
-def render(runs: Sequence[Run]) -> str:
-    """Return the page of runs."""
+def render(runs: Sequence[Run], headlines: Sequence[Headline | None]) -> str:
+    """Return the page of runs, of which each has a headline if anything is wrong or unusual."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Template(
         text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    progress(f"drawing {len(runs)} runs" if len(runs) > 1 else f"drawing {runs[0].name}")
+    pairs = [*zip(runs, headlines, strict=True)]
     return template.render(
         runs=runs,
-        verdicts=[(run.name, [*verdict(run, runs[0])]) for run in runs],
+        verdicts=[(run.name, found, [*verdict(run, runs[0])]) for run, found in pairs],
+        is_wrong=any(found.is_wrong for found in headlines if found),
         summary=summary(runs),
-        anomalies=[row for i, run in enumerate(runs) for row in anomalies(i, run)],
+        anomalies=[row for i, (run, found) in enumerate(pairs) for row in anomalies(i, run, found)],
         max_anomalies=MAX_ANOMALIES,
         layers=[
             (anchor, run, fqn, layer_chart(run, fqn))
-            for i, run in enumerate(runs)
-            for fqn, anchor in anchors(i, run).items()
+            for i, (run, found) in enumerate(pairs)
+            for fqn, anchor in anchors(i, run, found).items()
         ],
         charts=charts(runs),
         heat_maps=list(heat_maps(runs)),
@@ -64,9 +75,7 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         total = run.config.get("steps")
         cells = [run.name, f"{len(run.metrics):,}" + (f" of {plain(total)}" if total else "")]
         for name in names:
-            last = [row[name] for row in run.metrics if name in row][-LAST_STEPS:]
-            values = [value for value in last if math.isfinite(value)]
-            cells.append(shown_number(median(values)) if values else "")
+            cells.append(shown_metric(run, name))
         layers = len({row["fqn"] for row in run.stats} or run.config.get("float8_layers", ()))
         cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
         comm = run.comm.rows if run.comm else []
@@ -77,6 +86,17 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     header += ["float8 layers", "anomalies", "collectives of a step"]
     shown = [i for i in range(len(header)) if any(row[i] for row in rows)]
     return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+
+def shown_metric(run: Run, name: str) -> str:
+    """Format a metric: the median of the last steps, or since when it is not finite."""
+    known = [(row["step"], row[name]) for row in run.metrics if name in row]
+    if known and not math.isfinite(known[-1][1]):
+        finite = [step for step, value in known if math.isfinite(value)]
+        since = next(step for step, _ in known if not finite or step > finite[-1])
+        return f"{'NaN' if math.isnan(known[-1][1]) else 'infinite'} since step {since}"
+    values = [value for _, value in known[-LAST_STEPS:] if math.isfinite(value)]
+    return shown_number(median(values)) if values else ""
 
 
 def shown_number(value: float) -> str:
@@ -136,14 +156,16 @@ def _loss_sentence(last: list[float], baseline: str) -> str:
     return f"{begin}, {how} the scatter of these steps (± {scatter:.2g})."
 
 
-def anchors(index: int, run: Run) -> dict[str, str]:
-    """Return the anchors of the pictures of the first layers with anomalies."""
-    layers = list(dict.fromkeys(row["fqn"] for row in run.anomalies))[:MAX_LAYERS]
-    return {fqn: f"layer-{index}-{j}" for j, fqn in enumerate(layers)}
+def anchors(index: int, run: Run, found: Headline | None) -> dict[str, str]:
+    """Return the anchors of the pictures of layers: that of the headline, then with anomalies."""
+    measured = {row["fqn"] for row in run.stats}
+    first = [found.fqn] if found is not None and found.fqn in measured else []
+    layers = list(dict.fromkeys([*first, *(row["fqn"] for row in run.anomalies)]))[:MAX_LAYERS]
+    return {fqn: f"layer-{index}-{j}" for j, fqn in enumerate(layers) if fqn is not None}
 
 
-def anomalies(index: int, run: Run) -> Iterator[Row]:
+def anomalies(index: int, run: Run, found: Headline | None) -> Iterator[Row]:
     """Yield the first anomalies of a run, with links to the pictures of their layers."""
-    pictures = anchors(index, run)
+    pictures = anchors(index, run, found)
     for row in run.anomalies[:MAX_ANOMALIES]:
         yield row | {"run": run.name, "picture": pictures.get(row["fqn"])}

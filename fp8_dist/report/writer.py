@@ -6,6 +6,7 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, datetime
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from fp8_dist.version import __version__
 CONFIG, COMM = "config.json", "comm.json"
 GROWING = METRICS, STATS, ANOMALIES = "metrics.jsonl", "float8_stats.jsonl", "anomalies.jsonl"
 LIMITS = "anomaly_limits"  # in config.json
+# There too: the time when the writer was made, and the first step that it wrote, if it was given.
+STARTED, FIRST = "started", "first_step"
 
 
 class RunWriter:
@@ -80,8 +83,11 @@ class RunWriter:
             self._others = []
         versions = {"torch": torch.__version__, "fp8_dist": __version__}
         versions["python"] = platform.python_version()
+        versions[STARTED] = datetime.now(UTC).isoformat(timespec="seconds")
         limits = {} if stats is None else {LIMITS: asdict(stats.limits)}
-        self._write(CONFIG, {**(config or {}), "units": dict(units or {}), **versions, **limits})
+        continued = {} if first is None else {FIRST: first}
+        facts = {**versions, **limits, **continued}
+        self._write(CONFIG, {**(config or {}), "units": dict(units or {}), **facts})
 
     def log(self, step: int, **metrics: float | torch.Tensor) -> None:
         """Append the metrics of a step, and the rows and anomalies recorded since the last call.

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from fp8_dist.debug import comm_audit, float8_stats, record
+from fp8_dist.debug.rows import summarized
 from fp8_dist.fsdp import clip_grad_norm_, micro_batches, set_gradient_transport
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.gloo import leave, use_one_thread_per_group
@@ -168,9 +169,7 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         return
     stats = None
     if args.stats_every is not None:
-        kinds = {"every": args.stats_every, "gemms": args.stats_gemms}
-        printed = (lambda anomaly: tqdm.write(f"anomaly: {anomaly}")) if is_first else None
-        stats = float8_stats(trainer.model, **kinds, on_anomaly=printed)
+        stats = float8_stats(trainer.model, every=args.stats_every, gemms=args.stats_gemms)
     writer = run_writer(args, trainer.model, stats, device, reason, first=done + 1)
     recorder = None
     if args.record is not None:
@@ -183,8 +182,11 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         since = time.perf_counter()
         recorded = nullcontext() if stats is None else stats.at(step)
         watched = nullcontext() if recorder is None else recorder.at(step)
+        known = 0 if stats is None else len(stats.anomalies)
         with recorded, watched, audit if last else nullcontext():
             losses, grad_norm = trainer.step(step)
+        if is_first and stats is not None and len(stats.anomalies) > known:
+            tqdm.write(f"anomaly: {summarized(stats.anomalies[known:])}")
         # Reading the values waits for the device, so the clock stops after that.
         mean, norm = trainer.whole_loss(losses), grad_norm.item()
         speed = args.batch_size * args.seq_len / (time.perf_counter() - since)

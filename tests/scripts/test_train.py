@@ -1,18 +1,27 @@
 """The training script and its text: options, devices, what a run writes."""
 
 import json
+import math
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run
+from ranks import RankPools
 
 import fp8_dist
+from fp8_dist.debug import replay
+from fp8_dist.report.data import read_run
+from fp8_dist.report.headline import headline
 from scripts.common.corpus import Corpus
 from scripts.train import train
+from scripts.train.options import parse_options
 from scripts.train.run_writer import MEMORY
 from scripts.train.train import choose_device
 
@@ -150,3 +159,49 @@ def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
     shutil.rmtree(out / "checkpoints")
     train.main([*options[:-5], "--steps", "1"])  # a fresh run: they go
     assert not (out / "float8_stats.jsonl").exists()
+
+
+class Planted(train.Trainer):
+    """In step 3, an input of a layer is NaN on rank 1."""
+
+    LAYER = "layers.1.feed_forward.w1"
+
+    def step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def plant(_: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+            x = args[0].clone()
+            x[1, 2, 3] = math.nan
+            return x
+
+        if (step, dist.get_rank()) != (3, 1):
+            return super().step(step)
+        with dict(self.model.named_modules())[self.LAYER].register_forward_pre_hook(plant):
+            return super().step(step)
+
+
+def train_planted(text: Path, out: Path, *options: str) -> None:
+    """Runs on every rank."""
+    argv = [*QUICK, "--steps", "4", "--data", str(text), "--recipe", "tensorwise", *options]
+    args = parse_options(train.make_parser("", ""), [*argv, "--out", str(out)], world_size=2)
+    with mock.patch.object(train, "Trainer", Planted), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they name recordings
+        train.train(args, torch.device("cpu"))
+
+
+def test_a_report_names_a_nan(
+    ranks: RankPools, small_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Statistics of every second step see it in step 4, in another layer and on another rank."""
+    options = "--stats-every", "2", "--record", "layers.1.*"
+    ranks(2).run(train_planted, small_text, tmp_path, *options)
+    anomaly = json.loads((tmp_path / "anomalies.jsonl").read_text().splitlines()[0])
+    assert (anomaly["step"], anomaly["fqn"]) == (4, "layers.0.attention.wq")
+    capsys.readouterr()
+    found = headline(read_run(tmp_path))
+    assert found is not None
+    assert found.where == f"step 3, rank 1, {Planted.LAYER}"
+    # (Of the rank's rows, that of the third token of the second text.)
+    assert found.what == "input (for output, grad_weight), element [34, 3]: NaN or infinite."
+    command = f"python -m fp8_dist.debug.replay {tmp_path / 'recordings' / 'step000003'}"
+    assert found.commands == [command]
+    assert replay.main([command.split()[-1]]) == 1
+    assert "element [34, 3] on rank 1: NaN or infinite" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """float8_stats on one process: against fp64 references, planted faults, what it costs."""
 
+import dataclasses
 import gc
 import math
 import warnings
@@ -30,6 +31,7 @@ from fp8_dist import (
 from fp8_dist.cast import quantize
 from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
 from fp8_dist.debug.measures import Measures, combine_, measure, measure_casts, nothing
+from fp8_dist.debug.rows import summarized
 from fp8_dist.scaling import Dense, Quantized
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
@@ -434,7 +436,8 @@ def test_limits_are_octaves(recipe: str, what: str, factors: tuple[float, ...]) 
     assert found == ([what] if factors[-1] == 9 else [])
 
 
-def test_warnings_once_per_layer() -> None:
+def test_one_warning_per_step() -> None:
+    """It has the first anomaly, and counts the others by kind and layer."""
     model = net()
     stats = float8_stats(model, on_anomaly="warn", limits=AnomalyLimits(sqnr=100.0))
     with warnings.catch_warnings(record=True) as caught:
@@ -443,10 +446,13 @@ def test_warnings_once_per_layer() -> None:
             with stats:
                 train(model)
     assert {w.filename for w in caught} == {__file__}
-    texts = [str(w.message).partition(" an SQNR of ")[0] for w in caught]
-    assert texts == [
-        f"float8_stats: step 0: {fqn}: weight (for output, grad_input):" for fqn in "02"
-    ]
+    (text,) = [str(w.message) for w in caught]
+    assert text.startswith("float8_stats: step 0: 0: weight (for output, grad_input): an SQNR of ")
+    assert text.endswith(". Then 1 more: SQNR in 2")
+    other = dataclasses.replace(stats.anomalies[0], what="jump")
+    assert summarized([other]) == str(other)
+    assert summarized([other, *stats.anomalies]).endswith(". Then 2 more: SQNR in * (2)")
+    assert summarized([*stats.anomalies, other]).endswith(". Then 2 more: SQNR in 2; jump in 0")
 
 
 # Outputs.

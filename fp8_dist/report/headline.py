@@ -1,0 +1,200 @@
+"""The first bad thing that any file of a run shows: its step, rank and layer, and how to replay it.
+
+Metrics, statistics and recordings see different steps, and different parts of a step. What the
+earliest of them saw leads. What is not known, because no source was looking, is said to be unknown.
+"""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from fp8_dist.debug.replay import Replay
+from fp8_dist.debug.rows import product
+from fp8_dist.report.data import Row, Run, progress
+
+MAX_REPLAYED = 2 << 30  # bytes of a recording that a report replays
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """The first bad thing that one source shows.
+
+    Attributes:
+        step: the step in which the source shows it.
+        before: the last step in which it looked and showed nothing; None if there is none.
+        text: what is wrong, or unusual.
+        source: what shows it.
+        is_wrong: whether values are not finite, or not those that they should be.
+        fqn: the layer; None of metrics.
+        rank: the first rank that has it; None if it is not known.
+        folder: the recording that shows it.
+    """
+
+    step: int
+    before: int | None
+    text: str
+    source: str
+    is_wrong: bool = True
+    fqn: str | None = None
+    rank: int | None = None
+    folder: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """What a report begins with.
+
+    Attributes:
+        where: the step, and the rank and the layer if they are known.
+        what: sentences about what is wrong there.
+        commands: the command that replays it, if it was recorded.
+        is_wrong: whether something is wrong; else it is only unusual.
+        fqn: the layer.
+    """
+
+    where: str
+    what: str
+    commands: list[str]
+    is_wrong: bool
+    fqn: str | None
+
+
+def headline(run: Run) -> Headline | None:
+    """Return the headline of a run, or None if nothing is wrong or unusual."""
+    faults = [*_of_recordings(run), *_of_statistics(run), *_of_metrics(run)]
+    # What is wrong comes before what is unusual, and of one step what names a layer.
+    faults.sort(key=lambda fault: (not fault.is_wrong, fault.step, fault.fqn is None))
+    if not faults:
+        return None
+    first = faults[0]
+    if first.rank is None and first.fqn is not None:  # another source may know it
+        same = [f for f in faults if (f.step, f.fqn, f.is_wrong) == (first.step, first.fqn, True)]
+        ranks = [fault.rank for fault in same if fault.rank is not None]
+        first = dataclasses.replace(first, rank=next(iter(ranks), None))
+    sentences = [f"{first.text}.", *_gap(first)]
+    if first.fqn is None:
+        located = next((f for f in faults if f.fqn is not None and f.is_wrong), None)
+        sentences += _casts_behind(first, located, run)
+    recorded = [row["folder"] for row in run.recordings if row["step"] >= first.step]
+    folder = first.folder or next(iter(recorded), None)
+    commands = []
+    if folder is not None:
+        commands.append(f"python -m fp8_dist.debug.replay {shlex.quote(str(folder))}")
+    elif first.is_wrong:
+        sentences.append("There is no recording of it to replay: fp8_dist.debug.record makes one.")
+    return Headline(_where(first), " ".join(sentences), commands, first.is_wrong, first.fqn)
+
+
+def _where(fault: Fault) -> str:
+    parts = [f"step {fault.step}", f"rank {fault.rank}", fault.fqn]
+    if fault.rank is None:
+        parts[1] = "rank unknown" if fault.is_wrong and fault.fqn is not None else None
+    return ", ".join(part for part in parts if part is not None)
+
+
+def _gap(fault: Fault) -> Iterator[str]:
+    """Say that the steps before a fault were not looked at."""
+    if fault.before is not None and fault.before < fault.step - 1:
+        begin = f"It may have begun in step {fault.before + 1}"
+        yield f"{begin}: {fault.source} show nothing wrong up to step {fault.before}."
+
+
+def _casts_behind(first: Fault, located: Fault | None, run: Run) -> Iterator[str]:
+    """Say what casts show of a step whose metrics are not finite."""
+    steps = {row["step"] for row in run.stats}
+    steps |= {row["step"] for recording in run.recordings for row in recording["rows"]}
+    if first.step in steps:
+        yield (
+            f"The casts of step {first.step} are finite: look at what is not in float8, such as "
+            "the head and the loss."
+        )
+    else:
+        yield f"No casts of step {first.step} were recorded."
+    if located is not None:
+        yield f"The first bad cast is behind it, in {_where(located)}: {located.text}."
+
+
+def _of_metrics(run: Run) -> Iterator[Fault]:
+    first: dict[int, list[str]] = {}
+    before: dict[str, int] = {}
+    bad = set[str]()
+    for row in run.metrics:
+        for name in row.keys() - {"step"} - bad:
+            if math.isfinite(row[name]):
+                before[name] = row["step"]
+            else:
+                bad.add(name)
+                first.setdefault(row["step"], []).append(name)
+    if first:
+        step, names = min(first.items())
+        names = [name for name in run.metric_names if name in names]
+        known = [before[name] for name in names if name in before]
+        verb = "is" if len(names) == 1 else "are"
+        text = f"{' and '.join(names)} {verb} not finite"
+        yield Fault(step, max(known, default=None), text, "metrics")
+
+
+def _of_statistics(run: Run) -> Iterator[Fault]:
+    bad = [row for row in run.stats if not row["finite"]]
+    if bad:
+        row = min(bad, key=lambda row: (row["step"], row.get("position", 0)))
+        step, rank = row["step"], row.get("nonfinite_rank")
+        before, text = _last_before(step, run.stats), f"{_operand(row)}: {_share(row)}"
+        yield Fault(step, before, text, "statistics", True, row["fqn"], rank)
+    for row in run.anomalies:
+        is_wrong, text = row["what"] == "non-finite", f"{row['cast']}: {row['message']}"
+        known = row["step"], _last_before(row["step"], run.stats), text, "statistics", is_wrong
+        yield Fault(*known, row["fqn"], row["rank"])
+
+
+def _operand(row: Row) -> str:
+    if row.get("kind") == "gemm":
+        return f"the result of the GEMM of {row['gemm']}"
+    return f"{product(row['operand'], row.get('folded'))} (for {', '.join(row['gemms'])})"
+
+
+def _share(row: Row) -> str:
+    share = f"{row['nonfinite']:.4g} % of the values are " if row["kind"] == "cast" else ""
+    return f"{share}NaN or infinite"
+
+
+def _of_recordings(run: Run) -> Iterator[Fault]:
+    """Replay the recordings up to the first one with something wrong."""
+    for recording in run.recordings:
+        for fault in _of_recording(recording, run.notes):
+            yield fault
+            if fault.is_wrong:
+                return
+
+
+def _of_recording(recording: Row, notes: list[str]) -> Iterator[Fault]:
+    folder, rows = recording["folder"], recording["rows"]
+    only = 0 if recording["world"] == 1 else None
+    try:
+        size = sum(path.stat().st_size for path in folder.glob("rank*.pt"))
+        if size > MAX_REPLAYED:
+            raise ValueError(f"it has {size / 2**30:.1f} GiB, so that is left to the command")
+        progress(f"replaying {folder}")
+        findings = Replay(folder).findings[:1]
+    except (OSError, ValueError) as error:
+        notes.append(f"{folder} was not replayed: {error}")
+        bad = [row for row in rows if row["nonfinite"]]
+        for row in sorted(bad, key=lambda row: (row["step"], row["position"]))[:1]:
+            text = f"{_operand(row)}: a scale that is not finite"
+            before = _last_before(row["step"] - row["delayed"], rows)
+            yield Fault(row["step"], before, text, "recordings", True, row["fqn"], only, folder)
+        return
+    for found in findings:
+        # Delayed scales are those of the step before.
+        is_late = found.element is None and any(row["delayed"] for row in rows)
+        element = "" if found.element is None else f", element {[*found.element]}"
+        text = f"{found.operand} (for {', '.join(found.gemms)}){element}: {found.text}"
+        known = found.step, _last_before(found.step - is_late, rows), text, "recordings"
+        rank = only if found.rank is None else found.rank
+        yield Fault(*known, found.is_wrong, found.fqn, rank, folder)
+
+
+def _last_before(step: int, rows: Iterable[Row]) -> int | None:
+    return max((row["step"] for row in rows if row["step"] < step), default=None)
