@@ -113,7 +113,8 @@ def _casts_behind(first: Fault, located: Fault | None, run: Run) -> Iterator[str
     else:
         yield f"No casts of step {first.step} were recorded."
     if located is not None:
-        yield f"The first bad cast is behind it, in {_where(located)}: {located.text}."
+        seen = f"{_where(located)}: {located.text}"
+        yield f"The first bad cast that was seen may be an effect: {seen}."
 
 
 def _of_metrics(run: Run) -> Iterator[Fault]:

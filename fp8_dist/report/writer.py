@@ -39,10 +39,11 @@ class RunWriter:
             writer.log(step, loss=loss)
 
     Make the writer, and call its methods, on all ranks: rank 0 writes. The first step that is
-    logged removes the files of an earlier run in the folder. Lines are appended and closed at once,
-    so a run can be read while it goes on. ``config.json`` has the config, the units, the limits of
-    anomalies and versions, ``metrics.jsonl`` the metrics, ``float8_stats.jsonl`` and
-    ``anomalies.jsonl`` what ``stats`` recorded.
+    logged removes the files of an earlier run in the folder; its recordings stay, and the report
+    leaves them out. Lines are appended and closed at once, so a run can be read while it goes on.
+    ``config.json`` has the config, the units, the limits of anomalies, versions and the time of the
+    start, ``metrics.jsonl`` the metrics, ``float8_stats.jsonl`` and ``anomalies.jsonl`` what
+    ``stats`` recorded.
 
     Args:
         folder: the folder of the run.
