@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 # Numbers of a float8 cast. Percentages are of the elements that are not zero.
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
+# What is read of a recording's statistics.
+RECORDED = ("step", "position", "fqn", "operand", "gemms", "folded", "delayed", "nonfinite")
 LAST_STEPS = 20  # those that a run is judged by
 FILES = (CONFIG, METRICS, STATS, ANOMALIES, COMM)
 
@@ -151,13 +153,15 @@ def _read_recording(run: Run, folder: Path) -> None:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         layers = [*dict.fromkeys(record["fqn"] for record in found["records"])]
         row = {"step": int(found["step"]), "reason": found["reason"], "layers": layers}
-        row |= {"rows": found["rows"], "world": found["world"], "folder": folder}
+        rows = [{name: row[name] for name in RECORDED} for row in found["rows"]]
+        row |= {"rows": rows, "world": found["world"], "folder": folder}
         written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        started = datetime.fromisoformat(run.config.get(STARTED, written.isoformat()))
+        is_older = written < datetime.fromisoformat(run.config.get(STARTED, written.isoformat()))
+        is_left = is_older and row["step"] >= run.config.get(FIRST, 0)
     except Exception as error:  # reading unknown bytes may raise anything
         run.notes.append(f"{folder} can't be read: {error!r}")
         return
-    if written < started and row["step"] >= run.config.get(FIRST, 0):
+    if is_left:
         run.notes.append(f"{folder} is left out: an earlier run wrote it")
     else:
         run.recordings.append(row)

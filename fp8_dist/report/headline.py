@@ -73,7 +73,7 @@ def headline(run: Run) -> Headline | None:
         same = [f for f in faults if (f.step, f.fqn, f.is_wrong) == (first.step, first.fqn, True)]
         ranks = [fault.rank for fault in same if fault.rank is not None]
         first = dataclasses.replace(first, rank=next(iter(ranks), None))
-    sentences = [f"{first.text}.", *_gap(first)]
+    sentences = [f"{first.text}.", *_gap(first, run)]
     if first.fqn is None:
         located = next((f for f in faults if f.fqn is not None and f.is_wrong), None)
         sentences += _casts_behind(first, located, run)
@@ -94,9 +94,12 @@ def _where(fault: Fault) -> str:
     return ", ".join(part for part in parts if part is not None)
 
 
-def _gap(fault: Fault) -> Iterator[str]:
+def _gap(fault: Fault, run: Run) -> Iterator[str]:
     """Say that the steps before a fault were not looked at."""
-    if fault.before is not None and fault.before < fault.step - 1:
+    if fault.before is None:
+        if any(row["step"] < fault.step for row in run.metrics):
+            yield f"It may have begun before: {fault.source} have no earlier step."
+    elif fault.before < fault.step - 1:
         begin = f"It may have begun in step {fault.before + 1}"
         yield f"{begin}: {fault.source} show nothing wrong up to step {fault.before}."
 

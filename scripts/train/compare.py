@@ -133,7 +133,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"runs are alike: {', '.join(run['name'] for run in found)}")
     args.out.mkdir(parents=True, exist_ok=True)
     print(report(baseline, runs))
-    write(args.out / "report.html", [args.baseline, *args.runs])
+    headlines, _ = write(args.out / "report.html", [args.baseline, *args.runs])
+    print(*headlines, sep="\n", end="\n" if headlines else "")
     print(f"written: {args.out / 'report.html'}")
     return 1 if args.strict and any(problems(baseline, run) for run in runs) else 0
 

@@ -173,12 +173,14 @@ def test_statistics_saw_it_first(recording: Path, tmp_path: Path) -> None:
 
 def test_what_is_unusual_leads_where_nothing_is_wrong(tmp_path: Path) -> None:
     write_metrics(tmp_path, loss=99)
+    write_stats(tmp_path, every=1, first_bad=99)
     assert of(tmp_path) is None
     row = {"step": 3, "fqn": FIRST, "operand": "input", "what": "jump", "ranks": []}
     lines(tmp_path / "anomalies.jsonl", [row | {"message": "input: the amax is high"}])
     assert shown(tmp_path) == (f"step 3, {FIRST}", "input: the amax is high.")
     write_metrics(tmp_path, loss=9)
     assert shown(tmp_path)[0] == "step 9"
+    assert "The casts of step 9 are finite: look at" in shown(tmp_path)[1]
 
 
 def test_recordings_without_a_replay(
@@ -246,6 +248,18 @@ def test_delayed_scales_are_late(tmp_path: Path) -> None:
     assert found is not None
     assert found.where == f"step 9, rank unknown, {FIRST}"
     assert "It may have begun in step 8: recordings show nothing wrong up to step 7." in found.what
+    # Statistics of the same step may know the rank.
+    run.stats = [known | {"step": 9, "kind": "cast", "finite": False, "nonfinite": 1.0}]
+    run.stats[0]["nonfinite_rank"] = 1
+    found = headline.headline(run)
+    assert found is not None
+    assert found.where == f"step 9, rank 1, {FIRST}"
+    # Of a recorder that began in step 9, no step before is known.
+    run.stats, row["rows"] = [], row["rows"][2:]
+    run.metrics = [{"step": 8, "loss": 1.0}]
+    found = headline.headline(run)
+    assert found is not None
+    assert "It may have begun before: recordings have no earlier step." in found.what
 
 
 def test_notes_name_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
