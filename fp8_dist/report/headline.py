@@ -195,6 +195,9 @@ def _of_recording(recording: Row, notes: list[str]) -> Iterator[Fault]:
         is_late = found.element is None and any(row["delayed"] for row in rows)
         element = "" if found.element is None else f", element {[*found.element]}"
         text = f"{found.operand} (for {', '.join(found.gemms)}){element}: {found.text}"
+        if found.is_wrong and not element:
+            keeps = f"record(model, folder, layers={found.fqn!r}) keeps those of each step"
+            text += f". Its tensors were not kept: {keeps}"
         known = found.step, _last_before(found.step - is_late, rows), text, "recordings"
         rank = only if found.rank is None else found.rank
         yield Fault(*known, found.is_wrong, found.fqn, rank, folder)

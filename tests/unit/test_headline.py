@@ -27,9 +27,13 @@ FIRST, SECOND = "layers.0.w3", "layers.1.w1"
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recording of step 9, in which the input of SECOND is NaN."""
+    return recorded(tmp_path_factory.mktemp("recordings"))
+
+
+def recorded(folder: Path, **options: Any) -> Path:
+    """Return the recording of step 9, in which the input of SECOND is NaN."""
     model = convert_to_float8_training(Net(layers=2))
-    recorder = record(model, tmp_path_factory.mktemp("recordings")).at(7)
+    recorder = record(model, folder, **options).at(7)
 
     def plant(_: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
         return args[0].masked_fill(torch.arange(64) == (5 if recorder.step == 9 else -1), NAN)
@@ -40,7 +44,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(3):
             with recorder:
                 model(torch.ones(2, 8, 64)).sum().backward()
-    return next(iter(tmp_path_factory.getbasetemp().glob("recordings*/step000009")))
+    return folder / "step000009"
 
 
 def lines(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -100,6 +104,15 @@ def test_a_recording_saw_it_first(recording: Path, tmp_path: Path) -> None:
     assert "may have begun" not in found.what
     assert found.commands == [f"python -m fp8_dist.debug.replay '{folder}'"]
     assert replay.main(shlex.split(found.commands[0])[3:]) == 1
+
+
+def test_a_recording_without_tensors(tmp_path: Path) -> None:
+    recorded(tmp_path, max_bytes=1)
+    assert shown(tmp_path) == (
+        f"step 9, rank 0, {SECOND}",
+        "input (for output, grad_weight): a scale that is not finite. Its tensors were not kept: "
+        f"record(model, folder, layers='{SECOND}') keeps those of each step.",
+    )
 
 
 def test_the_page_and_the_command_begin_with_it(
