@@ -81,6 +81,16 @@ class Run:
         """The metrics, in the order in which they were first logged."""
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
 
+    def not_finite_since(self, metric: str) -> int | None:
+        """Return the step since which no value of a metric is finite; None if the last one is."""
+        since = None
+        for row in self.metrics:
+            if math.isfinite(row.get(metric, math.nan)):
+                since = None
+            elif metric in row and since is None:
+                since = row["step"]
+        return since
+
 
 def read_runs(folders: list[Path]) -> list[Run]:
     """Read several runs; those whose folders have the same name are named by the whole path."""
@@ -197,6 +207,7 @@ def _comm_row(row: Row) -> CommRow:
 def stats_row(row: Row) -> Row:
     """Return a row of float8_stats.jsonl, with its numbers, "label" and "finite"."""
     found = row | {name: _number(row[name]) for name in MEASURES if name in row}
+    found |= {"step": int(row["step"]), "position": int(row.get("position", 0))}
     if row["kind"] == "gemm":
         finite = found["sqnr"] > -math.inf
         return found | {"label": f"result of the {row['gemm']} GEMM", "finite": finite}

@@ -121,29 +121,27 @@ def _casts_behind(first: Fault, located: Fault | None, run: Run) -> Iterator[str
 
 
 def _of_metrics(run: Run) -> Iterator[Fault]:
-    first: dict[int, list[str]] = {}
-    before: dict[str, int] = {}
-    bad = set[str]()
-    for row in run.metrics:
-        for name in row.keys() - {"step"} - bad:
-            if math.isfinite(row[name]):
-                before[name] = row["step"]
-            else:
-                bad.add(name)
-                first.setdefault(row["step"], []).append(name)
-    if first:
-        step, names = min(first.items())
-        names = [name for name in run.metric_names if name in names]
-        known = [before[name] for name in names if name in before]
-        verb = "is" if len(names) == 1 else "are"
-        text = f"{' and '.join(names)} {verb} not finite"
-        yield Fault(step, max(known, default=None), text, "metrics")
+    """Yield metrics that are not finite to the end as wrong, others as unusual."""
+    names: dict[tuple[bool, int], list[str]] = {}
+    for name in run.metric_names:
+        since = run.not_finite_since(name)
+        bad = [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]
+        if bad:
+            begin = bad[0] if since is None else since
+            names.setdefault((since is not None, begin), []).append(name)
+    for (lasts, step), together in names.items():
+        before = [_last_before(step, [r for r in run.metrics if name in r]) for name in together]
+        verb = "is" if len(together) == 1 else "are"
+        text = f"{' and '.join(together)} {verb} not finite"
+        known = max((each for each in before if each is not None), default=None)
+        yield Fault(step, known, text, "metrics", lasts)
 
 
 def _of_statistics(run: Run) -> Iterator[Fault]:
-    bad = [row for row in run.stats if not row["finite"]]
+    # (A GEMM that loses all has an SQNR of minus infinity, which is not NaN.)
+    bad = [row for row in run.stats if not row["finite"] and row.get("sqnr") != -math.inf]
     if bad:
-        row = min(bad, key=lambda row: (row["step"], row.get("position", 0)))
+        row = min(bad, key=lambda row: (row["step"], row["position"]))
         step, rank = row["step"], row.get("nonfinite_rank")
         before, text = _last_before(step, run.stats), f"{_operand(row)}: {_share(row)}"
         yield Fault(step, before, text, "statistics", True, row["fqn"], rank)

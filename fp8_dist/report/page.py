@@ -90,12 +90,10 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 def shown_metric(run: Run, name: str) -> str:
     """Format a metric: the median of the last steps, or since when it is not finite."""
-    known = [(row["step"], row[name]) for row in run.metrics if name in row]
-    if known and not math.isfinite(known[-1][1]):
-        finite = [step for step, value in known if math.isfinite(value)]
-        since = next(step for step, _ in known if not finite or step > finite[-1])
-        return f"{'NaN' if math.isnan(known[-1][1]) else 'infinite'} since step {since}"
-    values = [value for _, value in known[-LAST_STEPS:] if math.isfinite(value)]
+    known = [row[name] for row in run.metrics if name in row][-LAST_STEPS:]
+    if (since := run.not_finite_since(name)) is not None:
+        return f"{'NaN' if math.isnan(known[-1]) else 'infinite'} since step {since}"
+    values = [value for value in known if math.isfinite(value)]
     return shown_number(median(values)) if values else ""
 
 

@@ -184,6 +184,19 @@ def test_statistics_saw_it_first(recording: Path, tmp_path: Path) -> None:
     assert found.commands == [f"python -m fp8_dist.debug.replay {folder}"]  # the nearest one
 
 
+def test_metrics_that_recover_are_unusual(tmp_path: Path) -> None:
+    """As those of a step that a scaler skips: what stays NaN leads."""
+    rows = [{"step": s, "grad_norm": "Infinity" if s == 2 else 1.0, "loss": 1.0} for s in range(12)]
+    lines(tmp_path / "metrics.jsonl", rows)
+    assert shown(tmp_path)[0] == "step 2"
+    assert shown(tmp_path)[1].startswith("grad_norm is not finite.")
+    lines(
+        tmp_path / "metrics.jsonl", [r | ({"loss": "NaN"} if r["step"] > 8 else {}) for r in rows]
+    )
+    assert shown(tmp_path)[0] == "step 9"
+    assert shown(tmp_path)[1].startswith("loss is not finite.")
+
+
 def test_what_is_unusual_leads_where_nothing_is_wrong(tmp_path: Path) -> None:
     write_metrics(tmp_path, loss=99)
     write_stats(tmp_path, every=1, first_bad=99)
@@ -263,7 +276,7 @@ def test_delayed_scales_are_late(tmp_path: Path) -> None:
     assert "It may have begun in step 8: recordings show nothing wrong up to step 7." in found.what
     # Statistics of the same step may know the rank.
     run.stats = [known | {"step": 9, "kind": "cast", "finite": False, "nonfinite": 1.0}]
-    run.stats[0]["nonfinite_rank"] = 1
+    run.stats[0] |= {"nonfinite_rank": 1, "position": 0}
     found = headline.headline(run)
     assert found is not None
     assert found.where == f"step 9, rank 1, {FIRST}"
