@@ -19,11 +19,6 @@ def without_wrappers(fqn: str) -> str:
     return ".".join(s for s in fqn.split(".") if s not in _WRAPPER_SEGMENTS)
 
 
-def pattern_of(fqn: str) -> str:
-    """Return a name with ``*`` in place of the path segments that are numbers."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn)
-
-
 def is_part(name: str, fqn: str) -> bool:
     """Whether the path segments of ``name`` occur in ``fqn``, one after the other."""
     return f".{name}." in f".{fqn}."
@@ -60,7 +55,8 @@ def alike(
     groups: dict[tuple[str, Hashable], list[T]] = {}
     for item in items:
         name, others = facts(item)
-        groups.setdefault((pattern_of(name), others), []).append(item)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        groups.setdefault((pattern, others), []).append(item)
     return [
         (f"{pattern} ({len(group)})" if len(group) > 1 else facts(group[0])[0], group)
         for (pattern, _), group in groups.items()

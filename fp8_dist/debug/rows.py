@@ -16,7 +16,7 @@ from fp8_dist.device import short_name
 from fp8_dist.kernels import E2M1_X2
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
-from fp8_dist.text import aligned, pattern_of
+from fp8_dist.text import aligned, alike
 
 RECENT = 16  # recorded steps, with whose amaxes the next one is compared
 
@@ -244,12 +244,9 @@ def summarized(anomalies: Sequence[Anomaly]) -> str:
     first, *others = anomalies
     if not others:
         return str(first)
-    groups = defaultdict[tuple[str, str], list[str]](list)
-    for each in others:
-        groups[each.what, pattern_of(each.row.fqn)].append(each.row.fqn)
     kinds = defaultdict[str, list[str]](list)
-    for (what, pattern), names in groups.items():
-        kinds[what].append(f"{pattern} ({len(names)})" if len(names) > 1 else names[0])
+    for name, group in alike(others, lambda each: (each.row.fqn, each.what)):
+        kinds[group[0].what].append(name)
     then = "; ".join(f"{what} in {', '.join(names)}" for what, names in kinds.items())
     return f"{first}. Then {len(others)} more: {then}"
 
