@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import cache, cached_property, lru_cache, wraps
 from hashlib import blake2b
 from itertools import accumulate
@@ -78,6 +79,7 @@ try:
     concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
     _init_extensions = FSDPParam._init_extensions
     _foreach_reduce = _fsdp_param_group.foreach_reduce
+    _post_backward = _fsdp_param_group.FSDPParamGroup.post_backward
     _reduction = inspect.signature(_foreach_reduce)
     _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
@@ -85,8 +87,8 @@ try:
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # What the library reads from objects, calls, or overrides in subclasses.
-    _given = ["fsdp_params", "reduce_scatter_comm", "all_reduce_group", "all_reduce_hook"]
-    _given += ["reduce_scatter_stream"]
+    _given = ["fsdp_params", "unsharded_grads", "reduce_scatter_comm", "all_reduce_group"]
+    _given += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
     if _renamed := [
         *(f"foreach_reduce({n}=)" for n in _given if n not in _reduction.parameters),
         *_missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
@@ -616,14 +618,20 @@ class FsdpParameter:
             self.own.__dict__.pop(name, None)
         self.own.all_gather_outputs, self.own._unsharded_inner_tensors = [], []
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward computes its gradient."""
+        return (self.sharded if self.unsharded is None else self.unsharded).requires_grad
+
+    def has_gradient(self) -> bool:
+        """Whether FSDP2 has an unsharded gradient of it."""
+        accumulated = getattr(self.own, "unsharded_accumulated_grad", None)  # torch < 2.15
+        return accumulated is not None or getattr(self.unsharded, "grad", None) is not None
+
     def has_unreduced(self) -> bool:
         """Whether FSDP2 has a gradient that waits for a reduction."""
-        waiting = (
-            getattr(self.unsharded, "grad", None),
-            getattr(self.own, "unsharded_accumulated_grad", None),  # torch < 2.15
-            getattr(self.group, "_partial_reduce_output", None),  # of HSDP
-        )
-        return any(each is not None for each in waiting)
+        of_replicas = getattr(self.group, "_partial_reduce_output", None)
+        return of_replicas is not None or self.has_gradient()
 
 
 def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
@@ -633,6 +641,42 @@ def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
             parameter = FsdpParameter(own)
             parameter.group = group  # to search for it would be slow
             yield parameter
+
+
+def fill_fsdp_gradients(parameters: Iterable[FsdpParameter], value: float) -> None:
+    """Give unsharded parameters gradients of one value, which share memory."""
+    numbers: torch.Tensor | None = None
+    unsharded = [each.unsharded for each in parameters if each.unsharded is not None]
+    for parameter in sorted(unsharded, key=lambda each: -each.numel()):
+        local = dtensor_local(parameter) if isinstance(parameter, DTensor) else parameter
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        if numbers is None or numbers.dtype != dtype or len(numbers) < local.numel():
+            numbers = torch.full((local.numel(),), value, dtype=dtype, device=local.device)
+        gradient = numbers[: local.numel()].view(local.shape)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            gradient = make_dtensor(gradient, mesh, placements, parameter.shape)
+        parameter.grad = gradient
+
+
+class _Untouched:
+    """Stand-in, in FSDP2, for a sharded parameter that is to have no gradient."""
+
+    grad: torch.Tensor | None = None
+    _post_accumulate_grad_hooks = None
+
+    def __init__(self, sharded: DTensor) -> None:
+        self.sharded = sharded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sharded, name)
+
+
+def without_fsdp_gradient(parameter: Any) -> Any:
+    """A stand-in for FSDP2's object of a parameter, which takes its gradient and drops it."""
+    stand_in = copy(parameter)
+    stand_in.sharded_param = _Untouched(parameter.sharded_param)
+    return stand_in
 
 
 def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
@@ -691,26 +735,47 @@ def announce_fsdp_reductions(kind: type) -> None:
     """Let FSDP2 announce each reduction to the custom reduce-scatter, if that is of a class.
 
     FSDP2 tells a custom reduce-scatter neither which parameters have gradients in its buffer nor
-    of what follows, and does not call it for a single rank. So ``prepare(parameters, replicas,
-    hook)`` of the custom reduce-scatter is called before the reduction. ``parameters`` are keys of
-    :func:`fsdp_padded_shapes`, in the order of the buffer. ``replicas`` is the process group of
-    HSDP's all-reduce, and ``hook`` a function of the reduced buffer, or they are None. The results
-    take the places of the two. A hook where there was none runs on the reduce-scatter's stream.
+    of what follows, and does not call it for a single rank. So FSDP2 calls two of its methods:
+
+    ``complete(runs)``, before it looks for gradients. It may add some. ``runs``: whether the
+    backward of the group's modules runs, as it does on all ranks or on none.
+
+    ``prepare(parameters, gradients, replicas, hook)``, before the reduction. ``parameters`` are
+    keys of :func:`fsdp_padded_shapes`, in the order of the buffer. ``gradients`` are lists of
+    the same length, to which tensors of the buffer may be appended that are of no parameter, and
+    which are left in the reduced buffer. ``replicas`` is the process group of HSDP's all-reduce,
+    and ``hook`` a function of the reduced buffer, or they are None. The results take the places of
+    the two. A hook where there was none runs on the stream of the last reduction. It may replace
+    ``parameters`` by :func:`without_fsdp_gradient`.
     """
+
+    @disabled_in_graphs()
+    @wraps(_post_backward)
+    def completed(self: Any, *unused: Any) -> Any:
+        if isinstance(self._reduce_scatter_comm, kind) and self.reduce_grads:
+            runs = self._training_state.name in ("FORWARD", "PRE_BACKWARD")
+            self._reduce_scatter_comm.complete(runs)  # type: ignore[attr-defined]
+        return _post_backward(self, *unused)
 
     @disabled_in_graphs()
     @wraps(_foreach_reduce)
     def announced(*args: Any, **kwargs: Any) -> Any:
         given = _reduction.bind(*args, **kwargs)
-        parameters, comm, replicas, hook, stream = (given.arguments[name] for name in _given)
+        parameters, grads, comm, replicas, hook, stream, dtype = (
+            given.arguments[name] for name in _given
+        )
         if isinstance(comm, kind):
-            replicas, own = comm.prepare(parameters, replicas, hook)  # type: ignore[attr-defined]
-            given.arguments |= {"all_reduce_group": replicas, "all_reduce_hook": own}
-            if own is not None and hook is None:
+            if dtype is not None and len({each.dtype for each in grads}) > 1:
+                # FSDP2 converts gradients that it accumulates, and refuses to mix dtypes.
+                grads[:] = [each.to(dtype) for each in grads]
+            group, own = comm.prepare(parameters, grads, replicas, hook)  # type: ignore[attr-defined]
+            given.arguments |= {"all_reduce_group": group, "all_reduce_hook": own}
+            if replicas is None and hook is None and own is not None:
                 # FSDP2 frees the buffer, which is of this stream, without waiting for another one.
                 given.arguments["all_reduce_stream"] = stream
         return _foreach_reduce(*given.args, **given.kwargs)
 
+    _fsdp_param_group.FSDPParamGroup.post_backward = completed  # type: ignore[method-assign]
     _fsdp_param_group.foreach_reduce = announced
 
 
@@ -719,9 +784,19 @@ def fsdp_has_second_reduction(group: Any) -> bool:
     return group.mesh_info.replicate_mesh_dim is not None or group._all_reduce_hook is not None
 
 
+def fsdp_reduces_unused(group: Any) -> bool:
+    """Whether gradients of 0 are asked for of parameters that no rank has used."""
+    return getattr(group, "reduce_scatter_unused_params", False)  # torch > 2.12
+
+
+def fsdp_ranks(group: Any) -> int:
+    """Number of ranks over which gradients of a parameter group are reduced, replicas included."""
+    return int(group.mesh_info.mesh.size())
+
+
 def fsdp_sums(group: Any) -> bool:
     """Whether gradients of a parameter group are sums over ranks, not means."""
-    return (group.gradient_divide_factor or group.mesh_info.mesh.size()) == 1
+    return (group.gradient_divide_factor or fsdp_ranks(group)) == 1
 
 
 def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:

@@ -8,6 +8,12 @@ own piece is encoded too, also on a single rank, no block crosses a row of dim 0
 numbers of stochastic rounding are a hash of the value and its place in the parameter. -0 is the
 neutral element: FSDP2 assigns the first gradient of a step on a single rank, so a gradient of -0
 stays -0 there.
+
+Note [Ranks that use different parameters]. FSDP2 reduces the gradients that a rank has, and another
+rank may have others: of another head, adapter or expert. A message with those alone would be added
+to one of other parameters. So all messages of a group have all its trained parameters, with -0 for
+those that the rank's micro-batch did not use, and a number for each: 1 if it was used, 0 if not.
+Where the sum of these is 0 on all ranks the gradient stays None, as on a single rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +32,18 @@ from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import (
     FsdpParameter,
     announce_fsdp_reductions,
+    fill_fsdp_gradients,
     fsdp_divisor,
     fsdp_groups_of_module,
     fsdp_padded_shapes,
     fsdp_parameters,
+    fsdp_ranks,
     fsdp_reduce_scatter_group,
+    fsdp_reduces_unused,
     fsdp_reduction,
     fsdp_sums,
     set_fsdp_reduction,
+    without_fsdp_gradient,
 )
 from fp8_dist.transport import (
     Encoding,
@@ -64,8 +74,9 @@ class EncodedReduction:
     FSDP2 calls it on a stream of its own.
     """
 
-    # What the running loop of micro_batches asks of each reduction.
-    check: ClassVar[Callable[["EncodedReduction"], None] | None] = None
+    # What the running loop of micro_batches asks of each reduction: whether this rank's gradients
+    # are part of the sum.
+    check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
     def __init__(self, module: str, group: Any, encodings: Sequence[Encoding], seed: int) -> None:
         shapes = fsdp_padded_shapes(group).items()
@@ -77,35 +88,85 @@ class EncodedReduction:
         self.group = group
         self.seed = seed
         # Of the current reduction.
-        self.parameters: Sequence[Any] = ()
+        self.used: set[Any] = set()  # the parameters that this rank has gradients of
+        self.parameters: list[Any] = []  # those of the message
         self.is_final = False  # no other reduction follows: sums begin with what is accumulated
         self.has_gradients = False  # the buffer that FSDP2 allocates first
 
     @property
     def parts(self) -> list[Part]:
         """The parts of the current reduction's message."""
-        return [self.parts_of[each] for each in self.parameters]
+        parts = [self.parts_of[each] for each in self.parameters]
+        if fsdp_ranks(self.group) > 1:
+            parts.append(Part(len(self.parts_of), len(parts), None))
+        return parts
+
+    def complete(self, runs: bool) -> None:
+        """Add gradients of -0, see Note [Ranks that use different parameters]."""
+        parameters = list(fsdp_parameters([self.group]))
+        self.used = {each.own for each in parameters if each.has_gradient()}
+        keeps_unused = fsdp_reduces_unused(self.group)
+        is_filled = keeps_unused or fsdp_ranks(self.group) > 1
+        if not self.used and not (is_filled and (runs or keeps_unused)):
+            return  # FSDP2 reduces nothing
+        counts = EncodedReduction.check is None or EncodedReduction.check(self)
+        if not counts:
+            self.used.clear()
+        if is_filled:
+            trained = [each for each in parameters if each.is_trained or each.has_gradient()]
+            fill_fsdp_gradients([each for each in trained if each.own not in self.used], -0.0)
 
     def prepare(
-        self, parameters: Sequence[Any], replicas: Any, hook: Hook | None
+        self,
+        parameters: list[Any],
+        gradients: list[torch.Tensor],
+        replicas: dist.ProcessGroup | None,
+        hook: Hook | None,
     ) -> tuple[Any, Hook | None]:
         """Note what FSDP2 is about to reduce; return what all-reduces the sums, and follows."""
         self.parameters, self.has_gradients = parameters, False
         self.is_final = replicas is None and hook is None
-        if EncodedReduction.check is not None:
-            EncodedReduction.check(self)
-        if replicas is not None:
-            return EncodedReplicas(replicas, self) if replicas.size() > 1 else replicas, hook
-        if fsdp_reduce_scatter_group(self.group).size() > 1:
-            return None, hook
+        if fsdp_ranks(self.group) == 1:
+            return replicas, self._round_then(hook)  # FSDP2 calls no reduce-scatter
+        shards = fsdp_reduce_scatter_group(self.group).size()
+        gradients.append(self._flags(gradients[0].new_ones(shards, len(parameters))))
+        encoded = EncodedReplicas(replicas, self) if replicas and replicas.size() > 1 else replicas
+        unused = [
+            i
+            for i, each in enumerate(parameters)
+            if each not in self.used and FsdpParameter(each).sharded.grad is None
+        ]
+        if not unused or fsdp_reduces_unused(self.group):
+            return encoded, hook
+        return encoded, self._drop_unused(unused, hook)
 
+    def _flags(self, ones: torch.Tensor) -> torch.Tensor:
+        for i, each in enumerate(self.parameters):
+            if each not in self.used:
+                ones[:, i] = 0
+        return ones
+
+    def _drop_unused(self, unused: Sequence[int], hook: Hook | None) -> Hook:
+        """Let FSDP2 drop the gradients of parameters that no rank has used, after a hook."""
+
+        def drop(output: torch.Tensor) -> None:
+            if hook is not None:
+                hook(output)
+            counts = output[-len(self.parameters) :].tolist()
+            for i in unused:
+                if counts[i] == 0:
+                    self.parameters[i] = without_fsdp_gradient(self.parameters[i])
+
+        return drop
+
+    def _round_then(self, hook: Hook | None) -> Hook:
         def round_then_hook(output: torch.Tensor) -> None:
             runs = runs_of(self.parts, self.seed)
             output.copy_(decode(encode(output, runs, output.dtype, self.seed), runs, output.dtype))
             if hook is not None:
                 hook(output)
 
-        return None, round_then_hook  # FSDP2 calls no reduce-scatter for a single rank
+        return round_then_hook
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device

@@ -73,13 +73,13 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
 
 
 def _of_this_rank(count: int, ranks: list[int]) -> Iterator[tuple[int, float]]:
-    waiting, reduced = list[EncodedReduction](), set[Any]()
+    waiting, reduced, index = list[EncodedReduction](), set[Any](), 0
 
-    def check(reduction: EncodedReduction) -> None:
+    def check(reduction: EncodedReduction) -> bool:
         problem = next(_problems(reduction, ranks), None)
         if reduction in waiting:
             problem = _UNREDUCED.format(reduction.module)
-        elif not reduced.isdisjoint(reduction.parameters):
+        elif not reduced.isdisjoint(reduction.used):
             problem = (
                 f"{reduction.module} is reduced twice within a micro-batch, so the order of its "
                 "sum depends on the number of ranks; call backward once for each micro-batch"
@@ -87,7 +87,8 @@ def _of_this_rank(count: int, ranks: list[int]) -> Iterator[tuple[int, float]]:
         if problem is not None:
             EncodedReduction.check = None
             raise ValueError(f"micro_batches: {problem}")
-        reduced.update(reduction.parameters)
+        reduced.update(reduction.used)
+        return index < count
 
     try:
         for first in range(0, count, len(ranks)):
@@ -132,7 +133,7 @@ def _problems_of_all(ranks: list[int]) -> str | None:
 def _problems(reduction: EncodedReduction, own: list[int]) -> Iterator[str]:
     """Why a reduction can't sum the gradients of micro-batches that some ranks run."""
     group, name = reduction.group, reduction.module
-    parameters = list(fsdp_parameters([group]))
+    parameters = [each for each in fsdp_parameters([group]) if each.is_trained]
     ranks = dist.get_process_group_ranks(fsdp_reduce_scatter_group(group))
     # What ranks of the mesh add comes in the mesh's order, perhaps in parts of several ranks.
     places = [ranks.index(rank) * len(own) // len(ranks) for rank in own if rank in ranks]
@@ -148,7 +149,7 @@ def _problems(reduction: EncodedReduction, own: list[int]) -> Iterator[str]:
     if any(parameter.own.offload_to_cpu for parameter in parameters):
         yield f"{name} has CPU offload, which adds gradients on the CPU; leave it out"
     if any(parameter.sharded.dtype != torch.float32 for parameter in parameters):
-        yield f"{name} has parameters that are not fp32, in whose dtype sums would be rounded"
+        yield f"{name} trains parameters that are not fp32, in whose dtype sums would be rounded"
     if not fsdp_sums(group):
         yield (
             f"{name} averages gradients; call set_gradient_divide_factor(1.0) and "

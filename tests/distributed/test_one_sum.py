@@ -226,8 +226,9 @@ def zeros() -> torch.Tensor:
     sums(net)
     set_gradient_transport(net, "fp32")
     for _ in range(2):
-        for _index, _weight in micro_batches(4, mesh):
-            net(torch.tensor(-0.0)).backward()
+        for _index, weight in micro_batches(4, mesh):
+            # The gradient of a rank that idles is +0 here, before it is left out.
+            (net(torch.tensor(0.0)) * (weight - 2 * weight)).backward()
             first = net.weight.grad if net.weight.grad is None else net.weight.grad.to_local()
         assert net.weight.grad.to_local().data_ptr() == first.data_ptr()
     return net.weight.grad.full_tensor()
@@ -256,12 +257,13 @@ def test_collectives(ranks: RankPools) -> None:
         """\
 all_to_all torch.float8_e4m3fn: 2, 27,648 B
 all_to_all torch.uint8: 0, 384 B
+all_to_all torch.float32: 0, 16 B
 all_to_all torch.float8_e4m3fn: 2, 27,648 B
 all_to_all torch.uint8: 0, 288 B
-all_to_all torch.float32: 0, 1,152 B
+all_to_all torch.float32: 0, 1,184 B
 all_to_all torch.float8_e4m3fn: 2, 42,240 B
 all_to_all torch.uint8: 0, 440 B
-all_to_all torch.float32: 0, 1,536 B
+all_to_all torch.float32: 0, 1,616 B
 all_reduce torch.int32: 2, 16 B
 all_reduce torch.float64: 1, 16 B
 """,
@@ -347,7 +349,7 @@ mesh of two dims: micro_batches: the mesh has 2 dims; pass the 1-D mesh of the d
 HSDP: micro_batches: 0 is under HSDP (or has set_all_reduce_hook), which sums the sums of shards over replicas; shard it over one axis of all ranks
 Shard(1): micro_batches: 0 has parameters with Shard(1), which divides rows; shard them on dim 0
 offload: micro_batches: 0 has CPU offload, which adds gradients on the CPU; leave it out
-bf16: micro_batches: 0 has parameters that are not fp32, in whose dtype sums would be rounded
+bf16: micro_batches: 0 trains parameters that are not fp32, in whose dtype sums would be rounded
 other ranks: micro_batches: 0 is reduced over ranks [0], not over those of the mesh, [0, 1]
 means: micro_batches: 0 averages gradients; call set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True) of each FSDPModule, and divide the loss by the tokens of the step
 hook: micro_batches: 0 is under HSDP (or has set_all_reduce_hook), which sums the sums of shards over replicas; shard it over one axis of all ranks

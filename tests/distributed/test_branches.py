@@ -1,0 +1,219 @@
+"""Micro-batches that use different parameters of one FSDP2 group: heads, adapters, experts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from one_sum import Weights, differing, optimizer_of, sums
+from ranks import RankPools, device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import micro_batches, set_gradient_transport
+
+DIM = 40
+NO_ADAPTER, SPARE = 2, 3
+# The tasks of the micro-batches of each step.
+STEPS = ((0, NO_ADAPTER, 1, 1, 0), (NO_ADAPTER,) * 3, (1, 0), (0, 0, 1, NO_ADAPTER))
+
+
+class Block(nn.Module):
+    """A frozen layer in bf16, with an adapter in fp32 for the first two tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(DIM, DIM, dtype=torch.bfloat16).requires_grad_(False)
+        self.adapters = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        y = self.base(x.to(self.base.weight.dtype)).to(x.dtype)
+        return y + self.adapters[task](x) if task != NO_ADAPTER else y
+
+
+class Branches(nn.Module):
+    """Two parameter groups: of the second a task uses one head, of the first one adapter or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.trunk = nn.Linear(8, DIM)
+            self.block = Block()
+            self.heads = nn.ModuleList(nn.Linear(DIM, size) for size in (5, 37, 5, 130))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.heads[task](self.block(self.trunk(x), task))
+
+
+def sharded(mesh: DeviceMesh, recipe: str | None = None, **how: Any) -> Branches:
+    """On a mesh of the data-parallel ranks, or of those and tensor-parallel ones."""
+    net = Branches()
+    if "tp" in (mesh.mesh_dim_names or ()):
+        plan = {"heads.*": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(net, mesh["tp"], plan)
+        mesh = mesh["dp"]
+    if recipe is not None:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        config = replace(config, enable_fsdp_float8_all_gather="auto", pad_inner_dim=True)
+        convert_to_float8_training(net, config=config)
+    for module in (net.block, net):
+        fully_shard(module, mesh=mesh, **how)
+    return net
+
+
+def loss_of(net: nn.Module, task: int, seed: int) -> torch.Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    return net(x, task).float().square().sum()
+
+
+def trained(
+    transport: Any, recipe: str | None = None, policy: Sequence[Any] = (), tp: int = 1, **how: Any
+) -> tuple[Weights, list[list[str]]]:
+    """The weights after some steps, and the parameters that had no gradient in each of them."""
+    whole = device_mesh(dp=dist.get_world_size() // tp, tp=tp)
+    mesh, unused = whole["dp"], []
+    net = sharded(whole if tp > 1 else mesh, recipe, mp_policy=MixedPrecisionPolicy(*policy))
+    sums(net)
+    set_gradient_transport(net, transport, **how)
+    optimizer = optimizer_of(net)
+    for step, tasks in enumerate(STEPS):
+        for index, weight in micro_batches(len(tasks), mesh):
+            (loss_of(net, tasks[index], 10 * step + index) * weight).backward()
+        unused.append([name for name, p in net.named_parameters() if p.grad is None])
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.full_tensor() for name, p in net.named_parameters()}, unused
+
+
+@pytest.mark.parametrize(
+    ("transport", "options"),
+    [
+        ("fp32", {}),
+        ("bf16", {"recipe": "tensorwise", "policy": (torch.bfloat16, torch.float32)}),
+        ("float8", {"recipe": "rowwise_folded", "stochastic_rounding": True}),
+    ],
+)
+def test_weights_do_not_depend_on_the_number_of_ranks(
+    ranks: RankPools, transport: str, options: dict[str, Any]
+) -> None:
+    expected, unused = ranks(1).run(trained, transport, **options)[0]
+    assert [sum("adapters" in name for name in names) for names in unused] == [0, 4, 0, 0]
+    assert all("heads.3.weight" in names for names in unused)
+    for size in (2, 3, 4):
+        for weights, names in ranks(size).run(trained, transport, **options):
+            assert differing(expected, weights) == [], size
+            assert names == unused, size
+
+
+def test_weights_under_tensor_parallelism(ranks: RankPools) -> None:
+    alone, four = (ranks(size).run(trained, "float8", tp=2)[0] for size in (2, 4))
+    assert not differing(alone[0], four[0])
+    assert alone[1] == four[1]
+
+
+def wrong_means(transport: Any, axes: dict[str, int], syncs: Sequence[bool]) -> list[str]:
+    """What is wrong with the mean of each parameter's gradient over ranks, each with tasks of its own.
+
+    syncs: for each of a rank's micro-batches whether gradients are reduced after it. (Under HSDP,
+    over replicas; otherwise FSDP2 accumulates them in reduce_dtype.)
+    """
+    mesh, rank, wrong = device_mesh(**axes), dist.get_rank(), []
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    net = sharded(mesh, mp_policy=policy)
+    set_gradient_transport(net, transport)
+    switch = net.set_requires_all_reduce if mesh.ndim > 1 else net.set_requires_gradient_sync
+    for i, is_reduced in enumerate(syncs):
+        switch(is_reduced)  # type: ignore[operator]
+        loss_of(net, (rank + i) % 3, 10 * i + rank).backward()
+    single = [gradients_of_rank(each, len(syncs)) for each in range(mesh.size())]
+    for name, p in net.named_parameters():
+        of_ranks = [grads[name] for grads in single if name in grads]
+        if p.grad is None or not of_ranks:
+            wrong += [f"{name}: {p.grad}"] * ((p.grad is None) == bool(of_ranks))
+            continue
+        expected = torch.stack(of_ranks).double().sum(0) / mesh.size()
+        error = (p.grad.full_tensor().double() - expected).norm() / expected.norm()
+        wrong += [f"{name}: {error:.3f}"] * bool(error > (0.05 if transport == "float8" else 0.01))
+    return wrong
+
+
+def gradients_of_rank(rank: int, count: int) -> Weights:
+    """The gradients of a rank's micro-batches, without FSDP2, in the same precision."""
+    net, total = Branches(), Weights()
+    for i in range(count):
+        low = {
+            n: p.detach().bfloat16().requires_grad_(p.requires_grad)
+            for n, p in net.named_parameters()
+        }
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * i + rank)).bfloat16()
+        y = torch.func.functional_call(net, low, (x, (rank + i) % 3))
+        y.float().square().sum().backward()
+        for name, p in low.items():
+            if p.grad is not None:
+                total[name] = total.get(name, 0) + p.grad.float()
+    return total
+
+
+@pytest.mark.parametrize("transport", ["fp32", "bf16", "float8"])
+def test_means_without_micro_batches(ranks: RankPools, transport: str) -> None:
+    for axes, syncs in (
+        ({"dp": 2}, (True,)),
+        ({"dp": 3}, (False, True, True)),
+        ({"replicas": 2, "dp": 2}, (False, True)),
+        ({"replicas": 2, "dp": 1}, (True,)),
+    ):
+        size = 4 if axes == {"replicas": 2, "dp": 2} else sum(axes.values()) - ("replicas" in axes)
+        assert ranks(size).run(wrong_means, transport, axes, syncs) == [[]] * size, (axes, syncs)
+
+
+def collectives_of(transport: Any, tasks: Sequence[int]) -> int:
+    """The number of collectives in a backward where each rank has a task of its own."""
+    mesh = device_mesh(dp=dist.get_world_size())
+    net = sharded(mesh)
+    set_gradient_transport(net, transport)
+    loss = loss_of(net, tasks[dist.get_rank()], 0)
+    with comm_audit(mesh) as audit:
+        loss.backward()
+    return sum(row.count for row in audit.rows)
+
+
+def test_no_collective_is_added(ranks: RankPools) -> None:
+    of_fsdp2 = ranks(2).run_same(collectives_of, None, (0, 0))
+    for tasks in ((0, 0), (0, 1), (1, NO_ADAPTER)):
+        assert ranks(2).run_same(collectives_of, "float8", tasks) == of_fsdp2
+
+
+def reported(asks_for_all: bool) -> tuple[list[str], list[str]]:
+    """The parameters that have a gradient of -0, and those of which hooks were called."""
+    mesh = device_mesh(dp=dist.get_world_size())
+    net, called = sharded(mesh), []
+    set_gradient_transport(net, "fp32")
+    if asks_for_all:
+        net.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    for name, p in net.named_parameters():
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(lambda p, name=name: called.append(name))
+    loss_of(net, 2 * dist.get_rank(), 0).backward()
+    grads = {n: p.grad.full_tensor() for n, p in net.named_parameters() if p.grad is not None}
+    return [n for n, g in grads.items() if (g.signbit() & (g == 0)).all()], called
+
+
+def test_parameters_that_no_rank_uses(ranks: RankPools) -> None:
+    """Neither a gradient nor a call of hooks, unless FSDP2 is asked for gradients of zero."""
+    for size in (1, 2):
+        zeros, called = ranks(size).run_same(reported, False)
+        assert zeros == []
+        assert not [name for name in called if "adapters.1" in name or "heads.3" in name]
+        assert "heads.0.bias" in called
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        alone, two = (ranks(size).run_same(reported, True) for size in (1, 2))
+        assert alone[1] == two[1]
+        assert {"heads.1.bias", "block.adapters.1.weight"} <= {*alone[0]} & {*two[0]}
