@@ -275,6 +275,11 @@ def set_gradient_transport(
             with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
             without the segments that wrappers add (``_orig_mod``).
 
+    Ranks may use different parameters of a module, such as heads, adapters or experts of a
+    ModuleList. A rank sends zeros for the others. A parameter that no rank has used has no
+    gradient; to know this, the host waits for the message, on ranks that did not use it and have
+    not accumulated a gradient of it.
+
     A gradient that is NaN or infinite stays so, and does not change other gradients. Zeros stay
     zeros. FSDP2's settings (``reduce_dtype``, ``set_gradient_divide_factor``, ...) apply as before:
     the encoded numbers are those that it would reduce.

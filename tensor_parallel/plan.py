@@ -24,6 +24,7 @@ from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weights import float8_modules
 from fp8_dist.mesh import check_axis
+from fp8_dist.tensor_parallel.lengths import check_lengths
 from fp8_dist.tensor_parallel.styles import (
     CheckedStyle,
     Float8ColwiseParallel,
@@ -80,7 +81,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             :class:`CheckedStyle` does not fit its module; or modules that share a parameter would
             shard it in several ways.
             The error lists all offenders, the same on all ranks. Nothing has been changed, except
-            that shared parameters are checked afterwards.
+            that shared parameters are checked afterwards. In a forward: the plan divides a sequence
+            into plain tensors that are not equal, and other styles read them.
     """
     check_axis(mesh, "apply_tp_plan")
     if not isinstance(plan, Mapping):
@@ -105,6 +107,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
     _warn_of_fused(fused_layers(model, mesh, resolved))
+    check_lengths(model, mesh.size(), resolved)
     parallelize_module(model, mesh, resolved)
     for tie in ties:
         places = {name: _place(model.get_parameter(name)) for name in tie}

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -362,6 +365,8 @@ def plan_of_the_page(code: str) -> tuple[float, list[int]]:
     single = scope["Model"]()
     convert_to_float8_training(single, module_filter_fn=skip_head(single))
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    short = raised(ValueError, lambda: scope["model"](tokens[:, :15]))
+    assert "embedding: the plan divides dim 1 of a tensor of shape (2, 15, 64)" in short
     with comm_audit(scope["mesh"]) as audit:
         logits = scope["model"](tokens)
         logits.square().mean().backward()
@@ -378,6 +383,37 @@ def test_the_plan_that_the_page_writes_out(ranks: RankPools) -> None:
     for close, gathers in ranks(2).run(plan_of_the_page, code):
         assert close > 60
         assert gathers == [2, 2]  # the input of each block, and the gradient of its output
+
+
+def test_lengths_that_ranks_do_not_divide(fake_tp: DeviceMesh) -> None:
+    """Two ranks: refused where a style divides a sequence that another one reads in plain parts."""
+    plain = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1)}
+    outputs = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
+    local = {"use_local_input": True} | plain | outputs
+    rowwise = partial(RowwiseParallel, input_layouts=Replicate())
+    for plan, is_refused in (
+        ({"0": rowwise(output_layouts=Shard(1))}, True),
+        ({"0": rowwise(output_layouts=Shard(1), use_local_output=False)}, False),
+        ({"0": rowwise(output_layouts=Shard(-1))}, False),
+        ({"0": rowwise(output_layouts=Shard(0))}, False),  # which no style reads
+        ({"": PrepareModuleInput(**plain, use_local_output=True)}, True),
+        ({"": PrepareModuleInput(**plain)}, False),
+        ({"0": PrepareModuleOutput(**outputs)}, True),
+        ({"0": PrepareModuleOutput(**outputs | {"output_layouts": Shard(1)})}, False),
+        ({"0": PrepareModuleInputOutput(**local)}, True),
+    ):
+        for reader in (SequenceParallel(), ColwiseParallel(input_layouts=Shard(-2)), None):
+            net = nn.Sequential(nn.Embedding(16, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+            at = "1" if isinstance(reader, SequenceParallel) else "2"
+            apply_tp_plan(net, fake_tp, plan | ({at: reader} if reader else {}))
+            for size in (5, 8):
+                tokens = torch.zeros(2, size, dtype=torch.long)
+                if is_refused and reader and size == 5:
+                    message = raised(ValueError, partial(net, tokens))
+                    assert "Pad the sequence to a multiple of 2" in message, message
+                else:
+                    with suppress(RuntimeError):  # a DTensor in a layer without a style
+                        net(tokens)
 
 
 # Tied parameters stay tied, or the plan is refused.

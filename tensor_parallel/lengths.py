@@ -1,0 +1,90 @@
+"""Check of the lengths of sequences that a plan divides between ranks as plain tensors.
+
+A style that reads such parts (``input_layouts=Shard(1)``) can't know the lengths of other ranks'
+parts, and takes all of them to be equal. Its gather of unequal parts aborts, or never ends. The
+whole length is known where a tensor is divided, and there it is the same on all ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+
+def check_lengths(model: nn.Module, size: int, styles: Mapping[str, ParallelStyle]) -> None:
+    """Let modules raise ValueError in the forward if they divide a length that ``size`` does not.
+
+    Only dims are checked along which styles read plain parts. The last dim has features, whose
+    number the layers know. Call this before the styles are applied, so that the check runs first.
+    """
+    simple = {name: list(_simple(style)) for name, style in styles.items()}
+    read = (at for each in simple.values() for style in each for at in _read(style))
+    dims = {at.dim for at in read if isinstance(at, Shard)}
+    if not dims or size == 1:
+        return
+
+    def check(name: str, tensors: Any, given: Iterable[Any], then: Iterable[Any]) -> None:
+        tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+        for x, at, divided in zip(tensors, given, then, strict=False):
+            if not isinstance(x, torch.Tensor) or not isinstance(divided, Shard):
+                continue
+            ndim = x.ndim + (not x.is_floating_point())  # tokens get features later
+            dim = divided.dim % x.ndim
+            is_whole = isinstance(x, DTensor) or at != divided
+            is_read = dim in {each % ndim for each in dims} and dim != ndim - 1
+            if is_whole and is_read and x.shape[dim] % size:
+                raise ValueError(
+                    f"{name or 'the model'}: the plan divides dim {dim} of a tensor of shape "
+                    f"{tuple(x.shape)} between {size} tensor-parallel ranks, as plain tensors of "
+                    "which other styles take all to be equal. Pad the sequence to a multiple of "
+                    f"{size}, or give use_local_output=False to each style that divides it, so "
+                    "that the parts are DTensors"
+                )
+
+    for name, each in simple.items():
+        for style in each:
+            _add_check(name, model.get_submodule(name), style, check)
+
+
+def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
+    if not getattr(style, "use_local_output", False):
+        return
+    if isinstance(style, PrepareModuleInput):
+        pairs = style.input_layouts or (), style.desired_input_layouts or ()
+        module.register_forward_pre_hook(lambda _, args: check(name, args, *pairs))
+    elif isinstance(style, PrepareModuleOutput):
+        pairs = style.output_layouts, style.desired_output_layouts
+        module.register_forward_hook(lambda _, args, output: check(name, output, *pairs))
+    elif isinstance(style, ColwiseParallel | RowwiseParallel):
+        layouts: Any = style.output_layouts  # of what is a DTensor, whatever its placement
+        module.register_forward_hook(lambda _, args, output: check(name, output, (None,), layouts))
+
+
+def _simple(style: Any) -> Iterator[Any]:
+    """The styles of which a style consists."""
+    if isinstance(style, PrepareModuleInputOutput):
+        yield from (style.prepare_module_input, style.prepare_module_output)
+    else:
+        yield style
+
+
+def _read(style: Any) -> Iterable[Placement | None]:
+    """The placements that a style takes plain inputs to have."""
+    if isinstance(style, SequenceParallel):
+        return style.sequence_sharding
+    if isinstance(style, PrepareModuleInput):
+        return (*(style.input_layouts or ()), *style.input_kwarg_layouts.values())
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        return style.input_layouts  # type: ignore[no-any-return]
+    return ()
