@@ -26,11 +26,11 @@ STEPS = ((0, NO_ADAPTER, 1, 1, 0), (NO_ADAPTER,) * 3, (1, 0), (0, 0, 1, NO_ADAPT
 
 
 class Block(nn.Module):
-    """A frozen layer in bf16, with an adapter in fp32 for the first two tasks."""
+    """A frozen layer, with an adapter in fp32 for the first two tasks."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.base = nn.Linear(DIM, DIM, dtype=torch.bfloat16).requires_grad_(False)
+        self.base = nn.Linear(DIM, DIM, dtype=dtype).requires_grad_(False)
         self.adapters = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
 
     def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
@@ -41,21 +41,26 @@ class Block(nn.Module):
 class Branches(nn.Module):
     """Two parameter groups: of the second a task uses one head, of the first one adapter or none."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: torch.dtype = torch.float32) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.trunk = nn.Linear(8, DIM)
-            self.block = Block()
+            self.block = Block(frozen)
             self.heads = nn.ModuleList(nn.Linear(DIM, size) for size in (5, 37, 5, 130))
 
     def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
         return self.heads[task](self.block(self.trunk(x), task))
 
 
-def sharded(mesh: DeviceMesh, recipe: str | None = None, **how: Any) -> Branches:
+def sharded(
+    mesh: DeviceMesh,
+    recipe: str | None = None,
+    frozen: torch.dtype = torch.float32,
+    **how: Any,
+) -> Branches:
     """On a mesh of the data-parallel ranks, or of those and tensor-parallel ones."""
-    net = Branches()
+    net = Branches(frozen)
     if "tp" in (mesh.mesh_dim_names or ()):
         plan = {"heads.*": ColwiseParallel(output_layouts=Replicate())}
         parallelize_module(net, mesh["tp"], plan)
@@ -75,12 +80,18 @@ def loss_of(net: nn.Module, task: int, seed: int) -> torch.Tensor:
 
 
 def trained(
-    transport: Any, recipe: str | None = None, policy: Sequence[Any] = (), tp: int = 1, **how: Any
+    transport: Any,
+    recipe: str | None = None,
+    policy: Sequence[Any] = (),
+    tp: int = 1,
+    frozen: torch.dtype = torch.float32,
+    **how: Any,
 ) -> tuple[Weights, list[list[str]]]:
     """The weights after some steps, and the parameters that had no gradient in each of them."""
     whole = device_mesh(dp=dist.get_world_size() // tp, tp=tp)
     mesh, unused = whole["dp"], []
-    net = sharded(whole if tp > 1 else mesh, recipe, mp_policy=MixedPrecisionPolicy(*policy))
+    policy = MixedPrecisionPolicy(*policy)
+    net = sharded(whole if tp > 1 else mesh, recipe, frozen, mp_policy=policy)
     sums(net)
     set_gradient_transport(net, transport, **how)
     optimizer = optimizer_of(net)
@@ -97,6 +108,7 @@ def trained(
     ("transport", "options"),
     [
         ("fp32", {}),
+        ("fp32", {"frozen": torch.bfloat16}),
         ("bf16", {"recipe": "tensorwise", "policy": (torch.bfloat16, torch.float32)}),
         ("float8", {"recipe": "rowwise_folded", "stochastic_rounding": True}),
     ],
