@@ -89,7 +89,7 @@ def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
     return known and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def stores_transposed(device: torch.device) -> bool:
     """Whether a kernel that Inductor generates for a GPU may store a float8 copy and its transpose.
 

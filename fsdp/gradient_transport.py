@@ -13,7 +13,8 @@ Note [Ranks that use different parameters]. FSDP2 reduces the gradients that a r
 rank may have others: of another head, adapter or expert. A message with those alone would be added
 to one of other parameters. So all messages of a group have all its trained parameters, with -0 for
 those that the rank's micro-batch did not use, and a number for each: 1 if it was used, 0 if not.
-Where the sum of these is 0 on all ranks the gradient stays None, as on a single rank.
+Where the sum of these is 0 the gradient stays None, as on a single rank. The last number is that of
+the module, because ranks that run other modules reduce their gradients together, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,15 +79,18 @@ class EncodedReduction:
     # are part of the sum.
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
-    def __init__(self, module: str, group: Any, encodings: Sequence[Encoding], seed: int) -> None:
+    def __init__(
+        self, module: str, number: int, group: Any, encodings: Sequence[Encoding], seed: int
+    ) -> None:
         shapes = fsdp_padded_shapes(group).items()
         self.parts_of = {
             parameter: Part(i, shape.numel(), encoding, shape[1:].numel())
             for i, ((parameter, shape), encoding) in enumerate(zip(shapes, encodings, strict=True))
         }
         self.module = module
+        self.number = number % 256  # which bf16 can represent
         self.group = group
-        self.seed = seed
+        self.seed = seed_of(seed, number)
         # Of the current reduction.
         self.used: set[Any] = set()  # the parameters that this rank has gradients of
         self.parameters: list[Any] = []  # those of the message
@@ -98,7 +102,7 @@ class EncodedReduction:
         """The parts of the current reduction's message."""
         parts = [self.parts_of[each] for each in self.parameters]
         if fsdp_ranks(self.group) > 1:
-            parts.append(Part(len(self.parts_of), len(parts), None))
+            parts.append(Part(len(self.parts_of), len(parts) + 1, None))
         return parts
 
     def complete(self, runs: bool) -> None:
@@ -129,7 +133,7 @@ class EncodedReduction:
         if fsdp_ranks(self.group) == 1:
             return replicas, self._round_then(hook)  # FSDP2 calls no reduce-scatter
         shards = fsdp_reduce_scatter_group(self.group).size()
-        gradients.append(self._flags(gradients[0].new_ones(shards, len(parameters))))
+        gradients.append(self._flags(gradients[0].new_ones(shards, len(parameters) + 1)))
         encoded = EncodedReplicas(replicas, self) if replicas and replicas.size() > 1 else replicas
         unused = [
             i
@@ -141,6 +145,7 @@ class EncodedReduction:
         return encoded, self._drop_unused(unused, hook)
 
     def _flags(self, ones: torch.Tensor) -> torch.Tensor:
+        ones[:, -1] = self.number
         for i, each in enumerate(self.parameters):
             if each not in self.used:
                 ones[:, i] = 0
@@ -152,7 +157,7 @@ class EncodedReduction:
         def drop(output: torch.Tensor) -> None:
             if hook is not None:
                 hook(output)
-            counts = output[-len(self.parameters) :].tolist()
+            counts = output[-len(self.parameters) - 1 :].tolist()
             for i in unused:
                 if counts[i] == 0:
                     self.parameters[i] = without_fsdp_gradient(self.parameters[i])
@@ -196,10 +201,24 @@ class EncodedReduction:
         rows, runs = input_tensor.view(group.size(), -1), runs_of(self.parts, self.seed)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
         received = exchanged(rows, runs, group, self.seed)
+        if received.device.type == "cpu":  # elsewhere the host would wait
+            self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
         # A mean is divided before it is added to what is accumulated.
         start = self._accumulated(rows) if self.is_final and fsdp_sums(self.group) else None
         total = sum_of(received, runs, rows.dtype, start)
         output_tensor.copy_(total.div_(fsdp_divisor(self.group, op, group)))
+
+    def _check_modules(self, numbers: torch.Tensor) -> None:
+        """Raise ValueError if the pieces of ranks are those of several modules."""
+        group = fsdp_reduce_scatter_group(self.group)
+        ranks, own = dist.get_process_group_ranks(group), numbers[group.rank()]
+        if others := [r for r, each in zip(ranks, numbers, strict=True) if each != own]:
+            raise ValueError(
+                f"{_CALLER}: rank {dist.get_rank()} reduces the gradients of {self.module} while "
+                f"ranks {others} reduce those of other modules. All ranks must run the modules "
+                "that fully_shard was called on in one order, forward and backward; shard what "
+                "only some of them run (heads, experts) as one module"
+            )
 
     def _accumulated(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Move what this rank's shards have accumulated to fp32 ``[S]``; None if they have nothing.
@@ -302,7 +321,7 @@ def set_gradient_transport(
     for number, (module, group) in enumerate(groups.items()):
         if transport is not None:
             each, shown = list(encodings[module].values()), module or "the root module"
-            set_fsdp_reduction(group, EncodedReduction(shown, group, each, seed_of(seed, number)))
+            set_fsdp_reduction(group, EncodedReduction(shown, number, group, each, seed))
         elif isinstance(fsdp_reduction(group), EncodedReduction):  # not one of other code
             set_fsdp_reduction(group, None)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from one_sum import Weights, differing, optimizer_of, sums
 from ranks import RankPools, device_mesh
+from reference import raised
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
@@ -229,3 +230,20 @@ def test_parameters_that_no_rank_uses(ranks: RankPools) -> None:
         alone, two = (ranks(size).run_same(reported, True) for size in (1, 2))
         assert alone[1] == two[1]
         assert {"heads.1.bias", "block.adapters.1.weight"} <= {*alone[0]} & {*two[0]}
+
+
+def of_other_modules() -> str:
+    """Heads that are sharded apart, of which each rank runs one."""
+    mesh = device_mesh(dp=2)
+    net = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
+    for head in net.values():
+        fully_shard(head, mesh=mesh)
+    set_gradient_transport(net, "float8")
+    head = net[("first", "second")[dist.get_rank()]]
+    return raised(ValueError, head(torch.ones(2, 8)).sum().backward)
+
+
+def test_modules_that_only_some_ranks_run(ranks: RankPools) -> None:
+    first, second = ranks(2).run(of_other_modules)
+    assert "rank 0 reduces the gradients of first while ranks [1] reduce" in first
+    assert "rank 1 reduces the gradients of second while ranks [0] reduce" in second

@@ -156,28 +156,28 @@ None
 reduce_scatter torch.float32 over dp: 1, 526,336 B
 all_reduce torch.float32 over replicas: 1, 263,168 B
 fp32
-all_to_all torch.float32 over dp: 1, 526,352 B
-all_to_all torch.float32 over replicas: 1, 263,176 B
-all_gather torch.float32 over replicas: 1, 263,176 B
+all_to_all torch.float32 over dp: 1, 526,360 B
+all_to_all torch.float32 over replicas: 1, 263,184 B
+all_gather torch.float32 over replicas: 1, 263,184 B
 bf16
 all_to_all torch.bfloat16 over dp: 1, 262,144 B
-all_to_all torch.float32 over dp: 0, 2,064 B
+all_to_all torch.float32 over dp: 0, 2,072 B
 all_to_all torch.bfloat16 over replicas: 1, 131,072 B
-all_to_all torch.float32 over replicas: 0, 1,032 B
-all_gather torch.float32 over replicas: 1, 263,176 B
+all_to_all torch.float32 over replicas: 0, 1,040 B
+all_gather torch.float32 over replicas: 1, 263,184 B
 float8
 all_to_all torch.float8_e4m3fn over dp: 1, 131,072 B
 all_to_all torch.uint8 over dp: 0, 1,024 B
-all_to_all torch.float32 over dp: 0, 2,064 B
+all_to_all torch.float32 over dp: 0, 2,072 B
 all_to_all torch.float8_e4m3fn over replicas: 1, 65,536 B
 all_to_all torch.uint8 over replicas: 0, 512 B
-all_to_all torch.float32 over replicas: 0, 1,032 B
+all_to_all torch.float32 over replicas: 0, 1,040 B
 all_gather torch.bfloat16 over replicas: 1, 131,072 B
-all_gather torch.float32 over replicas: 0, 1,032 B
+all_gather torch.float32 over replicas: 0, 1,040 B
 float8, bf16 else
 all_to_all torch.float8_e4m3fn over dp: 1, 131,072 B
 all_to_all torch.uint8 over dp: 0, 1,024 B
-all_to_all torch.bfloat16 over dp: 0, 1,032 B
+all_to_all torch.bfloat16 over dp: 0, 1,036 B
 """,
     )
 

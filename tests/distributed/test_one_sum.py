@@ -257,13 +257,13 @@ def test_collectives(ranks: RankPools) -> None:
         """\
 all_to_all torch.float8_e4m3fn: 2, 27,648 B
 all_to_all torch.uint8: 0, 384 B
-all_to_all torch.float32: 0, 16 B
+all_to_all torch.float32: 0, 32 B
 all_to_all torch.float8_e4m3fn: 2, 27,648 B
 all_to_all torch.uint8: 0, 288 B
-all_to_all torch.float32: 0, 1,184 B
+all_to_all torch.float32: 0, 1,200 B
 all_to_all torch.float8_e4m3fn: 2, 42,240 B
 all_to_all torch.uint8: 0, 440 B
-all_to_all torch.float32: 0, 1,616 B
+all_to_all torch.float32: 0, 1,632 B
 all_reduce torch.int32: 2, 16 B
 all_reduce torch.float64: 1, 16 B
 """,
