@@ -38,7 +38,7 @@ from fp8_dist.recipe import Operand
 from fp8_dist.scaling import Quantized, Scales
 from fp8_dist.torch_internals import in_backward, tree_map_only, version_of, when_backward_ends
 
-VERSION = 1
+VERSION = 2
 ON_CPU = 128  # allocating new memory takes time there: this part of max_bytes holds passing casts
 MOST = 16  # recordings that anomalies cause; later ones write none
 
@@ -73,9 +73,9 @@ class Recorder(StepObserver):
         # The layers that are recorded in this step, and in the next one, with the reason.
         self._armed, self._next = dict[str, str](), dict[str, str]()
         self._kept: deque[Record] = deque()  # of recorded layers: copies
-        # Of other layers in this step, without copies: the arguments of _record_of, the version
-        # of the source, and the size.
-        self._passing: deque[tuple[Any, int | None, int]] = deque()
+        # Of other layers in this step, without copies: the arguments of _record_of, their tensors
+        # with the state of each, and the size.
+        self._passing: deque[tuple[Any, list[tuple[Tensor, Any]], int]] = deque()
         # The scales of each cast of this step, or the largest one, in the order of the casts.
         self._scales: dict[Any, list[Scales]] = {}
         self._positions: dict[Any, float] = {}  # of recorded GEMMs among these
@@ -162,10 +162,12 @@ class Recorder(StepObserver):
         content |= {"step": self.step, "reason": reason, "threads": torch.get_num_threads()}
         content |= {"limits": asdict(self.limits), "rows": [asdict(row) for row in self.rows]}
         try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # other streams cast, too
             records = [*self._kept]
-            for (slot, source, low, call), version, _ in self._passing:
-                if _is_intact(source, version):
-                    records.append(self._record_of(slot, source, low, call))
+            for cast, states, _ in self._passing:
+                if all(_state_of(tensor) == state for tensor, state in states):
+                    records.append(self._record_of(*cast))
             content["records"] = [_copied(record, "cpu") for record in records]
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.mkdir(parents=True, exist_ok=True)
@@ -198,9 +200,12 @@ class Recorder(StepObserver):
             if self._is_recorded(slot.fqn):
                 self._keep(self._record_of(*cast))
             else:
-                tensors = high, low.qdata, *low.scales
-                size = sum([tensor.untyped_storage().nbytes() for tensor in tensors])
-                self._passing.append((cast, version_of(high), size))
+                if source.folds is not None:  # FSDP2 frees the scales that it has gathered
+                    cast = slot, source._replace(folds=source.folds.clone()), *cast[2:]
+                tensors = [each for each in (high, cast[1].folds, low.qdata) if each is not None]
+                states = [(tensor, _state_of(tensor)) for tensor in (*tensors, *low.scales)]
+                size = sum([nbytes for _, (_, nbytes) in states])
+                self._passing.append((cast, states, size))
                 self._passing_bytes += size
                 self._window = self._max // ON_CPU if high.is_cpu else self._max
                 self._make_room()
@@ -224,11 +229,12 @@ class Recorder(StepObserver):
 
     def _record_of(self, slot: Slot, source: Source, low: Quantized, call: int) -> Record:
         """Return the record of a cast of this step; ``call`` counts earlier ones of its kind."""
-        high, layout, folds = source
+        high, layout, folds, dispatch = source
         record = self._new_record(slot.fqn, [*self._scales].index(slot.key))
         record |= {"operand": slot.operand, "gemms": [*slot.gemms], "call": call}
         record |= {"delayed": slot.delayed, "folded": slot.folded, "folds": folds}
         record |= {"own_scale": slot.owner.config.amax_scope == "rank"}
+        record |= {"dispatch": dispatch and [*dispatch]}
         return record | {"high": high, "low": _low(low, layout, self._rank)}
 
     def _is_recorded(self, fqn: str) -> bool:
@@ -269,16 +275,15 @@ class Recorder(StepObserver):
         if not self._last:
             self.step -= 1  # no rank has cast anything: an optimizer's step has ended the last one
             return
-        new = {
-            a.row.fqn: f"step {self.step}: {a.row.fqn}: {text_of(a)}"
-            for a in reversed(self.anomalies[known:])
-        }
+        new: dict[str, str] = {}
+        for a in self.anomalies[known:]:
+            new.setdefault(a.row.fqn, f"step {self.step}: {a.row.fqn}: {text_of(a)}")
         self._armed, self._next = self._next | new, {}
         oldest = self.step - self._steps
         self.rows = [row for row in self.rows if row.step > oldest]
         while self._kept and self._kept[0]["step"] <= oldest:
             self._kept_bytes -= self._kept.popleft()["bytes"]
-        reasons = [*reversed(new.values()), *due.values()]
+        reasons = [*new.values(), *due.values()]
         if reasons and self._left:
             self._left -= 1
             self.write(reasons[0])
@@ -315,10 +320,9 @@ def _largest(scales: Scales) -> Tensor:
     return reduce(torch.mul, [scale.max() if scale.ndim else scale for scale in levels])
 
 
-def _is_intact(source: Source, version: int | None) -> bool:
-    """Whether a source was not written since, and FSDP2 has not freed its storage."""
-    is_freed = source.high.numel() > 0 and not source.high.untyped_storage().nbytes()
-    return version_of(source.high) == version and not is_freed
+def _state_of(tensor: Tensor) -> tuple[int | None, int]:
+    """What differs once a tensor was written, or FSDP2 has freed its storage."""
+    return version_of(tensor), tensor.untyped_storage().nbytes()
 
 
 def _exit(number: int, _: Any) -> None:

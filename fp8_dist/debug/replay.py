@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,12 +64,12 @@ class Cast(NamedTuple):
         measures = Measures(*measure(self.high, self.low, 0).tolist())
         return CastStats.of(measures, self.low.scheme, **{n: self.parts[0][n] for n in names})
 
-    def largest(self) -> tuple[Element, int]:
+    def largest(self) -> tuple[Element, tuple[int]]:
         """Return the index of the largest magnitude, and the first rank that has it."""
         index = torch.unravel_index(self.high.abs().argmax(), self.high.shape)
         parts = self.parts[::-1]
         ranks = _joined(parts, [torch.full(part["high"].shape, part["rank"]) for part in parts])
-        return tuple(map(int, index)), int(ranks[index])
+        return tuple(map(int, index)), (int(ranks[index]),)
 
     def largest_loss(self) -> float:
         """Return the largest percentage of the values of one scale that become zero."""
@@ -101,8 +101,10 @@ class Finding(NamedTuple):
         step, position: when, in the order of the casts and GEMMs.
         fqn, operand, gemms: the layer, the operand (or ``"result"``), and the GEMMs that take it.
         text: what is wrong.
-        element, rank: the global index of the first element that is wrong (of a result, the index
-            in the rank's part), and the rank that has it; None if tensors were not recorded.
+        element: the global index of the first element that is wrong (of a result, and of rows of
+            experts, the index in the rank's part); None if tensors were not recorded.
+        ranks: the rank that has it. If copies differ, those whose copies are not like most, or all
+            of them if it can't be told which copies are right.
         cast: the cast of the operand; None if parts of it were not recorded.
     """
 
@@ -114,8 +116,13 @@ class Finding(NamedTuple):
     gemms: Sequence[str]
     text: str
     element: Element | None = None
-    rank: int | None = None
+    ranks: tuple[int, ...] = ()
     cast: Cast | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that has the element; None if it may be one of several."""
+        return self.ranks[0] if len(self.ranks) == 1 else None
 
 
 class Replay:
@@ -169,23 +176,17 @@ class Replay:
         return [*found, *self._of_statistics()]
 
     def _of_cast(self, parts: list[Record]) -> Iterator[Finding]:
-        first, cast = parts[0], _cast(parts)
+        copies = _copies(parts)
+        first, cast = parts[0], _cast(parts, [alike[0][0] for alike in copies])
         of = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
         if cast is not None:
             self._casts[_key(first)].append(cast)
-        for part in parts:
-            low, bad, text = part["low"], ~part["high"].isfinite(), "NaN or infinite"
-            if cast is not None and first["folds"] is None and not bad.any():
-                bad = part["high"] != taken(cast.high, low["pieces"])
-                text = "ranks have several values"
-            if cast is not None and not bad.any():
-                bad, text = _compared(low, cast.low)
-                if part["own_scale"] and bad.any():  # amax_scope="rank"
-                    bad, text = _compared(_alone(low), quantize(part["high"], cast.low.scheme))
-                text = f"not the cast of one device: {text}"
-            if bad.any():
-                yield Finding(True, *of, text, _element(bad, low), part["rank"], cast)
-                return
+        found = _not_finite(parts) or _different_copies(copies)
+        if cast is not None and found is None:
+            found = _different_scales(parts) or _not_of_one_device(parts, cast.low)
+        if found is not None:
+            yield Finding(True, *of, *found, cast)
+            return
         if cast is None:
             self.checked["casts can't be repeated, because parts are missing or not finite"] += 1
             return
@@ -210,7 +211,7 @@ class Replay:
                     if part["rank"] == rank and cast.qdata.shape == low["qdata"].shape:
                         found.append(_compared(_alone(low), _arriving(cast, record, low)))
             else:
-                found = [_compared_rows(low, casts)] if casts else []
+                found = [_compared_rows(record, low, *rows) for rows in _rows_for(record, casts)]
             # Micro-batches have an operand each.
             bad, text = min(found, key=lambda each: int(each[0].sum()), default=(None, ""))
             if bad is None:
@@ -218,10 +219,13 @@ class Replay:
             elif bad.any():
                 text = f"what arrived for the GEMM is not what was cast: {text}"
                 of = record["step"], record["position"], record["fqn"], operand, [gemm]
-                element = _element(bad, low)
-                if record["groups"] is not None and operand == "weight" and record["options"][3]:
-                    element = element[0], element[2], element[1]  # it is stored as [E, K, N]
-                yield Finding(True, *of, text, element, rank, own[0] if own else None)
+                if record["groups"] is None or operand == "weight":
+                    element = _element(bad, low)
+                    if record["groups"] is not None and record["options"][3]:
+                        element = element[0], element[2], element[1]  # it is stored as [E, K, N]
+                else:  # some may not have arrived
+                    element = tuple(bad.nonzero()[0].tolist())
+                yield Finding(True, *of, text, element, (rank,), own[0] if own else None)
             else:
                 self.checked["operands equal what was cast, bit for bit"] += 1
 
@@ -238,7 +242,7 @@ class Replay:
             at = tuple(bad.nonzero()[0].tolist())
             text = f"{result[at].item():g} where the GEMM is {again[at].item():g}"
             of = record["step"], record["position"], record["fqn"], "result", [record["gemm"]]
-            yield Finding(True, *of, text, at, record["rank"])
+            yield Finding(True, *of, text, at, (record["rank"],))
         else:
             how = "within their rounding" if differs.any() else "bit for bit"
             self.checked[f"GEMMs are equal {how}"] += 1
@@ -313,8 +317,111 @@ def _joined(parts: Sequence[Record], tensors: Sequence[Tensor]) -> Any:
     return whole if is_known.all() else None
 
 
-def _cast(parts: list[Record]) -> Cast | None:
-    """Cast an operand again; None if parts are missing, or those of a DELAYED one not finite."""
+def _copies(parts: Sequence[Record]) -> list[list[list[Record]]]:
+    """Group the copies of each part of a tensor by what was cast."""
+    places: dict[str, list[Record]] = {}
+    for part in parts:
+        places.setdefault(str(part["low"]["pieces"]), []).append(part)
+    return [_alike(part, lambda p: [p["high"], p["folds"]]) for part in places.values()]
+
+
+def _alike(
+    parts: Sequence[Record], tensors_of: Callable[[Record], list[Tensor | None]]
+) -> list[list[Record]]:
+    """Group records by the bits of some tensors, the largest group first."""
+    groups: list[tuple[list[Tensor], list[Record]]] = []
+    for part in parts:
+        tensors = [each.contiguous().view(-1) for each in tensors_of(part) if each is not None]
+        bits = [each.view(torch.uint8) for each in tensors]
+        for others, alike in groups:
+            if all(map(torch.equal, bits, others)):
+                alike.append(part)
+                break
+        else:
+            groups.append((bits, [part]))
+    return sorted((alike for _, alike in groups), key=len, reverse=True)
+
+
+def _odd_ranks(groups: Sequence[Sequence[Record]]) -> tuple[int, ...]:
+    """Return the ranks that are not like most others; all if there is no largest group."""
+    is_known = len(groups[0]) > len(groups[1])
+    return tuple(sorted(part["rank"] for alike in groups[is_known:] for part in alike))
+
+
+def _several(groups: Sequence[Sequence[Record]], values: Sequence[Tensor]) -> str:
+    """Say which ranks have which value."""
+    names = [_names([part["rank"] for part in alike]) for alike in groups]
+    verbs = ["has" if len(alike) == 1 else "have" for alike in groups]
+    each = zip(names, verbs, values, strict=True)
+    return ", ".join(f"{name} {verb} {value.item():.4g}" for name, verb, value in each)
+
+
+def _names(ranks: Sequence[int], conjunction: str = "and") -> str:
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} {conjunction} {last}" if most else f"rank {last}"
+
+
+_Wrong = tuple[str, Element, tuple[int, ...]]  # the text, the element and the ranks of a finding
+
+
+def _not_finite(parts: Sequence[Record]) -> _Wrong | None:
+    for part in parts:
+        bad = ~part["high"].isfinite()
+        if bad.any():
+            return "NaN or infinite", _element(bad, part["low"]), (part["rank"],)
+    return None
+
+
+def _different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> _Wrong | None:
+    """Find copies of a part that differ in the values, or in the scales that are folded into it."""
+    for groups in copies:
+        for name in ("high", "folds") if len(groups) > 1 else ():
+            a, b, *_ = tensors = [alike[0][name] for alike in groups]
+            if a is None:
+                continue
+            bad = (a != b) | (a.signbit() != b.signbit())
+            if bad.any():
+                at = tuple(bad.nonzero()[0].tolist())
+                text = "ranks have several values"
+                if name == "folds":
+                    text += " of the scales that are folded into it"
+                text += f": {_several(groups, [tensor[at] for tensor in tensors])}"
+                first = groups[0][0]
+                element = _element(bad.expand_as(first["high"]), first["low"])
+                return text, element, _odd_ranks(groups)
+    return None
+
+
+def _different_scales(parts: Sequence[Record]) -> _Wrong | None:
+    """Find ranks that scale by different amax histories."""
+    known = [p for p in parts if p["delayed"] and not p["own_scale"] and p["high"].numel()]
+    groups = _alike(known, lambda part: part["low"]["scales"])
+    if len(groups) < 2:
+        return None
+    ranks, scales = _odd_ranks(groups), [alike[0]["low"]["scales"][0] for alike in groups]
+    first = next(part for part in known if part["rank"] in ranks)
+    text = f"not the cast of one device: {_several(groups, scales)} as its scale"
+    return text, _element(torch.ones_like(first["high"], dtype=torch.bool), first["low"]), ranks
+
+
+def _not_of_one_device(parts: Sequence[Record], cast: Quantized) -> _Wrong | None:
+    for part in parts:
+        low, (bad, text) = part["low"], _compared(part["low"], cast)
+        if part["own_scale"] and bad.any():  # amax_scope="rank"
+            bad, text = _compared(_alone(low), quantize(part["high"], cast.scheme))
+        if bad.any():
+            text = f"not the cast of one device: {text}"
+            return text, _element(bad, low), (part["rank"],)
+    return None
+
+
+def _cast(every: list[Record], parts: Sequence[Record]) -> Cast | None:
+    """Cast an operand again; None if parts are missing, or those of a DELAYED one not finite.
+
+    Args:
+        every: the records of all ranks.
+        parts: those of one copy of each part.
+    """
     first, high = parts[0], _joined(parts, [part["high"] for part in parts])
     if high is None:
         return None
@@ -325,19 +432,19 @@ def _cast(parts: list[Record]) -> Cast | None:
         s, t = (factors[0], None) if first["folded"] == "weight" else (None, factors[:, 0])
         qdata, scale = fold_gradient(matrix, scheme.dtype, s, t, False)
         scales = (scale.reshape(scheme.scale_shapes(high.shape)[0]),)
-        return Cast(parts, high * folds, Quantized(qdata.reshape(high.shape), scales, scheme))
+        return Cast(every, high * folds, Quantized(qdata.reshape(high.shape), scales, scheme))
     if first["delayed"] and not high.isfinite().all():
         return None  # a part whose amax is finite has another scale
     if not first["delayed"]:
-        return Cast(parts, high, quantize(high, scheme))
+        return Cast(every, high, quantize(high, scheme))
     # The scale of most ranks is the rounded reciprocal of one of three multipliers.
-    scale = torch.stack([part["low"]["scales"][0] for part in parts]).nanmedian()
+    scale = torch.stack([part["low"]["scales"][0] for part in every]).nanmedian()
     known = _joined(parts, [as_bytes(part["low"]["qdata"]) for part in parts])
     base, limit = scale.reciprocal(), torch.finfo(scheme.dtype).max
     around = base, base.nextafter(base * 0), base.nextafter(base * 2)
     casts = [(high.to(torch.float32) * m).clamp(-limit, limit).to(scheme.dtype) for m in around]
     best = min(casts, key=lambda qdata: int((as_bytes(qdata) != known).sum()))
-    return Cast(parts, high, Quantized(best, (scale,), scheme))
+    return Cast(every, high, Quantized(best, (scale,), scheme))
 
 
 def _arriving(cast: Quantized, record: Record, low: Record) -> Quantized:
@@ -374,26 +481,66 @@ def _compared(low: Record, cast: Quantized) -> tuple[Tensor, str]:
     return bad, f"{a}, not {b}"
 
 
-def _compared_rows(low: Record, casts: Sequence[Cast]) -> tuple[Tensor, str]:
-    """Compare the rows of an operand of experts with the rows that any rank cast."""
-    own = _bytes_of_rows(low)
-    sent = torch.cat([_bytes_of_rows(part["low"]) for cast in casts for part in cast.parts])
-    names = torch.cat([sent, own]).unique(dim=0, return_inverse=True)[1]
-    is_lost = ~torch.isin(names[len(sent) :], names[: len(sent)])
-    bad, text = torch.zeros(low["qdata"].shape, dtype=torch.bool), ""
-    for row in is_lost.nonzero()[:1, 0].tolist():
-        differs = sent != own[row]
-        nearest = int(differs.sum(1).argmin())
-        column = min(int(differs[nearest].nonzero()[0]), bad.shape[1] - 1)
-        bad[row, column], text = True, "no rank has cast this row; the nearest has 0x"
-        text += f"{int(sent[nearest, column]):02x}, not 0x{int(own[row, column]):02x}"
-    return bad, text
+def _rows_for(record: Record, casts: Sequence[Cast]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the rows of a grouped GEMM as ranks have cast them, for each micro-batch.
+
+    These are their bytes, and the (rank, row, expert) of each. A micro-batch of which a rank's cast
+    is missing is left out.
+    """
+    rank, experts = record["rank"], len(record["groups"])
+    calls: dict[int, dict[int, Record]] = defaultdict(dict)
+    for part in (part for cast in casts for part in cast.parts):
+        calls[part["call"]][part["rank"]] = part
+    for parts in calls.values():
+        dispatch = parts[rank]["dispatch"] if rank in parts else None
+        if dispatch is not None and parts.keys() >= {*dispatch[1]}:
+            first = experts * dispatch[1].index(rank)
+            each = [(e, parts[source]) for e in range(experts) for source in dispatch[1]]
+            rows = [(p["dispatch"][0] == first + e).nonzero()[:, 0] for e, p in each]
+            data = [_bytes_of_rows(p["low"])[i] for (_, p), i in zip(each, rows, strict=True)]
+            names = [
+                torch.stack([torch.full_like(i, p["rank"]), i, torch.full_like(i, e)], 1)
+                for (e, p), i in zip(each, rows, strict=True)
+            ]
+            yield torch.cat(data), torch.cat(names)
+        elif dispatch is None and rank in parts:
+            of = torch.repeat_interleave(record["groups"])
+            yield (
+                _bytes_of_rows(parts[rank]["low"]),
+                torch.stack([torch.full_like(of, rank), torch.arange(len(of)), of], 1),
+            )
+
+
+def _compared_rows(record: Record, low: Record, sent: Tensor, names: Tensor) -> tuple[Tensor, str]:
+    """Return one element of each row of experts that is not the row that was sent, and a text."""
+    own, of = _bytes_of_rows(low), torch.repeat_interleave(record["groups"])
+    size, count = min(len(own), len(sent)), max(len(own), len(sent))
+    differs = torch.ones(count, own.shape[1], dtype=torch.bool)
+    differs[:size] = own[:size] != sent[:size]
+    is_bad = differs.any(1)
+    is_bad[:size] |= of[:size] != names[:size, 2]
+    bad = torch.zeros(count, low["qdata"].shape[1], dtype=torch.bool)
+    columns = differs.to(torch.uint8).argmax(1).clamp(max=bad.shape[1] - 1)
+    bad[is_bad.nonzero()[:, 0], columns[is_bad]] = True
+    if not bad.any():
+        return bad, ""
+    at, column = bad.nonzero()[0].tolist()
+    if at >= len(sent):
+        return bad, "no rank has sent this row"
+    source, row, expert = names[at].tolist()
+    text = f"row {row} of rank {source} for this rank's expert {expert}"
+    if at >= len(own):
+        return bad, f"{text} has not arrived"
+    alike = names[(sent == own[at]).all(1), :2].tolist()
+    if [source, row] in alike:
+        return bad, f"{text} is among those of expert {of[at]}"
+    if alike:
+        return bad, f"row {alike[0][1]} of rank {alike[0][0]}, not {text}"
+    return bad, f"0x{own[at, column]:02x}, not 0x{sent[at, column]:02x}, of {text}"
 
 
 def _bytes_of_rows(low: Record) -> Tensor:
-    scales = [
-        s.reshape(len(low["qdata"]), -1).contiguous().view(torch.uint8) for s in low["scales"]
-    ]
+    scales = [s.flatten(1).contiguous().view(torch.uint8) for s in low["scales"]]
     return torch.cat([as_bytes(low["qdata"]), *scales], dim=1)
 
 
@@ -455,7 +602,9 @@ def page(replay: Replay) -> str:
 
 
 def _line(found: Finding) -> str:
-    where = "" if found.element is None else f", element {[*found.element]} on rank {found.rank}"
+    where = ""
+    if found.element is not None:
+        where = f", element {[*found.element]} on {_names(found.ranks, 'or')}"
     what = f"{found.operand} for {', '.join(found.gemms)}"
     return f"  step {found.step}: {found.fqn}: {what}{where}: {found.text}"
 

@@ -313,14 +313,14 @@ class _LinearFunction(torch.autograd.Function):
         # Wait for the gather of the input only here, where the weight's cast has been issued.
         uses = spec.config.recipe.uses["input"]
         left = wait_local(x["output"], uses["output"])
-        where: tuple[Layout | None, Layout | None] = (None, None)
-        if layouts is not None and x_layout is not None and is_observed():
+        gathered = x_layout
+        if layouts is not None and x_layout is not None:
             gathered = x_layout._replace(placements=layouts.input, shape=whole.shape)
-            where = gathered, w_layout
-        product = _gemm(left, w, "output", spec, input.dtype, where)
+        product = _gemm(left, w, "output", spec, input.dtype, (gathered, w_layout))
         output = _unflattened(product, input if layouts is None else left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
+        ctx.gathered = gathered
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         right: Local | None = None
         recast: Recast | None = None
@@ -398,10 +398,9 @@ class _LinearFunction(torch.autograd.Function):
                 moving = start_reduction(grad_input, target, transport)
         if needs_weight:
             left, right = operands["grad_weight"]
-            of_input = layouts and ctx.x_layout._replace(placements=layouts.input)
             scheme, dtype = spec.config.recipe.uses["grad_output"]["grad_weight"], ctx.weight_dtype
             left = wait_local(left, scheme)
-            grad_weight = _gemm(left, right, "grad_weight", spec, dtype, (of_output, of_input))
+            grad_weight = _gemm(left, right, "grad_weight", spec, dtype, (of_output, ctx.gathered))
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)

@@ -47,6 +47,18 @@ class Owner(Protocol):
         """The schemes of the casts of an operand, by the GEMMs that take each."""
 
 
+class Dispatch(NamedTuple):
+    """The experts that the rows of a cast are sent to.
+
+    Attributes:
+        experts: int64 ``[R, k]``, the experts of each row; other numbers are no experts.
+        ranks: those that have equal numbers of experts each, in the order of the experts.
+    """
+
+    experts: torch.Tensor
+    ranks: list[int]
+
+
 class Source(NamedTuple):
     """The local tensor that a cast reads.
 
@@ -56,11 +68,13 @@ class Source(NamedTuple):
             all of it.
         folds: fp32, broadcasts to ``high``: the scales of another operand that multiply it before
             the cast, as in the recipe ``rowwise_folded``; ``None`` if there are none.
+        dispatch: where the rows are sent; ``None`` if they stay.
     """
 
     high: torch.Tensor
     layout: Layout | None = None
     folds: torch.Tensor | None = None
+    dispatch: Dispatch | None = None
 
     def product(self) -> torch.Tensor:
         """``high``, times the scales that are folded into it."""

@@ -26,6 +26,7 @@ class Routing(NamedTuple):
         slots: int64 ``[S]``, the slots (``token * top_k + k``) by expert. Slots whose expert is
             ``num_experts`` are left out.
         tokens, top_k: the number of tokens, and of slots per token.
+        expert_ids: int64 ``[tokens, top_k]``, the expert of each slot.
         groups: the rows of this rank's experts.
         arrivals: int64 ``[R]``, the index among the received rows of each row; ``None`` if no row
             moves.
@@ -36,6 +37,7 @@ class Routing(NamedTuple):
     slots: Tensor
     tokens: int
     top_k: int
+    expert_ids: Tensor
     groups: Groups
     arrivals: Tensor | None
     sent: list[int]
@@ -118,7 +120,8 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
     groups = Groups.of(received.sum(0), numbers[2 * ranks :], sum(back))
     arrivals = None if group is None else _arrivals(received, sum(back))
     tokens, top_k = expert_ids.shape
-    return Routing(slots.narrow(0, 0, sum(to)), tokens, top_k, groups, arrivals, to, back, group)
+    slots = slots.narrow(0, 0, sum(to))
+    return Routing(slots, tokens, top_k, expert_ids, groups, arrivals, to, back, group)
 
 
 def _exchange(

@@ -24,6 +24,7 @@ from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
 from fp8_dist.linear.autograd import flattened
 from fp8_dist.linear.observing import (
+    Dispatch,
     Product,
     Source,
     are_gemms_observed,
@@ -34,7 +35,7 @@ from fp8_dist.linear.observing import (
 )
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.mesh import Layout, local_tensor, sharded_dim
+from fp8_dist.mesh import Layout, local_tensor, own_rank, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.operators import (
@@ -226,14 +227,29 @@ def _cast_rows(
     operand: Operand,
     owners: Iterable[Float8Weight | None],
     layout: Layout | None = None,
+    routing: Routing | None = None,
 ) -> Quantized:
-    """Cast rows. ``layout``: their layout, if ranks have parts of each row."""
+    """Cast rows.
+
+    Args:
+        layout: their layout, if ranks have parts of each row.
+        routing: where they are sent, if they are rows of tokens or slots.
+    """
     rows = rows.detach().contiguous()
     low = quantize(rows if layout is None else layout.wrap(rows), config.rows)
-    for owner in owners if is_observed() else ():
-        if owner is not None:
-            observe(owner, operand, Source(rows, layout), [low], repeats=operand == "input")
+    if is_observed():
+        source = Source(rows, layout, dispatch=routing and _dispatch(routing, len(rows)))
+        for owner in owners:
+            if owner is not None:
+                observe(owner, operand, source, [low], repeats=operand == "input")
     return low
+
+
+def _dispatch(routing: Routing, rows: int) -> Dispatch:
+    """The experts of rows of tokens, or of slots, for observers."""
+    group, ids = routing.group, routing.expert_ids.detach()
+    ranks = [own_rank()] if group is None else dist.get_process_group_ranks(group)
+    return Dispatch(ids if rows == routing.tokens else ids.reshape(rows, 1), ranks)
 
 
 def _product(ctx: Any, rows: Quantized, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -258,7 +274,8 @@ class _Up(torch.autograd.Function):
         weights: tuple[Weight, ...],
         *_: Tensor | None,  # those of the weights
     ) -> tuple[Tensor, ...]:
-        rows = _cast_rows(x, config, "input", [weight.owner for weight in weights])
+        owners = [weight.owner for weight in weights]
+        rows = _cast_rows(x, config, "input", owners, routing=routing)
         if routing is not None:
             rows = send_rows(rows, routing.slots // routing.top_k, routing)
         ctx.groups, ctx.config, ctx.routing = groups, config, routing
@@ -341,7 +358,7 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         assert grad is not None  # Combine's backward returns one on every rank.
         routing, config = ctx.routing, ctx.config
-        of_slots = _cast_rows(grad, config, "grad_output", ctx.owners)
+        of_slots = _cast_rows(grad, config, "grad_output", ctx.owners, routing=routing)
         rows = send_rows(of_slots, routing.slots, routing)
         high = ctx.high and routing.to_experts(grad.index_select(0, routing.slots))
         of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2], [high])

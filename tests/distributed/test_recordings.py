@@ -102,10 +102,12 @@ def test_what_ranks_do_not_share(ranks: RankPools, tmp_path: Path) -> None:
         replay = Replay(next((tmp_path / name).iterdir()))
         assert not replay.findings, (name, replay.findings[0])
     (first, *_) = Replay(next((tmp_path / "input").iterdir())).findings
-    assert (first.operand, first.text, first.element) == (
+    assert (first.operand, first.text, first.element, first.ranks, first.rank) == (
         "input",
-        "ranks have several values",
+        "ranks have several values: rank 0 has 4, rank 1 has 9",
         (1, 2, 3),
+        (0, 1),
+        None,
     )
 
 
