@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8_dist.cast import quantize
 from fp8_dist.device import autocast
@@ -238,11 +238,20 @@ def _cast_rows(
     rows = rows.detach().contiguous()
     low = quantize(rows if layout is None else layout.wrap(rows), config.rows)
     if is_observed():
-        source = Source(rows, layout, dispatch=routing and _dispatch(routing, len(rows)))
+        dispatch = routing and _dispatch(routing, len(rows))
         for owner in owners:
             if owner is not None:
+                source = Source(rows, layout or _replicated(rows, owner), dispatch=dispatch)
                 observe(owner, operand, source, [low], repeats=operand == "input")
     return low
+
+
+def _replicated(rows: Tensor, owner: Float8Weight) -> Layout | None:
+    """The layout of rows that are the same on all ranks, which have parts of each expert."""
+    layout = owner.layout()
+    if layout is None or sharded_dim(layout.placements[-1], 3) == 0:
+        return None
+    return layout._replace(placements=(Replicate(),), shape=rows.shape)
 
 
 def _dispatch(routing: Routing, rows: int) -> Dispatch:

@@ -61,7 +61,7 @@ PRELOADED = [
     "fp8_dist.tensor_parallel",
 ]
 # Imported there, too, if this process has imported them: many test modules do.
-PRELOADED_IF_USED = ["pytest", "nets", "hf_experts", "hf_models", "peft"]
+PRELOADED_IF_USED = ["pytest", "nets", "hf_experts", "hf_models", "peft", "recorded_cases"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
