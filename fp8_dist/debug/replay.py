@@ -368,7 +368,10 @@ def _not_finite(parts: Sequence[Record]) -> _Wrong | None:
     for part in parts:
         bad = ~part["high"].isfinite()
         if bad.any():
-            return "NaN or infinite", _element(bad, part["low"]), (part["rank"],)
+            at, pieces = tuple(bad.nonzero()[0].tolist()), part["low"]["pieces"]
+            copies = [other for other in parts if other["low"]["pieces"] == pieces]
+            ranks = [other["rank"] for other in copies if not other["high"][at].isfinite()]
+            return "NaN or infinite", _element(bad, part["low"]), tuple(sorted(ranks))
     return None
 
 
@@ -505,9 +508,9 @@ def _rows_for(record: Record, casts: Sequence[Cast]) -> Iterator[tuple[Tensor, T
             ]
             yield torch.cat(data), torch.cat(names)
         elif dispatch is None and rank in parts:
-            data, of = _bytes_of_rows(parts[rank]["low"]), torch.repeat_interleave(record["groups"])
-            if len(data) == len(of):  # else they are of another micro-batch
-                yield data, torch.stack([torch.full_like(of, rank), torch.arange(len(of)), of], 1)
+            cast, of = _bytes_of_rows(parts[rank]["low"]), torch.repeat_interleave(record["groups"])
+            if len(cast) == len(of):  # else they are of another micro-batch
+                yield cast, torch.stack([torch.full_like(of, rank), torch.arange(len(of)), of], 1)
 
 
 def _compared_rows(record: Record, low: Record, sent: Tensor, names: Tensor) -> tuple[Tensor, str]:

@@ -441,7 +441,8 @@ def _recast(
     local = local_tensor(weight)
     w = recast.cast(local, after=local_tensor(grad))
     if is_observed() and w.scheme != spec.config.recipe.uses["weight"]["output"]:
-        observe(spec.owner, "weight", Source(local, Layout.of(weight)), [w], repeats=False)
+        source = Source(local, spec.owner.forward_layout(weight))
+        observe(spec.owner, "weight", source, [w], repeats=False)
     return w
 
 

@@ -43,6 +43,9 @@ class Owner(Protocol):
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
         """The high-precision parameter of a forward's weight, detached: plain or a DTensor."""
 
+    def forward_layout(self, weight: torch.Tensor) -> Layout | None:
+        """The layout of a forward's weight, also over the ranks that FSDP2 gathers it on."""
+
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         """The schemes of the casts of an operand, by the GEMMs that take each."""
 

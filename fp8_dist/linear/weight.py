@@ -239,6 +239,11 @@ class Float8Weight:
         """
         return None if self.fsdp is None else replicated_over(sharded, self.fsdp.mesh)
 
+    def forward_layout(self, weight: torch.Tensor) -> Layout | None:
+        """The layout of a forward's weight, also over the ranks that FSDP2 gathers it on."""
+        sharded = None if self.fsdp is None else self.layout(self.master())
+        return self.layout(weight) if sharded is None else self.gathered_layout(sharded)
+
     @property
     def gathered_as(self) -> torch.dtype | None:
         """The dtype in which FSDP2 gathers it in high precision; None: its own, or in float8."""
@@ -456,7 +461,7 @@ class Float8Weight:
             else:
                 float8 = self.casts(parameter, plan)
         if is_observed() and float8:
-            source = Source(KnownWeight.unwrap(local), self.layout(parameter))
+            source = Source(KnownWeight.unwrap(local), self.forward_layout(parameter))
             observe(self, "weight", source, float8)
         casts = [None if place is None else float8[place] for place in places]
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)

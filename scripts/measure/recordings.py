@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser("scripts.measure.recordings", __doc__)
     add = parser.add_argument
     add("--cases", type=positive, default=20, help="clean, and with a fault; default: %(default)s")
+    add("--kind", choices=("clean", "fault"), help="only these; default: both")
     add("--seed", type=int, default=0, help="of the drawing; default: %(default)s")
     add("--case", help="SEED:NUMBER:FAULT, run this case alone, as a report shows it")
     args = parser.parse_args(argv)
@@ -74,14 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = judged(drawn(number, seed, bool(has_fault)), pools)
             print(found)
             return int(found != "right")
-        failures = 0
-        lines: list[list[str]] = []
-        for has_fault in (False, True):
-            right, wrong = run(args.cases, args.seed, has_fault, pools)
+        failures, lines = 0, []
+        for kind in ("clean", "fault") if args.kind is None else (args.kind,):
+            right, wrong = run(args.cases, args.seed, kind == "fault", pools)
             lines += [[fault, str(right[fault])] for fault in sorted(right)]
             failures += wrong
-        print(table(["fault", "right"], lines))
-        print(f"{failures} of {2 * args.cases} are wrong")
+        print(f"{table(['fault', 'right'], lines)}\n\n{failures} wrong")
         return int(failures > 0)
     finally:
         pools.close()

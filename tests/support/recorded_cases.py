@@ -440,8 +440,10 @@ def is_named(case: RecordedCase, first: Finding) -> bool:
     where = first.is_wrong, first.step, first.fqn, first.operand
     is_place = where == (True, case.steps - 1, fqn, operand) and {*gemm} <= {*first.gemms}
     candidates = 1
-    if case.fault == "replica":
-        candidates = 2 if case.gather else 4
+    if case.fault == "nan" and first.gemms == ["output"]:  # it is cast where it arrived
+        candidates = MESHES[case.mesh][2]
+    elif case.fault == "replica":
+        candidates = 2 if case.gather and len(first.gemms) == 2 else 4
     elif case.fault in ("input", "gradient") or (case.fault, case.recipe) == ("scale", "delayed"):
         candidates = 1 if MESHES[case.mesh][2] == 4 else 2
     return is_place and case.faulty in first.ranks and len(first.ranks) <= candidates
