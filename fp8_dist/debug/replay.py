@@ -595,6 +595,9 @@ def page(replay: Replay) -> str:
         return "\n".join([*lines, "nothing is wrong", table(cast.stats() for cast in replay.casts)])
     first, *others = replay.findings
     lines += ["", f"first {'wrong' if first.is_wrong else 'unusual'}:", _line(first)]
+    if first.element is None:
+        lines.append("  its tensors were not kept, so that no element or rank can be named;")
+        lines.append(f"  record(model, folder, layers={first.fqn!r}) keeps those of each step")
     if first.cast is not None:
         lines += _described(first.cast)
     if others:

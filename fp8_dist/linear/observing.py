@@ -27,6 +27,7 @@ from fp8_dist.torch_internals import (
     constant_in_graphs,
     has_dispatch_modes,
     in_backward,
+    innermost,
     without_dispatch_modes,
 )
 
@@ -232,6 +233,7 @@ def observe_prepared(owner: Owner, prepared: Float8Tensor) -> None:
 def _show(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats: bool) -> None:
     if isinstance(source.high, STAND_INS):
         return
+    source = source._replace(high=innermost(source.high))
     for observer, block in [*_observers.items()]:
         new = lows
         if repeats and in_backward():

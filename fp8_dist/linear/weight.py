@@ -461,8 +461,7 @@ class Float8Weight:
             else:
                 float8 = self.casts(parameter, plan)
         if is_observed() and float8:
-            source = Source(KnownWeight.unwrap(local), self.forward_layout(parameter))
-            observe(self, "weight", source, float8)
+            observe(self, "weight", Source(local, self.forward_layout(parameter)), float8)
         casts = [None if place is None else float8[place] for place in places]
         return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
 

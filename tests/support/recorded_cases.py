@@ -44,6 +44,7 @@ from fp8_dist.tensor_parallel import (
     Float8ExpertTensorParallel,
     apply_tp_plan,
 )
+from fp8_dist.torch_internals import in_backward
 
 # Of each mesh: ranks that replicate, that shard (FSDP2), that are tensor- or expert-parallel.
 MESHES = {
@@ -234,7 +235,6 @@ class Fault:
 
     def __init__(self, case: RecordedCase) -> None:
         self.case, self.kind, self.is_armed, self.has_happened = case, case.fault, False, False
-        self.exchanges = 0
 
     def happens(self, *target: str) -> bool:
         """Whether it happens here and now."""
@@ -285,17 +285,18 @@ class Fault:
 
         return observe_multiply
 
-    def exchange(self, rows: Tensor, *a: Any) -> Tensor:
+    def send_rows(self, rows: Any, places: Tensor, routing: Any) -> Any:
         """A message of float8 rows, of which two change places, or one arrives twice."""
-        out = REAL_EXCHANGE(rows, *a)
-        if not (self.is_armed and rows.dtype is torch.uint8 and self.kind.startswith("row")):
+        out, is_again = REAL_SEND(rows, places, routing), in_backward()
+        target = (DOWN, "grad_output") if places is routing.slots else (UP, "input")
+        if (is_again and target[0] == UP) or not self.kind.startswith("row"):
+            return out  # activation checkpointing repeats it
+        count, data = len(out.qdata), out.qdata.view(torch.uint8)
+        if count < 2 or torch.equal(data[0], data[-1]) or not self.happens(*target):
             return out
-        target = (UP, "input") if self.exchanges == 0 else (DOWN, "grad_output")
-        self.exchanges += 1
-        if len(out) > 1 and not torch.equal(out[0], out[-1]) and self.happens(*target):
-            out = out.clone()
-            out[[0, -1]] = out[[-1, 0]] if self.kind == "rows swapped" else out[[0, 0]]
-        return out
+        order = torch.arange(count)
+        order[[0, -1]] = order[[-1, 0]] if self.kind == "rows swapped" else order[[0, 0]]
+        return dispatch._each(out, lambda x: x.index_select(0, order))
 
     def arrivals(self, *a: Any) -> Tensor:
         """An order of arrived rows in which two have changed places."""
@@ -328,11 +329,11 @@ def change_byte(qdata: Tensor, shape: Sequence[int], seed: int, bits: int) -> No
     """Change a byte of float8 data, of which a transposed copy may have more rows, of zeros."""
     row = seed % math.prod(shape[:-1])
     at = torch.unravel_index(torch.tensor(row), qdata.shape[:-1])
-    qdata.view(torch.uint8)[(*at, seed % shape[-1])] ^= bits
+    qdata.data.view(torch.uint8)[(*at, seed % shape[-1])] ^= bits
 
 
 def change_scale(scales: Sequence[Tensor]) -> None:
-    last = scales[-1]
+    last = scales[-1].data  # autograd may have saved it already
     at = (0,) * last.ndim
     if last.dtype is torch.float32:
         last[at] *= 2
@@ -340,13 +341,13 @@ def change_scale(scales: Sequence[Tensor]) -> None:
         last.view(torch.uint8)[at] += 1
 
 
-REAL_GEMM, REAL_EXCHANGE, REAL_ARRIVALS = autograd._gemm, dispatch._exchange, dispatch._arrivals
+REAL_GEMM, REAL_SEND, REAL_ARRIVALS = autograd._gemm, functions.send_rows, dispatch._arrivals
 
 
 def planted(fault: Fault) -> ExitStack:
     """A context in which a fault can happen."""
     patches: list[tuple[Any, str, Any]] = [(autograd, "_gemm", fault.gemm)]
-    patches += [(dispatch, "_exchange", fault.exchange), (dispatch, "_arrivals", fault.arrivals)]
+    patches += [(functions, "send_rows", fault.send_rows), (dispatch, "_arrivals", fault.arrivals)]
     for module in (operands, weight, rowwise_folded, autograd, functions):
         patches.append((module, "observe", fault.observe(module.observe)))  # type: ignore[attr-defined]
     for module in (autograd, functions):
