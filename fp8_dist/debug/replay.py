@@ -184,6 +184,8 @@ class Replay:
         found = _not_finite(parts) or _different_copies(copies)
         if cast is not None and found is None:
             found = _different_scales(parts) or _not_of_one_device(parts, cast.low)
+            others = self._casts[first["step"], first["fqn"], first["folded"]]
+            found = found or _wrong_folds(parts, others)
         if found is not None:
             yield Finding(True, *of, *found, cast)
             return
@@ -415,6 +417,26 @@ def _not_of_one_device(parts: Sequence[Record], cast: Quantized) -> _Wrong | Non
         if bad.any():
             text = f"not the cast of one device: {text}"
             return text, _element(bad, low), (part["rank"],)
+    return None
+
+
+def _wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> _Wrong | None:
+    """Find scales that are folded into a gradient and are not those of the other operand's cast."""
+    for part in parts if parts[0]["folds"] is not None and not parts[0]["own_scale"] else ():
+        low, folds, wrong = part["low"], part["folds"], list[Tensor]()
+        for cast in others:
+            scales, pieces = cast.low.scales[0], [*low["pieces"][:-1], [[0, 1]]]
+            if part["folded"] == "weight":
+                scales, pieces = scales.reshape(-1), low["pieces"][-1:]
+            ends = [max((end for _, end in dim), default=0) for dim in pieces]
+            fits = len(ends) == scales.ndim and all(map(int.__le__, ends, scales.shape))
+            if fits and part["rank"] in cast.parts[0]["low"]["ranks"]:
+                scales = taken(scales, pieces)
+                wrong.append((scales != folds) & ~(scales.isnan() & folds.isnan()))
+        bad = min(wrong, key=lambda each: int(each.sum()), default=None)  # of micro-batches
+        if bad is not None and bad.any() and part["high"].numel():
+            text = f"its folded scales are not those of the {part['folded']}"
+            return text, _element(bad.expand_as(part["high"]), low), (part["rank"],)
     return None
 
 

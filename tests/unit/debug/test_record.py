@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import AnomalyLimits, Recorder, float8_stats, record
-from fp8_dist.debug.replay import Replay, main
+from fp8_dist.debug.replay import Replay, main, page
 from fp8_dist.report.__main__ import main as report
 
 pytestmark = pytest.mark.filterwarnings("ignore:record")
@@ -82,6 +82,10 @@ def test_an_anomaly_writes_its_step_and_the_next_one(tmp_path: Path) -> None:
     assert (first.step, first.fqn, first.operand) == (2, "layers.0.w1", "input")
     assert (first.element, first.rank, first.is_wrong) == ((10, 3), 0, True)
     assert of_next.element is None  # the casts of step 2 are in its own recording
+    assert "layers='layers.0.w1') keeps those" in page(Replay(tmp_path / "step000003"))
+    assert first.text == "NaN or infinite"
+    file = torch.load(tmp_path / "step000002" / "rank00000.pt", weights_only=True)
+    assert file["reason"] == "step 2: layers.0.w1: a scale that is not finite"
     file = torch.load(tmp_path / "step000003" / "rank00000.pt", weights_only=True)
     assert "layers.0.w1" in {r["fqn"] for r in file["records"] if "result" in r}
 
