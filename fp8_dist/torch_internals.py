@@ -84,6 +84,8 @@ try:
     _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
     _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    _make_subclass = torch.Tensor._make_subclass
+    _refuse_address = torch._C._set_throw_on_mutable_data_ptr
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # What the library reads from objects, calls, or overrides in subclasses.
@@ -208,12 +210,17 @@ def make_wrapper(
     pin_memory: bool = False,
     shape: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Any:
-    """Make a tensor of the subclass ``cls``, without data, with the layout of ``inner``.
+    """Make a tensor of the subclass ``cls`` with the layout of ``inner``.
+
+    It is on the memory of ``inner`` if that is a plain tensor of this dtype and shape, so that its
+    address is that of the values. Otherwise it has no memory.
 
     ``shape``: another size, and strides.
     """
+    if type(inner) in _PLAIN and shape is None and dtype is inner.dtype:
+        return _make_subclass(cls, inner)
     size, strides = shape or (inner.size(), inner.stride())
-    return _make_wrapper_subclass(
+    tensor = _make_wrapper_subclass(
         cls,
         size,
         strides=strides,
@@ -223,6 +230,8 @@ def make_wrapper(
         device=inner.device,
         pin_memory=pin_memory,
     )
+    _refuse_address(tensor)  # code that reads it would crash
+    return tensor
 
 
 def stable_hash(tensor: torch.Tensor) -> str:

@@ -12,19 +12,14 @@ import torch
 
 from fp8_dist.device import is_float8, short_name
 from fp8_dist.scaling import Dense, Quantized, Scales, Scheme, Start, covering, scheme_named
-from fp8_dist.torch_internals import (
-    STAND_INS,
-    disabled_torch_function,
-    is_mutable,
-    make_wrapper,
-    stable_hash,
-)
+from fp8_dist.tensor.wrapper import TensorSubclass
+from fp8_dist.torch_internals import STAND_INS, is_mutable, make_wrapper
 
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.tensor.ops.
 FLOAT8_OPS: dict[Any, Callable[..., Any]] = {}
 
 
-class Float8Tensor(torch.Tensor):
+class Float8Tensor(TensorSubclass):
     """A tensor that is stored in float8: ``dequantize()`` is ``qdata`` times its scales.
 
     Attributes:
@@ -163,8 +158,15 @@ class Float8Tensor(torch.Tensor):
         scales = tuple([inner[name] for name in _SCALES if name in inner])
         return Float8Tensor(inner["qdata"], scales, **static)
 
-    _stable_hash_for_caching = stable_hash
-    __torch_function__ = disabled_torch_function
+    def readable(self, reader: str) -> torch.Tensor:
+        raise NotImplementedError(
+            f"{reader} is not supported on a Float8Tensor; call .dequantize() and use the "
+            "high-precision tensor"
+        )
+
+    def data_ptr(self) -> int:
+        """Return 0: the tensors inside have addresses."""
+        return 0
 
     @classmethod
     def __torch_dispatch__(

@@ -16,7 +16,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fp8_dist.kernels import E2M1_X2
 from fp8_dist.scaling import Scheme, unpack
-from fp8_dist.tensor.wrapper import MOVES, WrapperParameter, bytes_of, padded_shard, unpadded
+from fp8_dist.tensor.wrapper import (
+    MOVES,
+    WrapperParameter,
+    bytes_of,
+    padded_shard,
+    rebuilt,
+    unpadded,
+)
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
@@ -71,10 +78,14 @@ class Stored(WrapperParameter):
         """The size and the strides of the parameter; None: those of ``plain``."""
         return None
 
-    def share_memory_(self) -> Self:
-        """Move the data to shared memory, as torch.multiprocessing does."""
-        self.plain.share_memory_()
-        return self
+    def readable(self, reader: str) -> torch.Tensor:
+        if reader == "share_memory_()":
+            return self.plain
+        raise NotImplementedError(f"{reader} of a weight that is stored in float8; {_REMEDY}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parts = type(self), bytes_of(self.plain), self.plain.dtype
+        return rebuilt, (*parts, self.__tensor_flatten__()[1], self.requires_grad, self.__dict__)
 
     def assigned(self, value: torch.Tensor) -> Self:
         if not isinstance(value, type(self)):

@@ -8,7 +8,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.nn.functional import pad
 
-from fp8_dist.torch_internals import disabled_torch_function, make_wrapper, stable_hash, tensor_data
+from fp8_dist.torch_internals import (
+    STAND_INS,
+    disabled_torch_function,
+    make_wrapper,
+    stable_hash,
+    tensor_data,
+)
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -25,7 +31,36 @@ MOVES = {
 }
 
 
-class WrapperParameter(torch.Tensor):
+class TensorSubclass(torch.Tensor):
+    """Base class of the library's tensor subclasses, which run operators on tensors inside.
+
+    Some methods of torch read memory without an operator, and refuse subclasses or crash. Here they
+    read what :meth:`readable` returns.
+    """
+
+    _stable_hash_for_caching = stable_hash
+    __torch_function__ = disabled_torch_function
+
+    def readable(self, reader: str) -> torch.Tensor:
+        """Return a plain tensor with the values, on the same memory.
+
+        Raises:
+            NotImplementedError: there is none. ``reader`` is what needs it, for the message.
+        """
+        raise NotImplementedError
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.readable("numpy()").numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.readable("tolist()").tolist()
+
+    def share_memory_(self) -> Self:
+        self.readable("share_memory_()").share_memory_()
+        return self
+
+
+class WrapperParameter(TensorSubclass):
     """Base class of parameters that hold a plain tensor.
 
     A subclass defines the constructor, what operators do, which tensors can become its ``data``,
@@ -87,12 +122,16 @@ class WrapperParameter(torch.Tensor):
     ) -> Self:
         return cls(inner["plain"], *static, **{name: inner[name] for name in cls.parts[1:]})
 
-    _stable_hash_for_caching = stable_hash
-    __torch_function__ = disabled_torch_function
+    def readable(self, reader: str) -> torch.Tensor:
+        return self.plain.detach().requires_grad_(self.requires_grad)
 
     def data_ptr(self) -> int:
         """Return the address of the plain tensor's data, which accelerate uses as an identity."""
         return self.plain.data_ptr()
+
+    def set_(self, *args: Any) -> Self:
+        # torch lets fake tensors share memory by this. The plain tensors inside do already.
+        return self if isinstance(self.plain, STAND_INS) else super().set_(*args)
 
     @property
     def data(self) -> torch.Tensor:
@@ -114,9 +153,17 @@ class WrapperParameter(torch.Tensor):
             copied.grad = deepcopy(self.grad, memo)
         return memo[id(self)]
 
+    def __copy__(self) -> torch.Tensor:
+        copied = self.detach().requires_grad_(self.requires_grad)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = type(self), bytes_of(self.plain), self.plain.dtype
-        return rebuilt, (*parts, self.__tensor_flatten__()[1], self.requires_grad, self.__dict__)
+        plain = self.readable("pickle")  # whoever loads it may not have this library
+        if isinstance(self, torch.nn.Parameter):
+            plain = torch.nn.Parameter(plain, self.requires_grad)
+        vars(plain).update({k: v for k, v in vars(self).items() if k != "_is_param"})
+        return plain.__reduce_ex__(protocol)
 
 
 def rebuilt(
