@@ -31,7 +31,7 @@ from fp8_dist.linear.weights import convert_first, float8_modules, float8_weight
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.tensor.known import Kept, KnownWeight
+from fp8_dist.tensor.known import PRECOMPUTED, Kept, KnownWeight
 from fp8_dist.torch_internals import disabled_in_graphs, fsdp_init_shards, set_dtensor_local
 
 _CALLER = "precompute_float8_dynamic_scale"
@@ -257,4 +257,4 @@ def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:
         if not isinstance(held := local_tensor(parameter), KnownWeight):
             held = KnownWeight(held)
             set_dtensor_local(parameter, held)  # type: ignore[arg-type]
-        held.store(kept, own, parameter, precomputed=True)
+        held.store(kept, own, parameter, PRECOMPUTED)

@@ -71,7 +71,14 @@ from fp8_dist.scaling import (
     whole_statistics,
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
-from fp8_dist.tensor.known import AS_SHARDED, STALE, Kept, KnownWeight
+from fp8_dist.tensor.known import (
+    AS_SHARDED,
+    OUTDATED,
+    STALE,
+    TRAINED,
+    Kept,
+    KnownWeight,
+)
 from fp8_dist.tensor.stored import PackedFloat8, StoredFloat8, StoredScales
 from fp8_dist.tensor.wrapper import WrapperParameter
 from fp8_dist.text import is_torchaos, warn_once
@@ -545,11 +552,17 @@ class Float8Weight:
         """Recall statistics, or measure the shard, and store them if ``parameter`` has ``held``."""
         known = held.recall(kept, shard)
         if missing := [scheme for scheme in schemes if scheme not in known]:
-            if kept.whole or self.shared_schemes(kept.layout):  # otherwise no other rank is asked
+            asks = kept.whole or bool(self.shared_schemes(kept.layout))  # other ranks
+            if asks:
                 self._warn_if_stale(held)
             known |= zip(missing, measured(shard, missing, kept.layout, kept.whole), strict=True)
+            trains = asks and self.module.training
             if parameter is not None and not is_captured(shard):
-                held.store(kept, [known[scheme] for scheme in kept.schemes], parameter)
+                # (What an evaluation finds after a step serves the next step.)
+                found_by = TRAINED if trains or held.has(OUTDATED) else 0
+                held.store(kept, [known[scheme] for scheme in kept.schemes], parameter, found_by)
+            elif trains and not is_captured(shard):
+                held.note_training()
         return [known[scheme] for scheme in schemes]
 
     def shared_schemes(self, layout: Layout | None) -> tuple[Scheme, ...]:
@@ -663,13 +676,15 @@ class Float8Weight:
         return 1 if parameter.requires_grad else FROZEN
 
     def _warn_if_stale(self, held: KnownWeight) -> None:
-        if held.has(STALE):
+        """Warn once of an all-reduce in place of which an update of scales would have served."""
+        if held.has(STALE) or (held.has(OUTDATED) and self.module.training):
             warn_once(
                 "stale scale",
-                f"{self.fqn}: the weight was written to after the scales were precomputed, so they "
-                "are computed again in this step, with one all-reduce per sharded weight. Call "
-                "update_float8_scales(model) after such a change, or attach_update(optimizer, "
-                "model) once, if an optimizer made it",
+                f"{self.fqn}: the weight was written to after its scales were computed, and no "
+                "update of scales has followed, so they are computed again in this step, with one "
+                "all-reduce per sharded weight. Call attach_update(optimizer, model) once, or "
+                "update_float8_scales(model) (precompute_float8_dynamic_scale) after each "
+                "optimizer.step() and other changes",
             )
 
     def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:

@@ -48,6 +48,8 @@ def load_weights(
         key = prefix + weight.name
         check_has_no_codes(state, key, weight.fqn)
         given, held = state.get(key), local_tensor(weight.master())
+        if given is not None and isinstance(held, KnownWeight):
+            held.forget_to_load()
         if metadata.get("assign_to_params_buffers", False) and isinstance(given, DTensor):
             local = local_tensor(given)
             if isinstance(held, KnownWeight) and is_plain(local):

@@ -54,10 +54,11 @@ from fp8_dist.torch_internals import (
 
 aten = torch.ops.aten
 
-# Values of `valid`. Any other is a fingerprint of what is known.
+# Values of `valid`. Any other is four times a fingerprint of what is known, plus who found it.
 AS_SHARDED = 0  # of what FSDP2 gathered in high precision: ask the sharded parameter
-UNKNOWN = -1
-STALE = -2  # precompute stored statistics, and then the weight was written to
+PRECOMPUTED, TRAINED = 1, 2  # precompute found it; a forward or gather for training found it
+# The latter alone: it is not kept. A write turns PRECOMPUTED to STALE, and TRAINED to OUTDATED.
+UNKNOWN, STALE, OUTDATED = -1, -2, -3
 
 
 class Kept(NamedTuple):
@@ -143,13 +144,13 @@ class KnownWeight(WrapperParameter):
 
     def has(self, flag: int) -> bool:
         """Whether ``valid`` is one of the values above; not in graphs."""
-        with outside_of_modes():
-            return int(self.valid) == flag
+        return self._state() == flag
 
     def check(self, parameter: Tensor) -> Self:
         """Forget what is known if the parameter that has this tensor has another version."""
-        if self.seen != (version_of(parameter) or 0):
-            self.forget()
+        # (Loaders write so to tensors of a state dict. Other writes have been noted.)
+        if self.seen != (version_of(parameter) or 0) and self._state() >= 0:
+            self.forget_to_load()
         return self
 
     def recall(self, kept: Kept, x: Tensor) -> dict[Scheme, Statistics]:
@@ -159,41 +160,55 @@ class KnownWeight(WrapperParameter):
 
         ``x``: the values, perhaps on another device. The result is there.
         """
-        with outside_of_modes():
-            valid = int(self.valid)
-        known = valid > AS_SHARDED and valid >> 1 == self._fingerprint(kept)
+        valid = self._state()
+        known = valid > AS_SHARDED and valid >> 2 == self._fingerprint(kept)
         return kept.unpack(self.known.to(x.device), x.shape) if known and not is_captured(x) else {}
 
     def store(
-        self, kept: Kept, each: Sequence[Statistics], parameter: Tensor, precomputed: bool = False
+        self, kept: Kept, each: Sequence[Statistics], parameter: Tensor, found_by: int = 0
     ) -> None:
         """Store statistics of the current values.
 
         Args:
             each: those for each scheme.
             parameter: the parameter that has this tensor.
-            precomputed: whether a write from now on makes them STALE.
+            found_by: PRECOMPUTED, TRAINED, or 0 for others, such as an evaluation.
         """
         parts = packed(each)
         self.known = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.seen = version_of(parameter) or 0
-        with outside_of_modes():
-            self.valid.fill_(2 * self._fingerprint(kept) + precomputed)
+        self._set_state(4 * self._fingerprint(kept) + found_by)
+
+    def note_training(self) -> None:
+        """Note that a forward for training has found statistics, which it does not keep."""
+        if self._state() < 0:
+            self._set_state(TRAINED)
 
     def _fingerprint(self, kept: Kept) -> int:
         """A positive number that stands for the values, what is known, and what that is."""
         number = hash((version_of(self.plain), storage_address(self.known), kept))
-        return 1 + (number & (1 << 61) - 1)
+        return 1 + (number & (1 << 60) - 1)
 
     def forget(self) -> None:
         """Note a write to the values."""
         if type(self.valid) is not Tensor:  # a graph is traced, which marks it when it runs
-            written = -1 - (self.valid & 1)
+            written = -1 - (self.valid & 3)
             self.valid.copy_(torch.where(self.valid < 0, self.valid, written))
             return
+        if (valid := self._state()) >= 0:
+            self._set_state(-1 - (valid & 3))
+
+    def forget_to_load(self) -> None:
+        """Note that a state dict is loaded, of which nothing is to be said."""
+        self._set_state(UNKNOWN)
+
+    def _state(self) -> int:
         with outside_of_modes():
-            if (valid := int(self.valid)) >= 0:
-                self.valid.fill_(-1 - (valid & 1))
+            return int(self.valid)
+
+    def _set_state(self, value: int) -> None:
+        with outside_of_modes():
+            self.valid.fill_(value)
 
     def assigned(self, value: Tensor) -> Self:
         if isinstance(value, DTensor) or not value.is_floating_point():

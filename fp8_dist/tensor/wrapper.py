@@ -129,7 +129,7 @@ class WrapperParameter(TensorSubclass):
         """Return the address of the plain tensor's data, which accelerate uses as an identity."""
         return self.plain.data_ptr()
 
-    def set_(self, *args: Any) -> Self:
+    def set_(self, *args: Any) -> torch.Tensor:
         # torch lets fake tensors share memory by this. The plain tensors inside do already.
         return self if isinstance(self.plain, STAND_INS) else super().set_(*args)
 

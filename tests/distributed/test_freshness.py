@@ -5,6 +5,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +15,21 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from nets import Distributed, Net, blocks, full
 from rank_tests import on_ranks
-from ranks import device_mesh
+from ranks import RankPools, device_mesh
 from reference import all_warnings, raised, same_bits
 from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
     Float8LinearConfig,
+    attach_update,
     convert_to_float8_training,
     float8_layers,
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
+    update_float8_scales,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
@@ -146,12 +151,77 @@ def test_a_layer_that_follows_another_config(recipe: str, dp: int, tp: int) -> l
     return world.wrong_casts(torch.no_grad()(lambda: world.net(x)))
 
 
+def warned(
+    recipe: str, axes: tuple[int, int], gather: bool, compiled: bool, precomputes: bool
+) -> list[list[str]]:
+    """The library's warnings in the parts of a training that updates scales once or never."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    arguments = {"layers": 1}
+    world = Distributed(*axes, config=config, gather=gather, shard=False, net_arguments=arguments)
+    net, x = blocks(world) if compiled else world.net, world.mine(torch.randn(4, 8, 64))
+    for block in net if compiled else ():
+        block.compile(backend="aot_eager", fullgraph=True)
+    world.fully_shard(net, net if compiled else world.net.layers)
+    if precomputes:
+        update_float8_scales(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def dry_run() -> None:
+        net(x).sum().backward()
+        optimizer.zero_grad()
+
+    def accumulate() -> None:
+        for _ in range(2):
+            checkpoint(net, x, use_reentrant=False).sum().backward()
+
+    def evaluate() -> None:
+        net.eval()
+        with torch.no_grad():
+            net(x)
+        net.train()
+
+    found = []
+    steps = [accumulate, optimizer.step, accumulate, optimizer.step, accumulate]
+    for part in (dry_run, evaluate, *steps, evaluate):
+        with all_warnings() as texts:
+            part()
+        found.append([text.partition(",")[0] for text in texts if "scale" in text])
+    return found
+
+
+STALE_TEXT = "layers.0.w1: the weight was written to after its scales were computed"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "axes", "gather", "compiled", "precomputes"),
+    [
+        ("tensorwise", (2, 1), True, False, False),
+        pytest.param("tensorwise", (1, 2), True, True, False, marks=pytest.mark.full),
+        ("rowwise", (1, 2), True, False, True),
+        ("blockwise", (2, 1), True, False, False),
+        ("tensorwise", (2, 2), False, False, False),
+    ],
+)
+def test_a_forgotten_update_is_said_by_name(
+    ranks: RankPools,
+    recipe: str,
+    axes: tuple[int, int],
+    gather: bool,
+    compiled: bool,
+    precomputes: bool,
+) -> None:
+    """In each step but the first, and not in evaluations (which may serve as the first)."""
+    given = recipe, axes, gather, compiled, precomputes
+    found = ranks(axes[0] * axes[1]).run_same(warned, *given)
+    text = "layers.0.w1: the weight was written to after its scales were computed"
+    assert found == [[], [], [], [], [text], [], [text], []]
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded"])
 @on_ranks(2)
 def test_a_forgotten_precompute_is_said_once(recipe: str) -> None:
     """Of scales that need no other rank nothing is said."""
     world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
-    precompute_float8_dynamic_scale(world.net)
     optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
     x = world.mine(torch.randn(4, 8, 64))
     with all_warnings() as texts:
@@ -163,8 +233,57 @@ def test_a_forgotten_precompute_is_said_once(recipe: str) -> None:
         assert texts == []
         return
     (text,) = texts
-    assert text.startswith("layers.0.w1: the weight was written to after the scales were precomp")
-    assert "Call update_float8_scales(model) after such a change, or attach_update(opt" in text
+    assert text.startswith("layers.0.w1: the weight was written to after its scales were comp")
+    assert "Call attach_update(optimizer, model) once, or update_float8_scales(model)" in text
+
+
+def functions_of_page() -> dict[str, Any]:
+    """Those of docs/state.md that save and load."""
+    page = (Path(__file__).parents[2] / "docs" / "state.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    return names
+
+
+def set_the_model(net: nn.Module) -> None:
+    set_model_state_dict(net, {name: v * 10 for name, v in get_model_state_dict(net).items()})
+
+
+LOADS = [load_in_place, partial(load_into, assign=False), load_by_swapping, set_the_model]
+
+
+@pytest.mark.parametrize(("dp", "tp", "gather"), [(2, 1, True), (1, 2, True), (2, 2, False)])
+@on_ranks("dp", "tp", returns=[])
+def test_loads_are_no_changes_that_warn(dp: int, tp: int, gather: bool) -> list[str]:
+    """As the page resumes a training, and in the midst of one."""
+    world, page = Distributed(dp, tp, gather=gather), functions_of_page()
+    net, x = world.net, world.mine(torch.randn(4, 8, 64))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    attach_update(optimizer, net)
+    with tempfile.TemporaryDirectory() as folder, all_warnings() as texts:
+        paths: list[str] = [folder]
+        dist.broadcast_object_list(paths)
+        page["save"](net, optimizer, paths[0])
+        page["load"](net, optimizer, paths[0])
+        for load in (*LOADS, lambda net: page["load"](net, optimizer, paths[0])):
+            net(x).square().mean().backward()
+            optimizer.step()
+            load(net)  # and after the step that follows, a load finds what it has precomputed
+            net(x)
+        dist.barrier()
+    return [text for text in texts if "scale" in text]
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+@on_ranks("dp", "tp", returns=1)
+def test_other_changes_after_precompute_warn_once(dp: int, tp: int) -> int:
+    world = Distributed(dp, tp)
+    precompute_float8_dynamic_scale(world.net)
+    with all_warnings() as texts, torch.no_grad():
+        for _ in range(2):
+            world.net.layers[0].w1.weight.mul_(2)
+            world.net.eval()(world.mine(torch.randn(4, 8, 64)))
+    return sum("scale" in text for text in texts)
 
 
 def test_a_model_that_never_precomputes_is_not_warned() -> None:

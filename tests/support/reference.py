@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_dist.text
 from fp8_dist import Float8Tensor, float8_layers
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.known import UNKNOWN, KnownWeight
+from fp8_dist.tensor.known import TRAINED, UNKNOWN, KnownWeight
 
 # Largest finite values of the two encodings, and the number of mantissa bits.
 FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
@@ -254,7 +254,7 @@ def validity(weight: Tensor) -> int:
 def known(weight: Tensor) -> Tensor | None:
     """The packed statistics of a weight's current values, if they are known."""
     local = local_tensor(weight)
-    return local.known if isinstance(local, KnownWeight) and validity(weight) > 0 else None
+    return local.known if isinstance(local, KnownWeight) and validity(weight) > TRAINED else None
 
 
 @contextmanager
