@@ -398,14 +398,16 @@ class Float8LinearConfig:
                 uses[operand][gemm] = scheme
         return Recipe(uses, delayed, self.fold_row_scales, self.emulate)
 
-    def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool]:
-        """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate).
+    def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool, bool]:
+        """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate, any_order).
 
         The inner dim of grad_weight is always padded. It is the number of rows of the input, which
-        may be misaligned on one rank only, and an error on that rank would hang the others.
+        may be misaligned on one rank only, and an error on that rank would hang the others. Only
+        the output has the same bits however its columns are sharded.
         """
         own: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
-        return own.use_fast_accum, self.pad_inner_dim or gemm == "grad_weight", self.emulate
+        pads = self.pad_inner_dim or gemm == "grad_weight"
+        return own.use_fast_accum, pads, self.emulate, gemm != "output"
 
     def _types(self, operand: Operand) -> set[ScalingType]:
         uses = GEMM_OPERANDS.items()

@@ -75,6 +75,10 @@ try:
     native_scaled_grouped_mm: Any = torch._scaled_grouped_mm
     foreach_zero_ = torch._foreach_zero_
     _disable_dynamo: Any = torch._disable_dynamo
+    _has_avx512, _has_avx512_bf16 = (
+        torch.cpu._is_avx512_supported,
+        torch.cpu._is_avx512_bf16_supported,
+    )
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
     concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
     _init_extensions = FSDPParam._init_extensions
@@ -201,6 +205,18 @@ def graphs_choose_gemms() -> bool:
 
 def _is_set_in_inductor(option: str) -> bool:
     return bool(getattr(sys.modules.get("torch._inductor.config"), option, False))
+
+
+def has_bf16_instructions() -> bool:
+    """Whether torch multiplies bf16 matrices by instructions of this CPU.
+
+    oneDNN does, and respects ``ONEDNN_MAX_CPU_ISA``. It also takes AVX-512 without them, where it
+    is slower than in fp32.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported and (_has_avx512_bf16() or not _has_avx512())
 
 
 def make_wrapper(

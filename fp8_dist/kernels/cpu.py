@@ -24,6 +24,10 @@ layer.
   the result depends neither on the order of accumulation nor on how a weight is sharded.
 
 With block scales, the operands are dequantized to bf16 for a bf16 result, and to fp64 for others.
+
+A CPU without instructions for bf16 takes 2 to 50 times as long for a bf16 GEMM as for an fp64 GEMM,
+which then replaces it. The first two kinds are fp32 GEMMs there if sums may be rounded in any
+order, as those of gradients: fp32 takes half of fp64's time, but its order depends on the shape.
 """
 
 import math
@@ -40,11 +44,15 @@ from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels.blocks import NAN_EXPONENT, dequantize_blocks, dequantized_with
 from fp8_dist.kernels.gemm import apply_scales, block_scaled_mm, scaled_mm, scaled_mm_with
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
+from fp8_dist.torch_internals import has_bf16_instructions
 
 _FP32 = Struct("f")
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8_DTYPES}
+_UNUSED = {d: torch.zeros((), dtype=d, device="cpu") for d in (torch.bfloat16, torch.float32)}
 _FP32_MAX = torch.finfo(torch.float32).max
-_UNUSED = torch.zeros((), dtype=torch.bfloat16, device="cpu")
+
+# Decided once, so that equal operands give equal bits.
+_HAS_BF16 = has_bf16_instructions()
 
 # Below this size torch's own conversion is faster than several passes.
 FEW = 4096  # elements
@@ -129,20 +137,39 @@ def _scalar(number: float) -> Tensor:
 _dequantize = partial(dequantized_with, upcast)
 
 
+def gemm_dtype(out_dtype: torch.dtype, any_order: bool) -> torch.dtype:
+    """Return the dtype in which the data of a GEMM is multiplied if its scales allow it.
+
+    Sums are in fp32 for bf16. ``any_order``: see :func:`fp8_dist.kernels.gemm.scaled_mm`.
+    """
+    if out_dtype is not torch.bfloat16:
+        return torch.float64
+    if _HAS_BF16:
+        return torch.bfloat16
+    return torch.float32 if any_order else torch.float64
+
+
 def _emulated(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    any_order: bool,
 ) -> Tensor:
-    if out_dtype is torch.bfloat16:
+    wide = gemm_dtype(out_dtype, any_order)
+    if wide is not torch.float64:
         if scale_a.ndim == scale_b.ndim == 0:
             alpha = scale_a.item() * scale_b.item()
             # addmm keeps alpha in fp32, which the product of large scales may exceed.
             if not _FP32_MAX < alpha < math.inf:
                 # With beta=0 the first argument is ignored. Alpha scales the fp32 accumulator.
-                left, right = upcast(a, out_dtype), upcast(b, out_dtype)
-                return torch.addmm(_UNUSED, left, right, beta=0, alpha=alpha)
+                left, right = upcast(a, wide), upcast(b, wide)
+                product = torch.addmm(_UNUSED[wide], left, right, beta=0, alpha=alpha)
+                return product.to(out_dtype)
         elif _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
-            left = _without_nan(upcast(a, out_dtype), scale_a)
-            right = _without_nan(upcast(b, out_dtype), scale_b)
+            left = _without_nan(upcast(a, wide), scale_a)
+            right = _without_nan(upcast(b, wide), scale_b)
             product = torch.mm(left, right).to(torch.float32)
             return apply_scales(product, scale_a, scale_b).to(out_dtype)
     product = torch.mm(upcast(a, torch.float64), upcast(b, torch.float64))
@@ -176,7 +203,7 @@ def _block_scaled_mm(
     emulate: bool,
 ) -> Tensor:
     narrow = out_dtype is torch.bfloat16 and scales_a.dtype is torch.uint8
-    wide = torch.bfloat16 if narrow else torch.float64
+    wide = gemm_dtype(out_dtype, False) if narrow else torch.float64
     nan_rows = _lines_of_nan(scales_a, blocks_a, a.shape, 0)
     nan_columns = _lines_of_nan(scales_b, blocks_b, b.shape, 1)
     left = _dequantize(a, scales_a, blocks_a, wide)

@@ -26,8 +26,8 @@ from fp8_dist.torch_internals import (
     statically_known_true,
 )
 
-# Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate).
-GemmOptions = tuple[bool, bool, bool]
+# Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate, any_order).
+GemmOptions = tuple[bool, bool, bool, bool]
 
 
 def needs_alignment(device: torch.device, emulate: bool) -> bool:
@@ -53,7 +53,7 @@ def apply_scales(product: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
 
 
 def emulated_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, _: bool
 ) -> Tensor:
     product = torch.mm(a.to(torch.float32), b.to(torch.float32))
     return apply_scales(product, scale_a, scale_b).to(out_dtype)
@@ -71,9 +71,10 @@ def scaled_mm_with(
     """Implement :func:`scaled_mm` with the given emulation.
 
     Args:
-        emulated: computes the product in a wider type from the arguments ``a`` to ``out_dtype``.
+        emulated: computes the product in a wider type from the arguments ``a`` to ``out_dtype``,
+            and ``any_order``.
     """
-    use_fast_accum, pad_inner_dim, emulate = options
+    use_fast_accum, pad_inner_dim, emulate, any_order = options
     per_element = _check_scales(a, b, scale_a, scale_b)
     rows, columns = a.shape[0], b.shape[1]
     if not min(*a.shape, *b.shape):
@@ -94,7 +95,7 @@ def scaled_mm_with(
         a, b = of_same_depth(a, b)
         autocast = torch.is_autocast_enabled(a.device.type)
         with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
-            out = emulated(a, b, scale_a, scale_b, out_dtype)
+            out = emulated(a, b, scale_a, scale_b, out_dtype, any_order)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()
 
 
@@ -131,7 +132,8 @@ def scaled_mm(
         out_dtype: dtype of the result.
         options: ``use_fast_accum``, see ``torch._scaled_mm``; ``pad_inner_dim``, whether to pad K
             and N with zeros if :func:`needs_alignment` is true; ``emulate``, whether to compute in
-            a wider type even on devices with a float8 GEMM.
+            a wider type even on devices with a float8 GEMM; ``any_order``, whether an emulation may
+            round sums in an order that depends on M and N.
 
     Returns:
         ``[M, N]``, contiguous.
@@ -156,7 +158,7 @@ def fusible_scaled_mm(
     The bits are those of :func:`scaled_mm`. The result is ``None`` if the device has no such GEMM,
     or the operands may need what only :func:`scaled_mm` does.
     """
-    use_fast_accum, _, emulate = options
+    use_fast_accum, _, emulate, _ = options
     if emulate or not device_has_float8_gemm(a.device) or _check_scales(a, b, scale_a, scale_b):
         return None
     if (scale_a.ndim or scale_b.ndim) and not _has_rowwise_gemm(b, out_dtype):

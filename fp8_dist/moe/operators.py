@@ -298,9 +298,9 @@ def _own(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
     return operand._replace(qdata=data, scales=own)
 
 
-def _options(config: Float8ExpertsConfig) -> tuple[bool, bool, bool]:
+def _options(config: Float8ExpertsConfig) -> tuple[bool, bool, bool, bool]:
     # Some experts have few rows, so the sizes are padded where a device requires that.
-    return False, True, config.emulate
+    return False, True, config.emulate, False
 
 
 # The arguments of an operator for the groups and the config.

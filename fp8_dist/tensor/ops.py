@@ -468,7 +468,8 @@ def scaled_mm(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: one scale per "
             f"{left.scheme.covers} and per {right.scheme.covers}: {why}; cast both of them alike"
         )
-    return left.scheme.multiply(left, right, out_dtype, (use_fast_accum, pad_inner_dim, emulate))
+    options = use_fast_accum, pad_inner_dim, emulate, False
+    return left.scheme.multiply(left, right, out_dtype, options)
 
 
 @implements(aten.mm.default, aten.addmm.default)

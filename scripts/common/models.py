@@ -12,6 +12,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,6 +34,7 @@ from fp8_dist.tensor_parallel.plans import (
     prepare_style,
     residual_style,
 )
+from fp8_dist.torch_internals import has_bf16_instructions
 from fp8_dist.transport import Encoding
 from scripts.common import candidates
 from scripts.common.candidates import BF16, config_of, is_torchaos, recipe_and_format
@@ -104,6 +106,22 @@ def build(
         model.to_empty(device=device)
         model.init_weights(seed, device)
     return model
+
+
+def multiply_in_fp32(model: nn.Module) -> None:
+    """Let layers that are not converted multiply in fp32 on CPUs without instructions for bf16.
+
+    Their operands and results stay in bf16, whose GEMM takes 10 times as long there.
+    """
+    if has_bf16_instructions():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = MethodType(_forward_in_fp32, module)
+
+
+def _forward_in_fp32(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x.float(), self.weight.float()).to(x.dtype)
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:

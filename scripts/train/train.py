@@ -32,7 +32,7 @@ from fp8_dist.fsdp import clip_grad_norm_, micro_batches, set_gradient_transport
 from scripts.common.corpus import VOCAB_SIZE, Corpus
 from scripts.common.gloo import leave, use_one_thread_per_group
 from scripts.common.llama import MODELS
-from scripts.common.models import after_step, build, data_parallel_mesh
+from scripts.common.models import after_step, build, data_parallel_mesh, multiply_in_fp32
 from scripts.train import checkpoints
 from scripts.train.options import CHECKPOINTS, make_parser, parse_options
 from scripts.train.run_writer import memory_bytes, run_writer, write_audit
@@ -70,6 +70,8 @@ class Trainer:
             reduce_transport=args.reduce_transport,
             param_dtype=torch.bfloat16 if args.compute == "bf16" else torch.float32,
         )
+        if device.type == "cpu":
+            multiply_in_fp32(self.model)
         if args.micro_batches is not None:
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):

@@ -1,14 +1,27 @@
 """The scaled GEMM: exactness of the emulation, shapes, alignment."""
 
 import math
+import os
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+from gemm_records import record_gemms
+from processes import run
 from reference import all_warnings, raised, same_bits, sqnr
 
-from fp8_dist import CastConfig, Float8Linear, Float8Tensor, ScalingGranularity, cast_to_float8
-from fp8_dist.kernels import gemm
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8Tensor,
+    ScalingGranularity,
+    cast_to_float8,
+    torch_internals,
+)
+from fp8_dist.kernels import cpu, gemm
 from fp8_dist.tensor import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,12 +55,80 @@ def test_products_are_exact_up_to_the_last_rounding(left: torch.dtype, right: to
         assert sqnr(exact, out) > sqnr(exact, exact.to(dtype)) - 0.1
 
 
-def test_fp32_output_does_not_depend_on_how_the_columns_are_split() -> None:
-    for m, k, n in ((16, 1000, 33), (7, 1024, 4), (2, 4096, 6)):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_product_does_not_depend_on_how_it_is_split(dtype: torch.dtype) -> None:
+    for m, k, n in ((16, 1000, 33), (7, 1024, 4), (4, 4096, 6), (96, 384, 32)):
         a, b = operands(m, k, n)
-        whole = scaled_mm(a, b, out_dtype=torch.float32)
-        parts = [scaled_mm(a, part, out_dtype=torch.float32) for part in b.chunk(3, dim=1)]
+        whole = scaled_mm(a, b, out_dtype=dtype)
+        parts = [scaled_mm(a, part, out_dtype=dtype) for part in b.chunk(3, dim=1)]
         assert same_bits(whole, torch.cat(parts, dim=1))
+        parts = [scaled_mm(part, b, out_dtype=dtype) for part in a.chunk(2)]
+        assert same_bits(whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_the_products_of_a_layer_are_exact_up_to_the_last_rounding(recipe: str) -> None:
+    linear = torch.nn.Linear(96, 80, bias=False, dtype=torch.bfloat16)
+    layer = Float8Linear.from_float(linear, Float8LinearConfig.from_recipe_name(recipe))
+    x = torch.randn(64, 96, dtype=torch.bfloat16, requires_grad=True)
+    with record_gemms() as records:
+        output = layer(x)
+        output.backward(torch.randn_like(output))
+    results = {"output": output, "grad_input": x.grad, "grad_weight": layer.weight.grad}
+    for record in records:
+        a, b = (x.scheme.dequantize(x.qdata, x.scales).double() for x in (record.a, record.b))
+        exact, found = a @ b, results.pop(record.gemm)
+        assert found is not None
+        assert sqnr(exact, found) > sqnr(exact, exact.bfloat16()) - 0.1
+        assert record.options[3] == (record.gemm != "output")  # the output has the same bits on TP
+    assert not results
+
+
+@pytest.mark.parametrize(
+    ("onednn", "avx512", "avx512_bf16", "expected"),
+    [
+        (True, True, True, True),
+        (False, True, True, False),  # ONEDNN_MAX_CPU_ISA
+        (True, True, False, False),
+        (False, False, False, False),
+        (True, False, False, True),  # ARM
+        (None, False, False, False),  # a build without oneDNN
+    ],
+)
+def test_the_dtype_is_one_that_the_cpu_multiplies_fast(
+    onednn: bool | None,
+    avx512: bool,
+    avx512_bf16: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn is not None)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch_internals, "_has_avx512", lambda: avx512)
+    monkeypatch.setattr(torch_internals, "_has_avx512_bf16", lambda: avx512_bf16)
+    assert torch_internals.has_bf16_instructions() is expected
+    monkeypatch.setattr(cpu, "_HAS_BF16", expected)
+    found = [cpu.gemm_dtype(torch.bfloat16, any_order) for any_order in (False, True)]
+    assert found == ([torch.bfloat16] * 2 if expected else [torch.float64, torch.float32])
+    assert cpu.gemm_dtype(torch.float32, True) is torch.float64
+
+
+def test_all_of_this_on_a_cpu_with_avx2_alone() -> None:
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    names = "exact_up_to or does_not_depend or non_finite or round_once or not_finite"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        names,
+    ]
+    done = run(command, timeout=120, env=os.environ | limits, cwd=Path(__file__).parents[3])
+    assert done.returncode == 0, done.stdout
 
 
 def test_empty_operands_and_scales_that_are_not_finite() -> None:
