@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, NoReturn, get_args
 
+import torch
 import torch.nn as nn
 
-from fp8_dist.linear.amax_history import PREPARED_INPUT, saved_rows
+from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory, saved_rows
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weights import checked_module
 from fp8_dist.model.export import unwrapped
@@ -33,9 +34,10 @@ class Float8State:
     ``planner=DefaultLoadPlanner(allow_partial_load=True)``, which leaves the entries that are
     missing as they are; in a new model they are empty.
 
-    Histories are the same on all ranks of a layer's mesh, and DCP saves them once. If weights are
-    plain tensors, as in DDP, each data-parallel rank has its own histories; after loading, all
-    ranks continue with the histories of one rank.
+    Histories are the same on all ranks of a layer's mesh, and DCP saves them once. That of an input
+    that ``PrepareFloat8ModuleInput`` casts is saved as the input of the first layer behind it, so
+    that it continues on other meshes. If weights are plain tensors, as in DDP, each data-parallel
+    rank has its own histories; after loading, all ranks continue with the histories of one rank.
 
     Args:
         model: a model with or without converted layers. For a DDP model, the names don't contain
@@ -55,10 +57,10 @@ class Float8State:
         """
         state = {}
         for name, layer in self._layers().items():
-            kept = layer.histories if isinstance(layer, Float8Linear) else {}
+            kept = _by_operand(layer) if isinstance(layer, Float8Linear) else {}
             state[name] = {
                 operand: kept[operand].amaxes().tolist() if operand in kept else []
-                for operand in (*get_args(Operand), PREPARED_INPUT)
+                for operand in get_args(Operand)
             }
         return state
 
@@ -70,13 +72,16 @@ class Float8State:
         ``load_state_dict`` of the model does not replace loaded histories that no forward has used.
         """
         saved = [
-            (layer, saved_rows(state_dict.get(name, {}), layer.histories))
+            (layer, saved_rows(state_dict.get(name, {}), _by_operand(layer)))
             for name, layer in self._layers().items()
             if isinstance(layer, Float8Linear)
         ]
         for layer, rows in saved:
-            for operand, history in layer.histories.items():
+            for history in layer.histories.values():
+                history.load(torch.zeros(0))
+            for operand, history in _by_operand(layer).items():
                 history.load(rows[operand].to(layer.weight.device))
+            for history in layer.histories.values():
                 history.restored = True
 
     def __reduce__(self) -> NoReturn:
@@ -93,3 +98,11 @@ class Float8State:
             for name, layer in checked_module(self.model).named_modules()
             if isinstance(layer, nn.Linear)
         }
+
+
+def _by_operand(layer: Float8Linear) -> dict[str, AmaxHistory]:
+    """The histories of a layer. An input that is cast for several layers is the first one's."""
+    histories = dict(layer.histories)
+    if PREPARED_INPUT in histories:
+        histories["input"] = histories.pop(PREPARED_INPUT)
+    return histories

@@ -2,7 +2,7 @@
 
 Three kinds. A `CastCase` casts one tensor. A `LayerCase` runs one layer with a config of any fields.
 A `TrainCase` trains a model on a mesh through a sequence of actions. What is right is said in
-`property_casts`, `property_layers` and `property_training`.
+`property_casts`, `property_layers` and `property_training`; `property_actions` has the actions.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
-from property_values import DTYPES, FINITE, LAYOUTS, VALUES
+from property_values import DTYPES, LAYOUTS, VALUES
 from recipe_algebra import RECIPES
 
 SIZES = (0, 1, 2, 3, 16, 17, 32, 33)
@@ -33,7 +33,11 @@ MESHES: dict[str, tuple[int, int, int, bool]] = {
     "HSDP 2 x 2": (2, 2, 1, False),
     "FSDP2 2 x TP 2": (1, 2, 2, False),
     "FSDP2 2 x TP + SP 2": (1, 2, 2, True),
+    "HSDP 2 x 1 x TP 2": (2, 1, 2, False),
+    "HSDP 2 x 2 x TP + SP 2": (2, 2, 2, True),
 }
+# FSDP2's policy gathers and computes in bf16, and reduces in fp32; autocast is to bf16.
+PRECISIONS = ("of the parameters", "MixedPrecisionPolicy", "autocast")
 ACTIONS = (
     "step",
     "step without update",
@@ -49,6 +53,9 @@ ACTIONS = (
     "precompute",
     "precompute, write",
     "dcp.load",
+    "dcp.load, another mesh",
+    "GradScaler",
+    "GradScaler, overflow",
     "sync",
     "invalidate",
     "freeze to float8, unfreeze",
@@ -98,12 +105,15 @@ class TrainCase:
     """Actions on a model on a mesh; each pass is compared with a twin in one process.
 
     Attributes:
+        other: the mesh to which the action "dcp.load, another mesh" goes, and from there back.
         differs: the last of several ranks has another config, which all of them must refuse. (With
             tensor parallelism beside FSDP2, the other replicas wait for those that the plan refuses.)
     """
 
     mesh: str = "one process"
+    other: str = ""
     recipe: str = "tensorwise"
+    precision: str = PRECISIONS[0]
     gather: bool | str = "auto"
     flags: tuple[tuple[str, Any], ...] = ()
     dim: int = 16
@@ -122,11 +132,16 @@ Case = CastCase | LayerCase | TrainCase
 KINDS: dict[str, type[Case]] = {"cast": CastCase, "layer": LayerCase, "train": TrainCase}
 
 
+def processes(mesh: str) -> int:
+    """The number of ranks of one of `MESHES`."""
+    replicate, shard, tp, _ = MESHES[mesh]
+    return replicate * shard * tp
+
+
 def ranks_of(case: Case) -> int:
     """How many processes a case needs."""
     if isinstance(case, TrainCase):
-        replicate, shard, tp, _ = MESHES[case.mesh]
-        return replicate * shard * tp
+        return processes(case.mesh)
     return case.ranks if isinstance(case, CastCase) else 1
 
 
@@ -227,26 +242,28 @@ def layer_cases() -> st.SearchStrategy[LayerCase]:
 
 @st.composite
 def train_cases(draw: st.DrawFn, max_ranks: int) -> TrainCase:
-    fitting = [mesh for mesh in MESHES if ranks_of(TrainCase(mesh=mesh)) <= max_ranks]
-    mesh, recipe = draw(st.sampled_from(fitting)), draw(st.sampled_from(RECIPES))
-    # What a delayed scale does with NaN on one rank of several is documented, and not one device's.
-    of_many = recipe == "delayed" and mesh != "one process"
-    gather = draw(st.sampled_from(["auto", "auto", False, True]))
+    mesh = draw(st.sampled_from([name for name in MESHES if processes(name) <= max_ranks]))
+    others = [name for name in MESHES if processes(name) == processes(mesh) and name != mesh]
+    other = draw(st.sampled_from(others)) if others else mesh
+    sharded = [MESHES[name][:3] for name in (mesh, other)]
     # Weights of which a tensor-parallel rank has nothing are refused at FSDP2's first gather, or
     # FSDP2 waits for ever for their gradients; torch can't make full tensors of them before.
-    _, shard, tp, _ = MESHES[mesh]
-    sizes = [32, 48, 33, 3] if shard > 1 and tp > 1 else [32, 48, 33, 3, 1]
+    on_two_axes = any(tp > 1 and replicate * shard > 1 for replicate, shard, tp in sharded)
+    _, shard, tp = sharded[0]
+    has_policy = all(replicate * shard > 1 for replicate, shard, _ in sharded)
     return TrainCase(
         mesh=mesh,
-        recipe=recipe,
-        gather=gather,
+        other=other,
+        recipe=draw(st.sampled_from([*RECIPES, "delayed"])),
+        precision=draw(st.sampled_from(PRECISIONS if has_policy else PRECISIONS[::2])),
+        gather=draw(st.sampled_from(["auto", "auto", False, True])),
         flags=draw(_flags("pad_inner_dim", "round_scales_to_power_of_2")),
         dim=draw(st.sampled_from([16, 32, 24, 33, 1, 3])),
-        hidden=draw(st.sampled_from(sizes)),
+        hidden=draw(st.sampled_from([32, 48, 33, 3] if on_two_axes else [32, 48, 33, 3, 1])),
         batch=draw(st.sampled_from([1, 2, 3, 0])),
         sequence=draw(st.sampled_from([4, 6, 1, 3, 5])),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),
-        values=draw(st.sampled_from(["normal", *(FINITE[:-2] if of_many else VALUES)])),
+        values=draw(st.sampled_from(["normal", *VALUES])),
         optimizer=draw(st.sampled_from(["SGD", "AdamW", "AdamW foreach"])),
         actions=tuple(draw(st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=5))),
         differs=(shard > 1) is not (tp > 1) and draw(st.sampled_from([*[False] * 11, True])),

@@ -3,10 +3,10 @@
 import logging
 import warnings
 
+from property_actions import run_training
 from property_cases import Case, CastCase, LayerCase, TrainCase, ranks_of
 from property_casts import run_cast
 from property_layers import run_layer
-from property_training import run_training
 from property_verdicts import Verdict, judge
 from ranks import RankError, RankPools
 

@@ -6,28 +6,29 @@ ranks. A pass is right if
 - the operands of each float8 GEMM are bitwise this rank's parts of the twin's;
 - the output is the twin's: bitwise without tensor parallelism, else but for the order of a sum;
 - the gradients are the means of the twin's, but for the order of the sum.
+
+With a delayed scale only the rank that holds a NaN or inf sees it at once (docs/numerics.md). If a
+scale of the twin is NaN, tensor-parallel ranks and shards of weights are therefore compared alone in
+whether they have lost it.
 """
 
-import copy
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from gemm_records import GemmRecord, record_gemms
 from nets import GatedMLP, Net, full, net_plan
-from property_cases import MESHES, TrainCase, ranks_of
+from property_cases import MESHES, TrainCase, processes, ranks_of
 from property_casts import part_of
 from property_values import DTYPES, values
 from property_verdicts import WrongResult, documented
 from ranks import device_mesh
 from reference import same_values, scales_of
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -36,16 +37,10 @@ from fp8_dist import (
     Float8State,
     Float8Tensor,
     convert_to_float8_training,
-    convert_to_linear,
     float8_layers,
-    freeze_to_float8,
     invalidate_float8_scales,
-    precompute_float8_dynamic_scale,
-    sync_float8_amax_and_scale_history,
-    unfreeze_from_float8,
     update_float8_scales,
 )
-from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan
 
@@ -69,23 +64,8 @@ class GatedNet(Net):
 COLUMN = {"output": (None, 1), "grad_input": (1, 0), "grad_weight": (0, None)}
 ROW = {"output": (1, 0), "grad_input": (None, 1), "grad_weight": (None, 1)}
 SPLIT = {"w1": COLUMN, "w3": COLUMN, "w2": ROW}
+STORED_PARTS = ("weight", "weight_scale_inv")
 WHOLE = dict.fromkeys(COLUMN, (None, None))
-
-
-def run_training(case: TrainCase) -> list[str]:
-    """Runs on each of the case's ranks; raises WrongResult, or what the library refuses.
-
-    Returns the documented errors of actions. After them the model must be as it was.
-    """
-    world = World(case)
-    for i, action in enumerate(case.actions):
-        try:
-            ACTIONS[action](world)
-        except WrongResult as error:
-            raise WrongResult(f"after {list(case.actions[: i + 1])}: {error}") from None
-    if case.differs:
-        raise WrongResult("a rank with another config was not noticed")
-    return world.refused
 
 
 class World:
@@ -93,24 +73,50 @@ class World:
 
     def __init__(self, case: TrainCase) -> None:
         self.case = case
-        replicate, shard, tp, self.sequence_parallel = MESHES[case.mesh]
-        self.tp, self.replicas = tp, replicate * shard
+        other = case.other if processes(case.other or case.mesh) == ranks_of(case) else ""
+        self.meshes = (case.mesh, other or case.mesh)
+        self.mesh_name = case.mesh
         self.rank = dist.get_rank() if ranks_of(case) > 1 else 0
         self.passes = 0
         self.checkpointing = False
+        self.spoiled = False  # what was compared with the gradients of this step has a NaN scale
         self.refused: list[str] = []
-        config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
+        self.config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
         if case.differs and self.rank == ranks_of(case) - 1:
-            config = replace(config, emulate=not config.emulate)
-        gather = case.gather if self.replicas > 1 else False
-        # Of the model and the twin.
-        self.configs = (replace(config, enable_fsdp_float8_all_gather=gather), config)
+            self.config = replace(self.config, emulate=not self.config.emulate)
         make = torch.optim.SGD if case.optimizer == "SGD" else torch.optim.AdamW
         foreach = case.optimizer.endswith("foreach")
         self.make_optimizer = lambda net: make(net.parameters(), lr=0.05, foreach=foreach)
-        if ranks_of(case) > 1:
-            self.mesh = device_mesh(replicate=replicate, shard=shard, tp=tp)
         self.build()
+
+    @property
+    def tp(self) -> int:
+        return MESHES[self.mesh_name][2]
+
+    @property
+    def replicas(self) -> int:
+        replicate, shard, _, _ = MESHES[self.mesh_name]
+        return replicate * shard
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return MESHES[self.mesh_name][3]
+
+    @property
+    def has_policy(self) -> bool:
+        return self.case.precision == "MixedPrecisionPolicy" and self.replicas > 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of inputs and outputs."""
+        lower = self.has_policy or self.case.precision == "autocast"
+        return torch.bfloat16 if lower else DTYPES[self.case.dtype]
+
+    @property
+    def configs(self) -> tuple[Float8LinearConfig, Float8LinearConfig]:
+        """Of the model and the twin."""
+        gather = self.case.gather if self.replicas > 1 else False
+        return replace(self.config, enable_fsdp_float8_all_gather=gather), self.config
 
     def build(
         self,
@@ -129,6 +135,7 @@ class World:
         if after is not None:
             self.both(after)
         self.distribute()
+        self.lower_twin()
         self.optimizer = self.make_optimizer(self.net)
 
     def rebuild(self, after: Callable[[nn.Module], object] | None = None) -> None:
@@ -140,18 +147,38 @@ class World:
             Float8State(model).load_state_dict(saved)
 
     def model(self, config: Float8LinearConfig) -> GatedNet:
-        net = GatedNet(self.case, layers=1 if self.tp > 1 else 2).to(DTYPES[self.case.dtype])
+        has_tp = any(MESHES[name][2] > 1 for name in self.meshes)
+        net = GatedNet(self.case, layers=1 if has_tp else 2).to(DTYPES[self.case.dtype])
         convert_to_float8_training(net, config=config)
         return net
 
     def distribute(self) -> None:
+        if ranks_of(self.case) > 1:
+            replicate, shard, tp, _ = MESHES[self.mesh_name]
+            self.mesh = device_mesh(replicate=replicate, shard=shard, tp=tp)
         if self.tp > 1:
             apply_tp_plan(self.net, self.mesh["tp"], net_plan(self.net, self.sequence_parallel))
         if self.replicas > 1:
             hybrid = self.mesh["replicate"].size() > 1
             data = self.mesh["replicate", "shard"] if hybrid else self.mesh["shard"]
+            dtypes = (torch.bfloat16, torch.float32) if self.has_policy else ()
             for module in (*self.net.layers, self.net):
-                fully_shard(module, mesh=data)
+                fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(*dtypes))
+
+    def lower_twin(self) -> None:
+        """The twin's parameters take the dtype that FSDP2's policy gathers.
+
+        A weight that is gathered in float8, or stored in it, is cast from what the model holds.
+        """
+        if not self.has_policy:
+            return
+        kept = {f"{name}.{part}" for name in stored_layers(self.twin) for part in STORED_PARTS}
+        if self.configs[0].fsdp_float8_all_gather:
+            kept |= {f"{name}.weight" for name in float8_layers(self.twin)}
+        for name, parameter in self.twin.named_parameters():
+            if name not in kept:
+                parameter.grad = None
+                parameter.data = parameter.data.to(torch.bfloat16)
 
     def update(self) -> None:
         """After an optimizer step; the twin's delayed histories end the step, too."""
@@ -189,12 +216,13 @@ class World:
 
     def grad(self, replica: int) -> torch.Tensor:
         """The gradient of the output: given, since outputs are equal but for the order of sums."""
-        return self.drawn("magnitudes", replica + 5)
+        overflows = self.overflow and replica == self.passes % self.replicas
+        return self.drawn("inf" if overflows else "magnitudes", replica + 5)
 
     def drawn(self, kind: str, number: int) -> torch.Tensor:
         case = self.case
         shape = (case.batch, case.sequence, case.dim)
-        return values(kind, shape, DTYPES[case.dtype], 1000 * case.seed + 10 * self.passes + number)
+        return values(kind, shape, self.compute_dtype, 1000 * case.seed + 10 * self.passes + number)
 
     def same_weights(self) -> None:
         """The twin's weights become the model's; frozen ones in float8 stay as they are."""
@@ -209,13 +237,15 @@ class World:
         """Whether some weights are frozen."""
         return not all(parameter.requires_grad for parameter in self.net.parameters())
 
-    def run(self, training: bool, accumulates: bool = False) -> None:
+    def run(self, training: bool, accumulates: bool = False, overflow: bool = False) -> None:
         """A pass of the model beside the twin's.
 
         Args:
             training: whether there is a backward.
             accumulates: add to the gradients of the pass before.
+            overflow: the gradient of one replica's output has an infinite value.
         """
+        self.overflow = overflow
         self.same_weights()
         self.passes += 1
         if not accumulates:
@@ -223,27 +253,36 @@ class World:
             if self.case.recipe == "delayed" and self.is_frozen():
                 # That these gradients are gone is not noticed where weights are frozen.
                 self.both(invalidate_float8_scales)
+            self.spoiled = False
             self.of_twin: list[list[torch.Tensor | None]] = []
             self.tokens: list[torch.Tensor] = []
         own = self.rank // self.tp
         with torch.set_grad_enabled(training):
             with record_gemms() as found:
-                mine = self.forward(self.net, self.given(self.batch(own)))
+                mine = self.forward(self.net, self.given(self.batch(own)), self.checkpointing)
                 if training:
                     mine.backward(self.part(self.grad(own)))
             for replica in range(self.replicas) if training else [own]:
                 # With None, what the twin records for other replicas would be of gradients thrown away.
                 self.twin.zero_grad(set_to_none=not self.of_twin)
                 with record_gemms() as records, inputs_of(self.twin.layers[-1].w2) as inputs:
-                    theirs = self.twin(self.batch(replica))
+                    theirs = self.forward(self.twin, self.batch(replica))
                     if training:
                         theirs.backward(self.grad(replica))
+                self.spoiled |= self.is_local(records)
                 self.of_twin.append(gradients(self.twin))
                 self.tokens.append(self.grad(replica).abs().sum())
                 if replica == own:
                     expected, output, summed = records, theirs, inputs
         of_net = [(name, p.grad) for name, p in self.net.named_parameters()]
         whole = [(name, full(grad) if grad is not None else None) for name, grad in of_net]
+        finite = self.of_ranks(bool(local_tensor(mine).isfinite().all()))
+        if self.spoiled:
+            outputs = (output, all(finite[own * self.tp : (own + 1) * self.tp]))
+            self.together(lambda: self.check_not_lost(outputs, whole if training else []))
+            if training:
+                self.both(invalidate_float8_scales)  # what was recorded differs, too
+            return
         self.together(
             lambda: self.check_operands(found, expected),
             lambda: self.check_output(
@@ -252,18 +291,50 @@ class World:
             lambda: self.check_gradients(whole) if training else None,
         )
 
+    def is_local(self, records: list[GemmRecord]) -> bool:
+        """Whether a NaN scale of the twin's may be seen by some ranks alone."""
+        if not self.config.recipe.delayed or ranks_of(self.case) == 1:
+            return False
+        scales = [scale for record in records for x in record[2:4] for scale in x.scales]
+        in_weights = not all_finite(self.twin.parameters())
+        return in_weights or (self.tp > 1 and any(bool(scale.isnan().any()) for scale in scales))
+
+    def check_not_lost(
+        self,
+        outputs: tuple[torch.Tensor, bool],
+        of_net: list[tuple[str, torch.Tensor | None]],
+    ) -> None:
+        """What is not finite in the twin is not finite on the ranks.
+
+        Args:
+            outputs: of the twin; and whether those of the ranks are finite.
+            of_net: the gradients of the model.
+        """
+        theirs, finite = outputs
+        if finite and not theirs.isfinite().all():
+            raise WrongResult(f"the output is finite, and is not in the twin: {theirs}")
+        of_twin = [grad for grads in self.of_twin for grad in grads if grad is not None]
+        mine = [grad for _, grad in of_net if grad is not None]
+        if mine and all_finite(mine) and not all_finite(of_twin):
+            raise WrongResult("all gradients are finite, and are not in the twin")
+
+    def of_ranks(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        if ranks_of(self.case) == 1:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
     def together(self, *checks: Callable[[], None]) -> None:
         """Runs checks; raises what one finds on all ranks, so that none goes on alone."""
-        problems = [""]
+        problem = ""
         try:
             for check in checks:
                 check()
         except WrongResult as error:
-            problems = [str(error)]
-        if ranks_of(self.case) > 1:
-            own, problems = problems[0], [""] * dist.get_world_size()
-            dist.all_gather_object(problems, own)
-        for rank, text in enumerate(problems):
+            problem = str(error)
+        for rank, text in enumerate(self.of_ranks(problem)):
             if text:
                 raise WrongResult(f"rank {rank}: {text}")
 
@@ -271,10 +342,12 @@ class World:
         """This rank's part of an output."""
         return part_of(x, 1, self.tp, self.rank % self.tp) if self.sequence_parallel else x
 
-    def forward(self, net: GatedNet, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, net: GatedNet, x: torch.Tensor, checkpoints: bool = False) -> torch.Tensor:
         # (Of several replicas the root's hooks run outside.)
-        for part in [net] if self.replicas > 1 or not self.checkpointing else net.layers:
-            x = checkpoint(part, x, use_reentrant=False) if self.checkpointing else part(x)
+        parts = net.layers if checkpoints and self.replicas == 1 else [net]
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.case.precision == "autocast"):
+            for part in parts:
+                x = checkpoint(part, x, use_reentrant=False) if checkpoints else part(x)
         return x
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
@@ -335,7 +408,8 @@ class World:
         a, b = inputs[-1], self.twin.layers[-1].w2.weight.detach().T
         for last in [record for record in expected if record.gemm == "output"][-1:]:
             a, b = last.a.dequantize(), last.b.dequantize()
-        check_near("output", mine, theirs, [a.double().abs() @ b.double().abs(), theirs])
+        terms = [a.double().abs() @ b.double().abs(), theirs]
+        check_near("output", mine, theirs, terms, self.compute_dtype)
 
     def check_gradients(self, of_net: list[tuple[str, torch.Tensor | None]]) -> None:
         for (name, mine), theirs in zip(of_net, zip(*self.of_twin, strict=True), strict=True):
@@ -344,9 +418,14 @@ class World:
                 raise WrongResult(f"gradient of {name}: {mine}, twin {summed}")
             if mine is not None:
                 # (A sum may overflow in the dtype before it is divided.)
-                mean = torch.stack(summed).double().sum(0).div(self.replicas).to(summed[0].dtype)
+                mean = torch.stack(summed).double().sum(0).div(self.replicas).to(mine.dtype)
                 terms = [*summed, *(self.tokens if name.endswith("w2.bias") else ())]
-                check_near(f"gradient of {name}", mine, mean, terms)
+                check_near(f"gradient of {name}", mine, mean, terms, self.compute_dtype)
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all elements of all tensors are finite."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def gradients(net: nn.Module) -> list[torch.Tensor | None]:
@@ -374,7 +453,11 @@ def with_one_zero(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_near(
-    name: str, mine: torch.Tensor, theirs: torch.Tensor, terms: list[torch.Tensor]
+    name: str,
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    terms: list[torch.Tensor],
+    computed_in: torch.dtype,
 ) -> None:
     """Equal but for the order of a sum, relative to the largest values of its terms."""
     if mine.shape != theirs.shape or mine.dtype is not theirs.dtype:
@@ -389,172 +472,7 @@ def check_near(
     # Near the limits of the dtype a sum may overflow in one order and not in the other.
     if largest < limits.max / 1e6:
         error = (mine[finite].double() - theirs[finite].double()).abs()
-        allowed = largest * 32 * limits.eps + limits.smallest_normal
+        eps = max(limits.eps, torch.finfo(computed_in).eps)
+        allowed = largest * 32 * eps + limits.smallest_normal
         if not bool((error <= allowed).all()):
             raise WrongResult(f"{name} {mine}, twin {theirs}: off by {error.max():.3g}")
-
-
-def load(net: nn.Module) -> None:
-    with torch.no_grad():
-        net.load_state_dict({name: tensor * 3 for name, tensor in net.state_dict().items()})
-
-
-def edit(net: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(3)
-
-
-def write_data(net: nn.Module) -> None:
-    for parameter in net.parameters():
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        getattr(local, "plain", local).data.mul_(3)
-    invalidate_float8_scales(net)
-
-
-def write_after_precompute(world: World) -> None:
-    """A write between precompute and the next pass, of one of the kinds that are noticed there."""
-    precompute_float8_dynamic_scale(world.net)
-    weights = [parameter for parameter in world.net.parameters() if parameter.ndim == 2]
-    local = [local_tensor(weight) for weight in weights]
-    counted = all(isinstance(each, Float8AllGatherWeight) for each in local)
-    kinds: list[Callable[[], object]] = [
-        lambda: torch._foreach_mul_(weights, 3.0),
-        lambda: [weight.data.mul_(3) for weight in weights],
-        lambda: [weight.data[1:].mul_(3) for weight in weights],
-        lambda: [each.detach().mul_(3) for each in local],
-        lambda: [weight.copy_(weight.detach() * 3) for weight in weights],
-    ]
-    write = world.case.seed + world.passes
-    with torch.no_grad():
-        kinds[write % 5 if counted else 3 + write % 2]()
-    world.run(training=write % 3 > 0)
-
-
-def load_checkpoint(world: World) -> None:
-    """One ``dcp.load`` takes the model and its histories back to where they were saved."""
-    # (The twin is in a state_dict of its own: its histories are the same.)
-    histories = Float8State(world.twin).state_dict()
-    with checkpoint_folder(ranks_of(world.case)) as folder:
-        state = {"model": world.net, "float8": Float8State(world.net)}
-        no_dist = ranks_of(world.case) == 1
-        dcp.save(state, checkpoint_id=folder, no_dist=no_dist)
-        step(world)
-        dcp.load(state, checkpoint_id=folder, no_dist=no_dist)
-    Float8State(world.twin).load_state_dict(histories)
-    world.run(training=True)
-
-
-@contextmanager
-def checkpoint_folder(ranks: int) -> Iterator[str]:
-    """A folder that exists until all ranks are done with it."""
-    with tempfile.TemporaryDirectory() as own:
-        folders = [own]
-        if ranks > 1:
-            dist.broadcast_object_list(folders)
-        yield folders[0]
-        if ranks > 1:
-            dist.barrier()
-
-
-def freeze(frozen: bool, net: GatedNet) -> None:
-    for layer in net.layers:
-        layer.w1.weight.requires_grad_(not frozen)
-
-
-def step(world: World, update: bool = True) -> None:
-    world.run(training=True)
-    world.optimizer.step()
-    if update:
-        world.update()
-
-
-def micro_batches(world: World) -> None:
-    for first in (True, False):
-        world.run(training=True, accumulates=not first)
-    world.optimizer.step()
-    world.update()
-
-
-def store_frozen(world: World) -> None:
-    """Weights that are frozen in float8 before the model is distributed, and trained again."""
-
-    def store(net: nn.Module) -> None:
-        freeze(True, net)
-        freeze_to_float8(net)
-
-    world.rebuild(after=store)
-    for _ in range(2):
-        step(world)
-    world.run(training=False)
-    if stored_layers(world.net):
-        world.same_weights()
-        unfreeze_from_float8(world.twin)
-        if world.replicas > 1:
-            world.refuses(unfreeze_from_float8)
-            world.rebuild()
-        else:
-            unfreeze_from_float8(world.net)
-            world.check_weights()
-    world.both(partial(freeze, False))
-    world.optimizer = world.make_optimizer(world.net)
-    world.run(training=True)
-
-
-def linear_and_back(world: World) -> None:
-    """Layers that become nn.Linear in the midst of training, and are converted again."""
-    world.both(convert_to_linear)
-    # (torch's own styles take no other sizes. Of an empty batch DTensor never finds the views.)
-    case, tp = world.case, world.tp
-    if tp == 1 or (case.batch and not (case.hidden % tp or case.sequence % tp)):
-        world.run(training=True)
-    if ranks_of(world.case) > 1:
-        world.refuses(convert_to_float8_training)
-        world.rebuild()
-    else:
-        world.both(partial(convert_to_float8_training, config=world.configs[0]))
-    world.run(training=True)
-
-
-def deep_copy(world: World) -> None:
-    if world.replicas == 1:  # FSDP2 refuses to be copied
-        world.net = copy.deepcopy(world.net)
-        world.optimizer = world.make_optimizer(world.net)
-    world.run(training=True)
-
-
-def changed(change: Callable[[nn.Module], object]) -> Callable[[World], None]:
-    """The change in training: the pass after it uses the new values."""
-
-    def take(world: World) -> None:
-        world.both(change)
-        world.run(training=True)
-
-    return take
-
-
-def toggle_checkpointing(world: World) -> None:
-    world.checkpointing = not world.checkpointing
-    world.run(training=True)
-
-
-ACTIONS: dict[str, Callable[[World], None]] = {
-    "step": step,
-    "step without update": partial(step, update=False),
-    "micro-batches": micro_batches,
-    "evaluate": lambda world: world.run(training=False),
-    "load_state_dict": changed(load),
-    "edit in place": changed(edit),
-    "write .data, invalidate": changed(write_data),
-    "freeze": changed(partial(freeze, True)),
-    "unfreeze": changed(partial(freeze, False)),
-    "deepcopy": deep_copy,
-    "checkpointing": toggle_checkpointing,
-    "precompute": changed(precompute_float8_dynamic_scale),
-    "precompute, write": write_after_precompute,
-    "dcp.load": load_checkpoint,
-    "freeze to float8, unfreeze": store_frozen,
-    "convert_to_linear and back": linear_and_back,
-    "sync": changed(sync_float8_amax_and_scale_history),
-    "invalidate": changed(invalidate_float8_scales),
-}

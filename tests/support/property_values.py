@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FINITE = ("normal", "zeros", "equal", "negative zero", "denormals", "tiny", "outlier", "magnitudes")
-VALUES = (*FINITE, "nan", "inf", "-inf")
+VALUES = (
+    *("normal", "zeros", "equal", "negative zero", "denormals", "tiny", "outlier", "magnitudes"),
+    *("nan", "inf", "-inf"),
+)
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "offset")
 
 

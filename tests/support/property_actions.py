@@ -1,0 +1,265 @@
+"""What a train case does to a model and its twin, action by action."""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from nets import full
+from property_cases import TrainCase, ranks_of
+from property_training import GatedNet, World, all_finite, stored_layers
+from property_verdicts import WrongResult
+from reference import same_values
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fp8_dist import (
+    Float8State,
+    convert_to_float8_training,
+    convert_to_linear,
+    freeze_to_float8,
+    invalidate_float8_scales,
+    precompute_float8_dynamic_scale,
+    sync_float8_amax_and_scale_history,
+    unfreeze_from_float8,
+)
+from fp8_dist.fsdp.weight import Float8AllGatherWeight
+from fp8_dist.mesh import local_tensor
+
+
+def run_training(case: TrainCase) -> list[str]:
+    """Runs on each of the case's ranks; raises WrongResult, or what the library refuses.
+
+    Returns the documented errors of actions. After them the model must be as it was.
+    """
+    world = World(case)
+    for i, action in enumerate(case.actions):
+        try:
+            ACTIONS[action](world)
+        except WrongResult as error:
+            raise WrongResult(f"after {list(case.actions[: i + 1])}: {error}") from None
+    if case.differs:
+        raise WrongResult("a rank with another config was not noticed")
+    return world.refused
+
+
+def load(net: nn.Module) -> None:
+    with torch.no_grad():
+        net.load_state_dict({name: tensor * 3 for name, tensor in net.state_dict().items()})
+
+
+def edit(net: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3)
+
+
+def write_data(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        getattr(local, "plain", local).data.mul_(3)
+    invalidate_float8_scales(net)
+
+
+def write_after_precompute(world: World) -> None:
+    """A write between precompute and the next pass, of one of the kinds that are noticed there."""
+    precompute_float8_dynamic_scale(world.net)
+    weights = [parameter for parameter in world.net.parameters() if parameter.ndim == 2]
+    local = [local_tensor(weight) for weight in weights]
+    counted = all(isinstance(each, Float8AllGatherWeight) for each in local)
+    kinds: list[Callable[[], object]] = [
+        lambda: torch._foreach_mul_(weights, 3.0),
+        lambda: [weight.data.mul_(3) for weight in weights],
+        lambda: [weight.data[1:].mul_(3) for weight in weights],
+        lambda: [each.detach().mul_(3) for each in local],
+        lambda: [weight.copy_(weight.detach() * 3) for weight in weights],
+    ]
+    write = world.case.seed + world.passes
+    with torch.no_grad():
+        kinds[write % 5 if counted else 3 + write % 2]()
+    world.run(training=write % 3 > 0)
+
+
+def load_checkpoint(world: World) -> None:
+    """One ``dcp.load`` takes the model and its histories back to where they were saved."""
+    # (The twin is in a state_dict of its own: its histories are the same.)
+    histories = Float8State(world.twin).state_dict()
+    with checkpoint_folder(ranks_of(world.case)) as folder:
+        state = {"model": world.net, "float8": Float8State(world.net)}
+        no_dist = ranks_of(world.case) == 1
+        dcp.save(state, checkpoint_id=folder, no_dist=no_dist)
+        step(world)
+        dcp.load(state, checkpoint_id=folder, no_dist=no_dist)
+    Float8State(world.twin).load_state_dict(histories)
+    world.run(training=True)
+
+
+def load_elsewhere(world: World) -> None:
+    """A checkpoint of DCP goes on on another mesh, in a model that had other weights."""
+    histories = Float8State(world.twin).state_dict()
+    before = whole_state(world.net)
+    had_tp = world.tp > 1
+    with checkpoint_folder(ranks_of(world.case)) as folder:
+        no_dist = ranks_of(world.case) == 1
+        state = {"model": world.net, "float8": Float8State(world.net)}
+        dcp.save(state, checkpoint_id=folder, no_dist=no_dist)
+        world.mesh_name = world.meshes[world.meshes[0] == world.mesh_name]
+        world.build()
+        edit(world.net)
+        state = {"model": world.net, "float8": Float8State(world.net)}
+        dcp.load(state, checkpoint_id=folder, no_dist=no_dist)
+    after = whole_state(world.net)
+    changed = [name for name in before if not same_values(before[name], after[name])]
+    if changed:
+        raise WrongResult(f"{changed} are not what was saved")
+    if had_tp is not (world.tp > 1) and histories:
+        # Tensor parallelism casts one input for both layers: it is saved as that of the first.
+        first, other = histories["layers.0.w1"], histories["layers.0.w3"]
+        other["input"] = [] if had_tp else first["input"]
+    Float8State(world.twin).load_state_dict(histories)
+    world.run(training=True)
+
+
+def whole_state(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(tensor).clone() for name, tensor in net.state_dict().items()}
+
+
+@contextmanager
+def checkpoint_folder(ranks: int) -> Iterator[str]:
+    """A folder that exists until all ranks are done with it."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        if ranks > 1:
+            dist.broadcast_object_list(folders)
+        yield folders[0]
+        if ranks > 1:
+            dist.barrier()
+
+
+def freeze(frozen: bool, net: GatedNet) -> None:
+    for layer in net.layers:
+        layer.w1.weight.requires_grad_(not frozen)
+
+
+def step(world: World, update: bool = True) -> None:
+    world.run(training=True)
+    world.optimizer.step()
+    if update:
+        world.update()
+
+
+def scaled_step(world: World, overflow: bool = False) -> None:
+    """A step of a GradScaler, which skips it if a gradient is not finite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))  # the scaler makes its state here
+    world.run(training=True, overflow=overflow)
+    before = whole_state(world.net)
+    of_net = [p.grad for p in world.net.parameters()]
+    skips = not all_finite(full(grad) for grad in of_net if grad is not None)
+    scaler.step(world.optimizer)
+    scaler.update()
+    after = whole_state(world.net)
+    same = all(same_values(before[name], after[name]) for name in before)
+    if skips and not (same and scaler.get_scale() == 1.0):
+        raise WrongResult("a step with gradients that are not finite was not skipped")
+    world.update()
+    world.run(training=True)
+
+
+def micro_batches(world: World) -> None:
+    for first in (True, False):
+        world.run(training=True, accumulates=not first)
+    world.optimizer.step()
+    world.update()
+
+
+def store_frozen(world: World) -> None:
+    """Weights that are frozen in float8 before the model is distributed, and trained again."""
+
+    def store(net: nn.Module) -> None:
+        freeze(True, net)
+        freeze_to_float8(net)
+
+    world.rebuild(after=store)
+    for _ in range(2):
+        step(world)
+    world.run(training=False)
+    if stored_layers(world.net):
+        world.same_weights()
+        unfreeze_from_float8(world.twin)
+        if world.replicas > 1:
+            world.refuses(unfreeze_from_float8)
+            world.rebuild()
+        else:
+            unfreeze_from_float8(world.net)
+            world.check_weights()
+    world.both(partial(freeze, False))
+    world.optimizer = world.make_optimizer(world.net)
+    world.run(training=True)
+
+
+def linear_and_back(world: World) -> None:
+    """Layers that become nn.Linear in the midst of training, and are converted again."""
+    world.both(convert_to_linear)
+    world.lower_twin()
+    # (torch's own styles take no other sizes. Of an empty batch DTensor never finds the views.)
+    case, tp = world.case, world.tp
+    if tp == 1 or (case.batch and not (case.hidden % tp or case.sequence % tp)):
+        world.run(training=True)
+    if ranks_of(world.case) > 1:
+        world.refuses(convert_to_float8_training)
+        world.rebuild()
+    else:
+        world.both(partial(convert_to_float8_training, config=world.configs[0]))
+    world.run(training=True)
+
+
+def deep_copy(world: World) -> None:
+    if world.replicas == 1:  # FSDP2 refuses to be copied
+        world.net = copy.deepcopy(world.net)
+        world.optimizer = world.make_optimizer(world.net)
+    world.run(training=True)
+
+
+def changed(change: Callable[[nn.Module], object]) -> Callable[[World], None]:
+    """The change in training: the pass after it uses the new values."""
+
+    def take(world: World) -> None:
+        world.both(change)
+        world.run(training=True)
+
+    return take
+
+
+def toggle_checkpointing(world: World) -> None:
+    world.checkpointing = not world.checkpointing
+    world.run(training=True)
+
+
+ACTIONS: dict[str, Callable[[World], None]] = {
+    "step": step,
+    "step without update": partial(step, update=False),
+    "micro-batches": micro_batches,
+    "evaluate": lambda world: world.run(training=False),
+    "load_state_dict": changed(load),
+    "edit in place": changed(edit),
+    "write .data, invalidate": changed(write_data),
+    "freeze": changed(partial(freeze, True)),
+    "unfreeze": changed(partial(freeze, False)),
+    "deepcopy": deep_copy,
+    "checkpointing": toggle_checkpointing,
+    "precompute": changed(precompute_float8_dynamic_scale),
+    "precompute, write": write_after_precompute,
+    "dcp.load": load_checkpoint,
+    "dcp.load, another mesh": load_elsewhere,
+    "GradScaler": scaled_step,
+    "GradScaler, overflow": partial(scaled_step, overflow=True),
+    "freeze to float8, unfreeze": store_frozen,
+    "convert_to_linear and back": linear_and_back,
+    "sync": changed(sync_float8_amax_and_scale_history),
+    "invalidate": changed(invalidate_float8_scales),
+}
