@@ -8,18 +8,7 @@ from property_cases import LayerCase
 from property_casts import TARGETS
 from property_values import DTYPES, laid_out, values
 from property_verdicts import WrongResult
-from recipe_algebra import (
-    E4M3,
-    E5M2,
-    SUMMED,
-    folded,
-    in_order,
-    layer_of,
-    magnitude,
-    rounded,
-    step,
-    summed_in_blocks,
-)
+from recipe_algebra import SUMMED, layer_of, multiplied_by, step
 
 from fp8_dist import CastConfig, Float8LinearConfig, ScalingGranularity, ScalingType
 
@@ -62,7 +51,7 @@ def compare(
     """Whether output and gradients are what the config says."""
     operands = {"input": x, "weight": w, "grad_output": g}
     for gemm in SUMMED:
-        left, right = multiplied(gemm, config, operands)
+        left, right = multiplied_by(gemm, config, operands)
         expected, bound = left @ right, left.abs() @ right.abs()
         # Where a GEMM takes denormal numbers for zeros.
         sums = left.abs().sum(1, keepdim=True) + right.abs().sum(0, keepdim=True)
@@ -77,44 +66,6 @@ def compare(
     if bias is not None:
         total, bound = g.double().sum(0), g.double().abs().sum(0) * max(1, len(g))
         check_close("grad_bias", found["grad_bias"], total, bound, x.dtype)
-
-
-def multiplied(
-    gemm: str, config: Float8LinearConfig, operands: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a GEMM multiplies, fp64."""
-    if config.fold_row_scales:
-        return folded_operands(gemm, config, operands)
-    sides = (
-        dequantized(operands[name], summed, gemm, name, config) for name, summed in SUMMED[gemm]
-    )
-    return in_order(gemm, *sides)
-
-
-def dequantized(
-    x: torch.Tensor, summed: int, gemm: str, operand: str, config: Float8LinearConfig
-) -> torch.Tensor:
-    cast = getattr(config, f"cast_config_{operand}_for_{gemm}", None)
-    cast = cast or getattr(config, f"cast_config_{operand}")
-    if cast.scaling_type is ScalingType.DISABLED or not x.numel():
-        return x.double()
-    dtype = cast.target_dtype or (E5M2 if operand == "grad_output" else E4M3)
-    if cast.block_size is not None:
-        return summed_in_blocks(x, dtype, summed, cast.block_size, cast.scale_rule)
-    by_row = cast.scaling_granularity is ScalingGranularity.AXISWISE
-    amax = magnitude(x, summed if by_row else None)
-    return rounded(x, dtype, amax, config.round_scales_to_power_of_2)
-
-
-def folded_operands(
-    gemm: str, config: Float8LinearConfig, operands: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    x, w, g = (operands[name].double() for name in ("input", "weight", "grad_output"))
-    enabled = config.gemm_enabled(gemm)  # type: ignore[arg-type]
-    if enabled and x.numel() and w.numel() and g.numel():
-        dtypes = {n: config.cast_config(n, gemm).dtype_for(n) for n in operands}  # type: ignore[arg-type]
-        return folded(*(operands[n] for n in ("input", "weight", "grad_output")), dtypes)[gemm]
-    return in_order(gemm, *(operands[name].double() for name, _ in SUMMED[gemm]))
 
 
 def check_close(

@@ -1,4 +1,4 @@
-"""The three GEMMs of every recipe in fp64, written down from its formulas alone.
+"""The three GEMMs of every config in fp64, written down from its fields and formulas alone.
 
 Nothing here calls the code under test, but for :func:`layer_of` and :func:`step`, which run it.
 """
@@ -10,7 +10,14 @@ import torch
 import torch.nn as nn
 from reference import FORMATS, nearest, reference_blocks
 
-from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScalingGranularity,
+    ScalingType,
+)
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
@@ -23,8 +30,6 @@ SUMMED = {
     "grad_input": (("grad_output", 1), ("weight", 0)),
     "grad_weight": (("grad_output", 0), ("input", 0)),
 }
-# The size of the blocks, and the rule of their scales.
-BLOCKS: dict[str, tuple[int, str | None]] = {"blockwise": (128, None), "mxfp8": (32, "ceil")}
 
 
 def magnitude(x: torch.Tensor, covered: int | None) -> torch.Tensor:
@@ -87,48 +92,56 @@ def row_scales(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def products(
-    recipe: str,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    g: torch.Tensor,
-    *,
-    power_of_2: bool | None = None,
-    dtypes: dict[str, torch.dtype] | None = None,
+    config: Float8LinearConfig, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Output and gradients of ``recipe``, fp64.
+    """Output and gradients of ``config``, fp64; input ``[M, K]``, weight ``[N, K]``, grad_output.
 
-    Args:
-        recipe: its name.
-        x, w, g: input ``[M, K]``, weight ``[N, K]``, grad_output ``[M, N]``.
-        power_of_2: instead of the recipe's own choice. (Scales of blocks have no other.)
-        dtypes: of operands that aren't cast to the recipe's own dtype.
+    What is cast how is taken from the fields of the config, and nothing from the name of a recipe.
     """
-    by_row = recipe.startswith("rowwise")
-    power_of_2 = by_row if power_of_2 is None else power_of_2
-    grad_dtype = E4M3 if by_row or recipe in BLOCKS else E5M2
-    dtypes = {"input": E4M3, "weight": E4M3, "grad_output": grad_dtype} | (dtypes or {})
     tensors = {"input": x, "weight": w, "grad_output": g}
-
-    def cast(gemm: str, operand: str, summed: int) -> torch.Tensor:
-        tensor, dtype = tensors[operand], dtypes[operand]
-        if recipe in BLOCKS:
-            size, rule = BLOCKS[recipe]
-            block = (size if operand == "weight" else 1, size)
-            return summed_in_blocks(tensor, dtype, summed, block, rule)
-        if recipe == "rowwise_with_gw_hp" and gemm == "grad_weight":
-            return tensor.double()
-        of_tensor = (recipe, gemm, operand) == ("rowwise_with_gw_hp", "grad_input", "weight")
-        covered = summed if by_row and not of_tensor else None
-        return rounded(tensor, dtype, magnitude(tensor, covered), power_of_2)
-
-    if recipe == "rowwise_folded":
-        pairs = folded(x, w, g, dtypes)
-    else:
-        pairs = {
-            gemm: in_order(gemm, *(cast(gemm, *side) for side in sides))
-            for gemm, sides in SUMMED.items()
-        }
+    pairs = {gemm: multiplied_by(gemm, config, tensors) for gemm in GEMMS}
     return {gemm: left @ right for gemm, (left, right) in pairs.items()}
+
+
+def multiplied_by(
+    gemm: str, config: Float8LinearConfig, operands: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a GEMM multiplies, fp64."""
+    casts = {name: cast_of(config, name, gemm) for name in OPERANDS}
+    used = [name for name, _ in SUMMED[gemm]]
+    enabled = casts[used[0]].scaling_type is not ScalingType.DISABLED
+    if enabled and config.fold_row_scales and all(x.numel() for x in operands.values()):
+        dtypes = {name: dtype_of(cast, name) for name, cast in casts.items()}
+        return folded(*(operands[name] for name in OPERANDS), dtypes)[gemm]
+    sides = (
+        dequantized(operands[name], casts[name], name, summed, config.round_scales_to_power_of_2)
+        for name, summed in SUMMED[gemm]
+    )
+    return in_order(gemm, *sides)
+
+
+def cast_of(config: Float8LinearConfig, operand: str, gemm: str) -> CastConfig:
+    """The cast of an operand in a GEMM; that of its first GEMM if the second has none."""
+    second = getattr(config, f"cast_config_{operand}_for_{gemm}", None)
+    return second or getattr(config, f"cast_config_{operand}")  # type: ignore[no-any-return]
+
+
+def dtype_of(cast: CastConfig, operand: str) -> torch.dtype:
+    """The dtype of the cast; gradients are e5m2 where it has none."""
+    return cast.target_dtype or (E5M2 if operand == "grad_output" else E4M3)
+
+
+def dequantized(
+    x: torch.Tensor, cast: CastConfig, operand: str, summed: int, power_of_2: bool
+) -> torch.Tensor:
+    """What a GEMM that sums over a dim takes of an operand, fp64."""
+    if cast.scaling_type is ScalingType.DISABLED or not x.numel():
+        return x.double()
+    dtype = dtype_of(cast, operand)
+    if cast.block_size is not None:
+        return summed_in_blocks(x, dtype, summed, cast.block_size, cast.scale_rule)
+    by_row = cast.scaling_granularity is ScalingGranularity.AXISWISE
+    return rounded(x, dtype, magnitude(x, summed if by_row else None), power_of_2)
 
 
 def folded(

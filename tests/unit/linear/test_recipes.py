@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recipe_algebra import (
-    BLOCKS,
     E4M3,
     E5M2,
     GEMMS,
@@ -29,9 +28,13 @@ OFF = CastConfig(ScalingType.DISABLED)
 all_recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 
+BLOCKS = [name for name in RECIPES if config_of(name).cast_config_weight.block_size is not None]
+
+
 def check(recipe: str, dtype: torch.dtype, sizes: tuple[int, int, int], outliers: bool) -> None:
     x, w, g = (t.to(dtype) for t in operands(*sizes, outliers))
-    expected, found = products(recipe, x, w, g), step(layer_of(config_of(recipe), w), x, g)
+    config = config_of(recipe)
+    expected, found = products(config, x, w, g), step(layer_of(config, w), x, g)
     for gemm in GEMMS:
         best = sqnr(expected[gemm], expected[gemm].to(dtype))
         assert sqnr(expected[gemm], found[gemm]) > min(best - 0.5, 120), gemm
@@ -64,22 +67,19 @@ def test_many_blocks_equal_the_algebra(recipe: str, dtype: torch.dtype) -> None:
 @all_recipes
 def test_powers_of_two(recipe: str, power_of_2: bool) -> None:
     x, w, g = operands(outliers=True)
-    only = {
-        "rowwise_folded": "exact for powers of two only",
-        "blockwise": "are powers of two",
-        "mxfp8": "are powers of two",
-    }
-    if recipe in only and not power_of_2:
+    only = {"exact for powers of two only": config_of(recipe).fold_row_scales}
+    only["are powers of two"] = recipe in BLOCKS
+    if any(only.values()) and not power_of_2:
         text = raised(ValueError, lambda: config_of(recipe, round_scales_to_power_of_2=False))
-        assert only[recipe] in text
+        assert [reason for reason in only if reason in text] == [r for r in only if only[r]]
         return
     config = config_of(recipe, round_scales_to_power_of_2=power_of_2)
     with float8_gemms() as multiplied:
         found = step(layer_of(config, w), x, g)
-    expected = products(recipe, x, w, g, power_of_2=power_of_2)
+    expected = products(config, x, w, g)
     for gemm in GEMMS:
         assert sqnr(expected[gemm], found[gemm]) > 120, gemm
-    assert len(multiplied) == (2 if recipe == "rowwise_with_gw_hp" else 3)
+    assert len(multiplied) == sum(config.gemm_enabled(gemm) for gemm in GEMMS)
     for operand in (each for pair in multiplied for each in pair):
         if "block" in operand.scheme.covers:
             assert operand.scale.dtype is torch.uint8  # nothing but exponents
@@ -98,7 +98,7 @@ def test_target_dtypes(recipe: str) -> None:
         changed = {field: replace(cast, target_dtype=target) for field, cast in casts.items()}
         with float8_gemms() as multiplied:
             found = step(layer_of(config_of(recipe, **changed), w), x, g)
-        expected = products(recipe, x, w, g, dtypes={operand: target})
+        expected = products(config_of(recipe, **changed), x, w, g)
         for gemm in GEMMS:
             assert sqnr(expected[gemm], found[gemm]) > 120, (operand, gemm)
         output, grad_input, *_ = multiplied
@@ -184,7 +184,7 @@ def test_strict_alignment(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for pad in (False, True):
         config = config_of(recipe, pad_inner_dim=pad)
         found = step(layer_of(config, aligned[1]), aligned[0], aligned[2])
-        expected = products(recipe, *aligned)
+        expected = products(config, *aligned)
         assert all(sqnr(expected[gemm], found[gemm]) > 120 for gemm in GEMMS)
 
 
