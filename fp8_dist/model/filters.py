@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp8_dist.config import Float8LinearRecipeName
+from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.routers import is_called_router, routers
 from fp8_dist.moe.experts import expert_shapes
@@ -29,11 +29,15 @@ Limits = tuple[int | None, int | None]  # the largest (out, in) that is too smal
 # The limits of the auto filter of torchao 0.18, which were measured on H100.
 _TENSORWISE: tuple[Limits, ...] = ((1024, 4096),)
 _ROWWISE: tuple[Limits, ...] = ((2048, None), (None, 1024), (4096, 2048))
+
+
 # The limits of other recipes are not measured. They are assumed to be those of similar GEMMs.
-TOO_SMALL: dict[str, tuple[Limits, ...]] = {
-    recipe.value: _TENSORWISE if recipe.value in ("tensorwise", "delayed") else _ROWWISE
-    for recipe in Float8LinearRecipeName
-}
+def _too_small(recipe: Float8LinearRecipeName) -> tuple[Limits, ...]:
+    granularity = Float8LinearConfig.from_recipe_name(recipe).cast_config_input.scaling_granularity
+    return _TENSORWISE if granularity is ScalingGranularity.TENSORWISE else _ROWWISE
+
+
+TOO_SMALL = {recipe.value: _too_small(recipe) for recipe in Float8LinearRecipeName}
 
 # The name of a head at any depth, and the names of heads that are direct children of the model.
 _HEAD = "lm_head"

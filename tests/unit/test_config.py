@@ -2,6 +2,7 @@
 
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -59,19 +60,14 @@ def test_gemms_can_be_disabled_one_by_one() -> None:
 
 
 def test_recipes_by_name() -> None:
-    """(What each casts: tests/support/recipe_algebra.py has it in formulas.)"""
+    """(What each casts: tests/unit/test_docs.py compares it with the table of the page.)"""
     configs = {r: Float8LinearConfig.from_recipe_name(r) for r in Float8LinearRecipeName}
     assert configs == {r: Float8LinearConfig.from_recipe_name(r.value) for r in configs}
     assert configs[Float8LinearRecipeName.TENSORWISE] == Float8LinearConfig()
     operands: tuple[Operand, ...] = ("input", "weight", "grad_output")
-    for recipe, config in configs.items():
-        of_tensors = recipe.value in ("tensorwise", "delayed")
-        assert config.round_scales_to_power_of_2 is not of_tensors
-        two_copies = recipe.value in ("rowwise", "rowwise_with_gw_hp")
-        for operand in operands:
-            first, second = config.recipe.uses[operand].values()
-            assert (first != second) is two_copies
-            assert config.recipe.gather_scheme[operand] == (None if two_copies else first)
+    for config, operand in product(configs.values(), operands):
+        first, second = config.recipe.uses[operand].values()
+        assert config.recipe.gather_scheme[operand] == (first if first == second else None)
 
 
 def test_a_recipe_takes_any_field_of_the_config() -> None:
@@ -102,14 +98,12 @@ def test_configs_are_frozen_and_hashable() -> None:
 
 
 def test_auto_gathers_in_float8_where_one_copy_serves_both_gemms() -> None:
-    gathered = set()
     for name in Float8LinearRecipeName:
         config = recipe(name, enable_fsdp_float8_all_gather="auto")
         assert config.enable_fsdp_float8_all_gather == "auto"
-        gathered |= {name.value} if config.fsdp_float8_all_gather else set()
+        assert config.fsdp_float8_all_gather is (config.recipe.gather_scheme["weight"] is not None)
         off = replace(config, enable_fsdp_float8_all_gather=False)
         assert off.fsdp_float8_all_gather is False
-    assert gathered == {"tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed"}
     assert Float8LinearConfig(enable_fsdp_float8_all_gather=True).fsdp_float8_all_gather is True
     disabled = Float8LinearConfig(enable_fsdp_float8_all_gather="auto", **WITHOUT_GRAD_INPUT)
     assert disabled.fsdp_float8_all_gather is False
@@ -230,8 +224,9 @@ def test_refusals() -> None:
     for name, changes, text in CONFIGS:
         assert text in raised(ValueError, partial(recipe, name, **changes)), (name, changes)
     named = Float8LinearConfig.from_recipe_name
-    for name in {each.value for each in Float8LinearRecipeName} - {"blockwise", "mxfp8"}:
-        assert DROP in raised(ValueError, partial(named, name, weight_format="mxfp4"))
+    for name in Float8LinearRecipeName:
+        if named(name).cast_config_weight.block_size is None:
+            assert DROP in raised(ValueError, partial(named, name, weight_format="mxfp4"))
     unknown = raised(ValueError, lambda: Float8LinearConfig.from_recipe_name("fast"))
     assert unknown.startswith("recipe_name='fast' is not one of ['tensorwise', 'rowwise',")
     wrong_types: list[tuple[Any, str, Any, str]] = [

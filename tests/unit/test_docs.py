@@ -25,6 +25,7 @@ from fp8_dist import (
 )
 from fp8_dist.device import short_name
 from fp8_dist.recipe import Operand
+from fp8_dist.scaling import Scheme
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -216,10 +217,19 @@ def test_the_table_of_recipes() -> None:
         *casts, gathers, _ = row.split(" | ")
         config = Float8LinearConfig.from_recipe_name(name)
         for operand, shown in zip(get_args(Operand), casts, strict=True):
-            cast = getattr(config, f"cast_config_{operand}")
-            assert short_name(cast.dtype_for(operand)).startswith(shown.split()[0]), (name, operand)
-            assert ("then" in shown) == (config.recipe.gather_scheme[operand] is None), (
-                name,
-                operand,
-            )
+            first, second = (cast_in_words(s) for s in config.recipe.uses[operand].values())
+            then = second.removeprefix(first.partition(" ")[0] + " ")
+            assert shown == (first if first == second else f"{first}, then {then}"), name
         assert ("float8" in gathers) == (config.recipe.gather_scheme["weight"] is not None), name
+    (others,) = re.findall(r"^- Scales are powers of two in all recipes but (.*)\.$", section, re.M)
+    configs = {name: Float8LinearConfig.from_recipe_name(name) for name, _ in rows}
+    free = {name for name, each in configs.items() if not each.round_scales_to_power_of_2}
+    assert set(re.findall(r"`(\w+)`", others)) == free
+
+
+def cast_in_words(scheme: Scheme | None) -> str:
+    """The scheme of an operand in a GEMM as the table of recipes has it."""
+    if scheme is None:
+        return "high precision"
+    covers = scheme.covers.removeprefix("block of ").partition(" (")[0]
+    return f"{short_name(scheme.dtype).removesuffix('fn')} per {covers}"
