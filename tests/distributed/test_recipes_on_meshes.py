@@ -59,7 +59,7 @@ def test_outputs_and_gradients() -> dict[str, float]:
             for (name, actual), parameter in pairs:
                 result[f"{recipe}: {name}"] = sqnr(parameter.grad, full(actual.grad))
                 actual.grad = parameter.grad = None
-            if recipe == "delayed":
+            if config.recipe.delayed:
                 sync_float8_amax_and_scale_history(world.net)
                 sync_float8_amax_and_scale_history(world.twin)
     return {name: value for name, value in result.items() if value <= 120}

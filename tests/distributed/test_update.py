@@ -49,10 +49,11 @@ def updated_step(dp: int, tp: int, recipe: str) -> tuple[str, int]:
         Collectives of the update, and how many all-reduces it saves in the step.
     """
     fp8_dist.text._warned.clear()
-    sync = sync_float8_amax_and_scale_history if recipe == "delayed" else lambda module: None
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    sync = sync_float8_amax_and_scale_history if config.recipe.delayed else lambda module: None
     found, reduces, results = [], [], []
     for update in (update_float8_scales, sync):
-        world = Distributed(dp, tp, config=Float8LinearConfig.from_recipe_name(recipe))
+        world = Distributed(dp, tp, config=config)
         x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)))
         optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
         world.net(x).square().mean().backward()

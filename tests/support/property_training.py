@@ -64,7 +64,6 @@ class GatedNet(Net):
 COLUMN = {"output": (None, 1), "grad_input": (1, 0), "grad_weight": (0, None)}
 ROW = {"output": (1, 0), "grad_input": (None, 1), "grad_weight": (None, 1)}
 SPLIT = {"w1": COLUMN, "w3": COLUMN, "w2": ROW}
-STORED_PARTS = ("weight", "weight_scale_inv")
 WHOLE = dict.fromkeys(COLUMN, (None, None))
 
 
@@ -172,10 +171,9 @@ class World:
         """
         if not self.has_policy:
             return
-        kept = {f"{name}.{part}" for name in stored_layers(self.twin) for part in STORED_PARTS}
-        if self.configs[0].fsdp_float8_all_gather:
-            kept |= {f"{name}.weight" for name in float8_layers(self.twin)}
-        for name, parameter in self.twin.named_parameters():
+        in_float8 = float8_layers(self.twin) if self.configs[0].fsdp_float8_all_gather else ()
+        kept = {f"{name}.weight" for name in in_float8}
+        for name, parameter in high_precision(self.twin).items():
             if name not in kept:
                 parameter.grad = None
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -226,12 +224,10 @@ class World:
 
     def same_weights(self) -> None:
         """The twin's weights become the model's; frozen ones in float8 stay as they are."""
-        stored = {f"{name}.weight" for name in stored_layers(self.net)}
-        mine = dict(self.net.named_parameters())
+        theirs = dict(self.twin.named_parameters())
         with torch.no_grad():
-            for name, theirs in self.twin.named_parameters():
-                if name.removesuffix("_scale_inv") not in stored:
-                    theirs.copy_(full(mine[name]))
+            for name, mine in high_precision(self.net).items():
+                theirs[name].copy_(full(mine))
 
     def is_frozen(self) -> bool:
         """Whether some weights are frozen."""
@@ -296,7 +292,7 @@ class World:
         if not self.config.recipe.delayed or ranks_of(self.case) == 1:
             return False
         scales = [scale for record in records for x in record[2:4] for scale in x.scales]
-        in_weights = not all_finite(self.twin.parameters())
+        in_weights = not all_finite(high_precision(self.twin).values())
         return in_weights or (self.tp > 1 and any(bool(scale.isnan().any()) for scale in scales))
 
     def check_not_lost(
@@ -445,6 +441,13 @@ def inputs_of(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
 def stored_layers(net: nn.Module) -> dict[str, nn.Linear]:
     """The layers whose weight is stored in float8."""
     return {n: each for n, each in float8_layers(net).items() if each.float8_weight.is_stored}
+
+
+def high_precision(net: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters, without those of weights that are stored in float8."""
+    parts = ("weight", "weight_scale_inv")
+    stored = {f"{name}.{part}" for name in stored_layers(net) for part in parts}
+    return {name: p for name, p in net.named_parameters() if name not in stored}
 
 
 def with_one_zero(x: torch.Tensor) -> torch.Tensor:
