@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from documented import run_shown
 from expecttest import assert_expected_inline
 from gradient_wire import Uneven, backward, data, on_the_wire
 from rank_tests import on_ranks
@@ -309,7 +310,7 @@ def test_the_page_registers_it() -> None:
     page = (Path(__file__).parents[2] / "docs/fsdp2.md").read_text()
     (code,) = re.findall(r"^```python\n([^`]*register_comm_hook[^`]*)^```", page, re.M)
     scope: dict[str, Any] = {"model": of_float8()}
-    exec(code, scope)
+    run_shown(code, scope)
     train(scope["model"], 2)
     assert same_parameters(scope["model"])
 

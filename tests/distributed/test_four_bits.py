@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from documented import run_shown
 from expecttest import assert_expected_inline
 from ranks import RankPools, device_mesh
 from reference import all_warnings, same_bits
@@ -266,7 +267,7 @@ def by_the_page() -> float:
 
     batches = [(tokens[:, :-1], tokens[:, 1:])] * 8
     scope: dict[str, Any] = {"model": model, "batches": batches, "loss_of": loss_of}
-    exec(code, scope)
+    run_shown(code, scope)
     is_first = dist.get_rank() == 0
     assert ("layers.0.attention.wq.weight_blocks" in scope["state"]) == is_first
     return float(losses[0] - losses[-1])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
+from documented import run_shown
 from expecttest import assert_expected_inline
 from one_sum import (
     Weights,
@@ -159,7 +160,7 @@ def by_the_page() -> Weights:
     for module in (fp8_dist, fp8_dist.fsdp, torch.distributed.fsdp):
         scope |= {name: getattr(module, name) for name in module.__all__}
     (code,) = (block for block in blocks if "micro_batches" in block)
-    exec(code, scope | {"torch": torch, "F": F})
+    run_shown(code, scope | {"torch": torch, "F": F})
     return {name: p.full_tensor() for name, p in model.named_parameters()}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from documented import run_shown
 from expecttest import assert_expected_inline
 from nets import full
 from ranks import RankPools, device_mesh
@@ -360,7 +361,7 @@ def test_a_plan_made_before_the_layer_was_put_back(fake_world):
 def plan_of_the_page(code: str) -> tuple[float, list[int]]:
     """SQNR of the logits against one device, and the float8 gathers of a step by dtype."""
     scope: dict[str, Any] = {}
-    exec(code, scope)
+    run_shown(code, scope)
     torch.manual_seed(0)
     single = scope["Model"]()
     convert_to_float8_training(single, module_filter_fn=skip_head(single))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from documented import run_shown
 from expecttest import assert_expected_inline
 from nets import Net, net_plan
 from rank_tests import on_ranks
@@ -168,12 +169,12 @@ def test_the_loop_of_the_page() -> None:
         "put": lambda name, part, placements: sent.append((name, part)),
     }
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    exec(LOOP, scope)
+    run_shown(LOOP, scope)
     expected = float8_state_dict(net, full_state_dict=True)
     assert not any(same_bits(expected[name], tensor) for name, tensor in before.items())
     assert differences(collected(iter(sent)), expected if dist.get_rank() == 0 else {}) == []
     sent.clear()
-    exec(SHARDS, scope)
+    run_shown(SHARDS, scope)
     assert [*dict(sent)] == [*expected]
     for name, part in sent:
         whole = expected[name]

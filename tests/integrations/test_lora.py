@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from documented import run_shown
 from nets import full
 from peft import LoraConfig, PeftModel, get_peft_model
 from rank_tests import on_ranks
@@ -251,7 +252,7 @@ def run_block(code: str, folder: str) -> tuple[list[str], list[str]]:
     batches = [{key: ids[None] for key, ids in row.items()} for row in dataset(8)]
     scope: dict[str, Any] = {"model": llama(), "batches": batches}
     with chdir(folder):
-        exec(code, scope)
+        run_shown(code, scope)
     merged, base = scope["model"], dict(llama().named_parameters())
     changed = [n for n, w in merged.named_parameters() if not torch.equal(full(w), base[n])]
     return list(float8_layers(merged)), changed

@@ -13,6 +13,7 @@ from unittest import mock
 import lightning
 import pytest
 import torch
+from documented import run_shown
 from playwright.sync_api import Page, sync_playwright
 from ranks import RankPools
 from reference import json_lines
@@ -31,6 +32,7 @@ FSDP2, TRAINER, LIGHTNING, LOGGERS = re.findall(
     r"^```python\n(.*?)^```", (ROOT / "docs/report.md").read_text(), re.DOTALL | re.MULTILINE
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+ANOMALY = "float8_stats: |record: "
 STEPS, FAULT = 21, 20  # the step of the fault, whose casts are recorded
 
 
@@ -66,8 +68,8 @@ def with_fsdp2(folder: Path) -> None:
     torch.manual_seed(0)
     scope = {"model": Net(), "batches": inputs(), "loss_of": lambda y: y.square().mean()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the anomaly
-        exec(FSDP2, scope)
+        warnings.simplefilter("ignore")
+        run_shown(FSDP2, scope, expected=ANOMALY)
 
 
 def with_trainer(folder: Path) -> None:
@@ -77,7 +79,7 @@ def with_trainer(folder: Path) -> None:
         "trainer", max_steps=STEPS, logging_steps=2, use_cpu=True, report_to="none", save_steps=99
     )
     with launched():
-        exec(TRAINER, {"model": llama(), "arguments": arguments, "dataset": dataset()})
+        run_shown(TRAINER, {"model": llama(), "arguments": arguments, "dataset": dataset()})
 
 
 class Module(lightning.LightningModule):
@@ -103,8 +105,9 @@ def with_lightning(folder: Path) -> None:
     options |= {"enable_checkpointing": False, "enable_progress_bar": False}
     batches = DataLoader(inputs(), batch_size=None)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the anomaly, and advice about workers
-        exec(LIGHTNING, {"module": Module(), "batches": batches, "options": options})
+        warnings.simplefilter("ignore")  # advice about workers
+        scope = {"module": Module(), "batches": batches, "options": options}
+        run_shown(LIGHTNING, scope, expected=ANOMALY)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +156,7 @@ def test_loggers_take_the_layers_that_are_chosen() -> None:
     for line in (first, second):
         with stats:
             model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
-        exec(line, {"stats": stats, "summary_writer": tensorboard, "wandb_run": wandb})
+        run_shown(line, {"stats": stats, "summary_writer": tensorboard, "wandb_run": wandb})
         assert stats.rows == []
     tags = [call.args[0] for call in tensorboard.add_scalar.call_args_list]
     assert len(tags) == 7 * 3 * 6

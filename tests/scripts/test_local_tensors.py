@@ -5,6 +5,7 @@ import io
 import re
 from pathlib import Path
 
+from documented import run_shown
 from ranks import RankPools
 
 PAGE = (Path(__file__).parents[2] / "docs/tensor_parallel.md").read_text()
@@ -16,7 +17,7 @@ def printed() -> str:
     program = re.sub(r"^dist.init_process_group.*\n", "", program, flags=re.MULTILINE)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        exec(program, {"__name__": "local_tp"})
+        run_shown(program, {"__name__": "local_tp"})
     return output.getvalue()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from documented import run_shown
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -125,5 +126,5 @@ def _of_docs() -> dict[str, Any]:
     programs = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
     (shown,) = [program for program in programs if "def save(" in program]
     names: dict[str, Any] = {}
-    exec(shown, names)
+    run_shown(shown, names)
     return names

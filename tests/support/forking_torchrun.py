@@ -2,7 +2,7 @@
 
 python -m forking_torchrun --nproc-per-node 2 PROGRAM
 
-Their gloo groups have one thread each (``scripts/common/gloo.py`` says why). They end without
+Warnings that the library gives are errors there. Their gloo groups have one thread each (``scripts/common/gloo.py`` says why). They end without
 finalizing the interpreter, which gloo's threads may disturb (docs/support.md).
 """
 
@@ -10,6 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from documented import own_warnings_raise
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
@@ -26,7 +27,8 @@ def run_program(path: str) -> None:
     use_one_thread_per_group()
     sys.argv = [path]
     sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
+    with own_warnings_raise():
+        runpy.run_path(path, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from documented import run_shown
 from expecttest import assert_expected_inline
 from reference import raised
 
@@ -181,5 +182,5 @@ def test_the_example_of_the_page() -> None:
     assert shown is not None
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(code.group(1), {})
+        run_shown(code.group(1), {})
     assert printed.getvalue() == shown.group(1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from documented import run_shown
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -96,7 +97,7 @@ def run_code(page: str, **scope: Any) -> dict[str, Any]:
     (code,) = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.M
     )
-    exec(code, scope)
+    run_shown(code, scope)
     return scope
 
 
@@ -135,7 +136,6 @@ class OneLayer(nn.Module):
         return self.layers["3"]["feed_forward"]["w2"](x)  # type: ignore[index]
 
 
-@pytest.mark.filterwarnings("ignore:record")
 def test_debugging_records_replays_and_compares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,22 +150,23 @@ def test_debugging_records_replays_and_compares(
         "batches": [torch.ones(4, 32)] * 2,
         "optimizer": torch.optim.SGD(model.parameters()),
     }
-    exec(recorded, scope)
+    run_shown(recorded, scope)
     assert not list((tmp_path / "recordings").iterdir())  # nothing went wrong
-    exec(statistics, scope)
+    run_shown(statistics, scope)
     printed = capsys.readouterr().out
     assert printed.count("layers.3.feed_forward.w2") == 3  # its casts in step 0
-    exec(one_layer.replace("...  # two steps", "model(batches[0])"), scope)
+    two_steps = one_layer.replace("...  # two steps", "model(batches[0])")
+    run_shown(two_steps, scope, expected="record: on demand")
     (command,) = re.findall(r"^python -m (fp8_dist.debug.replay) (.*)$", text, re.M)
     assert importlib.import_module(command[0]).main([command[1]]) == 0
     assert capsys.readouterr().out.count("layers.3.feed_forward.w2") == 2
     scope |= {"tokens": torch.randn(4, 32), "loss": torch.sum}
-    exec(comparison, scope)
+    run_shown(comparison, scope)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {(line[0], line[-2]) for line in lines} == {
         (recipe, "layers.3.feed_forward.w2") for recipe in ("tensorwise", "rowwise_folded")
     }
-    exec(left_out.replace("24.7", "0"), scope)
+    run_shown(left_out.replace("24.7", "0"), scope)
     assert scope["low"] == set()
 
 
@@ -199,14 +200,15 @@ def test_tensor_parallel_orders_a_projection_by_head(one_rank: dict[str, DeviceM
     model, x = FusedAttention(), torch.randn(2, 4, 16)
     expected = model(x)
     scope = {"torch": torch, "F": F}
-    exec(by_head, scope)
+    run_shown(by_head, scope)
     scope["order_by_head"](model.qkv, model.head_dim)
     model.forward = partial(scope["attention"], model)  # type: ignore[method-assign]
     torch.testing.assert_close(model(x), expected)
     plan = {"qkv": tensor_parallel.Float8ColwiseParallel()}
     fp8_dist.convert_to_float8_training(model)
     run = {"check_tp_plan": tensor_parallel.check_tp_plan, "mesh": one_rank, "plan": plan}
-    exec(checked, run | {"model": model, "tokens": x})
+    of_one_rank = "check_tp_plan: on a mesh of one rank"
+    run_shown(checked, run | {"model": model, "tokens": x}, expected=of_one_rank)
 
 
 def test_the_table_of_recipes() -> None:

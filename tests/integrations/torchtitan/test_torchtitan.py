@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from documented import run_shown
 from expecttest import assert_expected_inline
 from processes import run
 from reference import raised
@@ -134,7 +135,7 @@ def test_recipes_are_chosen_on_the_command_line(recipe: str) -> None:
 
 def test_the_examples() -> None:
     scope: dict[str, Any] = {}
-    exec("".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), scope)
+    run_shown("".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), scope)
     mixture = scope["my_mixture"]().model_spec.model.layers[0].moe.routed_experts.inner_experts
     assert mixture.float8.recipe == "rowwise_folded"
     layers = layers_of(scope["my_qwen3"]())

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from documented import run_shown
 from expecttest import assert_expected_inline
 from hf_experts import IDS, different, made, step
 from hf_models import build
@@ -143,7 +144,7 @@ def test_the_page() -> list[bool]:
     torch.manual_seed(0)
     scope: dict[str, Any] = {"torch": torch, "F": F, "mesh": device_mesh(dp=2, ep=2), "group": None}
     first, second, third, fourth = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    exec(first + second, scope)
+    run_shown(first + second, scope)
     ids, losses = torch.randint(0, 256, (2, 16)) + dist.get_rank(), []
     for _ in range(4):
         loss = scope["model"](ids % 256, labels=ids % 256).loss
@@ -158,8 +159,8 @@ def test_the_page() -> list[bool]:
         "routing_weights": torch.ones(6, 1),
     }
     scope |= {"weight": w1, "offs": torch.tensor([2, 6])}
-    exec(third, scope)
-    exec(fourth, scope | {"nn": nn, "DTensor": DTensor}, own := {})
+    run_shown(third, scope)
+    run_shown(fourth, own := scope | {"nn": nn, "DTensor": DTensor})
     experts = own["Experts"]()
     for name in ("w1", "w2", "w3"):
         setattr(experts, name, nn.Parameter(scope[name]))

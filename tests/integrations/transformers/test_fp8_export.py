@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from documented import run_shown
 from expecttest import assert_expected_inline
 from hf_models import batch, build
 from moe_layers import cast
@@ -243,7 +244,7 @@ def test_gpt_oss_is_read_in_mxfp4(
     model = in_mxfp4("gpt_oss", recipe)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    exec(lines, globals() | {"model": model})
+    run_shown(lines, globals() | {"model": model})
     for dtype in (torch.float32, torch.bfloat16):
         found, report = AutoModelForCausalLM.from_pretrained(
             tmp_path / "checkpoint",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from documented import run_shown
 from nets import full
 from ranks import RankPools, device_mesh
 from torch.utils.data import DataLoader
@@ -42,7 +43,7 @@ def run_block(code: str, folder: str) -> dict[str, Any]:
         "made": lambda device, sizes, **names: device_mesh(dp=sizes[0], tp=sizes[1]),
     }
     with launched(fsdp=True), chdir(folder):
-        exec(code, scope)
+        run_shown(code, scope)
         model = scope["trainer"].model if "trainer" in scope else scope["model"]
         dist.barrier()
         saved = AutoModelForCausalLM.from_pretrained(next(Path("runs").rglob("final")))
@@ -92,7 +93,7 @@ def test_code_for_ranks(
 def test_loading(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     scope: dict[str, Any] = {"path": tmp_path}
-    exec(LOADING, scope)
+    run_shown(LOADING, scope)
     names = float8_layers(scope["model"])
     assert len(names) == 7
     assert all(name.startswith("model.layers.1.") for name in names)
@@ -108,7 +109,7 @@ def test_gpt2_whose_conv1d_layers_are_replaced() -> None:
         convert_to_float8_training(model, module_filter_fn=skip_head(model))
     skipped = {row.name for row in conversion_summary(model).skipped}
     assert "transformer.h.0.mlp.c_fc.weight" in skipped
-    exec(CONV1D, {"model": model})
+    run_shown(CONV1D, {"model": model})
     torch.testing.assert_close(model(tokens).logits, expected)
     convert_to_float8_training(model, module_filter_fn=skip_head(model))
     assert len(float8_layers(model)) == 4

@@ -1,0 +1,206 @@
+"""Every block of Python on a page runs in a test; here those that no other test runs."""
+
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from documented import ROOT, own_warnings_raise, python_blocks, run_shown
+from ranks import RankPools, device_mesh
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from trainer_runs import llama
+
+import fp8_dist
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_layers,
+    skip_head,
+)
+from scripts.common.llama import Llama, LlamaConfig
+
+HERE = "tests/integrations/test_documented.py"
+DISTRIBUTED, INTEGRATIONS = "tests/distributed/", "tests/integrations/"
+# By page: the test that runs each block, or why none can.
+RUN_BY = {
+    "README.md": ["tests/scripts/test_readme.py"] * 2,
+    "docs/communication.md": ["tests/unit/test_docs.py"],
+    "docs/debugging.md": ["tests/unit/test_docs.py"] * 5,
+    "docs/experts.md": [f"{INTEGRATIONS}transformers/test_experts_on_ranks.py"] * 4,
+    "docs/export.md": [HERE, HERE, f"{INTEGRATIONS}transformers/test_fp8_export.py", HERE],
+    "docs/four_bits.md": [f"{DISTRIBUTED}test_four_bits.py", HERE],
+    "docs/from_torchao.md": [HERE],
+    "docs/frozen.md": [f"{INTEGRATIONS}test_frozen_page.py"] * 3,
+    "docs/fsdp2.md": [
+        HERE,
+        HERE,
+        f"{DISTRIBUTED}test_one_sum.py",
+        HERE,
+        f"{DISTRIBUTED}test_ddp_hook.py",
+    ],
+    "docs/lightning.md": [f"{INTEGRATIONS}test_lightning.py"] * 2,
+    "docs/lora.md": [f"{INTEGRATIONS}test_lora.py"] * 2,
+    "docs/numerics.md": ["tests/unit/test_docs.py"],
+    "docs/recipes.md": ["tests/unit/test_docs.py"],
+    "docs/report.md": [f"{INTEGRATIONS}test_reported_loops.py"] * 4,
+    "docs/serving.md": [
+        f"{DISTRIBUTED}test_weight_stream.py",
+        f"{INTEGRATIONS}test_frozen_page.py",
+        f"{DISTRIBUTED}test_weight_stream.py",
+    ],
+    "docs/state.md": [HERE, HERE],
+    "docs/tensor_parallel.md": [
+        HERE,
+        f"{DISTRIBUTED}test_plans.py",
+        "tests/unit/test_docs.py",
+        "tests/unit/test_docs.py",
+        HERE,
+        "GPUs alone: symmetric memory",
+        "tests/scripts/test_local_tensors.py",
+    ],
+    "docs/torchtitan.md": [f"{INTEGRATIONS}torchtitan/test_torchtitan.py"] * 2,
+    "docs/transformers.md": [f"{INTEGRATIONS}transformers/test_transformers_page.py"] * 7,
+}
+
+
+def test_every_block_has_a_test() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    names = [page.relative_to(ROOT).as_posix() for page in pages]
+    shown = {name: len(blocks) for name in names if (blocks := python_blocks(name))}
+    assert shown == {page: len(tests) for page, tests in RUN_BY.items()}
+    for page, tests in RUN_BY.items():
+        for test in {test for test in tests if not test.startswith("GPUs alone")}:
+            text = (ROOT / test).read_text()
+            assert "run_shown(" in text or test == "tests/scripts/test_readme.py", test
+            assert Path(page).name in text, (page, test)
+
+
+def net() -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32))
+
+
+def scope_of(model: Any, **others: Any) -> dict[str, Any]:
+    """What pages call the reader's, and the names that they have imported further up."""
+    scope = {"torch": torch, "model": model, "DistributedDataParallel": DistributedDataParallel}
+    for module in (fp8_dist, fp8_dist.fsdp, fp8_dist.tensor_parallel, torch.distributed.fsdp):
+        scope |= {name: getattr(module, name) for name in module.__all__}
+    return scope | others
+
+
+FSDP2 = """
+for block in model.layers:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+
+def steps(scope: dict[str, Any], count: int = 2) -> None:
+    tokens = torch.arange(2 * 16).view(2, 16)
+    with own_warnings_raise():
+        for _ in range(count):
+            output = scope["model"](tokens)
+            getattr(output, "logits", output).float().square().mean().backward()
+            scope["optimizer"].step()
+            scope["optimizer"].zero_grad()
+
+
+def sharded() -> dict[str, Any]:
+    """A model after docs/fsdp2.md's first block."""
+    code = python_blocks("docs/fsdp2.md")[0].replace("...", f"{FSDP2}\n#")
+    run_shown(code, scope := scope_of(net()))
+    return scope
+
+
+def fsdp2_and_state(folder: str) -> bool:
+    """Whether a resumed run ends as the uninterrupted one."""
+    _, transport, _, replicated, _ = python_blocks("docs/fsdp2.md")
+    checkpoints, back = python_blocks("docs/state.md")
+    old, new = sharded(), sharded()
+    for scope in (old, new):
+        run_shown(transport, scope)
+        run_shown(checkpoints, scope)
+    steps(old)
+    with own_warnings_raise():
+        old["save"](old["model"], old["optimizer"], folder)
+        new["load"](new["model"], new["optimizer"], folder)
+    for scope in (old, new):
+        steps(scope)
+    pairs = zip(old["model"].parameters(), new["model"].parameters(), strict=True)
+    same = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    run_shown(back, new)
+    assert not float8_layers(new["model"])
+    steps(new)
+    run_shown(replicated, scope := scope_of(net()))
+    steps(scope)
+    return same
+
+
+def test_fsdp2_and_state(ranks: RankPools, tmp_path: Path) -> None:
+    assert ranks(2).run_same(fsdp2_and_state, str(tmp_path)) is True
+
+
+def tensor_parallel() -> None:
+    blocks = python_blocks("docs/tensor_parallel.md")
+    scope = scope_of(net(), mesh=device_mesh(tp=2))
+    attach = "attach_update(optimizer, model)"
+    optimizer = "optimizer = torch.optim.AdamW(model.parameters())\n"
+    code = blocks[0].replace(attach, optimizer + attach)
+    assert code != blocks[0]
+    run_shown(code, scope)
+    steps(scope)
+    plan = "llama_tp_plan(model)"
+    encoded = code.replace(f'apply_tp_plan(model, mesh["tp"], {plan})', f"{blocks[4]}APPLIED")
+    encoded = encoded.replace("APPLIED", 'apply_tp_plan(model, mesh["tp"], plan)')
+    assert encoded.count("plan)") == 1
+    run_shown(encoded, scope := scope_of(net(), mesh=device_mesh(tp=2)))
+    steps(scope)
+
+
+def test_tensor_parallel(ranks: RankPools) -> None:
+    ranks(2).run(tensor_parallel)
+
+
+def export(folder: str) -> None:
+    save, in_bf16, _, consolidated = python_blocks("docs/export.md")
+    gathered, written = save.split("\n", maxsplit=1)
+    config = Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32")
+    model = convert_to_float8_training(llama(), config=config, module_filter_fn=skip_head(llama()))
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+    scope = scope_of(model, folder="consolidated")
+    with chdir(folder):
+        run_shown("\n".join((gathered, in_bf16, written, consolidated)), scope)
+        dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_export(ranks: RankPools, tmp_path: Path) -> None:
+    ranks(2).run(export, str(tmp_path))
+    plain, sharded = (
+        {
+            tensor.dtype
+            for file in (tmp_path / name).glob("model*.safetensors")
+            for tensor in load_file(file).values()
+        }
+        for name in ("checkpoint", "consolidated")
+    )
+    assert plain == {torch.float8_e4m3fn, torch.float32, torch.bfloat16}
+    assert sharded == {torch.float8_e4m3fn, torch.float32}
+
+
+def test_configs() -> None:
+    """docs/four_bits.md, docs/from_torchao.md."""
+    config = Float8LinearConfig.from_recipe_name("mxfp8", weight_format="mxfp4")
+    run_shown("from dataclasses import replace", scope := scope_of(None, config=config))
+    run_shown(python_blocks("docs/four_bits.md")[1], scope)
+    assert scope["config"].cast_config_weight.scale_rule == "even"
+    run_shown(python_blocks("docs/from_torchao.md")[0], names := {})
+    model = names["convert_to_float8_training"](torch.nn.Sequential(torch.nn.Linear(32, 32)))
+    assert isinstance(model[0], Float8Linear)
