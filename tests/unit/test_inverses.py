@@ -308,7 +308,9 @@ def test_layers_whose_bound_forward_is_held_are_left_out() -> None:
     model = nn.Sequential(*layers)
     holders = [hold(model[i]) for i, hold in enumerate(HOLDERS.values())]
     forward = model[6].forward
-    with pytest.warns(UserWarning, match=r": \* \(7\) \(its bound method forward is held by another obj"):
+    with pytest.warns(
+        UserWarning, match=r": \* \(7\) \(its bound method forward is held by another obj"
+    ):
         convert(model)
     assert list(float8_layers(model)) == ["7"]
     for row in conversion_summary(model).rows[:7]:
