@@ -352,13 +352,14 @@ def _odd_ranks(groups: Sequence[Sequence[Record]]) -> tuple[int, ...]:
 
 def _several(groups: Sequence[Sequence[Record]], values: Sequence[Tensor]) -> str:
     """Say which ranks have which value."""
-    names = [_names([part["rank"] for part in alike]) for alike in groups]
+    names = [rank_names([part["rank"] for part in alike]) for alike in groups]
     verbs = ["has" if len(alike) == 1 else "have" for alike in groups]
     each = zip(names, verbs, values, strict=True)
     return ", ".join(f"{name} {verb} {value.item():.4g}" for name, verb, value in each)
 
 
-def _names(ranks: Sequence[int], conjunction: str = "and") -> str:
+def rank_names(ranks: Sequence[int], conjunction: str = "and") -> str:
+    """Name ranks: ``rank 1``, or ``ranks 1, 2 and 3``."""
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} {conjunction} {last}" if most else f"rank {last}"
 
@@ -631,7 +632,7 @@ def page(replay: Replay) -> str:
 def _line(found: Finding) -> str:
     where = ""
     if found.element is not None:
-        where = f", element {[*found.element]} on {_names(found.ranks, 'or')}"
+        where = f", element {[*found.element]} on {rank_names(found.ranks, 'or')}"
     what = f"{found.operand} for {', '.join(found.gemms)}"
     return f"  step {found.step}: {found.fqn}: {what}{where}: {found.text}"
 

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fp8_dist.debug.replay import Replay
+from fp8_dist.debug.replay import Replay, rank_names
 from fp8_dist.debug.rows import product
 from fp8_dist.report.data import Row, Run, progress
 
@@ -28,7 +28,7 @@ class Fault:
         source: what shows it.
         is_wrong: whether values are not finite, or not those that they should be.
         fqn: the layer; None of metrics.
-        rank: the first rank that has it; None if it is not known.
+        ranks: the first rank that has it, or the candidates; empty if that is not known.
         folder: the recording that shows it.
     """
 
@@ -38,7 +38,7 @@ class Fault:
     source: str
     is_wrong: bool = True
     fqn: str | None = None
-    rank: int | None = None
+    ranks: tuple[int, ...] = ()
     folder: Path | None = None
 
 
@@ -69,10 +69,9 @@ def headline(run: Run) -> Headline | None:
     if not faults:
         return None
     first = faults[0]
-    if first.rank is None and first.fqn is not None:  # another source may know it
+    if not first.ranks and first.fqn is not None:  # another source may know them
         same = [f for f in faults if (f.step, f.fqn, f.is_wrong) == (first.step, first.fqn, True)]
-        ranks = [fault.rank for fault in same if fault.rank is not None]
-        first = dataclasses.replace(first, rank=next(iter(ranks), None))
+        first = dataclasses.replace(first, ranks=next((f.ranks for f in same if f.ranks), ()))
     sentences = [f"{first.text}.", *_gap(first, run)]
     if first.fqn is None:
         located = next((f for f in faults if f.fqn is not None and f.is_wrong), None)
@@ -88,9 +87,10 @@ def headline(run: Run) -> Headline | None:
 
 
 def _where(fault: Fault) -> str:
-    parts = [f"step {fault.step}", f"rank {fault.rank}", fault.fqn]
-    if fault.rank is None:
-        parts[1] = "rank unknown" if fault.is_wrong and fault.fqn is not None else None
+    rank = rank_names(fault.ranks, "or") if fault.ranks else None
+    if rank is None and fault.is_wrong and fault.fqn is not None:
+        rank = "rank unknown"
+    parts = f"step {fault.step}", rank, fault.fqn
     return ", ".join(part for part in parts if part is not None)
 
 
@@ -143,12 +143,13 @@ def _of_statistics(run: Run) -> Iterator[Fault]:
     if bad:
         row = min(bad, key=lambda row: (row["step"], row["position"]))
         step, rank = row["step"], row.get("nonfinite_rank")
+        ranks = () if rank is None else (rank,)
         before, text = _last_before(step, run.stats), f"{_operand(row)}: {_share(row)}"
-        yield Fault(step, before, text, "statistics", True, row["fqn"], rank)
+        yield Fault(step, before, text, "statistics", True, row["fqn"], ranks)
     for row in run.anomalies:
         is_wrong, text = row["what"] == "non-finite", f"{row['cast']}: {row['message']}"
         known = row["step"], _last_before(row["step"], run.stats), text, "statistics", is_wrong
-        yield Fault(*known, row["fqn"], row["rank"])
+        yield Fault(*known, row["fqn"], () if row["rank"] is None else (row["rank"],))
 
 
 def _operand(row: Row) -> str:
@@ -173,7 +174,7 @@ def _of_recordings(run: Run) -> Iterator[Fault]:
 
 def _of_recording(recording: Row, notes: list[str]) -> Iterator[Fault]:
     folder, rows = recording["folder"], recording["rows"]
-    only = 0 if recording["world"] == 1 else None
+    only = (0,) if recording["world"] == 1 else ()
     try:
         size = sum(path.stat().st_size for path in folder.glob("rank*.pt"))
         if size > MAX_REPLAYED:
@@ -197,8 +198,7 @@ def _of_recording(recording: Row, notes: list[str]) -> Iterator[Fault]:
             keeps = f"record(model, folder, layers={found.fqn!r}) keeps those of each step"
             text += f". Its tensors were not kept: {keeps}"
         known = found.step, _last_before(found.step - is_late, rows), text, "recordings"
-        rank = only if found.rank is None else found.rank
-        yield Fault(*known, found.is_wrong, found.fqn, rank, folder)
+        yield Fault(*known, found.is_wrong, found.fqn, found.ranks or only, folder)
 
 
 def _last_before(step: int, rows: Iterable[Row]) -> int | None:
