@@ -1,4 +1,4 @@
-"""Training steps of the script on four ranks: how sums travel."""
+"""Training steps of the script on four ranks: how sums travel, and what multiplies in fp32."""
 
 import os
 from contextlib import nullcontext
@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 import torch
 from ranks import RankPools, device_mesh
+from reference import Watching, same_bits
 
 from fp8_dist.debug import CommAudit, comm_audit
+from scripts.common import models
 from scripts.common.llama import MODELS, LlamaConfig
 from scripts.train import train
 
@@ -85,3 +87,30 @@ def test_sums_of_tensor_parallelism_travel_as_the_option_says(ranks: RankPools) 
         # Two bf16 summands have one rounded sum, in whichever dtype they are added.
         assert (numbers == expected) == (transport == "bf16")
         assert numbers == pytest.approx(expected, rel=1e-2)
+
+
+def bf16_steps(is_slow: bool) -> tuple[list[float], str]:
+    """Runs on every rank. is_slow: as on a CPU without instructions for bf16."""
+    with mock.patch.object(models, "has_bf16_instructions", return_value=not is_slow):
+        numbers, audit = two_steps(trainer("--recipe", "bf16"))
+    return numbers, audit.table()
+
+
+def test_gemms_in_fp32_change_no_message(ranks: RankPools) -> None:
+    expected, messages = ranks(4).run(bf16_steps, False)[0]
+    numbers, same = ranks(4).run(bf16_steps, True)[0]
+    assert numbers == pytest.approx(expected, rel=1e-2)
+    assert messages == same
+
+
+def test_a_layer_in_bf16_multiplies_in_fp32_where_bf16_is_slow() -> None:
+    layer = torch.nn.Linear(64, 48, bias=False).bfloat16()
+    with mock.patch.object(models, "has_bf16_instructions", return_value=False):
+        models.multiply_in_fp32(layer)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    with Watching() as operators:
+        output = layer(x)
+    assert operators.seen.count("aten._to_copy.default") == 3  # two operands, and the result
+    assert same_bits(output, (x.float() @ layer.weight.float().t()).bfloat16())
+    output.backward(gradient := torch.randn_like(output))
+    assert same_bits(x.grad, (gradient.float() @ layer.weight.float()).bfloat16())
