@@ -102,7 +102,7 @@ def test_the_operators_are_what_compilers_expect(power_of_2: bool) -> None:
     rows, _ = scaling_from_amax(amax(x, [x.ndim - 1]), E4M3, power_of_2)
     torch.library.opcheck(ops.quantize.default, (x, rows, E4M3))
     a, b = (cast_to_float8(torch.randn(*s), CastConfig()) for s in ((5, 16), (16, 7)))
-    arguments = (a.qdata, b.qdata, a.scale, b.scale, torch.bfloat16, [False, False, False])
+    arguments = (a.qdata, b.qdata, a.scale, b.scale, torch.bfloat16, [False] * 4)
     # (The schema test of opcheck multiplies its arguments, which float8 tensors can't be.)
     torch.library.opcheck(ops.scaled_mm.default, arguments, test_utils="test_faketensor")
 
