@@ -126,7 +126,7 @@ def test_experts_that_cannot_be_converted() -> None:
         """\
 convert_experts_to_float8_training: model.layers.0.feed_forward.experts can't be converted: its class does not use transformers' experts interface, which passes the experts of each token (those of Llama 4 multiply every token, scaled by the router before). Exclude it in module_filter_fn
 convert_experts_to_float8_training: the model has no experts that are known, or module_filter_fn admits none; those of transformers are known from its release 5 on, and experts of your own need the attribute float8_weight_names
-convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got 'mxfp8'""",
+convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got 'mxfp8'; Float8ExpertsConfig.from_recipe_name(name) makes one from a recipe's name""",
     )
 
 

@@ -128,7 +128,8 @@ def test_types() -> None:
     ]
     assert texts == [
         "grouped_linear: offs must be a tensor, got [5, 14]",
-        "grouped_linear: config must be a Float8ExpertsConfig, got 'mxfp8'",
+        "grouped_linear: config must be a Float8ExpertsConfig, got 'mxfp8'; "
+        "Float8ExpertsConfig.from_recipe_name(name) makes one from a recipe's name",
     ]
 
 
