@@ -5,6 +5,8 @@ torchrun --nproc-per-node 5 scripts/examples/weight_sync.py
 Ranks 0 to 3 train, by FSDP2 x tensor parallelism. Rank 4 serves.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from own_engine import COLUMNS, ROWS, Engine, received, send
@@ -43,6 +45,7 @@ def train() -> None:
     torch.manual_seed(0)
     model = Model().to(device)
     config = Float8LinearConfig.from_recipe_name("blockwise")
+    config = replace(config, enable_fsdp_float8_all_gather="auto")
     convert_to_float8_training(model, module_filter_fn=skip_head(model), config=config)
     plan = {f"blocks.*.{name}": Float8ColwiseParallel() for name in COLUMNS}
     plan |= {f"blocks.*.{name}": Float8RowwiseParallel() for name in ROWS}
@@ -63,9 +66,8 @@ def train() -> None:
 
 
 def sync(model: torch.nn.Module) -> None:
-    sent = 0
-    for name, *tensors in iter_float8_weights(model, ranks=[0]):  # ranks 1 to 3 get nothing
-        sent += send(name, tensors, link)
+    stream = iter_float8_weights(model, ranks=[0])  # ranks 1 to 3 get nothing
+    sent = sum(send(name, tensors, link) for name, *tensors in stream)
     with torch.no_grad():
         logits = model(prompt)
     if dist.get_rank() == 0:

@@ -148,4 +148,4 @@ def test_examples_are_short_and_all_are_tested() -> None:
     paths = [path for path in EXAMPLES.glob("*.py") if path.stem not in stand_ins]
     others = {"transformers_trainer", "weight_sync"}
     assert {path.stem for path in paths} - others == set(GATHERED)
-    assert all(len(path.read_text().splitlines()) < 80 for path in paths)
+    assert all(len(path.read_text().splitlines()) <= 80 for path in paths)
