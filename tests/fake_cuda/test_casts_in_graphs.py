@@ -4,7 +4,6 @@ The interpreter divides exactly, as a GPU does in fp64 alone.
 """
 
 import re
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -121,15 +120,19 @@ def casts(
 
 def cast_operators(triton: str | None, capability: tuple[int, int]) -> int:
     """How many casts a graph leaves to the library, with a release of Triton."""
-    modules: dict[str, Any] = {COMPILER: None}  # as if it were not installed
-    if triton is not None:
+
+    def compiler(name: str) -> SimpleNamespace:
+        assert name == COMPILER
+        if triton is None:  # it is not installed
+            raise ImportError
         old, new, first = TRITON[triton]
-        modules[COMPILER] = SimpleNamespace(
+        return SimpleNamespace(
             get_ptxas=lambda arch: SimpleNamespace(version=new if arch >= first else old)
         )
+
     device._ptxas_release.cache_clear()
     with (
-        patch.dict(sys.modules, modules),
+        patch.object(device, "import_module", compiler),
         patch.object(dense, "stores_transposed", device.stores_transposed),
         patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
     ):
