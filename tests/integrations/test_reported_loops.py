@@ -75,10 +75,9 @@ def with_fsdp2(folder: Path) -> None:
 def with_trainer(folder: Path) -> None:
     """Runs on every rank, under DDP."""
     os.chdir(folder)
-    arguments = TrainingArguments(
-        "trainer", max_steps=STEPS, logging_steps=2, use_cpu=True, report_to="none", save_steps=99
-    )
+    options = {"max_steps": STEPS, "logging_steps": 2, "save_steps": 99, "report_to": "none"}
     with launched():
+        arguments = TrainingArguments("trainer", use_cpu=True, **options)
         run_shown(TRAINER, {"model": llama(), "arguments": arguments, "dataset": dataset()})
 
 
