@@ -32,7 +32,13 @@ RUN_BY = {
     "docs/communication.md": ["tests/unit/test_docs.py"],
     "docs/debugging.md": ["tests/unit/test_docs.py"] * 5,
     "docs/experts.md": [f"{INTEGRATIONS}transformers/test_experts_on_ranks.py"] * 4,
-    "docs/export.md": [HERE, HERE, f"{INTEGRATIONS}transformers/test_fp8_export.py", HERE],
+    "docs/export.md": [
+        HERE,
+        HERE,
+        f"{INTEGRATIONS}transformers/test_fp8_export.py",
+        HERE,
+        f"{INTEGRATIONS}transformers/test_fp8_export.py",
+    ],
     "docs/four_bits.md": [f"{DISTRIBUTED}test_four_bits.py", HERE],
     "docs/from_torchao.md": [HERE],
     "docs/frozen.md": [f"{INTEGRATIONS}test_frozen_page.py"] * 3,
@@ -168,7 +174,7 @@ def test_tensor_parallel(ranks: RankPools) -> None:
 
 
 def export(folder: str) -> None:
-    save, in_bf16, _, consolidated = python_blocks("docs/export.md")
+    save, in_bf16, _, consolidated, _ = python_blocks("docs/export.md")
     gathered, written = save.split("\n", maxsplit=1)
     config = Float8LinearConfig.from_recipe_name("blockwise", scale_format="fp32")
     model = convert_to_float8_training(llama(), config=config, module_filter_fn=skip_head(llama()))

@@ -96,9 +96,9 @@ def test_logits_are_the_trainers(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     scope = globals() | {"model": model}
-    exec("\n".join([export, in_bf16 if dtype is torch.bfloat16 else "", write]), scope)
+    run_shown("\n".join([export, in_bf16 if dtype is torch.bfloat16 else "", write]), scope)
     reloaded, convert = load.rsplit("\nconfig = ", 1)
-    exec(reloaded, scope)
+    run_shown(reloaded, scope)
     with torch.no_grad():
         expected = model(input_ids=IDS).logits
         assert not same_bits(scope["model"](input_ids=IDS).logits, expected)
