@@ -31,6 +31,7 @@ from fp8_dist.linear.agreement import Facts, has_stand_ins
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import (
+    STAND_INS,
     FsdpParameter,
     announce_fsdp_reductions,
     fill_fsdp_gradients,
@@ -201,7 +202,7 @@ class EncodedReduction:
         rows, runs = input_tensor.view(group.size(), -1), runs_of(self.parts, self.seed)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
         received = exchanged(rows, runs, group, self.seed)
-        if received.device.type == "cpu":  # elsewhere the host would wait
+        if received.is_cpu and not isinstance(received, STAND_INS):  # else the host would wait
             self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
         # A mean is divided before it is added to what is accumulated.
         start = self._accumulated(rows) if self.is_final and fsdp_sums(self.group) else None

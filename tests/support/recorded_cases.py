@@ -177,7 +177,8 @@ def _with_fault(case: RecordedCase, of: random.Random) -> RecordedCase:
             for name in ("rows swapped", "row twice"):
                 targets[name] = of.choice([(UP, "input"), (DOWN, "grad_output")])
     fault = of.choice([*targets])
-    named = case.named or fault not in ("byte", "scale", "nan", "input", "gradient", "replica")
+    named = case.named or fault not in ("byte", "scale", "nan", "input", "gradient")
+    named |= targets[fault][1] == "weight"  # FSDP2 may have freed it when the recorder writes
     return replace(
         case, fault=fault, target=targets[fault], faulty=of.randrange(case.ranks), named=named
     )
