@@ -213,7 +213,9 @@ def test_setups_that_do_not_fit(ranks: RankPools) -> None:
     assert "recipe='mxfp8'" in recipe
     assert early == (
         "convert_experts_to_float8_training: the weights of model.layers.1.mlp.experts are "
-        "distributed already. Convert the model first, then distribute it"
+        "distributed already. Convert the model first, then apply tensor parallelism, then "
+        "fully_shard. One that is distributed already, as after convert_to_linear, can't be "
+        "converted: make a new model in this order, and load the state_dict of this one"
     )
     assert "combine='float8'" in combine
     assert "model.layers.1.mlp.experts.gate_up_proj" in one
