@@ -94,11 +94,10 @@ all_gather      tp         float8_e4m3fn     12    786,432     786,432
 all_to_all      tp         float8_e4m3fn     24  1,572,864   1,572,864
 all_to_all      tp         uint8              +     12,288      12,288
 all_gather      tp         bfloat16           2    131,072     262,144
-all_to_all      fsdp       float8_e4m3fn      8  3,080,192   3,080,192
-all_to_all      fsdp       uint8              +     24,064      24,064
-all_to_all      fsdp       float32            1        256       1,024
-all_gather      tp         float8_e5m2       12    786,432     786,432
-all_to_all      fsdp       float32            +      3,072      12,288""",
+all_to_all      fsdp       float8_e4m3fn      9  3,342,336   3,342,336
+all_to_all      fsdp       float32            +      3,696      14,784
+all_to_all      fsdp       uint8              +     26,112      26,112
+all_gather      tp         float8_e5m2       12    786,432     786,432""",
     )
 
 
