@@ -94,7 +94,7 @@ def check_config(caller: str, config: Any, expected: Any) -> None:
         )
 
 
-def check_names(config: type, names: Iterable[str], others: str = "") -> None:
+def check_field_names(config: type, names: Iterable[str], others: str = "") -> None:
     """Check that a config has fields of these names.
 
     Args:
@@ -446,7 +446,7 @@ class Float8LinearConfig:
         if name not in names:
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
         cast_arguments = "scale_format, division, weight_source and weight_format"
-        check_names(Float8LinearConfig, fields, cast_arguments)
+        check_field_names(Float8LinearConfig, fields, cast_arguments)
         recipe = Float8LinearRecipeName(name)
         found = _RECIPES[recipe]()
         formats: dict[str, Any] = {"scale_format": scale_format, "division": division}

@@ -321,7 +321,7 @@ def _largest(scales: Scales) -> Tensor:
 
 
 def _state_of(tensor: Tensor) -> tuple[int | None, int]:
-    """What differs once a tensor was written, or FSDP2 has freed its storage."""
+    """The version and storage size of a tensor, which a write or a freed storage changes."""
     return version_of(tensor), tensor.untyped_storage().nbytes()
 
 

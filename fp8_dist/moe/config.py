@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from fp8_dist.config import CastConfig, Float8LinearConfig, Format, check_fields, check_names
+from fp8_dist.config import CastConfig, Float8LinearConfig, Format, check_field_names, check_fields
 from fp8_dist.device import e4m3
 from fp8_dist.scaling import Dense, Scheme, covering
 
@@ -72,7 +72,7 @@ class Float8ExpertsConfig:
             ValueError: experts do not support the recipe, or a field has a wrong value.
             TypeError: there is no such field.
         """
-        check_names(Float8ExpertsConfig, fields)
+        check_field_names(Float8ExpertsConfig, fields)
         return Float8ExpertsConfig(recipe_name, **fields)  # type: ignore[arg-type]
 
     @property

@@ -44,7 +44,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Headline:
-    """What a report begins with.
+    """The first lines of a report.
 
     Attributes:
         where: the step, and the rank and the layer if they are known.
