@@ -1,6 +1,6 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
 from fp8_dist.linear.amax_history import advance
-from fp8_dist.linear.module import Float8Linear, float8_layers
+from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.optimizer_steps import (
     after_steps,
     check_not_replaced,
@@ -92,45 +92,16 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
             "instead, which serves all recipes"
         )
     reshard(module, "sync_float8_amax_and_scale_history")
-    named = [each for layer in layers for each in layer.histories.items()]
-    histories = [history for _, history in named]
+    histories = [history for layer in layers for history in layer.histories.values()]
     meshes = {mesh for layer in layers for mesh in layer.float8_weight.meshes()}
     # The device of the mesh, because offloaded weights are on another one.
     device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
     zero = torch.zeros((), device=device)
-    # A rank whose micro-batches did not use a weight has recorded nothing, but measured its shard.
-    found = [
-        h.last if meshes and name == "weight" and h.current is None else h.current
-        for name, h in named
-    ]
-    values = torch.stack([zero if each is None else each.to(device) for each in found])
+    values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
     values = all_reduce_max(values, groups)
-    if meshes:
-        values = _without_unused(values, layers)
     advance(histories, values, is_local=not meshes)
     note_made(layer.float8_weight for layer in layers)
-
-
-def _without_unused(values: torch.Tensor, layers: Sequence[Float8Linear]) -> torch.Tensor:
-    """Set amaxes to 0 that are of weights whose layers no rank has used.
-
-    values: one for each of the layers' histories, in their order.
-    """
-    each, others, begin = list(values.unbind()), dict[int, list[int]](), 0
-    for layer in layers:
-        places = {name: i for i, name in enumerate(layer.histories, begin)}
-        begin += len(places)
-        if "weight" in places and len(places) > 1:
-            others[places["weight"]] = [i for name, i in places.items() if name != "weight"]
-    if not others:
-        return values
-    most = max(map(len, others.values()))
-    of_layers = [torch.stack([each[o[i % len(o)]] for o in others.values()]) for i in range(most)]
-    is_used = torch.stack(of_layers).amax(0) != 0  # NaN is not 0
-    for i, weight in zip(others, torch.stack([each[i] for i in others]) * is_used, strict=True):
-        each[i] = weight
-    return torch.stack(each)
 
 
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:

@@ -112,7 +112,6 @@ def trained(
         ("fp32", {"frozen": torch.bfloat16}),
         ("bf16", {"recipe": "tensorwise", "policy": (torch.bfloat16, torch.float32)}),
         ("float8", {"recipe": "rowwise_folded", "stochastic_rounding": True}),
-        ("fp32", {"recipe": "delayed"}),  # of a shard's amax, also on ranks without the branch
     ],
 )
 def test_weights_do_not_depend_on_the_number_of_ranks(
