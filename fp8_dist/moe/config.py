@@ -5,9 +5,8 @@ from typing import Any, Literal
 
 from fp8_dist.config import CastConfig, Float8LinearConfig, Format, check_field_names, check_fields
 from fp8_dist.device import e4m3
+from fp8_dist.recipe_names import ExpertsRecipe as ExpertsRecipe
 from fp8_dist.scaling import Dense, Scheme, covering
-
-ExpertsRecipe = Literal["rowwise_folded", "tensorwise", "blockwise", "mxfp8"]
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ def test_adding_a_recipe() -> None:
     """Scales as those of tensorwise, but for the dtype of gradients."""
     name = "tensorwise_e4m3"
     with checkout() as folder:
-        config = folder / "fp8_dist/config.py"
-        insert(config, '    MXFP8 = "mxfp8"\n', f'    {name.upper()} = "{name}"\n')
+        names = folder / "fp8_dist/recipe_names.py"
+        insert(names, '    MXFP8 = "mxfp8"\n', f'    {name.upper()} = "{name}"\n')
         insert(
-            config,
+            folder / "fp8_dist/config.py",
             "    Float8LinearRecipeName.DELAYED: lambda: _alike(CastConfig(ScalingType.DELAYED)),\n",
             f"    Float8LinearRecipeName.{name.upper()}: "
             "lambda: _alike(CastConfig(target_dtype=e4m3())),\n",
