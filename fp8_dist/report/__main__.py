@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from fp8_dist.report.data import NoRun
-
 _NEEDED = ("jinja2", "matplotlib")
 
 
@@ -28,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         parser.error(f'{" and ".join(missing)} must be installed: pip install "fp8-dist[report]"')
-    page = importlib.import_module("fp8_dist.report.page")
+    data, page = (importlib.import_module(f"fp8_dist.report.{name}") for name in ("data", "page"))
     out = args.out or args.runs[0] / "report.html"
     try:
         headlines, notes = page.write(out, args.runs)
-    except NoRun as error:
+    except data.NoRun as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror or error}")

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist import skip_head
-from fp8_dist.doctor import build_model
+from fp8_dist.doctor.models import build_model
 from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.tensor_parallel import apply_tp_plan
 from fp8_dist.transport import Encoding

@@ -16,6 +16,7 @@ from torch import nn
 import fp8_dist
 from fp8_dist import Float8LinearConfig, doctor, env
 from fp8_dist.device import device_has_float8_gemm, device_kind
+from fp8_dist.doctor import machine, models
 from fp8_dist.linear.checks import check_alignment
 
 ROOT = Path(__file__).parents[2]
@@ -122,15 +123,15 @@ def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 def test_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["dependencies"] == [f"torch>={doctor.OLDEST_TORCH}"]
+    assert project["dependencies"] == [f"torch>={machine.OLDEST_TORCH}"]
     text = report(capsys)
     assert text.startswith(f"fp8_dist {fp8_dist.__version__}, Python 3.")
     assert f"torch {torch.__version__}: supported (2.11 or later)\n" in text
     assert "  gloo: available\n" in text
-    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
-    monkeypatch.setattr(doctor, "packages_distributions", lambda: {"triton": ["torch"]})
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine, "packages_distributions", lambda: {"triton": ["torch"]})
     assert f"  Triton: {version('torch')}, fused kernels\n" in report(capsys)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.1+cpu"))
     text = report(capsys)
     assert "torch 2.10.1+cpu: not supported: fp8_dist needs 2.11 or later\n" in text
@@ -153,7 +154,7 @@ def test_switches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 def test_the_report_of_a_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "device_has_float8_gemm", lambda device: False)
+    monkeypatch.setattr(models, "device_has_float8_gemm", lambda device: False)
     text = report_of(capsys, "model", "--tp", "2")
     head, _, rest = text.partition("\nfloat8 layers that ")
     assert head.splitlines()[:3] == [
@@ -184,7 +185,7 @@ def test_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     nothing = report_of(capsys, "tied").splitlines()
     assert nothing[-1] == "verdict: nothing is converted: expect no gain"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(doctor, "device_has_float8_gemm", lambda device: True)
+    monkeypatch.setattr(models, "device_has_float8_gemm", lambda device: True)
     assert report_of(capsys, "model").splitlines()[-1].startswith("verdict: 4 of 6 float8 layers")
 
 

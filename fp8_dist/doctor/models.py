@@ -1,79 +1,22 @@
-"""Report on the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
+"""What a model would do in float8: its layers that are converted, and those that would gain."""
 
-It prints the relevant versions and devices, the layers of a model that would be converted, and
-which of them would gain::
-
-    python -m fp8_dist.doctor
-    python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --tp 2
-
-``function`` takes no arguments and returns the model, an nn.Module that is not converted yet. It
-is called on the meta device, and if it fails there, on the CPU. In a checkout, a model can also be
-one of ``python -m scripts.plan``, such as ``8b``. The exit status is 0, or 2 for wrong arguments.
-"""
-
-import argparse
 import pkgutil
-import platform
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import packages_distributions, version
-from importlib.util import find_spec
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName
-from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
-from fp8_dist.env import SWITCHES, set_switches, strict_alignment
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.device import device_has_float8_gemm
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
 from fp8_dist.model.report import ConversionSummary, WeightSummary, alike_rows, conversion_summary
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
-from fp8_dist.version import __version__
 
-OLDEST_TORCH = "2.11"
 _NAMED = "scripts.common.llama:named"  # of a checkout
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with the given arguments, by default those of the process; return 0.
-
-    Raises:
-        SystemExit: with status 2, for wrong arguments.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8_dist.doctor",
-        description="What this machine, and a model, would do in float8.",
-        allow_abbrev=False,
-    )
-    made = "makes the model to look at; in a checkout also the name of one, such as 8b"
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help=made)
-    recipes = [recipe.value for recipe in Float8LinearRecipeName]
-    parser.add_argument("--recipe", choices=recipes, default="tensorwise")
-    parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")
-    args = parser.parse_args(argv)
-    if args.model is None and args != parser.parse_args([]):
-        parser.error("--recipe and --tp describe the use of a model: give --model")
-    lines = [*_environment()]
-    if args.model is not None:
-        try:
-            model, where = build_model(args.model)
-        except ValueError as error:
-            parser.error(str(error))
-        lines.append(f"\nmodel {args.model}, built on {where}")
-        lines += _model_report(model, args.recipe, args.tp)
-    print("\n".join(lines))
-    return 0
-
-
-def _ranks(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
-    return int(text)
 
 
 def build_model(path: str) -> tuple[nn.Module, str]:
@@ -117,65 +60,8 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-# The machine.
-
-
-def _environment() -> Iterator[str]:
-    is_old = torch.__version__ < OLDEST_TORCH
-    oldest = f"{OLDEST_TORCH} or later"
-    yield f"fp8_dist {__version__}, Python {platform.python_version()}"
-    supported = f"not supported: fp8_dist needs {oldest}" if is_old else f"supported ({oldest})"
-    yield f"torch {torch.__version__}: {supported}"
-    yield "\nfloat8 GEMMs"
-    yield "  cpu: emulated in a wider type, as on every CPU"
-    yield from _gpus()
-    yield "\ncommunication"
-    missing, has_nccl = "not in this build of torch", dist.is_nccl_available()
-    yield f"  NCCL: {'.'.join(map(str, torch.cuda.nccl.version())) if has_nccl else missing}"
-    yield f"  gloo: {'available' if dist.is_gloo_available() else missing}"
-    yield "\ncasts on GPUs"
-    if find_spec("triton") is None:
-        yield "  Triton: not installed; GPUs cast with torch's operators, which is slower"
-    else:
-        of = packages_distributions().get("triton")  # not called triton for ROCm
-        yield f"  Triton: {version(of[0]) if of else 'found'}, fused kernels"
-    yield "\nFP8_DIST_* switches"
-    switches = set_switches()
-    for name, value in switches.items():
-        yield f"  {name}={value}" + ("" if name in SWITCHES else ": not a switch of the library")
-    try:
-        strict_alignment()
-    except ValueError as error:
-        yield f"  {error}"
-    if not switches:
-        yield "  none is set"
-
-
-def _gpus() -> Iterator[str]:
-    hip, cuda = torch.version.hip, torch.version.cuda
-    if not torch.cuda.is_available():
-        build = f"ROCm {hip}" if hip else f"CUDA {cuda}"
-        found = f"{build}, but finds no device" if hip or cuda else "CPUs"
-        yield f"  no GPU: torch is built for {found}"
-        return
-    for index in range(torch.cuda.device_count()):
-        properties: Any = torch.cuda.get_device_properties(index)
-        kind = f"compute capability {properties.major}.{properties.minor}"
-        where = "from compute capability 8.9 on"
-        if hip:
-            kind, where = properties.gcnArchName, "on gfx94x, gfx95x and gfx12x"
-        device = torch.device("cuda", index)
-        how = f"emulated in a wider type (native {where})"
-        if device_has_float8_gemm(device):
-            blocks = BLOCK_RECIPES.get(device_kind(device) or "", "none")
-            how = f"native; of the recipes with scales of blocks: {blocks}"
-        yield f"  cuda:{index}: {properties.name}, {kind}: {how}"
-
-
-# The model.
-
-
-def _model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
+def model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
+    """Convert a model, and yield lines about what is converted, and what would gain."""
     config = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
     yield "module_filter_fn=skip_head(model)"
@@ -243,7 +129,3 @@ def _verdict(summary: ConversionSummary, small: dict[WeightSummary, str]) -> Ite
     devices = range(torch.cuda.device_count())
     if not any(device_has_float8_gemm(torch.device("cuda", index)) for index in devices):
         yield "  (this machine has no float8 GEMM, and emulates it: no gain here but for messages)"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

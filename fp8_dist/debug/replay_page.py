@@ -1,0 +1,74 @@
+"""What a replay prints and draws of its findings."""
+
+import importlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8_dist.debug.comparisons import Cast, rank_names
+from fp8_dist.debug.findings import Finding, Replay
+from fp8_dist.debug.rows import table
+
+_FURTHER = 9  # findings after the first one that are printed
+
+
+def page(replay: Replay) -> str:
+    """Return what a replay found, as text."""
+    file, ranks = replay.files[0], [each["rank"] for each in replay.files]
+    lines = [f"step {file['step']} of {file['world']} ranks, recorded because: {file['reason']}"]
+    if missing := sorted({*range(file["world"])} - {*ranks}):
+        lines.append(f"ranks that did not write: {missing}")
+    lines += [f"  {count} {what}" for what, count in replay.checked.items()]
+    if not replay.findings:
+        return "\n".join([*lines, "nothing is wrong", table(cast.stats() for cast in replay.casts)])
+    first, *others = replay.findings
+    lines += ["", f"first {'wrong' if first.is_wrong else 'unusual'}:", _line(first)]
+    if first.element is None:
+        lines.append("  its tensors were not kept, so that no element or rank can be named;")
+        lines.append(f"  record(model, folder, layers={first.fqn!r}) keeps those of each step")
+    if first.cast is not None:
+        lines += _described(first.cast)
+    if others:
+        lines += ["", "then:", *map(_line, others[:_FURTHER])]
+        lines += [f"  ... {len(others) - _FURTHER} more"] if len(others) > _FURTHER else []
+    return "\n".join(lines)
+
+
+def _line(found: Finding) -> str:
+    where = ""
+    if found.element is not None:
+        where = f", element {[*found.element]} on {rank_names(found.ranks, 'or')}"
+    what = f"{found.operand} for {', '.join(found.gemms)}"
+    return f"  step {found.step}: {found.fqn}: {what}{where}: {found.text}"
+
+
+def _described(cast: Cast) -> Iterator[str]:
+    row, counts, element = cast.stats(), cast.octaves(), [*cast.largest()[0]]
+    yield f"  {[*cast.high.shape]} to {row.dtype}, one scale per {row.granularity}"
+    yield f"  amax {row.amax:.5g} at {element}, scale {row.scale:.5g}, smallest {row.scale_min:.5g}"
+    shares = {
+        "saturate": row.saturation,
+        "become zero": row.underflow,
+        "aren't finite": row.nonfinite,
+    }
+    yield "  " + ", ".join(f"{share:.4g} % {what}" for what, share in shares.items())
+    most = max(map(sum, counts.values()), default=0)
+    for exponent in reversed(counts):
+        signs = zip(counts[exponent], "#.!", strict=True)
+        bar = "".join(sign * math.ceil(40 * count / most) for count, sign in signs)
+        yield f"  {f'2^{exponent}':>6} {sum(counts[exponent]):>10,} {bar}"
+    if counts:
+        yield "  (magnitudes in units of their scales: # kept, . becomes zero, ! saturates)"
+
+
+def draw(cast: Cast, path: Path) -> None:
+    """Draw the histogram of a cast, with matplotlib."""
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 4), layout="tight")
+    counts, axes = cast.octaves(), figure.subplots()
+    for kind, label in reversed([*enumerate(("kept", "becomes zero", "saturates"), 1)]):
+        heights = [sum(count[:kind]) for count in counts.values()]  # the next kinds hide a part
+        axes.bar([*counts], heights, 1.0, align="edge", label=label)
+    axes.set(title=f"{cast.parts[0]['fqn']}: {cast.parts[0]['operand']}", ylabel="values")
+    axes.set(xlabel="octave of the magnitude, in units of its scale", yscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,56 @@
+"""Report on the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
+
+It prints the relevant versions and devices, the layers of a model that would be converted, and
+which of them would gain::
+
+    python -m fp8_dist.doctor
+    python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --tp 2
+
+``function`` takes no arguments and returns the model, an nn.Module that is not converted yet. It
+is called on the meta device, and if it fails there, on the CPU. In a checkout, a model can also be
+one of ``python -m scripts.plan``, such as ``8b``. The exit status is 0, or 2 for wrong arguments.
+"""
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+from fp8_dist.recipe_names import Float8LinearRecipeName
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with the given arguments, by default those of the process; return 0.
+
+    Raises:
+        SystemExit: with status 2, for wrong arguments.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8_dist.doctor",
+        description="What this machine, and a model, would do in float8.",
+        allow_abbrev=False,
+    )
+    made = "makes the model to look at; in a checkout also the name of one, such as 8b"
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help=made)
+    recipes = [recipe.value for recipe in Float8LinearRecipeName]
+    parser.add_argument("--recipe", choices=recipes, default="tensorwise")
+    parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")
+    args = parser.parse_args(argv)
+    if args.model is None and args != parser.parse_args([]):
+        parser.error("--recipe and --tp describe the use of a model: give --model")
+    machine, models = (import_module(f"{__name__}.{name}") for name in ("machine", "models"))
+    lines = [*machine.environment()]
+    if args.model is not None:
+        try:
+            model, where = models.build_model(args.model)
+        except ValueError as error:
+            parser.error(str(error))
+        lines.append(f"\nmodel {args.model}, built on {where}")
+        lines += models.model_report(model, args.recipe, args.tp)
+    print("\n".join(lines))
+    return 0
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+    return int(text)

@@ -1,0 +1,69 @@
+"""What this machine supports: versions, devices, communication, switches."""
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
+from fp8_dist.env import SWITCHES, set_switches, strict_alignment
+from fp8_dist.version import __version__
+
+OLDEST_TORCH = "2.11"
+
+
+def environment() -> Iterator[str]:
+    """Lines about the versions, the devices and the switches of this machine."""
+    is_old = torch.__version__ < OLDEST_TORCH
+    oldest = f"{OLDEST_TORCH} or later"
+    yield f"fp8_dist {__version__}, Python {platform.python_version()}"
+    supported = f"not supported: fp8_dist needs {oldest}" if is_old else f"supported ({oldest})"
+    yield f"torch {torch.__version__}: {supported}"
+    yield "\nfloat8 GEMMs"
+    yield "  cpu: emulated in a wider type, as on every CPU"
+    yield from _gpus()
+    yield "\ncommunication"
+    missing, has_nccl = "not in this build of torch", dist.is_nccl_available()
+    yield f"  NCCL: {'.'.join(map(str, torch.cuda.nccl.version())) if has_nccl else missing}"
+    yield f"  gloo: {'available' if dist.is_gloo_available() else missing}"
+    yield "\ncasts on GPUs"
+    if find_spec("triton") is None:
+        yield "  Triton: not installed; GPUs cast with torch's operators, which is slower"
+    else:
+        of = packages_distributions().get("triton")  # not called triton for ROCm
+        yield f"  Triton: {version(of[0]) if of else 'found'}, fused kernels"
+    yield "\nFP8_DIST_* switches"
+    switches = set_switches()
+    for name, value in switches.items():
+        yield f"  {name}={value}" + ("" if name in SWITCHES else ": not a switch of the library")
+    try:
+        strict_alignment()
+    except ValueError as error:
+        yield f"  {error}"
+    if not switches:
+        yield "  none is set"
+
+
+def _gpus() -> Iterator[str]:
+    hip, cuda = torch.version.hip, torch.version.cuda
+    if not torch.cuda.is_available():
+        build = f"ROCm {hip}" if hip else f"CUDA {cuda}"
+        found = f"{build}, but finds no device" if hip or cuda else "CPUs"
+        yield f"  no GPU: torch is built for {found}"
+        return
+    for index in range(torch.cuda.device_count()):
+        properties: Any = torch.cuda.get_device_properties(index)
+        kind = f"compute capability {properties.major}.{properties.minor}"
+        where = "from compute capability 8.9 on"
+        if hip:
+            kind, where = properties.gcnArchName, "on gfx94x, gfx95x and gfx12x"
+        device = torch.device("cuda", index)
+        how = f"emulated in a wider type (native {where})"
+        if device_has_float8_gemm(device):
+            blocks = BLOCK_RECIPES.get(device_kind(device) or "", "none")
+            how = f"native; of the recipes with scales of blocks: {blocks}"
+        yield f"  cuda:{index}: {properties.name}, {kind}: {how}"
