@@ -8,103 +8,40 @@ Convert a model, shard it, train::
     optimizer = torch.optim.AdamW(model.parameters())
     attach_update(optimizer, model)
 
+The whole library is imported with torch, or when a name of it is first used. Only
 ``fp8_dist.debug``, ``fp8_dist.doctor``, ``fp8_dist.report`` and ``fp8_dist.tensor_parallel`` are
-imported when they are first used.
+imported when they are first used themselves.
 """
 
-from importlib import import_module
-from types import ModuleType
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fp8_dist import integrations as integrations
-from fp8_dist.cast import cast_to_float8
-from fp8_dist.config import (
-    CastConfig,
-    Float8GemmConfig,
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    ScalingGranularity,
-    ScalingType,
-)
-from fp8_dist.fsdp import (
-    attach_update,
-    precompute_float8_dynamic_scale,
-    sync_float8_amax_and_scale_history,
-    update_float8_scales,
-)
-from fp8_dist.linear.module import Float8Linear, float8_layers, invalidate_float8_scales
-from fp8_dist.model.checkpoint_policy import selective_checkpoint_policy
-from fp8_dist.model.convert import convert_to_float8_training, convert_to_linear
-from fp8_dist.model.export import (
-    WeightEntry,
-    float8_quantization_config,
-    float8_state_dict,
-    iter_float8_weights,
-)
-from fp8_dist.model.filters import auto_filter, skip_head
-from fp8_dist.model.flops import register as _register_flops
-from fp8_dist.model.freeze import dequantized, freeze_to_float8, unfreeze_from_float8
-from fp8_dist.model.load import load_float8_checkpoint
-from fp8_dist.model.report import conversion_summary
-from fp8_dist.model.state import Float8State
-from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.version import __version__
+from fp8_dist.imports import AfterImport, export
+from fp8_dist.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fp8_dist import debug as debug
     from fp8_dist import doctor as doctor
+    from fp8_dist import integrations as integrations
     from fp8_dist import moe as moe
     from fp8_dist import report as report
     from fp8_dist import tensor_parallel as tensor_parallel
-
-_register_flops()
-
-precompute_float8_dynamic_scale_for_fsdp = precompute_float8_dynamic_scale
-
-__all__ = [
-    "CastConfig",
-    "Float8GemmConfig",
-    "Float8Linear",
-    "Float8LinearConfig",
-    "Float8LinearRecipeName",
-    "Float8State",
-    "Float8Tensor",
-    "ScalingGranularity",
-    "ScalingType",
-    "WeightEntry",
-    "__version__",
-    "attach_update",
-    "auto_filter",
-    "cast_to_float8",
-    "conversion_summary",
-    "convert_to_float8_training",
-    "convert_to_linear",
-    "dequantized",
-    "float8_layers",
-    "float8_quantization_config",
-    "float8_state_dict",
-    "freeze_to_float8",
-    "invalidate_float8_scales",
-    "iter_float8_weights",
-    "load_float8_checkpoint",
-    "precompute_float8_dynamic_scale",
-    "precompute_float8_dynamic_scale_for_fsdp",
-    "selective_checkpoint_policy",
-    "skip_head",
-    "sync_float8_amax_and_scale_history",
-    "unfreeze_from_float8",
-    "update_float8_scales",
-]
-
-_IMPORTED_WHEN_USED = ("debug", "doctor", "report", "tensor_parallel")
-
-if not TYPE_CHECKING:  # with __getattr__, type checkers would accept any attribute
-
-    def __getattr__(name: str) -> ModuleType:
-        if name in _IMPORTED_WHEN_USED:
-            return import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fp8_dist.api import *
+    from fp8_dist.api import __all__ as __all__
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_IMPORTED_WHEN_USED})
+_fill = export(__name__, "fp8_dist.api", ("debug", "doctor", "report", "tensor_parallel"))
+
+
+def _fill_with_torch() -> bool:
+    """Import the library if torch is imported, whose operators and hooks it registers."""
+    if sys.modules.get("torch") is None:
+        return False
+    with suppress(ImportError):  # raised where the library is used, and not by ``import torch``
+        _fill()
+    return True
+
+
+if not _fill_with_torch():
+    AfterImport(lambda name: name == "torch" or name.startswith(f"{__name__}."), _fill_with_torch)

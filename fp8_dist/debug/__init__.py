@@ -3,30 +3,12 @@
 ``record`` keeps the last steps' casts, and writes them when something goes wrong.
 """
 
-from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit
-from fp8_dist.debug.recording import Recorder, record
-from fp8_dist.debug.rows import (
-    Anomaly,
-    AnomalyLimits,
-    CastStats,
-    GemmStats,
-    anomaly_dict,
-    append_jsonl,
-)
-from fp8_dist.debug.statistics import Float8Stats, float8_stats
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Anomaly",
-    "AnomalyLimits",
-    "CastStats",
-    "CommAudit",
-    "CommRow",
-    "Float8Stats",
-    "GemmStats",
-    "Recorder",
-    "anomaly_dict",
-    "append_jsonl",
-    "comm_audit",
-    "float8_stats",
-    "record",
-]
+from fp8_dist.imports import export
+
+if TYPE_CHECKING:
+    from fp8_dist.debug.api import *
+    from fp8_dist.debug.api import __all__ as __all__
+
+export(__name__, "fp8_dist.debug.api")

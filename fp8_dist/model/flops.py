@@ -6,15 +6,12 @@ FLOPs per multiplication. Rows that pad the groups of experts on a GPU count, to
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from fp8_dist.imports import AfterImport
 from fp8_dist.kernels import block_scaled_mm, scaled_mm
 from fp8_dist.moe.operators import grouped_gradients_operator, grouped_mm_operator
 from fp8_dist.scaling.operators import multiply_operator
@@ -66,32 +63,14 @@ _COUNTER = "torch.utils.flop_counter"
 def register() -> None:
     """Let torch count these operators, from now on."""
     if _COUNTER in sys.modules:
-        _add_formulas(sys.modules[_COUNTER])
-    else:
-        sys.meta_path.insert(0, _AtImport())
+        _add_formulas()
+    else:  # it imports Triton
+        AfterImport(_COUNTER.__eq__, _add_formulas)
 
 
-class _AtImport(MetaPathFinder):
-    """Adds the formulas when torch's counter is imported, which imports Triton."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != _COUNTER:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        load = spec.loader.exec_module
-
-        def load_and_add(module: ModuleType) -> None:
-            load(module)
-            _add_formulas(module)
-
-        spec.loader.exec_module = load_and_add  # type: ignore[method-assign]
-        return spec
-
-
-def _add_formulas(counter: Any) -> None:
+def _add_formulas() -> bool:
+    counter: Any = sys.modules[_COUNTER]
     for operator, formula in _FORMULAS.items():
         if operator not in counter.flop_registry:
             counter.register_flop_formula(operator)(formula)
+    return True

@@ -3,6 +3,12 @@
 The writer needs torch alone. The command needs the extra ``report``.
 """
 
-from fp8_dist.report.writer import RunWriter
+from typing import TYPE_CHECKING
 
-__all__ = ["RunWriter"]
+from fp8_dist.imports import export
+
+if TYPE_CHECKING:
+    from fp8_dist.report.writer import *
+    from fp8_dist.report.writer import __all__ as __all__
+
+export(__name__, "fp8_dist.report.writer")

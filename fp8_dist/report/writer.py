@@ -18,6 +18,8 @@ from fp8_dist.debug import CommAudit, Float8Stats, anomaly_dict, append_jsonl
 from fp8_dist.mesh import own_rank
 from fp8_dist.version import __version__
 
+__all__ = ["RunWriter"]
+
 CONFIG, COMM = "config.json", "comm.json"
 GROWING = METRICS, STATS, ANOMALIES = "metrics.jsonl", "float8_stats.jsonl", "anomalies.jsonl"
 LIMITS = "anomaly_limits"  # in config.json

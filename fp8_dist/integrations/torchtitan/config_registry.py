@@ -9,8 +9,8 @@ from typing import Any
 
 from torchtitan.models.llama3 import config_registry
 
-from fp8_dist import Float8LinearRecipeName
 from fp8_dist.integrations.torchtitan.parallelize import with_float8
+from fp8_dist.recipe_names import Float8LinearRecipeName
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

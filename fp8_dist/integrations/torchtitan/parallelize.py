@@ -22,10 +22,11 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import resolve_placements
 
-from fp8_dist import Float8Linear, Float8LinearConfig, attach_update
-from fp8_dist.fsdp import set_gradient_transport
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.fsdp import attach_update, set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.integrations.torchtitan.experts import Float8ExpertsConverter, fields_of
+from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weights import float8_weights
 from fp8_dist.tensor_parallel import declare_placements, share_input
 from fp8_dist.tensor_parallel.inputs import check_transport

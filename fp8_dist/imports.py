@@ -1,0 +1,87 @@
+"""Late imports: names of a package that need torch, and a call after the import of a module.
+
+Packages of commands are imported without torch, so that a command answers ``--help`` at once.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class AfterImport(MetaPathFinder):
+    """A finder that calls a function after the imports of some modules, until it returns True.
+
+    An import within another one counts with it: the function is called after the outer one.
+
+    Args:
+        is_meant: whether a name is that of one of the modules.
+        call: the function.
+    """
+
+    def __init__(self, is_meant: Callable[[str], bool], call: Callable[[], bool]) -> None:
+        self._is_meant, self._call, self._depth = is_meant, call, 0
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if not self._is_meant(name):
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (other.find_spec(name, path, target) for other in others)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_call(module: ModuleType) -> None:
+            self._depth += 1
+            try:
+                load(module)
+                if self._depth == 1 and self in sys.meta_path and self._call():
+                    sys.meta_path.remove(self)
+            finally:
+                self._depth -= 1
+
+        spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
+        return spec
+
+
+def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[[], None]:
+    """Give a package the names in ``__all__`` of a module that needs torch.
+
+    They are attributes from now on if torch is imported, else from the first use of one of them.
+
+    Args:
+        package: the name of the package, which is being imported.
+        home: the name of the module.
+        submodules: modules of the package that are imported when they are used, whatever ``home``
+            imports.
+
+    Returns:
+        A function that imports ``home`` now.
+    """
+    names = vars(sys.modules[package])
+
+    def fill() -> None:
+        if "__all__" not in names:
+            module = import_module(home)
+            names.update({name: getattr(module, name) for name in (*module.__all__, "__all__")})
+
+    def get(name: str) -> Any:
+        if name in submodules:
+            return import_module(f"{package}.{name}")
+        fill()
+        if name in names:
+            return names[name]
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def list_names() -> list[str]:
+        fill()
+        return sorted({*names, *submodules})
+
+    names.update(__getattr__=get, __dir__=list_names)
+    if sys.modules.get("torch") is not None:
+        fill()
+    return fill
