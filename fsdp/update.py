@@ -1,6 +1,6 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn as nn
@@ -9,8 +9,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
-from fp8_dist.linear.amax_history import advance
-from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory, advance
+from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.optimizer_steps import (
     after_steps,
     check_not_replaced,
@@ -20,6 +20,8 @@ from fp8_dist.linear.optimizer_steps import (
 from fp8_dist.linear.weights import float8_weights, note_made, weights_of_model
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import disabled_in_graphs
+
+UNUSED = -1.0  # below every amax
 
 
 @disabled_in_graphs(
@@ -76,7 +78,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         module: the model, or a part of it.
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per operand, over all axes of these
-    meshes; none if there are no meshes. As in precompute, the first call may make the groups of a
+    meshes, and of 4 more per weight that is a layer's only DELAYED operand; none if there are no
+    meshes. As in precompute, the first call may make the groups of a
     pipeline's stages, and may compare the layers of the module.
 
     Raises:
@@ -92,16 +95,58 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
             "instead, which serves all recipes"
         )
     reshard(module, "sync_float8_amax_and_scale_history")
-    histories = [history for layer in layers for history in layer.histories.values()]
     meshes = {mesh for layer in layers for mesh in layer.float8_weight.meshes()}
     # The device of the mesh, because offloaded weights are on another one.
     device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
-    zero = torch.zeros((), device=device)
-    values = torch.stack([zero if h.current is None else h.current.to(device) for h in histories])
+    histories, amaxes, weights = _measured(layers, has_shards=bool(meshes))
+    numbers = {number: torch.full((), number, device=device) for number in (0.0, UNUSED)}
+    values = [numbers[x] if isinstance(x, float) else x.to(device) for x in amaxes]
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
-    values = all_reduce_max(values, groups)
-    advance(histories, values, is_local=not meshes)
+    reduced = all_reduce_max(torch.stack(values), groups)
+    if weights:
+        is_unused = reduced[-weights:] < 0
+        reduced[-2 * weights : -weights].masked_fill_(is_unused, UNUSED)
+    advance(histories, reduced[: len(histories)], is_local=not meshes)
     note_made(layer.float8_weight for layer in layers)
+
+
+def _measured(
+    layers: Sequence[Float8Linear], has_shards: bool
+) -> tuple[list[AmaxHistory], list[torch.Tensor | float], int]:
+    """Return the histories of layers, what this rank has measured, and the number of the weights.
+
+    A rank whose micro-batches did not use a layer has recorded nothing, but FSDP2 has cast its
+    shard of the weight for the ranks that did. So it gives the amax of that cast, which counts if
+    any rank used the layer. A mark for each weight says so: it is negative on all other ranks.
+
+    Args:
+        has_shards: whether other ranks have shards of the weights.
+
+    Returns:
+        The histories; their amaxes, and after them marks without a history; and the number of the
+        weights, whose amaxes are the last but for the marks, which are in the same order.
+    """
+    pairs: list[tuple[AmaxHistory, AmaxHistory | None]] = []
+    others: list[AmaxHistory] = []
+    for layer in layers:
+        rest = dict(layer.histories)
+        if has_shards and (weight := rest.pop("weight", None)) is not None:
+            # The amax of another operand is a mark, too. (A prepared input is of several layers.)
+            marking = next((name for name in rest if name != PREPARED_INPUT), "")
+            pairs.append((weight, rest.pop(marking, None)))
+        others += rest.values()
+    pairs.sort(key=lambda pair: pair[1] is None)
+    amaxes = [_either(history.current, 0.0) for history in others]
+    amaxes += [_either(weight.current, _either(weight.last, UNUSED)) for weight, _ in pairs]
+    for weight, mark in pairs:
+        used = UNUSED if weight.current is None else 0.0
+        amaxes.append(used if mark is None else _either(mark.current, used))
+    weights, marks = [weight for weight, _ in pairs], [mark for _, mark in pairs if mark]
+    return [*others, *weights, *marks], amaxes, len(pairs)
+
+
+def _either(amax: torch.Tensor | None, number: torch.Tensor | float) -> torch.Tensor | float:
+    return number if amax is None else amax
 
 
 def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module) -> RemovableHandle:

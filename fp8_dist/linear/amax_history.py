@@ -67,7 +67,7 @@ class AmaxHistory:
         current: fp32, 0-dim, the largest local amax of the passes since the last sync that count
             (Note [Passes that count]); ``None`` if there was none.
         last: fp32, 0-dim, the local amax of the last cast of a weight, or of inputs that layers
-            share (their ``prepared_input``). ``None`` for other operands.
+            share (their ``prepared_input``), since the last sync. ``None`` for other operands.
         mesh: the mesh of an operand that is a DTensor even if the layer's weight is not; otherwise
             ``None``.
         steps: how often passes have begun to accumulate gradients since the last sync.
@@ -320,14 +320,16 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bo
     """End a step in which the operands had the given global amaxes (fp32, one per operand).
 
     A non-finite amax is left out: it has had its effect in the step itself, whose update may have
-    been skipped. An amax of 0 is left out as well, because ranks without a cast report 0 too.
+    been skipped. An amax of 0 is left out as well, because ranks without a cast report 0 too, and a
+    negative one, of a weight that no rank has used.
 
     ``is_local``: no other rank has cast the operands.
     """
     alike: dict[int, list[int]] = {}
     on_host: list[float] = []
     for i, history in enumerate(histories):
-        was_cast, history.current, history.steps = history.current is not None, None, 0
+        was_cast, history.steps = history.current is not None, 0
+        history.current = history.last = None
         if history.history is None:
             if is_local and not was_cast:
                 continue

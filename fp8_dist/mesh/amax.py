@@ -250,13 +250,13 @@ def union_of(meshes: Collection[DeviceMesh]) -> list[Axis]:
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-    """All-reduce (MAX) non-negative fp32 values or uint8 exponents. A NaN of any rank is kept.
+    """All-reduce (MAX) fp32 amaxes, or -1 for none, or uint8 exponents. A NaN of any rank is kept.
 
     Collectives: one all-reduce, of 4 bytes or 1 byte per element, for each group in turn.
     """
     # Backends may drop a NaN in a MAX, so floats are reduced as int32. The bits of non-negative
-    # floats, read as integers, are ordered like the floats, with NaN above infinity. The largest
-    # uint8 exponent is NaN.
+    # floats, read as integers, are ordered like the floats, with NaN above infinity, and those of
+    # -1 are a negative integer. The largest uint8 exponent is NaN.
     for name in groups:
         bits = amax if amax.dtype is torch.uint8 else amax.view(torch.int32)
         amax = funcol.wait_tensor(funcol.all_reduce(bits, "max", name)).view(amax.dtype)

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from delayed_steps import DELAYED, GATHERED, amaxes, delayed
 from one_sum import Weights, differing, optimizer_of, sums
 from ranks import RankPools, device_mesh
 from reference import raised
@@ -16,7 +18,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fp8_dist import Float8LinearConfig, convert_to_float8_training
+from fp8_dist import (
+    Float8LinearConfig,
+    attach_update,
+    convert_to_float8_training,
+    float8_layers,
+)
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import micro_batches, set_gradient_transport
 
@@ -56,7 +63,7 @@ class Branches(nn.Module):
 
 def sharded(
     mesh: DeviceMesh,
-    recipe: str | None = None,
+    recipe: str | Float8LinearConfig | None = None,
     frozen: torch.dtype = torch.float32,
     **how: Any,
 ) -> Branches:
@@ -66,17 +73,17 @@ def sharded(
         plan = {"heads.*": ColwiseParallel(output_layouts=Replicate())}
         parallelize_module(net, mesh["tp"], plan)
         mesh = mesh["dp"]
+    if isinstance(recipe, str):
+        recipe = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     if recipe is not None:
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        config = replace(config, enable_fsdp_float8_all_gather="auto", pad_inner_dim=True)
-        convert_to_float8_training(net, config=config)
+        convert_to_float8_training(net, config=replace(recipe, pad_inner_dim=True))
     for module in (net.block, net):
         fully_shard(module, mesh=mesh, **how)
     return net
 
 
-def loss_of(net: nn.Module, task: int, seed: int) -> torch.Tensor:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+def loss_of(net: nn.Module, task: int, seed: int, size: float = 1.0) -> torch.Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) * size
     return net(x, task).float().square().sum()
 
 
@@ -112,6 +119,7 @@ def trained(
         ("fp32", {"frozen": torch.bfloat16}),
         ("bf16", {"recipe": "tensorwise", "policy": (torch.bfloat16, torch.float32)}),
         ("float8", {"recipe": "rowwise_folded", "stochastic_rounding": True}),
+        ("fp32", {"recipe": "delayed"}),  # of a shard's amax, also on ranks without the branch
     ],
 )
 def test_weights_do_not_depend_on_the_number_of_ranks(
@@ -130,6 +138,45 @@ def test_weights_under_tensor_parallelism(ranks: RankPools) -> None:
     alone, four = (ranks(size).run(trained, "float8", tp=2)[0] for size in (2, 4))
     assert not differing(alone[0], four[0])
     assert alone[1] == four[1]
+
+
+def wrong_histories(config: Float8LinearConfig) -> list[str]:
+    """The histories of weights that do not hold the amaxes of the steps that used the weights.
+
+    In the last step all activations and gradients of the used layers are zeros.
+    """
+    mesh, wrong = device_mesh(dp=dist.get_world_size()), []
+    net = sharded(mesh, config)
+    sums(net)
+    set_gradient_transport(net, "fp32")
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    attach_update(optimizer, net)
+    layers = {n: layer for n, layer in float8_layers(net).items() if layer.weight.requires_grad}
+    expected: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
+    for step, tasks in enumerate((*STEPS, (1, 0))):
+        used = {"trunk", *(f"heads.{task}" for task in tasks)}
+        used |= {f"block.adapters.{task}" for task in tasks if task != NO_ADAPTER}
+        for name in used:
+            expected[name].insert(0, layers[name].weight.full_tensor().abs().amax())
+        for index, weight in micro_batches(len(tasks), mesh):
+            size = float(step < len(STEPS))
+            (loss_of(net, tasks[index], 10 * step + index, size) * size * weight).backward()
+        with torch.no_grad():  # leaves no trace
+            loss_of(net, NO_ADAPTER, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, held in amaxes(net).items():
+        layer, _, operand = name.rpartition(".")
+        if operand == "weight" and layer in layers:
+            right = [amax.item() for amax in expected[layer]]
+            wrong += [f"{layer}: {held}, not {right}"] * (held != right)
+    return wrong
+
+
+def test_histories_of_weights_that_some_ranks_use(ranks: RankPools) -> None:
+    configs = (DELAYED, GATHERED, replace(delayed("weight"), enable_fsdp_float8_all_gather=True))
+    for size, config in product((1, 2, 3), configs):
+        assert ranks(size).run(wrong_histories, config) == [[]] * size, (size, config)
 
 
 def wrong_means(transport: Any, axes: dict[str, int], syncs: Sequence[bool]) -> list[str]:

@@ -185,8 +185,8 @@ def test_blocks_whose_weights_are_gathered_packed(fake_cuda: FakeCudaProcess) ->
 @pytest.mark.parametrize(
     ("blocks", "kernels"),
     [
-        (2, (3, 1, 14, 14, 10)),
-        (3, (3, 1, 21, 21, 10)),
+        (2, (3, 1, 14, 14, 13)),
+        (3, (3, 1, 21, 21, 13)),
     ],
 )
 def test_updates_of_many_weights(
