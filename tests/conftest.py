@@ -4,7 +4,9 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from getpass import getuser
 from pathlib import Path
+from tempfile import gettempdir
 
 # Before torch is imported, here and in the ranks that inherit it: tests compare bits, and
 # the ranks share few cores.
@@ -12,6 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Each process would compile and load a test program for each vector extension of this CPU.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# torch's cache of compiled graphs does not know this variable: with it, graphs whose loops are made
+# for AVX-512 would be compiled for AVX2, and give other values.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    folder = Path(gettempdir()) / f"torchinductor_{getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 # torch raises there what it only warns of elsewhere: operators whose outputs share memory.
 os.environ.setdefault("CI", "1")
 
