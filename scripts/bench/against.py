@@ -48,8 +48,7 @@ def measure(commit: str, command: Sequence[str], rounds: int) -> dict[str, list[
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.bench.against", __doc__)
     parser.add_argument("commit", help="what git calls it")
     parser.add_argument("--rounds", type=positive, default=5, help="default: %(default)s")

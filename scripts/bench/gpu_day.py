@@ -235,8 +235,7 @@ def scaled(group: Group, factor: float) -> Group:
     return Group(factor * group.seconds, stages)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.bench.gpu_day", __doc__)
     add = parser.add_argument
     add("call", choices=[*CALLS])

@@ -7,7 +7,6 @@ of all readings, with the least and the largest. Derived times are those of docs
 """
 
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.bench.gpu_results import ROOT, Result, read
-from scripts.common.candidates import BF16
 from scripts.common.markdown import table
 from scripts.common.options import command_parser
+from scripts.common.recipes import BF16
 
 PAGE = ROOT / "docs/gpu.md"
 DERIVED_SHAPE = "8192 x 4096 x 14336"  # of the page's table of one layer
@@ -204,8 +203,7 @@ def sections(results: Sequence[Result], page: str) -> Iterator[tuple[str, str]]:
         yield f"{title}: notes", "\n".join(notes)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.bench.gpu_report", __doc__)
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="results.jsonl")
     args = parser.parse_args(argv)
@@ -222,4 +220,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

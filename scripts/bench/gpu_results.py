@@ -15,9 +15,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-
-import torch
 
 # The status of a stage of which some cases failed, and of one whose device answers no more, which
 # goes on in a new process. Python's own status for an error, 1, is neither.
@@ -183,6 +182,7 @@ def shown(error: Exception) -> str:
 
 def card() -> str:
     """The name of the device."""
+    torch = import_module("torch")
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
@@ -197,5 +197,6 @@ def commit() -> str:
 
 
 def _synchronize() -> None:
+    torch = import_module("torch")
     if torch.cuda.is_available():
         torch.cuda.synchronize()

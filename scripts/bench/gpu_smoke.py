@@ -10,233 +10,10 @@
 A line is printed for each case, see scripts/bench/gpu_results.py.
 """
 
-import math
-import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
-from itertools import product
-from typing import Any
-from unittest.mock import patch
+from scripts.bench.gpu_results import add_options
+from scripts.common.report import DEVICE, make_parser, parse, run
 
-import torch
-from torch import Tensor
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch.utils._pytree import tree_leaves
-
-from fp8_dist import kernels
-from fp8_dist.device import short_name, stores_transposed
-from fp8_dist.kernels import CustomOp
-from fp8_dist.kernels.cuda.triton.launch import Tuned
-from fp8_dist.kernels.scale import INTEGERS
-from scripts.bench import gpu_operators, gpu_results
-from scripts.bench.gpu_operators import BF16, BOTH, E4M3, E5M2, FP16, FP32, Call, moved
-from scripts.bench.gpu_results import Result
-from scripts.common import report
-
-Case = tuple[str, Callable[[], Result]]
-Named = dict[str, Tensor]
-
-
-def comparable(x: Tensor) -> Tensor:
-    """The bits as integers, the same ones for every NaN."""
-    bits = x.view(INTEGERS[x.itemsize])
-    return bits.masked_fill(x.float().isnan(), -1) if x.is_floating_point() else bits
-
-
-def difference(found: Tensor, expected: Tensor) -> str:
-    """How a tensor differs from the expected one; empty if it has the same bits."""
-    kinds = [f"{short_name(x.dtype)} {tuple(x.shape)}" for x in (found, expected)]
-    if kinds[0] != kinds[1]:
-        return f"{kinds[0]} instead of {kinds[1]}"
-    mine, theirs = comparable(found), comparable(expected.to(found.device))
-    if torch.equal(mine, theirs):
-        return ""
-    places = (mine != theirs).nonzero()
-    first = tuple(places[0].tolist())
-    values = " instead of ".join(str(x[first].float().item()) for x in (found, expected))
-    return f"{len(places)} of {found.numel()} elements differ, the first at {first}: {values}"
-
-
-def check_same(found: Named, expected: Named, where: str = "") -> None:
-    """Raise an error that says which tensors differ in which bits."""
-    assert found.keys() == expected.keys(), f"{[*found]} instead of {[*expected]}"
-    each = {name: difference(found[name], expected[name]) for name in found}
-    problems = [f"{where}{name}: {problem}" for name, problem in each.items() if problem]
-    assert not problems, "; ".join(problems)
-
-
-# kernels
-
-
-def outputs(run: Callable[..., Any], call: Call) -> Named:
-    """What a function returns for copies of a call's arguments, and what it leaves of these."""
-    _, args, kwargs = moved(call)
-    trees = {"result": run(*args, **kwargs), "argument": args}
-    leaves = {f"{name} {i}": x for name in trees for i, x in enumerate(tree_leaves(trees[name]))}
-    return {name: x for name, x in leaves.items() if isinstance(x, Tensor)}
-
-
-def portable(call: Call) -> Named:
-    """The outputs of the portable code, of all operators in it."""
-
-    def run(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return op.portable(*args, **kwargs)
-
-    with patch.object(CustomOp, "__call__", run):
-        return outputs(call.op.portable, call)
-
-
-def launched(call: Call) -> Named:
-    """The outputs of the Triton kernels. What they do not write is NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        return outputs(call.op.implementations["cuda"], call)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def choice(index: int) -> Iterator[list[str]]:
-    """Launch kernels with this choice of block sizes, or their last one; yields what was chosen."""
-    chosen: list[str] = []
-
-    def launch(tuned: Tuned, grid: Any, *args: Any, **rest: Any) -> None:
-        config = tuned.configs[min(index, len(tuned.configs) - 1)]
-        sizes = " ".join(f"{name}={size}" for name, size in config.kwargs.items())
-        chosen.append(f"{tuned.kernel.__name__} {sizes} warps={config.num_warps}")
-        options = config.all_kwargs() | {"enable_fp_fusion": False}
-        tuned.kernel.run(*args, grid=grid, warmup=False, **rest, **options)
-
-    with patch.object(Tuned, "__call__", launch):
-        yield chosen
-
-
-def choices(call: Call) -> int:
-    """The number of choices of the kernels that a call launches; launches none of them."""
-    counts = [1]
-    with patch.object(Tuned, "__call__", lambda tuned, *_, **__: counts.append(len(tuned.configs))):
-        call.op.implementations["cuda"](*call.args, **call.kwargs)
-    return max(counts)
-
-
-@contextmanager
-def side_stream() -> Iterator[None]:
-    """Queue work on a new stream, after and before what is queued on the current one."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-def check_choice(call: Call, expected: Callable[[], Named], index: int, aside: bool) -> Result:
-    """Check one choice of block sizes."""
-    with choice(index) as chosen, side_stream() if aside else nullcontext():
-        found = launched(call)
-    check_same(found, expected())
-    return Result(note=", ".join(chosen))
-
-
-def check_tuned(call: Call, expected: Callable[[], Named]) -> Result:
-    """Check the call that measures the choices, and one after it."""
-    with ExitStack() as stack:
-        for tuned in gpu_operators.tuned_kernels():
-            stack.enter_context(patch.object(tuned, "_fastest", {}))
-        for n in range(2):
-            check_same(launched(call), expected(), f"call {n}, ")
-    return Result()
-
-
-def check_portable(on_cpu: Call, expected: Callable[[], Named]) -> Result:
-    """Check that the portable code has the same bits on the CPU."""
-    check_same(expected(), portable(on_cpu))
-    return Result()
-
-
-def cases_of_call(name: str, on_cpu: Call, device: str) -> Iterator[Case]:
-    """One operator with each choice, on each stream; tuned; and its portable code."""
-    call = moved(on_cpu, device)
-    expected = cache(partial(portable, call))
-    for index, aside in product(range(choices(call)), BOTH if device == "cuda" else [False]):
-        where = f"choice {index}, side stream" if aside else f"choice {index}"
-        yield f"{name}, {where}", partial(check_choice, call, expected, index, aside)
-    yield f"{name}, tuned", partial(check_tuned, call, expected)
-    if device == "cuda":
-        yield f"{name}, portable", partial(check_portable, on_cpu, expected)
-
-
-def kernel_cases(device: str) -> Iterator[Case]:
-    """Each operator, with sizes that are multiples of 16, and with others."""
-    for odd, kind in enumerate(("aligned", "odd")):
-        for name, call in gpu_operators.operator_calls("cpu", bool(odd)).items():
-            yield from cases_of_call(f"{name}, {kind}", call, device)
-
-
-# inductor
-
-SHAPES = ((64, 48), (1024, 768), (16, 4096), (4096, 4096), (8192, 14336))
-
-
-def casts(x: Tensor, y: Tensor, dtype: torch.dtype, saturates: bool, fused: bool) -> Named:
-    """The copies of a product: by the operators of graphs, where they fuse, or by the library's.
-
-    If values saturate, the largest value is not that of the first row.
-    """
-    high = x * y
-    largest = high[1:] if saturates else high
-    if fused and stores_transposed(x.device):
-        known = kernels.fusible_amax(largest)
-        made = kernels.fusible_copies(high, known, dtype, BOTH, saturate=saturates)
-    else:
-        known, of = kernels.amax(largest), [0, 0]
-        made = kernels.cast_copies(high, [known], dtype, False, of, BOTH, saturate=saturates)
-    return {"scale": made[0], "rows": made[1], "transposed": made[2]}
-
-
-@contextmanager
-def launchers() -> Iterator[list[tuple[CachingAutotuner, list[Any]]]]:
-    """Inductor's kernels take their first launch config; yields them, each with all of its own."""
-    found: list[tuple[CachingAutotuner, list[Any]]] = []
-
-    def first(kernel: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
-        found.append((kernel, kernel.launchers))
-        kernel.launchers = kernel.launchers[:1]
-
-    with patch.object(CachingAutotuner, "autotune_to_one_config", first):
-        yield found
-
-
-def check_casts(
-    shape: tuple[int, int], high: torch.dtype, dtype: torch.dtype, saturates: bool, device: str
-) -> Result:
-    """Compare the copies that compiled code writes in each launch config."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    x, y = (torch.randn(shape, device=device).to(high) for _ in range(2))
-    if saturates:
-        x[0, :5] = torch.tensor([math.nan, math.inf, -math.inf, 1e3, -1e3])
-    expected, index = casts(x, y, dtype, saturates, fused=False), 0
-    options = {"max_autotune_pointwise": True, "autotune_local_cache": False}
-    compiled = torch.compile(casts, fullgraph=True, dynamic=False, options=options)
-    with launchers() as found:
-        while index < max((len(each) for _, each in found), default=1):
-            for kernel, each in found:
-                kernel.launchers = [each[index % len(each)]]
-            check_same(compiled(x, y, dtype, saturates, fused=True), expected, f"config {index}, ")
-            index += 1
-    return Result(compiled=True, note=f"launch configs: {index}")
-
-
-def inductor_cases(device: str) -> Iterator[Case]:
-    """Each format and shape, with kernels that keep a NaN as they clamp."""
-    for (m, k), saturates, high, dtype in product(SHAPES, BOTH, (BF16, FP32, FP16), (E5M2, E4M3)):
-        name = f"{m} x {k}, {short_name(high)} to {short_name(dtype)}" + saturates * ", saturated"
-        yield name, partial(check_casts, (m, k), high, dtype, saturates, device)
-
-
-PARTS = {"kernels": kernel_cases, "inductor": inductor_cases}
+PARTS = "kernels", "inductor"
 
 
 def share_type(text: str) -> tuple[int, int]:
@@ -247,28 +24,18 @@ def share_type(text: str) -> tuple[int, int]:
     return index, count
 
 
-def shared(cases: Iterator[Case], index: int, count: int) -> Iterator[Case]:
-    """Take every ``count``-th case; of an operator all, for which kernels are compiled once."""
-    calls: dict[str, int] = {}
-    for name, function in cases:
-        of = re.split(", (?:choice|tuned|portable)", name)[0]
-        if calls.setdefault(of, len(calls)) % count == index - 1:
-            yield name, function
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    parser = report.make_parser("scripts.bench.gpu_smoke", __doc__)
-    add, kind = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser("scripts.bench.gpu_smoke", __doc__)
+    add = parser.add_argument
     add("kind", metavar="PART", choices=PARTS, help=f"one of {', '.join(PARTS)}")
-    add("--device", choices=["cpu", "cuda"], default=kind, help="default: %(default)s")
+    add("--device", choices=["cpu", "cuda"], default=None, help=DEVICE)
     share = "the I-th of N processes that share the cases, from 1"
     add("--part", type=share_type, metavar="I/N", default=(1, 1), help=share)
-    gpu_results.add_options(parser, "")
-    args = report.start(parser, argv)
+    add_options(parser, "")
+    args = parse(parser, argv)
     args.stage = args.stage or args.kind
-    return gpu_results.run(args, shared(PARTS[args.kind](args.device), *args.part))
+    return run("scripts.bench.gpu_smoke_run", args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

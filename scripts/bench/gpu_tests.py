@@ -6,10 +6,8 @@ A test that crashes its process, or waits for the device for too long, ends one 
 workers (tests/gpu/conftest.py), which another one replaces.
 """
 
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,8 +56,7 @@ class Lines:
             append(self.results, result)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.bench.gpu_tests", __doc__)
     parser.add_argument("paths", nargs="+", help="of tests")
     parser.add_argument("--ignore", nargs="+", default=[], metavar="PATH", help="of other tests")
@@ -85,4 +82,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

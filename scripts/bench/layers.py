@@ -1,5 +1,6 @@
-"""The single layers that are compared, and layers of experts."""
+"""The single layers that are compared, and layers of experts; what `scripts.bench.linear` does."""
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +12,10 @@ from torch import nn
 
 from fp8_dist import Float8Linear, invalidate_float8_scales, sync_float8_amax_and_scale_history
 from fp8_dist.moe import Float8ExpertsConfig, grouped_linear
-from scripts.common.candidates import BF16, linear_of
+from scripts.bench import timing
+from scripts.bench.timing import Timed
+from scripts.common.candidates import linear_of
+from scripts.common.recipes import BF16
 
 Shape = tuple[int, int, int]  # rows, in_features, out_features
 
@@ -90,3 +94,18 @@ class Experts:
 def shape_text(shape: Shape) -> str:
     """A shape as people read it."""
     return " x ".join(map(str, shape))
+
+
+def measure(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of all candidates at one shape."""
+    timed = {}
+    for name in args.candidates or timing.CANDIDATES:
+        layer = layer_of(name, shape, args.device)
+        timed[name] = Timed(layer.run, layer.change_weight)
+    calls = max(1, min(50, 10**7 // math.prod(shape)))  # of what takes microseconds
+    return timing.medians(timed, args, calls=calls, description=shape_text(shape))
+
+
+def run(args: argparse.Namespace) -> int:
+    found = {f"linear {shape_text(shape)}": measure(shape, args) for shape in args.shapes}
+    return timing.finish(args, found)

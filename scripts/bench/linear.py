@@ -9,39 +9,29 @@ GEMMs in tiles: there our layer is 2.5 times as fast as torchao's in the first c
 """
 
 import argparse
-import math
-import sys
-from collections.abc import Sequence
 
-from scripts.bench import timing
-from scripts.bench.layers import Shape, layer_of, shape_text
-from scripts.bench.timing import Timed
-from scripts.common.report import start
+from scripts.common.recipes import add_candidates
+from scripts.common.report import make_parser, parse, run
 
 
-def measure(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of all candidates at one shape."""
-    timed = {}
-    for name in args.candidates:
-        layer = layer_of(name, shape, args.device)
-        timed[name] = Timed(layer.run, layer.change_weight)
-    calls = max(1, min(50, 10**7 // math.prod(shape)))  # of what takes microseconds
-    return timing.medians(timed, args, calls=calls, description=shape_text(shape))
+def shape_type(text: str) -> tuple[int, int, int]:
+    """The type of an option: MxKxN."""
+    sizes = tuple(int(size) for size in text.split("x"))
+    if len(sizes) != 3 or any(size < 1 or size % 16 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text}: expected MxKxN, positive multiples of 16")
+    return sizes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    parser = timing.make_parser("scripts.bench.linear", __doc__, repeat=21)
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser("scripts.bench.linear", __doc__, repeat=21, ratio=True)
     shapes = "rows x in_features x out_features; default: 512x1024x1024 16x16x16"
     default = [(512, 1024, 1024), (16, 16, 16)]
     parser.add_argument(
-        "--shapes", type=timing.shape_type, nargs="+", metavar="MxKxN", default=default, help=shapes
+        "--shapes", type=shape_type, nargs="+", metavar="MxKxN", default=default, help=shapes
     )
-    timing.add_candidates(parser)
-    args = start(parser, argv)
-    found = {f"linear {shape_text(shape)}": measure(shape, args) for shape in args.shapes}
-    return timing.finish(args, found)
+    add_candidates(parser)
+    return run("scripts.bench.layers", parse(parser, argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

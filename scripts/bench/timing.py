@@ -17,9 +17,11 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from scripts.common import report
-from scripts.common.candidates import BF16, OURS, TORCHAO, peer_of
+from scripts.common.candidates import TORCHAO, peer_of
 from scripts.common.markdown import table
+from scripts.common.recipes import BF16, OURS
 
+CANDIDATES = (BF16, *OURS, *TORCHAO)
 # The second one counts what this process computed, and not what it waited for.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -48,7 +50,7 @@ def medians(
 
     Args:
         candidates: by name.
-        args: the options of `make_parser`.
+        args: the options of `scripts.common.report.make_parser`.
         warm_up: turns before those that count.
         calls: runs in each turn, whose mean is one reading.
         description: of the progress bar.
@@ -105,23 +107,6 @@ def _slowest(mine: dict[str, list[float]]) -> dict[str, list[float]]:
     }
 
 
-def make_parser(module: str, description: str | None, repeat: int) -> argparse.ArgumentParser:
-    """A parser with the options of all benchmarks on this machine; repeat: of `--repeat`."""
-    parser = report.make_parser(module, description, repeat=repeat)
-    asserts = "fail unless tensorwise is so many times as fast as torchao's"
-    parser.add_argument("--assert", dest="asserted", type=float, metavar="RATIO", help=asserts)
-    return parser
-
-
-def add_candidates(parser: argparse.ArgumentParser) -> None:
-    """Add an option for the candidates to time."""
-    names = (BF16, *OURS, *TORCHAO)
-    text = f"of {', '.join(names)}; default: all. On some CPUs torchao's take seconds for a layer"
-    parser.add_argument(
-        "--candidates", nargs="+", choices=names, metavar="NAME", default=names, help=text
-    )
-
-
 def finish(args: argparse.Namespace, by_title: Mapping[str, Mapping[str, float]]) -> int:
     """Print a table for each title, and the checks of `--assert`; return the exit status.
 
@@ -158,11 +143,3 @@ def milliseconds(seconds: float) -> str:
 def ratio(numerator: float | None, denominator: float | None) -> str:
     """A cell with a ratio; empty where there is nothing to compare."""
     return "" if numerator is None or denominator is None else f"{numerator / denominator:.2f}x"
-
-
-def shape_type(text: str) -> tuple[int, int, int]:
-    """The type of an option: MxKxN."""
-    sizes = tuple(int(size) for size in text.split("x"))
-    if len(sizes) != 3 or any(size < 1 or size % 16 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text}: expected MxKxN, positive multiples of 16")
-    return sizes

@@ -7,12 +7,14 @@ weights ("mxfp8+mxfp4"), or "torchao RECIPE".
 import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
+from fp8_dist import Float8Linear, Float8LinearConfig
+from fp8_dist.recipe import Operand
+from scripts.common.recipes import BF16, PEERS, RECIPES
 
 # torchao warns of kernels that it can't load here, torch of what torchao registers.
 for _logger in ("torchao", "torch.utils._pytree"):
@@ -25,15 +27,10 @@ try:
 except ImportError:
     torchao = None
 
-BF16 = "bf16"
-OURS = tuple(recipe.value for recipe in Float8LinearRecipeName)
-RECIPES = (BF16, *OURS)
-PACKED = ("blockwise+mxfp4", "mxfp8+mxfp4")
+TORCHAO = () if torchao is None else PEERS
 # Scales of rows need a kernel that CPUs have since torch 2.12.
-_PEERS = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 if torch.__version__.startswith("2.11.") and not torch.cuda.is_available():
-    _PEERS = ("tensorwise",)
-TORCHAO = () if torchao is None else tuple(f"torchao {recipe}" for recipe in _PEERS)
+    TORCHAO = TORCHAO[:1]
 
 
 def is_torchaos(name: str) -> bool:
@@ -62,6 +59,13 @@ def recipe_and_format(name: str) -> tuple[Any, Any]:
     """The recipe of a candidate of the library, and the format of its weights."""
     recipe, _, weight_format = name.partition("+")
     return recipe, weight_format or "e4m3"
+
+
+def gathers_float8(recipe: str) -> bool:
+    """Whether all gathers for float8 layers are float8: one copy serves both uses of an operand."""
+    return recipe != BF16 and all(
+        config_of(recipe).recipe.gather_scheme[operand] is not None for operand in get_args(Operand)
+    )
 
 
 def linear_of(name: str, linear: nn.Linear) -> nn.Linear:

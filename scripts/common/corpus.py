@@ -8,10 +8,9 @@ import sysconfig
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import Any
 
 VOCAB_SIZE = 256  # one token per byte value
 MAX_BYTES = 8 * 2**20  # a text ends here
@@ -23,12 +22,12 @@ _NOT_LIBRARY_SOURCE = {"__pycache__", "dist-packages", "idlelib", "site-packages
 class Corpus:
     """A text, one token per byte."""
 
-    tokens: Tensor  # 1-D, uint8, on the CPU
+    text: bytearray
     source: str  # where the text came from, for people
 
     def batch(
         self, *, seed: int, step: int, batch_size: int, seq_len: int, rank: int = 0, ranks: int = 1
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, Any]:
         """Draws the rows of one data-parallel rank from the global batch of a step.
 
         The global batch depends on `seed`, `step`, `batch_size` and `seq_len` only, so that runs
@@ -41,11 +40,13 @@ class Corpus:
             are the inputs' next tokens.
         """
         assert batch_size % ranks == 0, f"{batch_size} rows on {ranks} ranks"
+        torch = import_module("torch")
         # The CPU generator looks at 32 bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
-        starts = torch.randint(self.tokens.numel() - seq_len, (batch_size,), generator=generator)
+        starts = torch.randint(len(self.text) - seq_len, (batch_size,), generator=generator)
         mine = starts.chunk(ranks)[rank]
-        windows = self.tokens[mine[:, None] + torch.arange(seq_len + 1)].long()
+        tokens = torch.frombuffer(self.text, dtype=torch.uint8)
+        windows = tokens[mine[:, None] + torch.arange(seq_len + 1)].long()
         return windows[:, :-1], windows[:, 1:]
 
 
@@ -75,7 +76,7 @@ def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
             f"{path} has {len(text)} bytes of text ({len(files)} files), but rows of {seq_len} "
             f"tokens need more: give a longer text or use shorter rows"
         )
-    return Corpus(torch.frombuffer(text, dtype=torch.uint8), f"{path} ({len(files)} files)")
+    return Corpus(text, f"{path} ({len(files)} files)")
 
 
 def _files(root: Path, pattern: str, skip: Callable[[str], bool]) -> list[Path]:

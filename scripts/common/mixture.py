@@ -6,7 +6,6 @@ The modules know nothing about meshes, but for one thing: experts whose weights 
 they run are divided between the ranks of that mesh, and tokens travel there.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.moe import Float8ExpertsConfig, Routing, dispatch_linear, linear_combine, route
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Sizes of a mixture of experts."""
-
-    experts: int
-    top_k: int
-    ffn_dim: int  # of each expert
-    shared: int = 0  # experts that every token visits
-    first_dense: int = 0  # blocks whose feed-forward is dense: the first ones
-    balance: float = 0.01  # weight of the balancing loss
+from scripts.common.sizes import Mixture
 
 
 class Router(nn.Module):

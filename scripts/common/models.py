@@ -37,9 +37,10 @@ from fp8_dist.tensor_parallel.plans import (
 from fp8_dist.torch_internals import has_bf16_instructions
 from fp8_dist.transport import Encoding
 from scripts.common import candidates
-from scripts.common.candidates import BF16, config_of, is_torchaos, recipe_and_format
+from scripts.common.candidates import config_of, is_torchaos, recipe_and_format
 from scripts.common.llama import Attention, Block, FeedForward, LatentAttention, Llama, LlamaConfig
 from scripts.common.mixture import Experts, GatherSequence, MixtureOfExperts, Router
+from scripts.common.recipes import BF16
 
 TP, EP = "tp", "ep"
 GATHERED_PEER = "torchao tensorwise"  # torchao's only recipe whose weights FSDP2 gathers in float8

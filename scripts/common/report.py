@@ -2,17 +2,18 @@
 
 import argparse
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from scripts.common.options import command_parser, positive
+
+DEVICE = "default: cuda where there is a GPU"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ def make_parser(
     *,
     repeat: int | None = None,
     asserts: str | None = None,
+    ratio: bool = False,
 ) -> argparse.ArgumentParser:
     """A parser with the options of all measurements.
 
@@ -37,32 +39,47 @@ def make_parser(
         description: the module's docstring.
         repeat: the default of `--repeat`; None: nothing is timed, and the device is the CPU.
         asserts: when `--assert` fails; None: this parser does not add that option.
+        ratio: `--assert` takes one, of times.
     """
     parser = command_parser(module, description)
-    parser.set_defaults(device="cpu", asserted=False)
+    parser.set_defaults(device="cpu", clock="wall", asserted=False)
     add = parser.add_argument
     add("--threads", type=positive, default=1, help="of each process on a CPU; %(default)s")
     if repeat is not None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        add("--device", choices=["cpu", "cuda"], default=kind, help="default: %(default)s")
+        add("--device", choices=["cpu", "cuda"], default=None, help=DEVICE)
         add("--repeat", type=positive, default=repeat, help="turns of each candidate; %(default)s")
         clock = "cpu: CPU time of the process, where others use the machine; default: wall"
-        add("--clock", choices=["wall", "cpu"], default="wall", help=clock)
+        add("--clock", choices=["wall", "cpu"], help=clock)
+    if ratio:
+        least = "fail unless tensorwise is so many times as fast as torchao's"
+        add("--assert", dest="asserted", type=float, metavar="RATIO", help=least)
     if asserts is not None:
         add("--assert", dest="asserted", action="store_true", help=f"fail where {asserts}")
     return parser
 
 
-def start(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the options, sets threads and seed; `command` is what to type to run it again."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the options; `command` is what to type to run it again."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
-    if args.device == "cuda" and getattr(args, "clock", "wall") == "cpu":
-        parser.error("--clock cpu does not see what a GPU does: use wall")
+    if args.clock == "cpu":
+        if args.device == "cuda":
+            parser.error("--clock cpu does not see what a GPU does: use wall")
+        args.device = "cpu"
     args.command = shlex.join([*parser.prog.split(), *argv])
+    return args
+
+
+def run(module: str, args: argparse.Namespace) -> int:
+    """Run a module's `run` with the device, the threads and the seed set; return its status.
+
+    Until here nothing imports torch.
+    """
+    torch = import_module("torch")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    return args
+    return import_module(module).run(args)
 
 
 def finish(
@@ -71,7 +88,7 @@ def finish(
     """Print the command, the machine, the tables and the checks; return the exit status.
 
     Args:
-        args: what `start` returned.
+        args: what `parse` returned.
         tables: Markdown by title.
         checks: the conditions; with `--assert` the status is 1 if one does not hold.
     """
@@ -86,14 +103,14 @@ def finish(
 def machine(device: str, threads: int) -> str:
     """The device, its threads, and the releases of torch and torchao."""
     if device == "cuda":
-        kind = torch.cuda.get_device_name()
+        kind = import_module("torch").cuda.get_device_name()
     else:
         kind = f"{_cpu_name()}, {os.cpu_count()} cores, {threads} thread{'s' * (threads > 1)}"
     try:
-        peer = f"torchao {importlib.metadata.version('torchao')}"
-    except importlib.metadata.PackageNotFoundError:
+        peer = f"torchao {version('torchao')}"
+    except PackageNotFoundError:
         peer = "no torchao"
-    return f"{kind}, torch {torch.__version__}, {peer}"
+    return f"{kind}, torch {version('torch')}, {peer}"
 
 
 def _cpu_name() -> str:

@@ -12,6 +12,7 @@ import tokenize
 from pathlib import Path
 
 from scripts.common.markdown import table
+from scripts.common.options import command_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ("fp8_dist", "fsdp", "tensor_parallel")
@@ -51,7 +52,7 @@ def files(folder: str, pattern: str = "*.py") -> list[Path]:
 
 
 def main() -> None:
-    """Prints the tables."""
+    command_parser("scripts.measure.mass", __doc__).parse_args()
     library = [path for folder in LIBRARY for path in files(folder)]
     rooms: dict[str, int] = {}
     for path in library:

@@ -124,7 +124,7 @@ def verdict_of(fault: Fault, folder: Path) -> tuple[str, str]:
     return ("caught", "") if status == FAILED else (f"NOT TRIED (pytest: {status})", output)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.measure.mutations", __doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with it in their name")
     parser.add_argument("--list", action="store_true", help="print the faults, plant none")

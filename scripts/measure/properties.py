@@ -6,126 +6,22 @@ tests/support/property_cases.py says what a case is and how it is drawn; tests/p
 them. Exit status 1 if a case failed, or was not run: `--case` runs the one that the report shows.
 """
 
-import sys
-import warnings
-from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+import json
+from importlib import import_module
 
-import hypothesis
-import torch
-from tqdm import tqdm
-
-SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
-sys.path.insert(0, str(SUPPORT))
-
-from property_cases import KINDS, Case, cases, from_json, simpler, to_json  # noqa: E402
-from property_runs import verdict_of  # noqa: E402
-from property_verdicts import Verdict  # noqa: E402
-from ranks import RankPools  # noqa: E402
-
-from scripts.common.markdown import table  # noqa: E402
-from scripts.common.options import command_parser, positive  # noqa: E402
-
-# Failures that look alike are made simpler, and shown, this many times.
-SHOWN = 3
-# Kinds take turns. Each turn starts from a seed of its own: hypothesis varies what it drew before.
-TURNS = ("cast", "layer", "train", "train")
-TURN = 50
+from scripts.common.options import command_parser, positive
 
 
-def run_cases(
-    count: int, seed: int, max_ranks: int, pools: RankPools
-) -> list[tuple[Case, Verdict]]:
-    """The verdicts on so many cases, drawn from a seed; on fewer after Ctrl-C."""
-    found: list[tuple[Case, Verdict]] = []
-    progress = tqdm(total=count, unit="case")
-    for turn, start in enumerate(range(0, count, TURN)):
-
-        @hypothesis.seed(seed * 100_000 + turn)
-        @hypothesis.settings(
-            max_examples=min(TURN, count - start),
-            database=None,
-            deadline=None,
-            phases=[hypothesis.Phase.generate],
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )
-        @hypothesis.given(cases(TURNS[turn % len(TURNS)], max_ranks))
-        def each(case: Case) -> None:
-            verdict = verdict_of(case, pools)
-            if verdict.kind == "FAILED":
-                progress.write(f"{to_json(case)}\n  {verdict.name}")
-            found.append((case, verdict))
-            progress.update()
-
-        try:
-            each()
-        except KeyboardInterrupt:
-            break
-    progress.close()
-    return found
-
-
-def simplest(case: Case, verdict: Verdict, pools: RankPools) -> tuple[Case, Verdict]:
-    """The simplest case that fails alike, found by changing one field after the other."""
-    while not verdict.text.startswith("ranks: "):  # each of these takes the whole timeout
-        for other in simpler(case):
-            again = verdict_of(other, pools)
-            if again.kind == "FAILED" and again.name[:20] == verdict.name[:20]:
-                case, verdict = other, again
-                break
-        else:
-            break
-    return case, verdict
-
-
-def counts(found: Sequence[tuple[Case, Verdict]]) -> str:
-    """Numbers of cases of each kind that were right, a documented error, or failed."""
-    names = {cls: name for name, cls in KINDS.items()}
-    by_kind = Counter((names[type(case)], verdict.kind) for case, verdict in found)
-    kinds = ("right", "error", "FAILED")
-    lines = [[name, *(str(by_kind[name, kind]) for kind in kinds)] for name in KINDS]
-    totals = [str(sum(by_kind[name, kind] for name in KINDS)) for kind in kinds]
-    return table(["case", "right", "documented error", "failed"], [*lines, ["all", *totals]])
-
-
-def errors(found: Sequence[tuple[Case, Verdict]]) -> str:
-    """The documented errors by kind, with their numbers of cases."""
-    by_name = Counter(verdict.name for _, verdict in found if verdict.kind == "error")
-    lines = [[name.replace("|", r"\|"), str(count)] for name, count in by_name.most_common()]
-    return table(["documented error", "cases"], lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.measure.properties", __doc__)
     add = parser.add_argument
     add("--cases", type=positive, default=300, help="how many; default: %(default)s")
     add("--seed", type=int, default=0, help="of the drawing; default: %(default)s")
     add("--ranks", type=positive, default=4, help="at most, of a case; default: %(default)s")
-    add("--case", type=from_json, help="run this case alone, as a report shows it")
+    add("--case", type=json.loads, help="run this case alone, as a report shows it")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    pools = RankPools()
-    try:
-        if args.case is not None:
-            verdict = verdict_of(args.case, pools)
-            print(f"{verdict.kind}: {verdict.text}" if verdict.text else verdict.kind)
-            return int(verdict.kind == "FAILED")
-        found = run_cases(args.cases, args.seed, args.ranks, pools)
-        print(f"{counts(found)}\n\n{errors(found)}")
-        failed: dict[str, list[tuple[Case, Verdict]]] = {}
-        for case, verdict in found:
-            if verdict.kind == "FAILED":
-                failed.setdefault(verdict.name, []).append((case, verdict))
-        for name, alike in list(failed.items())[:SHOWN]:
-            case, verdict = simplest(*alike[0], pools)
-            print(f"\n{len(alike)} cases: {name}\n--case '{to_json(case)}'\n{verdict.text}")
-        return int(bool(failed) or len(found) < args.cases)
-    finally:
-        pools.close()
+    return import_module("scripts.measure.properties_run").run(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -22,29 +22,26 @@ transformers that declares a plan.
 import argparse
 import dataclasses
 import math
-import sys
 from functools import partial
+from importlib import import_module
 from typing import get_args
 
-from fp8_dist.moe.config import ExpertsRecipe
-from scripts.common.candidates import BF16, PACKED, RECIPES, TORCHAO
-from scripts.common.llama import MODELS
+from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.common.options import mesh_text, mesh_type, positive
-from scripts.common.report import finish, make_parser, start
-from scripts.plan import own_model
-from scripts.plan.run import run_all
-from scripts.plan.step import PEER, Plan, Step
-from scripts.plan.tables import axes_table, collectives_table, memory_table, summary_table
+from scripts.common.recipes import PACKED, RECIPES
+from scripts.common.report import make_parser, parse, run
+from scripts.common.sizes import MODELS
 
 MOST_RANKS = 16_384
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2."""
     parser = make_parser("scripts.plan", __doc__)
     add = parser.add_argument
-    named = f"MODULE:FUNCTION, which makes a model, or one of {', '.join(MODELS)}"
-    add("--model", default="405b", metavar="MODEL", help=f"{named}; default: %(default)s")
+    named = f"MODULE:FUNCTION or one of {', '.join(MODELS)}"
+    made = f"{named}; a function makes a model; default: %(default)s"
+    add("--model", default="405b", metavar="MODEL", help=made)
     axes = partial(mesh_type, axes=("dp", "ep", "tp"))
     add("--mesh", type=axes, default="dp=2048,tp=8", help=f"up to {MOST_RANKS:,} ranks")
     add("--layers", type=positive, help="blocks of the model; default: all")
@@ -55,18 +52,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--weight-format", choices=["mxfp4"], help=f"{too} weights in this")
     add("--gradient-transport", choices=ways, help=f"{too} FSDP2's gradients in this")
     add("--reduce-transport", choices=ways, help=f"{too} tensor parallelism's sums in this")
-    args = start(parser, argv)
+    args = parse(parser, argv)
     packed = [f"{name}+{args.weight_format}" for name in args.recipe if args.weight_format]
     if not {*packed} <= {*PACKED}:
         parser.error(f"--weight-format {args.weight_format} is for --recipe mxfp8 or blockwise")
-    (_check_reference if args.model in MODELS else _check_own)(parser, args)
-    args.recipe += packed
-    if args.mesh["ep"] == 1:
-        del args.mesh["ep"]
     if args.gradient_transport and args.mesh["dp"] == 1:
         parser.error("--gradient-transport needs a dp of 2 or more")
     if math.prod(args.mesh.values()) > MOST_RANKS:
         parser.error(f"--mesh {mesh_text(args.mesh)}: more than {MOST_RANKS:,} ranks")
+    if args.model not in MODELS and ":" not in args.model:
+        parser.error(f"--model {args.model}: it is not {named}")
+    (_check_reference if args.model in MODELS else _check_own)(parser, args)
+    args.recipe += packed
+    if args.mesh["ep"] == 1:
+        del args.mesh["ep"]
     if args.longest is not None and args.seq_len > args.longest:
         most = f"the model's max_seq_len={args.longest}"
         parser.error(f"--seq-len {args.seq_len} is above {most}")
@@ -96,7 +95,7 @@ def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     """Checks the options for a model MODULE:FUNCTION, which must convert in each recipe."""
     if args.layers is not None or args.mesh["ep"] > 1:
         parser.error(f"--layers and ep are for {', '.join(MODELS)}")
-    tp = args.mesh["tp"]
+    tp, own_model = args.mesh["tp"], import_module("scripts.plan.own_model")
     try:
         args.longest = own_model.longest(own_model.make(args.model))
         for name in args.recipe:
@@ -109,43 +108,9 @@ def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error(f"--model {args.model} does not say how many tokens it takes: give --seq-len")
 
 
-def plans_of(args: argparse.Namespace) -> list[Plan]:
-    """The recipes, bf16 and torchao; and the recipes with sums over ranks in fewer bytes."""
-    sizes = (args.sizes, args.mesh, args.batch_size, args.seq_len)
-    others = [BF16, *([PEER] if PEER in TORCHAO and args.has_peer else [])]
-    plans = [Plan(*sizes, variant) for variant in dict.fromkeys((*args.recipe, *others))]
-    wire = (args.gradient_transport, args.reduce_transport)
-    if any(wire):
-        plans += [Plan(*sizes, variant, *wire) for variant in args.recipe]
-    return plans
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    args = parse(argv)
-    plans = plans_of(args)
-    try:
-        found = list(zip(plans, run_all(plans), strict=True))
-    except own_model.Unfit as error:
-        print(f"python -m scripts.plan: error: {error}", file=sys.stderr)
-        return 2
-    for _, reason in found:
-        if isinstance(reason, str):
-            print(reason, file=sys.stderr)
-    runs = [(plan, step) for plan, step in found if isinstance(step, Step)]
-    first, step = runs[0]
-    mesh = " x ".join(f"{name} {size:,}" for name, size in args.mesh.items())
-    blocks = {
-        "model": f"{args.model}: {step.parameters:,} parameters, {step.weights} converted weights, "
-        f"{step.blocks} blocks; {first.ranks:,} ranks ({mesh}); {args.batch_size} x "
-        f"{args.seq_len:,} tokens on each data-parallel rank.",
-        "summary": summary_table(runs),
-        "axes": axes_table(runs),
-        "collectives": collectives_table(runs),
-        "memory": memory_table(runs),
-    }
-    return finish(args, blocks)
+    return run("scripts.plan.run", parse_args(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

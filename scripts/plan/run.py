@@ -1,16 +1,58 @@
 """Runs planned steps, each in a process of its own: a fake world can't be left."""
 
+import argparse
 import multiprocessing
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 from tqdm import tqdm
 
+from scripts.common.candidates import TORCHAO
+from scripts.common.recipes import BF16
+from scripts.common.report import finish
 from scripts.plan.own_model import Unfit
 from scripts.plan.step import PEER, Plan, Step, make_mesh, run_step
+from scripts.plan.tables import axes_table, collectives_table, memory_table, summary_table
 from scripts.plan.world import fake_world
+
+
+def run(args: argparse.Namespace) -> int:
+    plans = plans_of(args)
+    try:
+        found = list(zip(plans, run_all(plans), strict=True))
+    except Unfit as error:
+        print(f"python -m scripts.plan: error: {error}", file=sys.stderr)
+        return 2
+    for _, reason in found:
+        if isinstance(reason, str):
+            print(reason, file=sys.stderr)
+    runs = [(plan, step) for plan, step in found if isinstance(step, Step)]
+    first, step = runs[0]
+    mesh = " x ".join(f"{name} {size:,}" for name, size in args.mesh.items())
+    blocks = {
+        "model": f"{args.model}: {step.parameters:,} parameters, {step.weights} converted weights, "
+        f"{step.blocks} blocks; {first.ranks:,} ranks ({mesh}); {args.batch_size} x "
+        f"{args.seq_len:,} tokens on each data-parallel rank.",
+        "summary": summary_table(runs),
+        "axes": axes_table(runs),
+        "collectives": collectives_table(runs),
+        "memory": memory_table(runs),
+    }
+    return finish(args, blocks)
+
+
+def plans_of(args: argparse.Namespace) -> list[Plan]:
+    """The recipes, bf16 and torchao; and the recipes with sums over ranks in fewer bytes."""
+    sizes = (args.sizes, args.mesh, args.batch_size, args.seq_len)
+    others = [BF16, *([PEER] if PEER in TORCHAO and args.has_peer else [])]
+    plans = [Plan(*sizes, variant) for variant in dict.fromkeys((*args.recipe, *others))]
+    wire = (args.gradient_transport, args.reduce_transport)
+    if any(wire):
+        plans += [Plan(*sizes, variant, *wire) for variant in args.recipe]
+    return plans
 
 
 def run_all(plans: Sequence[Plan]) -> list[Step | str]:

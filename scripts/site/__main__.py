@@ -6,7 +6,6 @@ each public package has a page of its docstrings. What Sphinx warns of is an err
 """
 
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -111,7 +110,7 @@ def build(target: Path) -> int:
         return sphinx([*options, str(source), str(target)])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.site", __doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "site")
     target = parser.parse_args(argv).folder
@@ -122,4 +121,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

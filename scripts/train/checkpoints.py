@@ -17,14 +17,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fp8_dist import Float8State
+from scripts.train.options import checkpoints_in
 
 KEPT = 2  # the newest ones
-
-
-def checkpoints_in(root: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, by step, the newest first."""
-    paths = sorted(root.glob("step-*"), reverse=True)
-    return {int(path.name.removeprefix("step-")): path for path in paths}
 
 
 def save(root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -5,13 +5,11 @@ python -m scripts.train.compare runs/bf16 runs/tensorwise --assert
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
-from fp8_dist.recipe import Operand
-from fp8_dist.report.page import write
-from scripts.common.candidates import BF16, config_of
 from scripts.common.markdown import table
 from scripts.common.options import command_parser
 
@@ -34,6 +32,7 @@ def read_run(folder: Path) -> dict[str, Any]:
             raise ValueError(f"metrics.jsonl holds {len(steps)} of {config['steps']} steps")
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"{folder} is not a finished run of scripts.train.train: {error}")
+    candidates = import_module("scripts.common.candidates")
     # The very last step ran under the audit, which takes time of its own.
     speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
     wire = dict.fromkeys(config.get(f"{kind}_transport") for kind in ("gradient", "reduce"))
@@ -45,15 +44,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         "bytes": sum(row["bytes"] for row in rows),
         "float8_bytes": sum(row["float8_bytes"] for row in rows),
         "all_gather_bytes": sum(row["bytes"] for row in rows if row["op"] == "all_gather"),
-        "gathers_float8": gathers_float8(config["recipe"]),
+        "gathers_float8": candidates.gathers_float8(config["recipe"]),
     }
-
-
-def gathers_float8(recipe: str) -> bool:
-    """Whether all gathers for float8 layers are float8: one copy serves both uses of an operand."""
-    return recipe != BF16 and all(
-        config_of(recipe).recipe.gather_scheme[operand] is not None for operand in get_args(Operand)
-    )
 
 
 def last_loss(run: dict[str, Any]) -> float:
@@ -117,7 +109,6 @@ def verdict(baseline: dict[str, Any], run: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
     parser = command_parser("scripts.train.compare", __doc__)
     parser.add_argument("baseline", type=Path, help="folder of the bf16 run")
     parser.add_argument(
@@ -133,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"runs are alike: {', '.join(run['name'] for run in found)}")
     args.out.mkdir(parents=True, exist_ok=True)
     print(report(baseline, runs))
-    headlines, _ = write(args.out / "report.html", [args.baseline, *args.runs])
+    page = import_module("fp8_dist.report.page")
+    headlines, _ = page.write(args.out / "report.html", [args.baseline, *args.runs])
     print(*headlines, sep="\n", end="\n" if headlines else "")
     print(f"written: {args.out / 'report.html'}")
     return 1 if args.strict and any(problems(baseline, run) for run in runs) else 0

@@ -17,6 +17,7 @@ of scripts.train.train, one thread for each rank, --jobs of them at a time. They
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -24,18 +25,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import numpy as np
 from tqdm import tqdm
 
-from fp8_dist.moe.config import ExpertsRecipe
-from scripts.common.candidates import BF16, OURS
+from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.common.markdown import table
 from scripts.common.options import positive
-from scripts.common.ranks import LOOPBACK
-from scripts.common.report import Check, finish, make_parser, start
+from scripts.common.recipes import BF16, OURS
+from scripts.common.report import Check, finish, make_parser, parse
 
 LAST_STEPS = 50
 TRAIN = ("steps", "batch_size", "seq_len", "lr")  # options that every run gets
@@ -110,7 +110,7 @@ COMPARISONS = {
 }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """The options; errors end the process with status 2, before any run starts."""
     asserts = "the loss of a variant is too far from that of its reference"
     parser = make_parser("scripts.train.compare_seeds", __doc__, asserts=asserts)
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=5e-4, help="peak of the learning rate")
     add("--jobs", type=positive, help="runs at a time; default: as many as there are cores for")
     add("--out", type=Path, default=Path("runs/seeds"), help="folder of the runs; %(default)s")
-    args = start(parser, argv)
+    args = parse(parser, argv)
     variants, ranks = COMPARISONS[args.of].variants, COMPARISONS[args.of].ranks
     args.only = args.only or [*variants]
     if unknown := [name for name in args.only if name not in variants]:
@@ -177,7 +177,8 @@ def train(args: argparse.Namespace, name: str, seed: int) -> list[float]:
         text = f"--{option.replace('_', '-')}"
         command.append(text if value is True else f"{text}={value}")
     # Ranks of one machine need an address that they can reach.
-    address = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)}
+    loopback = import_module("scripts.common.ranks").LOOPBACK
+    address = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
     environment = os.environ | address | {"OMP_NUM_THREADS": str(args.threads)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -190,15 +191,16 @@ def last_loss(losses: list[float]) -> float:
     return statistics.fmean(losses[-LAST_STEPS:])
 
 
-def differences(losses: Losses, variant: str, reference: str) -> np.ndarray:
+def differences(losses: Losses, variant: str, reference: str) -> list[float]:
     """Differences of the last losses of two variants, in %, by seed."""
-    values, references = (np.array([*map(last_loss, losses[v])]) for v in (variant, reference))
-    return 100 * (values / references - 1)
+    pairs = zip(losses[variant], losses[reference], strict=True)
+    return [100 * (last_loss(one) / last_loss(other) - 1) for one, other in pairs]
 
 
-def standard_error(percent: np.ndarray) -> float:
-    """The standard error of the mean of differences."""
-    return float(percent.std(ddof=1)) / len(percent) ** 0.5
+def standard_error(percent: Sequence[float]) -> float:
+    """The standard error of the mean of differences. (statistics.stdev fails where one is NaN.)"""
+    mean, count = statistics.fmean(percent), len(percent)
+    return math.sqrt(sum((each - mean) ** 2 for each in percent) / (count - 1) / count)
 
 
 def results_table(losses: Losses) -> str:
@@ -208,8 +210,9 @@ def results_table(losses: Losses) -> str:
         cells = ["", "", ""]
         if variant != reference:
             percent = differences(losses, variant, reference)
-            spread = f"{percent.min():+.3f} % to {percent.max():+.3f} %"
-            cells = [f"{percent.mean():+.3f} %", f"{standard_error(percent):.3f} %", spread]
+            spread = f"{min(percent):+.3f} % to {max(percent):+.3f} %"
+            mean, error = statistics.fmean(percent), standard_error(percent)
+            cells = [f"{mean:+.3f} %", f"{error:.3f} %", spread]
         lines.append([variant, f"{statistics.fmean(map(last_loss, runs)):.4f}", *cells])
     head = ["variant", f"loss, last {LAST_STEPS} steps", f"difference to {reference}"]
     return table([*head, "its standard error", "of single seeds"], lines, "lr")
@@ -221,15 +224,14 @@ def checks(losses: Losses, limits: Sequence[Limit]) -> list[Check]:
     for variant, reference, most in limits:
         if variant in losses and reference in losses:
             percent = differences(losses, variant, reference)
-            most, mean = max(most, 2 * standard_error(percent)), percent.mean()
+            most, mean = max(most, 2 * standard_error(percent)), statistics.fmean(percent)
             sentence = f"{variant} to {reference}: {mean:+.3f} %, at most {most:.3g} %"
             found.append(Check(sentence, bool(abs(mean) <= most)))
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    args = parse(argv)
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
     losses = losses_of(args)
     found = checks(losses, COMPARISONS[args.of].limits)
     return finish(args, {f"losses by {args.of}": results_table(losses)}, found)

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from fp8_dist.fsdp.gradient_transport import Transport
-from fp8_dist.moe.config import ExpertsRecipe
-from scripts.common.candidates import BF16, PACKED, RECIPES
+from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.common.corpus import load_corpus
-from scripts.common.llama import MODELS
 from scripts.common.options import command_parser, positive
-from scripts.train.checkpoints import checkpoints_in
+from scripts.common.recipes import BF16, PACKED, RECIPES
+from scripts.common.sizes import MODELS
 
 CHECKPOINTS = "checkpoints"  # the folder in --out
 
@@ -32,7 +30,7 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--ep", type=positive, default=1, help="data-parallel ranks that divide experts")
     add("--compile", action="store_true", help="torch.compile each transformer block")
     wire = "how FSDP2's gradients travel; default: in fp32, by its own reduce-scatter"
-    add("--gradient-transport", choices=get_args(Transport), help=wire)
+    add("--gradient-transport", choices=["float8", "bf16", "fp32"], help=wire)
     sums = "how sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
     add("--reduce-transport", choices=["float8", "bf16"], help=sums)
     add("--steps", type=positive, default=120)
@@ -90,6 +88,12 @@ def parse_options(
     except ValueError as error:
         parser.error(f"--data: {error}")
     return args
+
+
+def checkpoints_in(root: Path) -> dict[int, Path]:
+    """The checkpoints in a folder, by step, the newest first."""
+    paths = sorted(root.glob("step-*"), reverse=True)
+    return {int(path.name.removeprefix("step-")): path for path in paths}
 
 
 def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:

@@ -11,16 +11,13 @@ its own folder in it.
 
 import sys
 from argparse import Namespace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from scripts.common.candidates import BF16
-from scripts.common.ranks import run_on_ranks
+from scripts.common.recipes import BF16
 from scripts.train import compare
 from scripts.train.options import make_parser, parse_options
-from scripts.train.train import choose_device, train
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = {
@@ -59,21 +56,16 @@ def runs_of(args: Namespace) -> list[Namespace]:
     return [Namespace(**vars(args) | each | {"out": args.out / n}) for n, each in own.items()]
 
 
-def train_rank(args: Namespace) -> None:
-    """Trains; called on every rank."""
-    ranks = args.dp * args.ep * args.tp
-    train(args, *choose_device(torch.distributed.get_rank(), ranks))
-
-
 def main(argv: list[str]) -> int:
-    """Entry point; returns the exit status."""
     args = parse_args(argv)
     ranks = args.dp * args.ep * args.tp
-    device, _ = choose_device(0, ranks)
+    train_run = import_module("scripts.train.train_run")
+    run_on_ranks = import_module("scripts.common.ranks").run_on_ranks
+    device, _ = train_run.choose_device(0, ranks)
     runs = runs_of(args)
     for run in runs:
         print(f"== training: {run.out.name}, dp {args.dp} x tp {args.tp}", flush=True)
-        run_on_ranks(ranks, train_rank, run, device=device.type)
+        run_on_ranks(ranks, train_run.train_rank, run, device=device.type)
     print("== comparing", flush=True)
     # The verdict decides the exit status only for the run it is made for: other options may train
     # too shortly to learn anything.

@@ -42,13 +42,13 @@ def run_writer(
     if dist.get_rank() == 0:
         print(
             f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x {ep}tp "
-            f"{args.tp} on {where}; {corpus.tokens.numel():,} bytes of {corpus.source}",
+            f"{args.tp} on {where}; {len(corpus.text):,} bytes of {corpus.source}",
             flush=True,
         )
     shown = {name: value for name, value in vars(args).items() if name != "corpus"}
     shown |= {
         "data": corpus.source,
-        "data_bytes": corpus.tokens.numel(),
+        "data_bytes": len(corpus.text),
         "device": str(device),
         "parameters": parameters,
         "float8_layers": list(float8_layers(model)),

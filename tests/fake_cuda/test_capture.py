@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import comm_audit
-from scripts.common.candidates import OURS
+from scripts.common.recipes import OURS
 
 SHAPE = LayerShape(256, 512, 1024)
 

@@ -29,7 +29,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.tensor_parallel import apply_tp_plan
-from scripts.common.candidates import OURS
+from scripts.common.recipes import OURS
 
 DIM, HIDDEN, BATCH, SEQUENCE = 256, 384, 2, 32
 

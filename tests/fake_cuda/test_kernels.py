@@ -19,7 +19,8 @@ from torch_releases import RELEASE
 from fp8_dist.kernels import CustomOp, blocks, folding, gemm, quantization, scale
 from fp8_dist.kernels.cuda import triton
 from fp8_dist.kernels.cuda.triton import launch
-from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.common.candidates import TORCHAO
+from scripts.common.recipes import BF16, OURS
 
 SHAPE = LayerShape()
 FULL = pytest.mark.full

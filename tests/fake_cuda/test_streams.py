@@ -32,7 +32,7 @@ from fp8_dist.fsdp import Float8DDPState, float8_ddp_hook, set_gradient_transpor
 from fp8_dist.linear import weight
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import KnownWeight
-from scripts.common.candidates import OURS
+from scripts.common.recipes import OURS
 
 BLOCKS, DIM, STEPS = 3, 64, 2
 

@@ -11,7 +11,8 @@ from fake_cuda.process import FakeCudaProcess
 from fake_cuda.tables import milliseconds
 
 from scripts.bench.gpu_report import Rates
-from scripts.common.candidates import BF16, TORCHAO
+from scripts.common.candidates import TORCHAO
+from scripts.common.recipes import BF16
 
 GEMM = Kernel("_scaled_mm", "gemm", 1, 10**9, 10**9, 12 * 10**11, "float8")
 COUNTS = Counts([GEMM, Kernel("add", "tiny", 4, 100, 100)])

@@ -10,19 +10,21 @@ import pytest
 import torch
 from ranks import RankPools
 
-from scripts.bench import gpu, linear, precompute, step, timing
+from scripts.bench import gpu, linear, precompute_run, step, step_run, timing
 from scripts.bench.timing import Timed
 from scripts.common import report
-from scripts.common.candidates import BF16, TORCHAO
+from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS
+from scripts.common.recipes import BF16
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [BF16, "tensorwise", "delayed"]
 SMALL = ["--batch-size", "2", "--seq-len", "16", "--repeat", "1", "--candidates", *NAMES]
+SMALL += ["--device", "cpu"]
 
 
 def options(*words: str) -> argparse.Namespace:
-    return report.start(report.make_parser("scripts.bench.some", None, repeat=3), words)
+    return report.parse(report.make_parser("scripts.bench.some", None, repeat=3), words)
 
 
 def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,9 @@ def test_the_slowest_rank_counts(ranks: RankPools) -> None:
 
 def test_tables_and_targets(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = {"bf16": 0.001, "tensorwise": 0.002, "tensorwise, recorded": 0.003}
-    args = timing.make_parser("scripts.bench.some", None, repeat=1).parse_args(["--assert", "2.5"])
+    args = report.make_parser("scripts.bench.some", None, repeat=1, ratio=True).parse_args(
+        ["--assert", "2.5"]
+    )
     args.command = "some"
     for theirs, status in ((0.005, 0), (0.0049, 1), (None, 1)):
         found = seconds | ({} if theirs is None else {"torchao tensorwise": theirs})
@@ -96,8 +100,8 @@ def test_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_steps_on_a_mesh(ranks: RankPools) -> None:
-    args = step.parse(SMALL)
-    first, second = ranks(2).run(step.measure, args, {"dp": 1, "tp": 2})
+    args = step.parse_args(SMALL)
+    first, second = ranks(2).run(step_run.measure, args, {"dp": 1, "tp": 2})
     assert first == second  # the slowest rank's, on both
     assert list(first["debug"]) == NAMES
 
@@ -107,9 +111,9 @@ def test_steps_train() -> None:
     batch = torch.randint(256, (2, 2, 16))
     with pytest.MonkeyPatch.context() as patch:
         calls: list[torch.nn.Module] = []
-        patch.setattr(step, "after_step", lambda name, sharded: calls.append)
-        sizes, options = MODELS["debug"], step.parse(SMALL)
-        model, run = step.step_of("tensorwise", sizes, None, options, (batch[0], batch[1]))
+        patch.setattr(step_run, "after_step", lambda name, sharded: calls.append)
+        sizes, options = MODELS["debug"], step.parse_args(SMALL)
+        model, run = step_run.step_of("tensorwise", sizes, None, options, (batch[0], batch[1]))
     weight = model.layers[0].attention.wq.weight
     before = weight.detach().clone()
     for count in (1, 2):
@@ -121,7 +125,7 @@ def test_steps_train() -> None:
 
 def test_precompute(ranks: RankPools) -> None:
     args = Namespace(layers=2, size=32, device="cpu", repeat=1, clock="wall")
-    first, second = ranks(2).run(precompute.measure, args)
+    first, second = ranks(2).run(precompute_run.measure, args)
     assert first == second  # the slowest rank's, on both
     assert list(first) == ["tensorwise", *TORCHAO[:1]]
 

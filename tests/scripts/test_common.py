@@ -14,11 +14,12 @@ from torch.multiprocessing import ProcessRaisedException
 
 from fp8_dist.debug import comm_audit
 from scripts.common import models, report
-from scripts.common.candidates import BF16, OURS, PACKED, TORCHAO
+from scripts.common.candidates import TORCHAO
 from scripts.common.llama import LlamaConfig
 from scripts.common.markdown import table
 from scripts.common.metrics import sqnr
 from scripts.common.ranks import run_on_ranks
+from scripts.common.recipes import BF16, OURS, PACKED
 from scripts.common.report import Check
 
 TINY = LlamaConfig(64, 2, 4, 4, 128, vocab_size=256, max_seq_len=16)
@@ -88,7 +89,7 @@ def test_reports(
     asserted: bool, holds: bool, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = report.make_parser("scripts.some", None, repeat=1, asserts="it fails")
-    args = report.start(parser, ["--threads=1", *["--assert"] * asserted])
+    args = report.parse(parser, ["--threads=1", *["--assert"] * asserted])
     checks = [Check("first", True), Check("second", holds)]
     assert report.finish(args, {"title": "| table |"}, checks) == status
     printed = capsys.readouterr().out

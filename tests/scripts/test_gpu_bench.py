@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.bench import gpu
+from scripts.bench import gpu_run
 from scripts.bench.gpu_results import Result, read
-from scripts.common.candidates import OURS, TORCHAO
+from scripts.common.candidates import TORCHAO
+from scripts.common.recipes import OURS
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = f"{ROOT}:{ROOT}/tests/support"
@@ -29,7 +30,7 @@ def rehearsed(tmp_path: Path, *programs: str) -> list[Result]:
     """Run lines of Python, in which `words` are the options of a stage; return what it wrote."""
     results = tmp_path / "results.jsonl"
     words = ["--repeat", "2", "--results", str(results), "--begun", str(tmp_path / "begun")]
-    code = "\n".join(["from scripts.bench import gpu",
+    code = "\n".join(["from scripts.bench import gpu, gpu_run",
                       f"words = {words!r}", *programs])  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "fake_cuda.rehearsal", "-c", code],
@@ -54,10 +55,10 @@ def test_stages(tmp_path: Path) -> None:
     """Few cases of each. What failed is a line, and is not tried again in its process."""
     found = rehearsed(
         tmp_path,
-        "run, layer_of = gpu.main, gpu.layer_of",
+        "run, layer_of = gpu.main, gpu_run.layer_of",
         "def fails(name, *args): assert name != 'rowwise_folded', 'planted'; return layer_of(name, *args)",
-        "gpu.layer_of, gpu.OURS = fails, ('tensorwise', 'rowwise_folded')",
-        "gpu.BLOCKS = (('tensorwise', True), ('no such', False))",
+        "gpu_run.layer_of, gpu_run.OURS = fails, ('tensorwise', 'rowwise_folded')",
+        "gpu_run.BLOCKS = (('tensorwise', True), ('no such', False))",
         "assert run(['versions', *words]) == 0",
         "assert run(['rates', *words, '--only', 'copy', '2048 x 4096']) == 0",
         "assert run(['kernels', *words]) == 3",
@@ -69,7 +70,7 @@ def test_stages(tmp_path: Path) -> None:
         "assert run(['experts', *words, '--only', '512) rows, bf16']) == 0",
         "assert run(['nccl', *words]) == 3",
     )
-    of = {stage: [line for line in found if line.stage == stage] for stage in gpu.PARTS}
+    of = {stage: [line for line in found if line.stage == stage] for stage in gpu_run.PARTS}
     assert "fake CUDA device, 141 GB" in of["versions"][0].note
     assert len(of["rates"]) == 2 + 6
     assert of["rates"][0].bytes == 2**31
@@ -94,9 +95,9 @@ def test_stages(tmp_path: Path) -> None:
 
 def test_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
     small = "--model debug --steps 7 --batch-size 2 --seq-len 32"
-    monkeypatch.setattr(gpu, "TRAINING", small.split())
-    found = gpu.trained(("bf16", False), 64)
-    assert len(found["readings"]) == 7 - gpu.WARM_UP
+    monkeypatch.setattr(gpu_run, "TRAINING", small.split())
+    found = gpu_run.trained(("bf16", False), 64)
+    assert len(found["readings"]) == 7 - gpu_run.WARM_UP
     assert " after 7 steps" in found["note"]
 
 
@@ -107,19 +108,19 @@ def test_a_group_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
             part()
         return [time.perf_counter() - begin]
 
-    monkeypatch.setattr(gpu, "event_seconds", seconds)
-    found = gpu.measured_alone("tensorwise", torch.device("cpu"), 2)
+    monkeypatch.setattr(gpu_run, "event_seconds", seconds)
+    found = gpu_run.measured_alone("tensorwise", torch.device("cpu"), 2)
     assert len(found["readings"]) == 2
     assert found["note"].startswith("the mean of a sum of ones is 1, loss 5.")
     assert not torch.distributed.is_initialized()
 
 
 def test_the_most_wanted_come_first() -> None:
-    variants = gpu.layer_variants(gpu.ROWS)
+    variants = gpu_run.layer_variants(gpu_run.ROWS)
     first = [(name, kind) for name in ("bf16", "tensorwise", "rowwise") for kind in (False, True)]
     assert variants[:6] == first
     assert variants[6:8] == [(name, True) for name in TORCHAO[:2]] or len(TORCHAO) < 2
     assert {name for name, _ in variants} == {"bf16", *OURS, *TORCHAO[:2]}
     assert len(set(variants)) == len(variants)
-    assert {name for name, _ in gpu.layer_variants(2048)} < {name for name, _ in variants}
-    assert (gpu.BLOCKS[0], gpu.RUNS[0]) == (("bf16", False), ("bf16", True))
+    assert {name for name, _ in gpu_run.layer_variants(2048)} < {name for name, _ in variants}
+    assert (gpu_run.BLOCKS[0], gpu_run.RUNS[0]) == (("bf16", False), ("bf16", True))

@@ -154,7 +154,6 @@ def test_programs_take_the_words_of_their_stages(monkeypatch: pytest.MonkeyPatch
     started = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(gpu, "run", lambda args, cases: started.append(args.stage))
     monkeypatch.setattr(gpu_results, "run", lambda args, cases: started.append(args.stage))
     monkeypatch.setattr(pytest, "main", lambda options, plugins: 0)
     stages = [stage for call in CALLS.values() for group in call for stage in group.stages]

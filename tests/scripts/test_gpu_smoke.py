@@ -16,7 +16,7 @@ from fp8_dist.kernels import CustomOp
 from fp8_dist.kernels.cuda.triton import casts
 from fp8_dist.kernels.cuda.triton.launch import Tuned
 from fp8_dist.kernels.cuda.triton.rounding import indices, store_tile
-from scripts.bench import gpu_operators, gpu_smoke
+from scripts.bench import gpu_operators, gpu_smoke, gpu_smoke_run
 from scripts.bench.gpu_operators import operator_calls, tuned_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def test_the_calls_are_of_every_operator() -> None:
 
 
 def test_every_choice_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [name for name, _ in gpu_smoke.kernel_cases("cpu")]
+    names = [name for name, _ in gpu_smoke_run.kernel_cases("cpu")]
     assert len({*names}) == len(names)
     for name, kernels in launches_of_calls(monkeypatch).items():
         most = max(len(each.configs) for each in kernels)
@@ -129,13 +129,13 @@ def test_a_wrong_choice_is_found(tried: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_differences_are_named() -> None:
     x = torch.tensor([[1.0, torch.nan, 3.0], [4.0, -0.0, 6.0]])
     y = torch.tensor([[1.0, -torch.nan, 3.0], [4.0, 0.0, 7.0]])
-    assert gpu_smoke.difference(x, x.clone()) == ""
-    assert gpu_smoke.difference(x[0], y[0]) == ""
+    assert gpu_smoke_run.difference(x, x.clone()) == ""
+    assert gpu_smoke_run.difference(x[0], y[0]) == ""
     assert (
-        gpu_smoke.difference(x, y)
+        gpu_smoke_run.difference(x, y)
         == "2 of 6 elements differ, the first at (1, 1): -0.0 instead of 0.0"
     )
-    assert gpu_smoke.difference(x[0], x) == "float32 (3,) instead of float32 (2, 3)"
+    assert gpu_smoke_run.difference(x[0], x) == "float32 (3,) instead of float32 (2, 3)"
 
 
 def test_compiled_copies(tried: Any) -> None:
@@ -159,7 +159,7 @@ def test_a_wrong_launch_config_is_found(tried: Any, monkeypatch: pytest.MonkeyPa
     kernel = Kernel()
 
     def compiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        made = gpu_smoke.casts(*args, **kwargs)
+        made = gpu_smoke_run.casts(*args, **kwargs)
         kernel.run(made["transposed"])
         return made
 

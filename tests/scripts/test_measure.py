@@ -11,75 +11,91 @@ from ranks import RankPool, RankPools, device_mesh
 from safetensors.torch import save_file
 
 from fp8_dist import CastConfig, cast_to_float8
-from scripts.common.candidates import BF16, OURS
 from scripts.common.models import build
+from scripts.common.recipes import BF16, OURS
 from scripts.common.saved_bytes import OTHER, saved_bytes
-from scripts.measure import communication, hf_plans, memory, soak
-from scripts.measure import sqnr as sqnr_script
-from scripts.measure.communication import FOLDED, FSDP, MESHES, OURS_PRECOMPUTED, TP, Row
-from scripts.measure.memory import WEIGHT, Held
+from scripts.measure import (
+    communication_run,
+    hf_plans,
+    hf_plans_run,
+    memory_run,
+    soak_run,
+    sqnr,
+    sqnr_run,
+)
+from scripts.measure.communication_run import FOLDED, FSDP, MESHES, OURS_PRECOMPUTED, TP, Row
+from scripts.measure.memory_run import WEIGHT, Held
 
 # Communication
 
 
-SHALLOW = {"LAYERS": 2, "SIZES": dataclasses.replace(communication.SIZES, n_layers=2)}
+SHALLOW = {"LAYERS": 2, "SIZES": dataclasses.replace(communication_run.SIZES, n_layers=2)}
 
 
 # Those that checks are about.
 COMPARED = (
-    *(communication.OURS, communication.OURS_PRECOMPUTED, communication.FLOAT8_GRADIENTS),
-    *(communication.FOLDED, communication.DELAYED, communication.BLOCKWISE, communication.MXFP8),
-    communication.MXFP4,
+    *(
+        communication_run.OURS,
+        communication_run.OURS_PRECOMPUTED,
+        communication_run.FLOAT8_GRADIENTS,
+    ),
+    *(
+        communication_run.FOLDED,
+        communication_run.DELAYED,
+        communication_run.BLOCKWISE,
+        communication_run.MXFP8,
+    ),
+    communication_run.MXFP4,
 )
 
 
 def our_rows(name: str) -> list[Row]:
     dp, tp = MESHES[name]
-    chosen = [v for v in communication.variants(name) if v in COMPARED]
-    with patch.multiple(communication, **SHALLOW):
-        return communication.rows_of(name, chosen, device_mesh(dp=dp, tp=tp))
+    chosen = [v for v in communication_run.variants(name) if v in COMPARED]
+    with patch.multiple(communication_run, **SHALLOW):
+        return communication_run.rows_of(name, chosen, device_mesh(dp=dp, tp=tp))
 
 
-@patch.multiple(communication, **SHALLOW, MESHES={name: MESHES[name] for name in (FSDP, TP)})
+@patch.multiple(communication_run, **SHALLOW, MESHES={name: MESHES[name] for name in (FSDP, TP)})
 def test_collectives_of_a_step(ranks: RankPools) -> None:
     rows = [row for name in (FSDP, TP) for row in ranks(2).run_same(our_rows, name)]
-    assert all(check.holds for check in communication.checks(rows))
+    assert all(check.holds for check in communication_run.checks(rows))
     known = {(row.mesh, row.variant): row for row in rows}
     for key, change in (
         ((FSDP, OURS_PRECOMPUTED.name), {"counts": known[FSDP, FOLDED.name].counts}),
         ((FSDP, FOLDED.name), {"counts": known[FSDP, FOLDED.name].counts | {"all_reduce": 1}}),
     ):
         changed = known | {key: known[key]._replace(**change)}  # type: ignore[arg-type]
-        assert not all(c.holds for c in communication.checks([*changed.values()])), key
+        assert not all(c.holds for c in communication_run.checks([*changed.values()])), key
 
 
 # Accuracy
 
 
 def test_accuracy_of_a_training_run() -> None:
-    recorded = sqnr_script.record([1, 2], 0)
-    linears = sqnr_script.recorded_linears()
-    assert [*recorded] == [sqnr_script.Place(name, step) for step in (1, 2) for name in linears]
-    place = sqnr_script.Place(linears[0], 2)
-    row = sqnr_script.measure(recorded[place])
+    recorded = sqnr_run.record([1, 2], 0)
+    linears = sqnr_run.recorded_linears()
+    assert [*recorded] == [sqnr_run.Place(name, step) for step in (1, 2) for name in linears]
+    place = sqnr_run.Place(linears[0], 2)
+    row = sqnr_run.measure(recorded[place])
     for name, by_gemm in row.items():
         least = 15 if "mxfp4" in name else 20
-        assert all(by_gemm[gemm] > least for gemm in sqnr_script.GEMMS), name
-    assert all(check.holds for check in sqnr_script.checks({place: row}))
+        assert all(by_gemm[gemm] > least for gemm in sqnr_run.GEMMS), name
+    assert all(check.holds for check in sqnr_run.checks({place: row}))
     for behind in (0.11, float("nan")):
         worse = row["rowwise_folded"] | {"output": row["rowwise"]["output"] - behind}
         doctored = {place: row | {"rowwise_folded": worse}}
-        assert not all(check.holds for check in sqnr_script.checks(doctored))
+        assert not all(check.holds for check in sqnr_run.checks(doctored))
 
 
 def test_one_copy_loses_where_the_documents_say_so() -> None:
-    cases = sqnr_script.stress_cases(0)
-    row = sqnr_script.measure(cases["output channels of lognormal(2.5) size"])
+    cases = sqnr_run.stress_cases(0)
+    row = sqnr_run.measure(cases["output channels of lognormal(2.5) size"])
     rows = "rows of grad_weight"
     assert row["rowwise"][rows] > 25
-    assert all(row[recipe][rows] < 15 for recipe in sqnr_script.ONE_COPY)
-    zeros = sqnr_script.measure(cases["10 % of weight rows zero"])
-    assert all(zeros[recipe][rows] > 25 for recipe in sqnr_script.ONE_COPY)
+    assert all(row[recipe][rows] < 15 for recipe in sqnr_run.ONE_COPY)
+    zeros = sqnr_run.measure(cases["10 % of weight rows zero"])
+    assert all(zeros[recipe][rows] > 25 for recipe in sqnr_run.ONE_COPY)
 
 
 def test_weights_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +112,7 @@ def test_weights_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     torch.save(nested, tmp_path / "b.pt")
     torch.save({"small": small}, tmp_path / "c.pt")
     a, b, c = (str(path) for path in sorted(tmp_path.iterdir()))
-    assert sqnr_script.main(["--weights", a, b]) == 0
+    assert sqnr.main(["--weights", a, b]) == 0
     _, _, one, _, other, *_ = capsys.readouterr().out.split("\n\n")
     assert one == other
     e4m3, *mxfp4 = (line.split("|")[2].split() for line in one.splitlines()[2:])
@@ -104,7 +120,7 @@ def test_weights_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert 15 < float(mxfp4[0][0]) < float(mxfp4[1][0]) < float(mxfp4[2][0]) < 20
     assert e4m3[1] == f"({e4m3[0]})"  # a single matrix
     with pytest.raises(SystemExit, match=r"c\.pt has no matrix of 128 x 128"):
-        sqnr_script.main(["--weights", c])
+        sqnr.main(["--weights", c])
 
 
 # Memory
@@ -157,14 +173,14 @@ def test_wrappers_are_what_they_hold() -> None:
 
 
 def test_memory_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "ROWS", 128)
-    monkeypatch.setattr(memory, "FEATURES", 256)
-    names = (BF16, "tensorwise", "mxfp8", memory.HIGH_PRECISION_INPUT)
-    kept = {name: memory.of_layer(name) for name in names}
-    x, w = memory.ROWS * memory.FEATURES, memory.FEATURES**2
+    monkeypatch.setattr(memory_run, "ROWS", 128)
+    monkeypatch.setattr(memory_run, "FEATURES", 256)
+    names = (BF16, "tensorwise", "mxfp8", memory_run.HIGH_PRECISION_INPUT)
+    kept = {name: memory_run.of_layer(name) for name in names}
+    x, w = memory_run.ROWS * memory_run.FEATURES, memory_run.FEATURES**2
     for name, held in kept.items():
-        if name in OURS and name != memory.HIGH_PRECISION_INPUT:
-            assert x <= held[OTHER] <= memory.LIMIT * 2 * x, name
+        if name in OURS and name != memory_run.HIGH_PRECISION_INPUT:
+            assert x <= held[OTHER] <= memory_run.LIMIT * 2 * x, name
         else:
             assert 2 * x <= held[OTHER] <= 2.02 * x, name
         assert held[WEIGHT] in ((w, 2 * w) if name in OURS else (0,)), name
@@ -172,28 +188,30 @@ def test_memory_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_of_checkpointed_blocks() -> None:
     for name in (BF16, "tensorwise"):
-        plain, selective, full = (memory.of_block(name, mode)[OTHER] for mode in memory.MODES)
+        plain, selective, full = (
+            memory_run.of_block(name, mode)[OTHER] for mode in memory_run.MODES
+        )
         assert plain > 1.5 * selective > 1.5 * full
 
 
 def test_memory_of_models(ranks: RankPools) -> None:
-    found = ranks(2).run_same(memory.of_models, (BF16, "tensorwise"))
+    found = ranks(2).run_same(memory_run.of_models, (BF16, "tensorwise"))
     for models in found.values():
-        assert memory.per_block(models) > 0
+        assert memory_run.per_block(models) > 0
         assert all(held[WEIGHT] == 0 for held in models)
 
 
 def kept_unsharded() -> Held:
     """What a block keeps that FSDP2 does not reshard after its forward."""
-    model = build(BF16, memory.CONFIG, device_mesh(dp=2, tp=1))
+    model = build(BF16, memory_run.CONFIG, device_mesh(dp=2, tp=1))
     model.layers[0].set_reshard_after_forward(False)
-    tokens = torch.randint(256, (1, memory.SEQUENCE))
-    kinds = dict.fromkeys(memory.weight_sizes(memory.Block(memory.CONFIG)), WEIGHT)
-    return memory.kept_by(lambda: model(tokens), model, kinds)
+    tokens = torch.randint(256, (1, memory_run.SEQUENCE))
+    kinds = dict.fromkeys(memory_run.weight_sizes(memory_run.Block(memory_run.CONFIG)), WEIGHT)
+    return memory_run.kept_by(lambda: model(tokens), model, kinds)
 
 
 def test_an_unsharded_weight_is_noticed(ranks: RankPools) -> None:
-    weights = sum(p.numel() for p in memory.Block(memory.CONFIG).parameters() if p.ndim > 1)
+    weights = sum(p.numel() for p in memory_run.Block(memory_run.CONFIG).parameters() if p.ndim > 1)
     assert [held[WEIGHT] for held in ranks(2).run(kept_unsharded)] == [2 * weights] * 2
 
 
@@ -203,21 +221,21 @@ def test_an_unsharded_weight_is_noticed(ranks: RankPools) -> None:
 def test_nothing_grows() -> None:
     pool = RankPool(2)  # of its own: other tests leave collectives that nobody has waited for
     try:
-        results = pool.run(soak.soak, 36, ["delayed"])
+        results = pool.run(soak_run.soak, 36, ["delayed"])
     finally:
         pool.close()
     for found, kept in results:
         assert len(found) == 6
-        broken = [c.sentence for c in soak.checks_of(found, kept) if not c.holds]
+        broken = [c.sentence for c in soak_run.checks_of(found, kept) if not c.holds]
         # Resident memory moves by itself in so few steps.
         assert [sentence for sentence in broken if "resident memory" not in sentence] == []
 
 
 def test_what_a_soak_notices() -> None:
-    usage = soak.Usage(rss=400, tensors=100, entries=20, works=0)
+    usage = soak_run.Usage(rss=400, tensors=100, entries=20, works=0)
 
-    def broken(late: soak.Usage, kept: dict[str, tuple[int, int]]) -> int:
-        checks = soak.checks_of([("tensorwise", "dp=2", usage, late)], kept)
+    def broken(late: soak_run.Usage, kept: dict[str, tuple[int, int]]) -> int:
+        checks = soak_run.checks_of([("tensorwise", "dp=2", usage, late)], kept)
         return sum(not check.holds for check in checks)
 
     assert broken(usage, {"table": (3, 3)}) == 0
@@ -227,7 +245,7 @@ def test_what_a_soak_notices() -> None:
 
 
 def test_tables_of_modules_classes_and_caches_are_found() -> None:
-    found = soak.table_sizes()
+    found = soak_run.table_sizes()
     assert "fp8_dist.text._warned" in found
     assert "fp8_dist.device.device_has_float8_gemm (cache)" in found
 
@@ -252,8 +270,8 @@ def test_plans_of_models(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_wrong_plan_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [hf_plans.Found("wrong", "6 / 5 dB"), hf_plans.Found("right", "120 / 40 dB")]
-    monkeypatch.setattr(hf_plans, "run_on_ranks", lambda *_, **__: [{"llama": found}] * 2)
+    found = [hf_plans_run.Found("wrong", "6 / 5 dB"), hf_plans_run.Found("right", "120 / 40 dB")]
+    monkeypatch.setattr(hf_plans_run, "run_on_ranks", lambda *_, **__: [{"llama": found}] * 2)
     assert hf_plans.main(["--assert", "--only", "llama"]) == 1
     with pytest.raises(SystemExit):
         hf_plans.main(["--only", "llama", "no_such_model"])

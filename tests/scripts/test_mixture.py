@@ -15,7 +15,7 @@ from ranks import RankPools, device_mesh
 
 from scripts.common.llama import MODELS, Latent, LlamaConfig
 from scripts.common.mixture import Mixture, Router
-from scripts.train import train
+from scripts.train import train, train_run
 
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
 TINY = LlamaConfig(64, 2, 4, 2, 128, mixture=Mixture(8, 2, 64))
@@ -33,8 +33,8 @@ def trained(axes: dict[str, int], options: list[str]) -> None:
     with mock.patch.dict(MODELS, MODEL):
         sizes = [word for name, size in axes.items() for word in (f"--{name}", str(size))]
         args = train.parse_args([*QUICK, *sizes, *options])
-        with mock.patch.object(train, "init_device_mesh", return_value=device_mesh(**axes)):
-            train.train(args, torch.device("cpu"))
+        with mock.patch.object(train_run, "init_device_mesh", return_value=device_mesh(**axes)):
+            train_run.train(args, torch.device("cpu"))
 
 
 MESHES: tuple[dict[str, int], ...] = (

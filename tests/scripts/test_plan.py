@@ -146,14 +146,14 @@ def test_packed_gathers(planned: list[Step]) -> None:
     steps = (whole, "float8_e4m3fn"), (packed, "float4_e2m1fn_x2")
     sizes = [sum(r.bytes for r in s.collectives if r.dtype == dtype) for s, dtype in steps]
     assert sizes[0] == 2 * sizes[1] > 0
-    args = plan.parse(["--recipe", "mxfp8", "--weight-format", "mxfp4"])
-    assert [each.variant for each in plan.plans_of(args)][:2] == [*PACKED_OR_NOT]
+    args = plan.parse_args(["--recipe", "mxfp8", "--weight-format", "mxfp4"])
+    assert [each.variant for each in run.plans_of(args)][:2] == [*PACKED_OR_NOT]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The message that the script ends with."""
     with pytest.raises(SystemExit, match=r"^2$"):
-        plan.parse(list(argv))
+        plan.parse_args(list(argv))
     return capsys.readouterr().err.rpartition("error: ")[2].strip()
 
 
@@ -224,9 +224,9 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    args = plan.parse(["--model", HF, "--recipe", "mxfp8", "--weight-format", "mxfp4"])
+    args = plan.parse_args(["--model", HF, "--recipe", "mxfp8", "--weight-format", "mxfp4"])
     assert (args.sizes, args.seq_len) == (HF, 32)
-    variants = [each.variant for each in plan.plans_of(args)]
+    variants = [each.variant for each in run.plans_of(args)]
     assert variants == ["mxfp8", "mxfp8+mxfp4", "bf16"]  # torchao has no plan for tp
     missing = refused(capsys, "--model", f"{__name__}:nothing")
     assert "it can't be imported: AttributeError: module" in missing
@@ -244,7 +244,7 @@ def test_a_model_whose_step_stops(
     monkeypatch.setattr(run, "run_step", stopped)
     monkeypatch.setattr(run, "make_mesh", lambda plan: None)
     monkeypatch.setattr(run, "fake_world", lambda ranks: nullcontext())
-    monkeypatch.setattr(plan, "run_all", lambda plans: [run.run_fake(each) for each in plans])
+    monkeypatch.setattr(run, "run_all", lambda plans: [run.run_fake(each) for each in plans])
     assert plan.main(["--model", OWN, "--mesh", "dp=2", "--seq-len", "16"]) == 2
     said = f"--model {OWN}: a step of tensorwise: RuntimeError: it reads values"
     assert said in capsys.readouterr().err

@@ -15,7 +15,8 @@ from torch.distributed.tensor import parallel
 import fp8_dist
 from fp8_dist import tensor_parallel
 from scripts.common.candidates import TORCHAO
-from scripts.plan.__main__ import parse, plans_of
+from scripts.plan.__main__ import parse_args
+from scripts.plan.run import plans_of
 from scripts.plan.step import PEER, Plan, make_mesh, run_step
 from scripts.plan.world import fake_world
 
@@ -95,7 +96,8 @@ def planned(commands: list[str]) -> list[list[tuple[str, ...]]]:
     dist.destroy_process_group()
     with fake_world(8):
         return [
-            [gigabytes(plan) for plan in plans_of(parse(command.split()))] for command in commands
+            [gigabytes(plan) for plan in plans_of(parse_args(command.split()))]
+            for command in commands
         ]
 
 

@@ -20,10 +20,10 @@ from fp8_dist.debug import replay
 from fp8_dist.report.data import read_run
 from fp8_dist.report.headline import headline
 from scripts.common.corpus import Corpus
-from scripts.train import train
-from scripts.train.options import parse_options
+from scripts.train import train, train_run
+from scripts.train.options import make_parser, parse_options
 from scripts.train.run_writer import MEMORY
-from scripts.train.train import choose_device
+from scripts.train.train_run import choose_device
 
 ROOT = Path(train.__file__).parents[2]
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
@@ -38,12 +38,9 @@ def small_text(tmp_path: Path) -> Path:
 
 
 def test_ranks_share_the_rows_of_one_global_batch():
-    corpus = Corpus(torch.arange(256, dtype=torch.uint8), "a test")
-    whole = corpus.batch(seed=1, step=7, batch_size=6, seq_len=8)
-    parts = [
-        corpus.batch(seed=1, step=7, batch_size=6, seq_len=8, rank=rank, ranks=3)
-        for rank in range(3)
-    ]
+    corpus, rows = Corpus(bytearray(range(256)), "a test"), {"batch_size": 6, "seq_len": 8}
+    whole = corpus.batch(seed=1, step=7, **rows)
+    parts = [corpus.batch(seed=1, step=7, **rows, rank=rank, ranks=3) for rank in range(3)]
     for index in range(2):
         assert whole[index].shape == (6, 8)
         assert whole[index].dtype == torch.int64
@@ -161,7 +158,7 @@ def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
     assert not (out / "float8_stats.jsonl").exists()
 
 
-class Planted(train.Trainer):
+class Planted(train_run.Trainer):
     """In step 3, an input of a layer is NaN on rank 1."""
 
     LAYER = "layers.1.feed_forward.w1"
@@ -181,10 +178,10 @@ class Planted(train.Trainer):
 def train_planted(text: Path, out: Path, *options: str) -> None:
     """Runs on every rank."""
     argv = [*QUICK, "--steps", "4", "--data", str(text), "--recipe", "tensorwise", *options]
-    args = parse_options(train.make_parser("", ""), [*argv, "--out", str(out)], world_size=2)
-    with mock.patch.object(train, "Trainer", Planted), warnings.catch_warnings():
+    args = parse_options(make_parser("", ""), [*argv, "--out", str(out)], world_size=2)
+    with mock.patch.object(train_run, "Trainer", Planted), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they name recordings
-        train.train(args, torch.device("cpu"))
+        train_run.train(args, torch.device("cpu"))
 
 
 def test_a_report_names_a_nan(

@@ -15,7 +15,7 @@ from ranks import RankPools, device_mesh
 from reference import json_lines
 
 from scripts.common.llama import MODELS, LlamaConfig
-from scripts.train import train
+from scripts.train import train, train_run
 from scripts.train.checkpoints import checkpoints_in
 
 ROOT = Path(__file__).parents[2]
@@ -32,21 +32,21 @@ class Stopped(Exception):
 def run(out: str, dp: int, tp: int, *options: str, stop_at: int = 0) -> None:
     """Runs on every rank: the script, but for its processes and its mesh, up to a step."""
     os.environ["WORLD_SIZE"] = str(dp * tp)
-    step = train.Trainer.step
+    step = train_run.Trainer.step
 
-    def stopping(self: train.Trainer, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stopping(self: train_run.Trainer, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         if number == stop_at:
             raise Stopped
         return step(self, number)
 
     with (
         mock.patch.dict(MODELS, tiny=TINY),
-        mock.patch.object(train, "init_device_mesh", return_value=device_mesh(dp=dp, tp=tp)),
-        mock.patch.object(train.Trainer, "step", stopping),
+        mock.patch.object(train_run, "init_device_mesh", return_value=device_mesh(dp=dp, tp=tp)),
+        mock.patch.object(train_run.Trainer, "step", stopping),
         suppress(Stopped),
     ):
         args = train.parse_args([*OPTIONS, *options, "--out", out, "--tp", str(tp)])
-        train.train(args, torch.device("cpu"))
+        train_run.train(args, torch.device("cpu"))
 
 
 def metrics(out: Path) -> list[tuple[int, float, float]]:

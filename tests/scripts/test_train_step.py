@@ -12,22 +12,22 @@ from reference import Watching, same_bits
 from fp8_dist.debug import CommAudit, comm_audit
 from scripts.common import models
 from scripts.common.llama import MODELS, LlamaConfig
-from scripts.train import train
+from scripts.train import train, train_run
 
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
 
 
-def trainer(*options: str) -> train.Trainer:
+def trainer(*options: str) -> train_run.Trainer:
     """Runs on every rank: a small model on dp 2 x tp 2, its text and optimizer."""
     os.environ["WORLD_SIZE"] = "4"
     tiny = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
     with mock.patch.dict(MODELS, tiny=tiny):
-        fixed = ["--model", "tiny", "--tp", "2", *QUICK, "--data", train.__file__]
+        fixed = ["--model", "tiny", "--tp", "2", *QUICK, "--data", train_run.__file__]
         args = train.parse_args([*fixed, *options])
-        return train.Trainer(args, device_mesh(dp=2, tp=2), torch.device("cpu"))
+        return train_run.Trainer(args, device_mesh(dp=2, tp=2), torch.device("cpu"))
 
 
-def two_steps(ours: train.Trainer) -> tuple[list[float], CommAudit]:
+def two_steps(ours: train_run.Trainer) -> tuple[list[float], CommAudit]:
     """Losses and gradient norms of two steps, and the collectives of the second: audited like the
     last one of a run."""
     numbers, audit = [], comm_audit(device_mesh(dp=2, tp=2))

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training, skip_head
-from scripts.measure.hf_plans import SIZES
+from scripts.measure.hf_plans_run import SIZES
 
 SMALL = SIZES
 HEADS = {"head_dim": 16}

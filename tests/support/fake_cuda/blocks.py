@@ -14,9 +14,9 @@ from fake_cuda.device import FakeCudaMode, fake_tensors
 from fake_cuda.inductor import compiled_code_is_counted
 from fake_cuda.world import RANKS, meshes
 from fp8_dist import float8_layers
-from scripts.common.candidates import BF16
 from scripts.common.llama import MODELS, Block, rope_tables
 from scripts.common.models import after_step, convert
+from scripts.common.recipes import BF16
 
 SEQUENCE = 16  # tokens, where their number does not matter
 

@@ -11,7 +11,7 @@ from fake_cuda.device import fake_tensors
 from fp8_dist.kernels import Groups, grouped
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.functions import cast_weight, grouped_product
-from scripts.common.candidates import BF16
+from scripts.common.recipes import BF16
 
 
 class ExpertsShape(NamedTuple):

@@ -27,11 +27,12 @@ from fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from fake_cuda.process import FakeCudaProcess
 from fp8_dist.moe.config import ExpertsRecipe
 from scripts.bench.gpu_report import Rates
-from scripts.bench.timing import shape_type
-from scripts.common.candidates import BF16, OURS, TORCHAO
+from scripts.bench.linear import shape_type
+from scripts.common.candidates import TORCHAO
 from scripts.common.markdown import table
 from scripts.common.options import positive
-from scripts.common.report import finish, make_parser, start
+from scripts.common.recipes import BF16, OURS
+from scripts.common.report import finish, make_parser, parse
 
 BLOCKS, SEQUENCE, ALL_BLOCKS = 2, 8192, 32
 LAYERS_OF_GRAPH = 8
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     turns = "turns of each layer whose CPU time is taken; %(default)s"
     parser.add_argument("--turns", type=positive, default=40, help=turns)
-    args = start(parser, argv)
+    args = parse(parser, argv)
     rates = Rates()
     with FakeCudaProcess() as process:
         rows = count(process, LayerShape(*args.shape))

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fp8_dist.kernels.cuda.triton import launch
 from scripts.bench.gpu_operators import operator_calls, tuned_kernels
-from scripts.bench.gpu_smoke import check_same, launched, portable
+from scripts.bench.gpu_smoke_run import check_same, launched, portable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

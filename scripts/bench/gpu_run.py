@@ -1,0 +1,516 @@
+"""The cases of each stage of `scripts.bench.gpu`."""
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
+
+from fp8_dist.kernels.cuda.gemm import block_mm
+from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.recipe_names import ExpertsRecipe
+from scripts.bench import gpu_results
+from scripts.bench.gpu_results import Result, shown
+from scripts.bench.layers import Experts, Layer, Shape, layer_of, shape_text
+from scripts.common.candidates import TORCHAO
+from scripts.common.llama import MODELS, Llama
+from scripts.common.models import after_step, build
+from scripts.common.recipes import BF16, OURS
+from scripts.train import train
+
+Variant = tuple[str, bool]  # a candidate, and whether it is compiled
+Case = tuple[str, Callable[[], Result]]
+Launch = tuple[Tuned, tuple[Any, ...], dict[str, Any]]  # a kernel and its arguments
+Found = dict[str, Any]  # fields of a result
+Ready = tuple[Layer, Callable[[], object]]  # a candidate's layer, and its forward and backward
+
+WARM_UP = 3
+SLEEP = 4_000_000  # cycles, some 2 ms
+STEPS = 10  # that the host's clock times together
+ROWS = 8192
+D, FFN = MODELS["8b"].dim, MODELS["8b"].ffn_dim
+VOCABULARY = 2048
+# The most wanted first: a stage may be stopped at any time.
+BLOCKS: tuple[Variant, ...] = (
+    (BF16, False),
+    ("tensorwise", True),
+    (BF16, True),
+    ("tensorwise", False),
+    ("rowwise_folded", True),
+    ("torchao tensorwise", True),
+    ("rowwise_folded", False),
+    ("torchao tensorwise", False),
+)
+RUNS: list[Variant] = [
+    (name, compiled)
+    for compiled in (True, False)
+    for name in (BF16, "tensorwise", "rowwise_folded")
+]
+TRAINING = ("--model", "1b", "--steps", "50", "--batch-size", "8", "--seq-len", "512")
+TRAINING += ("--lr", "5e-4", "--warmup", "10")
+GROUPS = {"128 x 512 rows": 128 * (512,), "26 x (0, 1, 15, 17, 512) rows": 26 * (0, 1, 15, 17, 512)}
+EXPERTS = 2048, 1536  # features of a layer of experts
+COPIED = 2**30  # bytes, more than a cache holds
+SHAPES: tuple[Shape, ...] = ((ROWS, D, FFN), (ROWS, FFN, D), (2048, D, FFN))
+E4M3 = torch.float8_e4m3fn
+LONGEST = 12  # kernels of a trace that are named
+
+
+def event_seconds(
+    *parts: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """The times of functions on the GPU, which sleeps first: the host is ahead, as in training."""
+    before()
+    torch.cuda._sleep(SLEEP)
+    events = [torch.cuda.Event(enable_timing=True) for _ in (None, *parts)]
+    events[0].record()
+    for part, end in zip(parts, events[1:], strict=True):
+        part()
+        end.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+
+
+def readings(
+    function: Callable[[], object], repeat: int, before: Callable[[], object] = lambda: None
+) -> tuple[float, ...]:
+    """The times of a function on the GPU, one after the other."""
+    return tuple(event_seconds(function, before=before)[0] for _ in range(repeat))
+
+
+def wall_seconds(step: Callable[[], object]) -> float:
+    """The mean time of a step among several, on the host's clock."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / STEPS
+
+
+def allocated() -> int:
+    """Bytes of the device that tensors have; the peak begins anew."""
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
+
+
+def free() -> None:
+    """Give back the memory of what is not used any more, compiled code included."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def case(
+    name: str, known: Result, measure: Callable[[], Found], failed: set[str] | None = None
+) -> Case:
+    """A case whose line says of what it is though it fails; its name is then among the failed."""
+
+    def function() -> Result:
+        try:
+            return replace(known, **measure())
+        except Exception as error:  # torch, Triton and the compiler raise many types
+            if failed is not None:
+                failed.add(name)
+            return replace(known, error=shown(error))
+
+    return name, function
+
+
+def versions(args: argparse.Namespace) -> Iterator[Case]:
+    """The GPU, and the releases of what is installed."""
+
+    def found() -> Result:
+        gpu, texts = torch.cuda.get_device_properties(0), []
+        for name in ("torch", "triton", "torchao"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                texts.append(f"{name} {importlib.metadata.version(name)}")
+        gigabytes = f"{gpu.total_memory / 1e9:.0f} GB"
+        return Result(note=", ".join([gpu.name, gigabytes, f"Python {sys.version[:6]}", *texts]))
+
+    yield "versions", found
+
+
+def rate_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Copies, and the GEMMs of each shape."""
+    for name in copies():
+        yield name, partial(copy_rate, name, args.repeat)
+    for m, k, n in SHAPES:
+        known = Result(shape=shape_text((m, k, n)), flops=2.0 * m * k * n)
+        for name in gemms((16, 16, 16)):
+            measure = partial(gemm_rate, name, (m, k, n), args.repeat)
+            yield case(f"{known.shape}, {name}", known, measure)
+
+
+def copies() -> dict[str, tuple[Callable[[], object], int]]:
+    """Functions that move bytes, and how many: read and written."""
+    source = torch.empty(COPIED // 2, dtype=torch.bfloat16, device="cuda").fill_(1)
+    target, rows = torch.empty_like(source), COPIED // 2 // D
+    matrix = source.view(torch.uint8)[: rows * D].view(rows, D)
+    return {
+        "copy": (lambda: target.copy_(source), 2 * COPIED),
+        "amax": (lambda: source.view(-1, D).abs().amax(), COPIED),
+        "elementwise": (lambda: torch.mul(source, 2, out=target), 2 * COPIED),
+        "transposing copy of bytes": (lambda: matrix.t().contiguous(), 2 * matrix.numel()),
+    }
+
+
+def copy_rate(name: str, repeat: int) -> Result:
+    """The rate of one of the copies."""
+    run, moved = copies()[name]
+    readings(run, WARM_UP)
+    return Result(readings=readings(run, repeat), bytes=moved)
+
+
+def gemms(shape: Shape) -> dict[str, Callable[[], object]]:
+    """Products of ``[M, K]`` and ``[K, N]``, on random data."""
+    m, k, n = shape
+    a = torch.randn(m, k, device="cuda").bfloat16()
+    b = torch.randn(n, k, device="cuda").bfloat16().t()
+    a8, b8 = a.to(E4M3), b.t().to(E4M3).t()
+    one, rows, columns = (torch.ones(size, device="cuda") for size in ((), (m, 1), (1, n)))
+    sizes = (m, k // 128), (k // 128, n // 128)
+    exponents = [torch.full(size, 127, dtype=torch.uint8, device="cuda") for size in sizes]
+
+    def scaled(scale_a: Tensor, scale_b: Tensor, fast: bool) -> Callable[[], object]:
+        options: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        return lambda: torch._scaled_mm(a8, b8, scale_a, scale_b, **options)
+
+    def in_blocks() -> object:
+        product = block_mm(a8, b8, *exponents, (1, 128, 0, 0), (128, 128, 0, 0), torch.bfloat16)
+        if product is None:
+            raise RuntimeError("the device has no GEMM for blocks of 128")
+        return product
+
+    return {
+        "bf16": lambda: a @ b,
+        "float8, fast accumulation": scaled(one, one, True),
+        "float8": scaled(one, one, False),
+        "float8 by rows, fast accumulation": scaled(rows, columns, True),
+        "float8 by rows": scaled(rows, columns, False),
+        "float8 in blocks of 128": in_blocks,
+    }
+
+
+def gemm_rate(name: str, shape: Shape, repeat: int) -> Found:
+    """The times of one of the GEMMs."""
+    run = gemms(shape)[name]
+    readings(run, WARM_UP)
+    return {"readings": readings(run, repeat)}
+
+
+def kernel_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """The kernels of each recipe's step, between two copies."""
+    yield "copy, first", partial(copy_rate, "copy", args.repeat)
+    for recipe in OURS:
+        known = Result(recipe=recipe, shape=shape_text((ROWS, D, FFN)))
+        yield case(recipe, known, partial(kernel_rates, recipe, args.repeat))
+    yield "copy, last", partial(copy_rate, "copy", args.repeat)
+
+
+def kernel_rates(recipe: str, repeat: int) -> Found:
+    """The block sizes, the time and the rate of each different launch of a step."""
+    layer, launch = layer_of(recipe, (ROWS, D, FFN), "cuda"), Tuned.__call__
+    noted: dict[str, Launch] = {}
+
+    def note(tuned: Tuned, *args: Any, **constants: Any) -> None:
+        shapes = [tuple(x.shape) for x in tensors_of(args)]
+        noted[f"{tuned.kernel.__name__} {shapes} {constants}"] = tuned, args, constants
+        launch(tuned, *args, **constants)
+
+    with patch.object(Tuned, "__call__", note):
+        layer.change_weight()
+        layer.run()
+    each = (kernel_rate(*of, repeat) for of in noted.values())
+    return {"note": "; ".join(each)}
+
+
+def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among a launch's arguments."""
+    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+
+
+def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], repeat: int) -> str:
+    """The block sizes that a launch chooses, its time and its rate."""
+    cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # more than it holds
+    run = partial(tuned, *args, **constants)
+    with patch.object(tuned, "_fastest", {}) as found:
+        readings(run, WARM_UP)
+        seconds = statistics.median(readings(run, repeat, cache.zero_))
+    (chosen,) = found.values()
+    sizes = [f"{name}={size}" for name, size in chosen.items() if name.isupper()]
+    rate = sum(x.numel() * x.itemsize for x in tensors_of(args)) / seconds
+    words = [tuned.kernel.__name__, *sizes, f"warps={chosen['num_warps']}"]
+    return " ".join([*words, f"{1e6 * seconds:.1f} us", f"{rate / 1e9:,.0f} GB/s"])
+
+
+def traced(recipe: str, folder: Path) -> Result:
+    """Write a trace of a recipe's step, and note its longest kernels."""
+    layer = layer_of(recipe, (ROWS, D, FFN), "cuda")
+    readings(layer.run, WARM_UP, layer.change_weight)
+    layer.change_weight()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        layer.run()
+        torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(folder / "trace.json.gz"))
+    every = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA]
+    every.sort(key=lambda e: -e.self_device_time_total)
+    longest = [f"{e.key[:70]} {e.self_device_time_total:.0f} us" for e in every[:LONGEST]]
+    return Result(recipe=recipe, note="; ".join(longest))
+
+
+def label(variant: Variant) -> str:
+    """A candidate's name in those of cases."""
+    name, compiled = variant
+    return f"{name} compiled" if compiled else name
+
+
+def layer_variants(rows: int) -> list[Variant]:
+    """The candidates for a layer, the most wanted first; all of them with ``ROWS`` rows alone."""
+    both = [(name, kind) for name in (BF16, *OURS) for kind in (False, True)]
+    every = [*both[:6], *((name, True) for name in TORCHAO[:2]), *both[6:]]
+    few = (BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1])
+    return every if rows == ROWS else [each for each in every if each[0] in few]
+
+
+def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Turns of all candidates on each shape, then the host's times of each."""
+    failed: set[str] = set()
+    # The graphs of many candidates are of one function.
+    torch._dynamo.config.recompile_limit = 64
+    for rows in args.rows:
+        m, k, n = shape = rows, D, FFN
+        ready: dict[Variant, Ready] = {}
+        for turn in (*(f"turn {1 + turn}" for turn in range(args.turns)), "wall"):
+            again = [] if turn == "wall" else [((BF16, False), ", again")]
+            for variant, suffix in [*((variant, "") for variant in layer_variants(rows)), *again]:
+                candidate = f"{shape_text(shape)}, {label(variant)}{suffix}"
+                if any(name.rpartition(", ")[0] == candidate for name in failed):
+                    continue
+                about = {"tokens": m, "flops": 6.0 * m * k * n, "shape": shape_text(shape)}
+                known = Result(recipe=variant[0], compiled=variant[1], **about)
+                measure = partial(measured_layer, ready, shape, variant, turn == "wall", args)
+                yield case(f"{candidate}, {turn}", known, measure, failed)
+        ready.clear()
+        free()
+
+
+def measured_layer(
+    ready: dict[Variant, Ready],
+    shape: Shape,
+    variant: Variant,
+    wall: bool,
+    args: argparse.Namespace,
+) -> Found:
+    """A candidate's turn: forward and backward. It stays ready for the next one."""
+    others = None
+    if variant not in ready:
+        others = allocated()
+        ready[variant] = layer_run(shape, variant)
+        for _ in range(WARM_UP):
+            event_seconds(ready[variant][1], before=ready[variant][0].change_weight)
+        allocated()
+    layer, forward_and_backward = ready[variant]
+
+    def step() -> None:
+        layer.change_weight()
+        forward_and_backward()
+
+    if wall:
+        return {"readings": tuple(wall_seconds(step) for _ in range(3))}
+    found: Found = {"readings": readings(forward_and_backward, args.repeat, layer.change_weight)}
+    if others is not None:  # later, the gradients of others come and go
+        found["peak"] = torch.cuda.max_memory_allocated() - others
+    return found
+
+
+def layer_run(shape: Shape, variant: Variant) -> Ready:
+    """Make a candidate's layer."""
+    name, compiled = variant
+    layer = layer_of(name, shape, "cuda")
+    if not compiled:
+        return layer, layer.run
+    # (In place, torch 2.13 finds nothing to compile in a layer of its own.)
+    module: Any = torch.compile(layer.module, fullgraph=True, dynamic=False)
+    return layer, replace(layer, module=module).run
+
+
+def block_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Each candidate's step and optimizer, and bf16 again."""
+    variants = [each for each in BLOCKS if each[0] in (BF16, *OURS, *TORCHAO)]
+    for variant, again in [*((variant, "") for variant in variants), ((BF16, False), ", again")]:
+        about = {"tokens": args.tokens, "shape": f"{args.blocks} blocks x {args.tokens} tokens"}
+        known = Result(recipe=variant[0], compiled=variant[1], **about)
+        updates: list[float] = []
+        measure = partial(measured_blocks, args, variant, updates)
+        yield case(f"{label(variant)}{again}, step", known, measure)
+        if updates:
+            measure = partial(dict, readings=tuple(updates))
+            yield case(f"{label(variant)}{again}, optimizer", known, measure)
+
+
+def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[float]) -> Found:
+    """Forward and backward of some blocks; `updates` gets the times of the optimizer's steps."""
+    free()
+    others = allocated()
+    name, compiled = variant
+    sizes = replace(
+        MODELS["8b"], n_layers=args.blocks, vocab_size=VOCABULARY, max_seq_len=args.tokens
+    )
+    model = build(name, sizes, device="cuda", compiled=compiled)
+    step, update = parts_of_step(name, model, args.tokens, sharded=False)
+    for _ in range(WARM_UP):
+        event_seconds(step, update)
+    allocated()
+    seconds = [event_seconds(step, update) for _ in range(args.repeat)]
+    updates += [update for _, update in seconds]
+    return {
+        "readings": tuple(step for step, _ in seconds),
+        "flops": linear_flops(model, args.tokens),
+        "peak": torch.cuda.max_memory_allocated() - others,
+        "note": f"loss {step().item():.4f} after {WARM_UP + args.repeat} steps",
+    }
+
+
+def parts_of_step(
+    name: str, model: Llama, tokens: int, sharded: bool
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """Forward and backward on a sequence, which return the loss; and the optimizer's step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    after = after_step(name, sharded)
+    generator = torch.Generator().manual_seed(0)  # the same tokens for all candidates
+    batch = torch.randint(model.config.vocab_size, (2, 1, tokens), generator=generator)
+    batch = batch.to(model.cos.device)
+
+    def step() -> torch.Tensor:
+        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        loss.backward()
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        after(model)
+
+    return step, update
+
+
+def linear_flops(model: nn.Module, tokens: int) -> float:
+    """Operations of a model's linear layers, in forward and backward."""
+    layers = (part for part in model.modules() if isinstance(part, nn.Linear))
+    return sum(6.0 * tokens * layer.in_features * layer.out_features for layer in layers)
+
+
+def expert_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Experts of equal, then of unequal groups, in each recipe."""
+    for title, groups in GROUPS.items():
+        rows, (k, n) = sum(groups), EXPERTS
+        for name in (BF16, *get_args(ExpertsRecipe), f"{BF16}, again"):
+            recipe = name.partition(",")[0]
+            about = {"tokens": rows, "flops": 6.0 * rows * k * n, "shape": f"{title} x {k} x {n}"}
+            measure = partial(measured_experts, recipe, groups, args.repeat)
+            yield case(f"{title}, {name}", Result(recipe=recipe, **about), measure)
+
+
+def measured_experts(name: str, groups: Sequence[int], repeat: int) -> Found:
+    """Forward and backward of a layer of experts."""
+    free()
+    others = allocated()
+    experts = Experts(name, groups, EXPERTS, "cuda")
+    readings(experts.run, WARM_UP, experts.clear)
+    allocated()
+    found = readings(experts.run, repeat, experts.clear)
+    return {"readings": found, "peak": torch.cuda.max_memory_allocated() - others}
+
+
+def training_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Runs of `scripts.train.train`: the same weights, text and number of steps in all recipes."""
+    options = dict(zip(TRAINING[::2], TRAINING[1::2], strict=True))
+    tokens = int(options["--batch-size"]) * int(options["--seq-len"])
+    for variant in RUNS:
+        known = Result(recipe=variant[0], compiled=variant[1], shape=options["--model"])
+        measure = partial(trained, variant, tokens)
+        yield case(label(variant), replace(known, tokens=tokens), measure)
+
+
+def trained(variant: Variant, tokens: int) -> Found:
+    """The steps behind the first ones, on the host's clock, and losses on the way."""
+    free()
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--recipe", variant[0], "--out", folder, *["--compile"] * variant[1]]
+        if train.main([*words, *TRAINING]):
+            raise RuntimeError("the training failed; the log says why")
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    told = sorted({len(rows) * part // 4 for part in (1, 2, 3, 4)})
+    losses = ", ".join(f"{rows[n - 1]['loss']:.4f} after {n}" for n in told)
+    return {
+        "readings": tuple(tokens / row["tokens_per_second"] for row in rows[WARM_UP:]),
+        "peak": int(max(row["memory_bytes"] for row in rows)),
+        "note": f"loss {losses} steps",
+    }
+
+
+def nccl_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """A group of one rank, and a model so small that the host's time for FSDP2 counts."""
+    for name in (BF16, "tensorwise", *TORCHAO[:1]):
+        known = Result(recipe=name, shape="debug")
+        measure = partial(measured_alone, name, torch.device("cuda", 0), args.repeat)
+        yield case(f"nccl, one rank, {name}", known, measure)
+
+
+def measured_alone(name: str, device: torch.device, repeat: int) -> Found:
+    """A sum over a group's only rank, and training steps under FSDP2."""
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        options = {"backend": "nccl", "device_id": device}
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+    try:
+        ones = torch.ones(2**20, device=device)
+        dist.all_reduce(ones)
+        mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "tp"))
+        model = build(name, MODELS["debug"], mesh, device, shard=True)
+        step, update = parts_of_step(name, model, MODELS["debug"].max_seq_len, sharded=True)
+        seconds = [sum(event_seconds(step, update)) for _ in range(WARM_UP + repeat)]
+        note = f"the mean of a sum of ones is {ones.mean().item():g}, loss {step().item():.4f}"
+        return {"readings": tuple(seconds[WARM_UP:]), "note": note}
+    finally:
+        dist.destroy_process_group()
+
+
+PARTS = {
+    "versions": versions,
+    "rates": rate_cases,
+    "kernels": kernel_cases,
+    "trace": lambda args: iter([("trace", partial(traced, "tensorwise", args.folder))]),
+    "layers": layer_cases,
+    "blocks": block_cases,
+    "experts": expert_cases,
+    "nccl": nccl_cases,
+    "training": training_cases,
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    return gpu_results.run(args, PARTS[args.part](args))

@@ -1,0 +1,104 @@
+"""Training steps that `scripts.bench.step` times."""
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fp8_dist.debug import Float8Stats, float8_stats, record
+from scripts.bench import timing
+from scripts.bench.timing import Timed
+from scripts.common.llama import MODELS, Llama, LlamaConfig
+from scripts.common.models import after_step, build
+from scripts.common.options import mesh_text
+from scripts.common.ranks import run_on_ranks
+from scripts.common.recipes import OURS
+
+Mesh = dict[str, int]  # sizes of dp and tp
+Batch = tuple[torch.Tensor, torch.Tensor]
+# What attention multiplies in on each type of device, if not in bf16: on CPUs, at heads and
+# sequences this short, torch's backward of it in bf16 would be most of a step.
+ATTENTION = {"cpu": torch.float32}
+
+
+def step_of(
+    name: str, sizes: LlamaConfig, mesh: DeviceMesh | None, args: argparse.Namespace, batch: Batch
+) -> tuple[Llama, Callable[[], None]]:
+    """A candidate's model and training step; it starts with what follows the step before."""
+    model = build(name, sizes, mesh, args.device, compiled=args.compile)
+    for block in model.layers:
+        block.attention.dtype = ATTENTION.get(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    after = after_step(name, sharded=mesh is not None and mesh["dp"].size() > 1)
+    tokens, targets = batch
+
+    def step() -> None:
+        after(model)
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def with_statistics(model: Llama, step: Callable[[], None]) -> dict[str, Timed]:
+    """The step in each way to be inside of statistics."""
+    each, gemms = float8_stats(model, every=2), float8_stats(model, gemms=True)
+    recorder = record(model, tempfile.mkdtemp())
+
+    def recorded(stats: Float8Stats, number: int) -> None:
+        with stats.at(number):
+            step()
+        stats.rows.clear()
+
+    return {
+        "entered": Timed(partial(recorded, each, 1)),
+        "recorded": Timed(partial(recorded, each, 0)),
+        "with GEMMs": Timed(partial(recorded, gemms, 0)),
+        "watched": Timed(step, recorder.start, recorder.stop),  # as in a block of many steps
+    }
+
+
+def measure(args: argparse.Namespace, axes: Mesh) -> dict[str, dict[str, float]]:
+    """Median seconds of a step by model and candidate; called on every rank."""
+    mesh = None
+    if dist.is_initialized():
+        mesh = init_device_mesh(args.device, (*axes.values(),), mesh_dim_names=(*axes,))
+    generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
+    tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
+    inputs, targets = tokens.to(args.device)
+    found = {}
+    for model in args.model:
+        sizes = MODELS[model]
+        if args.layers is not None:
+            sizes = replace(sizes, n_layers=args.layers, vocab_size=256)
+        timed = {}
+        for name in args.candidates or timing.CANDIDATES:
+            made, step = step_of(name, sizes, mesh, args, (inputs, targets))
+            timed[name] = Timed(step)
+            if args.stats is not None and name in OURS:
+                ways = with_statistics(made, step)
+                timed |= {f"{name}, {kind}": ways[kind] for kind in args.stats or ways}
+        found[model] = timing.medians(timed, args, warm_up=3, description=model)
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    found = {}
+    for mesh in args.mesh:
+        ranks, task = math.prod(mesh.values()), partial(measure, args, mesh)
+        options = {"device": args.device, "threads": args.threads}
+        by_model = task() if ranks == 1 else run_on_ranks(ranks, task, **options)[0]
+        layers = "" if args.layers is None else f" x {args.layers}"
+        for model, seconds in by_model.items():
+            title = f"step {model}{layers} {mesh_text(mesh)}{' compiled' * args.compile}"
+            found[title] = seconds
+    return timing.finish(args, found)

@@ -1,0 +1,68 @@
+"""Cases of `scripts.measure.recordings`: recorded, replayed and counted."""
+
+import argparse
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
+sys.path.insert(0, str(SUPPORT))
+
+from ranks import RankError, RankPools  # noqa: E402
+from recorded_cases import RecordedCase, drawn, verdict  # noqa: E402
+
+from scripts.common.markdown import table  # noqa: E402
+
+
+def judged(case: RecordedCase, pools: RankPools) -> str:
+    """The verdict on a case."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return verdict(case, pools, Path(folder))
+        except (RankError, ValueError) as error:
+            return f"raised {error}"
+
+
+def run_cases(cases: int, seed: int, has_fault: bool, pools: RankPools) -> tuple[Counter[str], int]:
+    """Judge so many cases: the number of right ones of each fault, and of wrong ones."""
+    right, wrong = Counter[str](), 0
+    progress = tqdm(total=cases, unit="recording")
+    for number in count():
+        if right.total() + wrong == cases:
+            break
+        case = drawn(number, seed, has_fault)
+        found = judged(case, pools)
+        if found in ("refused", "no fault"):
+            continue
+        progress.update()
+        right[case.fault or "none"] += found == "right"
+        if found != "right":
+            wrong += 1
+            progress.write(f"--case {seed}:{number}:{int(has_fault)} {case}\n  {found}")
+    progress.close()
+    return right, wrong
+
+
+def run(args: argparse.Namespace) -> int:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with closing(RankPools()) as pools:
+        if args.case is not None:
+            seed, number, has_fault = map(int, args.case.split(":"))
+            found = judged(drawn(number, seed, bool(has_fault)), pools)
+            print(found)
+            return int(found != "right")
+        failures, lines = 0, []
+        for kind in ("clean", "fault") if args.kind is None else (args.kind,):
+            right, wrong = run_cases(args.cases, args.seed, kind == "fault", pools)
+            lines += [[fault, str(right[fault])] for fault in sorted(right)]
+            failures += wrong
+        print(f"{table(['fault', 'right'], lines)}\n\n{failures} wrong")
+        return int(failures > 0)

@@ -1,0 +1,234 @@
+"""A training run of `scripts.train.train`: its model, data, steps and processes."""
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
+
+from fp8_dist.debug import comm_audit, float8_stats, record
+from fp8_dist.debug.rows import summarized
+from fp8_dist.fsdp import clip_grad_norm_, micro_batches, set_gradient_transport
+from scripts.common.corpus import VOCAB_SIZE
+from scripts.common.gloo import use_one_thread_per_group
+from scripts.common.llama import MODELS
+from scripts.common.models import after_step, build, data_parallel_mesh, multiply_in_fp32
+from scripts.train import checkpoints
+from scripts.train.options import CHECKPOINTS
+from scripts.train.run_writer import memory_bytes, run_writer, write_audit
+
+MAX_GRAD_NORM = 1.0
+
+
+class Trainer:
+    """A model, its optimizer and its data; `step` makes one training step.
+
+    FSDP2 shards also over a dp axis of one rank: fp32 masters with bf16 compute then come about the
+    same way on every mesh, and float8 weights are cast from the masters.
+    """
+
+    def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
+        self.args = args
+        self.dp = data_parallel_mesh(mesh)
+        self.device = device
+        self.model = build(
+            args.recipe,
+            dataclasses.replace(
+                MODELS[args.model], vocab_size=VOCAB_SIZE, max_seq_len=args.seq_len
+            ),
+            mesh,
+            device,
+            shard=True,
+            compiled=args.compile,
+            seed=args.seed,
+            reduce_transport=args.reduce_transport,
+            param_dtype=torch.bfloat16 if args.compute == "bf16" else torch.float32,
+        )
+        if device.type == "cpu":
+            multiply_in_fp32(self.model)
+        if args.micro_batches is not None:
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+        if args.gradient_transport is not None:
+            set_gradient_transport(self.model, args.gradient_transport)
+        self.after_step = after_step(args.recipe, sharded=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=args.lr,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            # On CPUs a fused step computes the last elements of a shard in another way.
+            fused=args.micro_batches is None,
+        )
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Trains on the batch of `step`, counted from 1.
+
+        Returns:
+            Numbers whose sum over all data-parallel ranks is the mean loss, fp32 `[n]`, and the
+            norm of the whole gradient before clipping, an fp32 scalar, both on the device.
+        """
+        count, losses = self.args.micro_batches, torch.zeros(1, device=self.device)
+        if count is None:
+            losses += self.backward(step, self.dp.get_local_rank(), self.dp.size())
+        else:
+            losses = losses.repeat(count)
+            for index, weight in micro_batches(count, self.dp):
+                losses[index] += self.backward(step, index, count, weight)
+        exact = count is not None
+        grad_norm = clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM, exact=exact)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after_step(self.model)
+        return losses, grad_norm
+
+    def backward(self, step: int, part: int, parts: int, weight: float = 1.0) -> Tensor:
+        """Computes gradients of a part of the batch of `step`; returns its share of the loss.
+
+        With `--micro-batches` gradients are sums over parts, else means over ranks.
+        """
+        args = self.args
+        inputs, targets = args.corpus.batch(
+            seed=args.seed,
+            step=step,
+            batch_size=args.batch_size,
+            seq_len=args.seq_len,
+            rank=part,
+            ranks=parts,
+        )
+        logits = self.model(inputs.to(self.device))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(self.device))
+        share = loss * (weight / parts)
+        (loss if args.micro_batches is None else share).backward()
+        return share.detach()
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        args = self.args
+        return float(args.lr * learning_rate_factor(step - 1, args.warmup, args.steps))
+
+    def whole_loss(self, losses: Tensor) -> float:
+        """Sums what `step` returned over the data-parallel ranks."""
+        dist.all_reduce(losses, group=self.dp.get_group())
+        return losses.double().sum().item()
+
+
+def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
+    """Factor of the peak learning rate at a step, from 0: up linearly, then down to almost 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return (steps - step) / max(steps - warmup, 1)
+
+
+def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> None:
+    """Runs the steps; rank 0 shows progress and writes the files of `--out`.
+
+    Args:
+        args: the options.
+        device: where the model is.
+        reason: why the device is not a GPU, for people.
+    """
+    experts = {"ep": args.ep} if args.ep > 1 else {}
+    axes = {"dp": args.dp, **experts, "tp": args.tp}
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    trainer = Trainer(args, mesh, device)
+    is_first, folder, done = dist.get_rank() == 0, args.out / CHECKPOINTS, 0
+    if args.resume:
+        done = checkpoints.load_newest(folder, trainer.model, trainer.optimizer)
+        if is_first:
+            print(f"checkpoint: continues in {folder} after step {done}", flush=True)
+    if done >= args.steps:
+        return
+    stats = None
+    if args.stats_every is not None:
+        stats = float8_stats(trainer.model, every=args.stats_every, gemms=args.stats_gemms)
+    writer = run_writer(args, trainer.model, stats, device, reason, first=done + 1)
+    recorder = None
+    if args.record is not None:
+        recorder = record(trainer.model, args.out / "recordings", layers=args.record)
+    shown = {"initial": done, "total": args.steps, "disable": not is_first}
+    progress = tqdm(range(done + 1, args.steps + 1), args.recipe, unit="step", **shown)
+    audit = comm_audit(mesh)  # of the last step
+    for step in progress:
+        last = step == args.steps
+        since = time.perf_counter()
+        recorded = nullcontext() if stats is None else stats.at(step)
+        watched = nullcontext() if recorder is None else recorder.at(step)
+        known = 0 if stats is None else len(stats.anomalies)
+        with recorded, watched, audit if last else nullcontext():
+            losses, grad_norm = trainer.step(step)
+        if is_first and stats is not None and len(stats.anomalies) > known:
+            tqdm.write(f"anomaly: {summarized(stats.anomalies[known:])}")
+        # Reading the values waits for the device, so the clock stops after that.
+        mean, norm = trainer.whole_loss(losses), grad_norm.item()
+        speed = args.batch_size * args.seq_len / (time.perf_counter() - since)
+        numbers = {"loss": mean, "tokens_per_second": speed, "grad_norm": norm}
+        numbers |= {"learning_rate": trainer.learning_rate(step)}
+        writer.log(step, **numbers, memory_bytes=memory_bytes(device))
+        progress.set_postfix_str(f"loss {mean:.3f}, {speed:.0f} tok/s", refresh=False)
+        if last:
+            # Before the last checkpoint: a run that has it has nothing left to do.
+            progress.update()
+            progress.close()
+            write_audit(writer, audit)
+        if args.checkpoint_every is not None and (last or step % args.checkpoint_every == 0):
+            writer.sync()
+            checkpoints.save(folder, step, trainer.model, trainer.optimizer)
+
+
+def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
+    """Returns this rank's device and, where GPUs are left unused, the reason ("" otherwise).
+
+    Ranks that share a GPU cannot form an NCCL group: they all train on the CPU instead.
+    """
+    gpus = torch.cuda.device_count()
+    if local_ranks <= gpus:
+        return torch.device("cuda", local_rank), ""
+    reason = f"{local_ranks} ranks need as many GPUs, this machine has {gpus}" if gpus else ""
+    return torch.device("cpu"), reason
+
+
+def train_rank(args: argparse.Namespace) -> None:
+    """Trains as a rank of a default group."""
+    train(args, *choose_device(dist.get_rank(), dist.get_world_size()))
+
+
+@contextmanager
+def process_group() -> Iterator[tuple[torch.device, str]]:
+    """Joins the ranks that torchrun started, or makes a world of one; yields `choose_device`."""
+    device, reason = choose_device(
+        int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    use_one_thread_per_group()
+    store, rank, ranks = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, ranks = next(dist.rendezvous("env://"))
+        # torchrun keeps one store for all its restarts: gloo would connect to ranks that are gone.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt/{attempt}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    yield device, reason
+    # gloo may abort a rank's last collective if another rank leaves first.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(args: argparse.Namespace) -> None:
+    with process_group() as (device, reason):
+        train(args, device, reason)
