@@ -83,8 +83,9 @@ class ModulePath:
         fqn, caller = self._fqn(module), self.current
         self.current = fqn
         self._depth += 1
-        # The backward leaves the module when the gradients of its inputs have been computed.
-        if tensors := _differentiable((args, kwargs)):
+        # The backward leaves the module when the gradients of its inputs have been computed. Behind
+        # a leaf is no other module, and torch.autograd.grad can't run a hook that counts leaves.
+        if tensors := [t for t in _differentiable((args, kwargs)) if not t.is_leaf]:
             leave = partial(self._leave_in_backward, fqn, caller)
             self._handles.append(register_multi_grad_hook(tensors, leave))
         try:

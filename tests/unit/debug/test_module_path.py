@@ -83,6 +83,14 @@ def test_forward_and_backward_of_nested_modules(recompute: bool) -> None:
     assert sorted(again) == (sorted(FORWARD[:-1]) if recompute else [])
 
 
+def test_the_gradient_of_an_input_alone() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with recorded():
+        torch.autograd.grad(Model()(x).sum(), x)
+        assert path.current == ""
+    assert seen[9:] == [f"{name}'" for name in reversed(FORWARD)]
+
+
 def test_what_hooks_of_a_module_do_in_backward_is_inside_of_it() -> None:
     """FSDP2 gathers weights in a hook on the output's gradient."""
     model = Model()
