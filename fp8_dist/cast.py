@@ -81,8 +81,7 @@ def cast_to_float8(
         raise TypeError(f"cast_to_float8: expected a floating-point tensor, got {tensor.dtype}")
     if not cast_config.enabled:
         return tensor
-    if tensor.is_nested:
-        raise nested_error("cast_to_float8")
+    check_layout("cast_to_float8", tensor)
     check_transforms("cast_to_float8", tensor)
     scheme = cast_config.scheme("input", round_scales_to_power_of_2)
     _check_dim(tensor, cast_config, scheme, dim)
@@ -96,14 +95,20 @@ def cast_to_float8(
     return _CastToFloat8.apply(reduced(tensor), scheme)
 
 
-def nested_error(name: str) -> NotImplementedError:
-    """The error for a nested tensor that the layer or function of this name was given."""
-    return NotImplementedError(
-        f"{name}: the input is a nested tensor, which has no float8 cast; pass its values, which "
-        "are one tensor, and nest the output again: "
-        "torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets()). One with the "
-        "strided layout must be made with layout=torch.jagged before"
-    )
+def check_layout(name: str, tensor: torch.Tensor) -> None:
+    """Raise NotImplementedError for a nested or sparse tensor, which has no float8 cast."""
+    if tensor.is_nested:
+        raise NotImplementedError(
+            f"{name}: the input is a nested tensor, which has no float8 cast; pass its values, "
+            "which are one tensor, and nest the output again: "
+            "torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets()). One with the "
+            "strided layout must be made with layout=torch.jagged before"
+        )
+    if tensor.layout is not torch.strided:
+        raise NotImplementedError(
+            f"{name}: the input has the layout {tensor.layout}, which has no float8 cast; pass its "
+            "to_dense()"
+        )
 
 
 def check_transforms(name: str, *tensors: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from fp8_dist.cast import check_transforms, nested_error
+from fp8_dist.cast import check_layout, check_transforms
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, check_config
 from fp8_dist.device import autocast
 from fp8_dist.env import strict_alignment
@@ -187,12 +187,11 @@ class Float8Linear(nn.Linear):
                 (``pad_inner_dim``); a float8 input or gathered weight has another cast than the
                 config; ``reduce_transport`` does not apply; or local tensors do not fit their
                 declared placements.
-            NotImplementedError: the input is a nested tensor, a transform of ``torch.func`` or
+            NotImplementedError: the input is nested or sparse, a transform of ``torch.func`` or
                 forward-mode differentiation is active, torch.jit.trace runs, or a layer with
                 DELAYED scales is exported or captured in a CUDA graph.
         """
-        if input.is_nested:
-            raise nested_error(self.fqn)
+        check_layout(self.fqn, input)
         # Each access runs a property that gathers the weight (SimpleFSDP), or a parametrization.
         declared, weight = self.local_placements, self.weight
         if declared is None:

@@ -472,3 +472,16 @@ def test_nested_tensors(recipe: str, layout: torch.layout) -> None:
         _, _, remedy = text.partition("again: ")
         again = eval(remedy.partition(". One")[0], {"torch": torch, "layer": layer, "x": x})
         assert again.values().equal(expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors(layout: torch.layout) -> None:
+    (layer,) = convert_to_float8_training(nn.Sequential(nn.Linear(32, 48)))
+    x = torch.eye(4, 32)
+    sparse = x.to_sparse() if layout is torch.sparse_coo else x.to_sparse_csr()
+    text = raised(NotImplementedError, lambda: layer(sparse))
+    assert text.startswith(f"0: the input has the layout {layout}, which has no float8 cast")
+    with pytest.raises(NotImplementedError, match=f"cast_to_float8: the input has .* {layout}"):
+        cast_to_float8(sparse, CastConfig())
+    assert layer(sparse.to_dense()).equal(layer(x))
