@@ -55,12 +55,17 @@ def alike(
     groups: dict[tuple[str, Hashable], list[T]] = {}
     for item in items:
         name, others = facts(item)
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        pattern = re.sub(r"(?<![^.'])\d+(?![^.'])", "*", name)
         groups.setdefault((pattern, others), []).append(item)
     return [
         (f"{pattern} ({len(group)})" if len(group) > 1 else facts(group[0])[0], group)
         for (pattern, _), group in groups.items()
     ]
+
+
+def alike_names(names: Iterable[str]) -> list[str]:
+    """Return names, or lines with a name in each, those alike as one: ``layers.*.wq (32)``."""
+    return [name for name, _ in alike(names, lambda name: (name, None))]
 
 
 def wrong_type(value: object, expected: Iterable[type]) -> str:

@@ -31,7 +31,7 @@ from fp8_dist.tensor_parallel.styles import (
     Float8RowwiseParallel,
     described,
 )
-from fp8_dist.text import is_torchaos
+from fp8_dist.text import alike_names, is_torchaos
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEADS = ("n_heads", "n_head", "num_heads")
@@ -103,7 +103,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     ties = _ties(model)
     # Without duplicates: all projections of an attention module report its head counts.
     if offenders := dict.fromkeys(_offenders(model, mesh.size(), plan, matches)):
-        listing = "\n".join(f"  - {offender}" for offender in offenders)
+        listing = "\n".join(f"  - {offender}" for offender in alike_names(offenders))
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
     _warn_of_fused(fused_layers(model, mesh, resolved))
@@ -148,13 +148,13 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
 def _warn_of_fused(fused: list[str]) -> None:
     if fused:
         warnings.warn(
-            f"apply_tp_plan: {', '.join(fused)}: column-parallel, and like several projections in "
-            "one layer (q, k and v, or gate and up). If they are, each rank gets consecutive "
-            "output features, not a part of each projection, and chunk(3, -1) or split mixes them "
-            "without an error. Order the rows of the weight by head and take the output apart by "
-            "unflatten(-1, (-1, 3, head_dim)), or use separate projections, or gather the output "
-            "(output_layouts=Replicate(); docs/tensor_parallel.md). check_tp_plan compares a model "
-            "with one device; if it has passed, there is no such warning",
+            f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and like several "
+            "projections in one layer (q, k and v, or gate and up). If they are, each rank gets "
+            "consecutive output features, not a part of each projection, and chunk(3, -1) or split "
+            "mixes them without an error. Order the rows of the weight by head and take the output "
+            "apart by unflatten(-1, (-1, 3, head_dim)), or use separate projections, or gather the "
+            "output (output_layouts=Replicate(); docs/tensor_parallel.md). check_tp_plan compares "
+            "a model with one device; if it has passed, there is no such warning",
             stacklevel=3,
         )
 

@@ -32,6 +32,7 @@ from fp8_dist.tensor_parallel.styles import (
     PrepareFloat8ModuleInput,
     input_cast,
 )
+from fp8_dist.text import alike_names
 from fp8_dist.transport import Encoding
 
 
@@ -97,8 +98,8 @@ def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> dict[
     if missing := [name for name in expected if name not in modules]:
         raise ValueError(
             f"{caller} does not know this {type(model).__name__}: it has no module "
-            f"{', '.join(missing)}. Rename the modules, or write a plan of your own (a dict of "
-            "module names to styles) and pass it to apply_tp_plan"
+            f"{', '.join(alike_names(missing))}. Rename the modules, or write a plan of your own "
+            "(a dict of module names to styles) and pass it to apply_tp_plan"
         )
     return modules
 

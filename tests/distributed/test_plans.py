@@ -139,6 +139,9 @@ def test_plan_of_another_model():
     text = raised(ValueError, lambda: llama_tp_plan(model))
     assert "llama_tp_plan does not know this ModuleDict: it has no module tok_embeddings" in text
     assert "layers.0.feed_forward.w2. Rename the modules, or write a plan of your own" in text
+    model["layers"].append(nn.Linear(4, 4))
+    text = raised(ValueError, lambda: llama_tp_plan(model))
+    assert "layers.*.feed_forward.w2 (2). Rename the modules" in text
     with pytest.raises(ValueError, match=r"layers\.0\.attention_norm"):
         llama_tp_plan(nn.Linear(4, 4))
 
@@ -182,9 +185,8 @@ def test_all_offenders_are_listed_and_nothing_is_changed(fake_world):
     expected = [
         "'layers.*.attention.w_query' matches no module: a name has one part per level",
         "'layer.0.attention.wq' matches no module: a name has one part per level",
-        f"'layers.0.attention' {heads}",
+        f"'layers.*.attention' {heads}: use a tensor-parallel size that divides it (2)",
         f"'layers.1.attention.wq': Float8ColwiseParallel {linear}",
-        f"'layers.1.attention' {heads}",
         f"'output': Float8RowwiseParallel {linear}",
         "'layers.0.attention.wo' is matched by two entries, 'layers.0.attention.wo' and "
         "'layers.*.attention.wo': leave one",
