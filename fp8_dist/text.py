@@ -77,7 +77,8 @@ def wrong_type(value: object, expected: Iterable[type]) -> str:
     name, package = kind.__name__, kind.__module__.partition(".")[0]
     if name in [each.__name__ for each in expected]:
         return f"{package}'s {name}; import {name} from fp8_dist"
-    return f"{package}'s {name}" if is_dataclass(value) else repr(value)
+    is_instance = is_dataclass(value) and not isinstance(value, type)
+    return f"{package}'s {name}" if is_instance else repr(value)
 
 
 def is_torchaos(kind: type) -> bool:

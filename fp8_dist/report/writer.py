@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.debug import CommAudit, Float8Stats, anomaly_dict, append_jsonl
 from fp8_dist.mesh import own_rank
+from fp8_dist.text import kind_of
 from fp8_dist.version import __version__
 
 __all__ = ["RunWriter"]
@@ -67,6 +68,10 @@ class RunWriter:
         units: Mapping[str, str] | None = None,
         first: int | None = None,
     ) -> None:
+        if not isinstance(stats, Float8Stats | None):
+            raise TypeError(
+                f"RunWriter: stats must be what float8_stats returns, got {kind_of(stats)}"
+            )
         self.folder, self._stats = Path(folder), stats
         self._is_writing, self._seen = own_rank() == 0, 0
         if stats is not None and first is not None:

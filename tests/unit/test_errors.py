@@ -48,6 +48,9 @@ TYPES: Refused = {
     "cast_config must be a CastConfig, got 'e4m3'": lambda: cast_to_float8(ONE, "e4m3"),  # type: ignore[arg-type]
     "from_float: expected an nn.Linear, got <": lambda: Float8Linear.from_float(nn.ReLU()),  # type: ignore[arg-type]
     "config must be a Float8LinearConfig, got 'x'": lambda: Float8Linear(16, 16, config="x"),  # type: ignore[arg-type]
+    "got <class 'fp8_dist.config.CastConfig'>; Float8LinearConfig.from_recipe_name(": lambda: (
+        Float8Linear(16, 16, config=CastConfig)  # type: ignore[arg-type]
+    ),
 }
 VALUES: Refused = {
     "comes from the history that a Float8Linear keeps": lambda: cast_to_float8(

@@ -228,6 +228,8 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
     run = data.read_run(tmp_path / "run")
     assert run.metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": math.inf}
     assert (run.config["lr"], run.config["units"]) == (0.1, {"loss": "nats"})
+    error = raised(TypeError, lambda: RunWriter(tmp_path / "other", nn.Linear(2, 2)))  # type: ignore[arg-type]
+    assert error == "RunWriter: stats must be what float8_stats returns, got a Linear"
     error = raised(TypeError, partial(writer.log, 2, loss="low"))
     assert "RunWriter.log: loss='low' must be a number" in error
     error = raised(TypeError, partial(writer.log, 2, loss=torch.ones(2)))
