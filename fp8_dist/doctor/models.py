@@ -50,7 +50,8 @@ def build_model(path: str) -> tuple[nn.Module, str]:
         try:
             model = function()
         except Exception as error:
-            raise ValueError(f"--model {path}: the function raised {_told(error)}") from error
+            said = str(error) if is_name else f"the function raised {_told(error)}"
+            raise ValueError(f"--model {path}: {said}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model {path}: it returned a {type(model).__name__}, not an nn.Module")
     return model, where

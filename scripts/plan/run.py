@@ -1,6 +1,7 @@
 """Runs planned steps, each in a process of its own: a fake world can't be left."""
 
 import argparse
+import logging
 import multiprocessing
 import os
 import sys
@@ -71,6 +72,8 @@ def run_all(plans: Sequence[Plan]) -> list[Step | str]:
 def run_fake(plan: Plan) -> Step | str:
     """Runs a step in a fake world; called in a process of its own."""
     torch.set_num_threads(1)
+    # An operator that fails on fake tensors logs its traceback, beside its error.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with fake_world(plan.ranks):
             return run_step(plan, make_mesh(plan), fake_tensors=True)
@@ -78,7 +81,8 @@ def run_fake(plan: Plan) -> Step | str:
         if isinstance(plan.model, str):
             kind = type(error).__name__
             raise Unfit(
-                f"--model {plan.model}: a step of {plan.variant}: {kind}: {error}"
+                f"--model {plan.model}: a step of {plan.variant}: {kind}: {error}\n"
+                "A model is given tokens [b, s], and must return logits [b, s, v]"
             ) from None
         if plan.variant != PEER:
             raise

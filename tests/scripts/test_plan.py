@@ -230,7 +230,8 @@ def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert variants == ["mxfp8", "mxfp8+mxfp4", "bf16"]  # torchao has no plan for tp
     missing = refused(capsys, "--model", f"{__name__}:nothing")
     assert "it can't be imported: AttributeError: module" in missing
-    assert "it is not MODULE:FUNCTION or one of debug, small" in refused(capsys, "--model", "9b")
+    unknown = "--model 9b: it is not MODULE:FUNCTION or one of debug, small"
+    assert unknown in refused(capsys, "--model", "9b")
     unplanned = refused(capsys, "--model", OWN, "--mesh", "tp=2")
     assert "it declares no plan: neither _tp_plan nor base_model_tp_plan" in unplanned
 
@@ -246,8 +247,8 @@ def test_a_model_whose_step_stops(
     monkeypatch.setattr(run, "fake_world", lambda ranks: nullcontext())
     monkeypatch.setattr(run, "run_all", lambda plans: [run.run_fake(each) for each in plans])
     assert plan.main(["--model", OWN, "--mesh", "dp=2", "--seq-len", "16"]) == 2
-    said = f"--model {OWN}: a step of tensorwise: RuntimeError: it reads values"
-    assert said in capsys.readouterr().err
+    said = f"--model {OWN}: a step of tensorwise: RuntimeError: it reads values\nA model is given "
+    assert f"{said}tokens [b, s], and must return logits [b, s, v]" in capsys.readouterr().err
 
 
 def test_a_run_that_torchao_cannot_make(monkeypatch: pytest.MonkeyPatch) -> None:

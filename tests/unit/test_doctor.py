@@ -235,7 +235,7 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
 WRONG = {
     "--model test_doctor:nothing": "it can't be imported: AttributeError: module 'test_doctor'",
     "--model no_such_module:f": "it can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
-    "--model 9b": "it is not MODULE:FUNCTION or one of debug, small, moe, ",
+    "--model 9b": "error: --model 9b: it is not MODULE:FUNCTION or one of debug, small, moe, ",
     "--model test_doctor:A_MODEL": "--model test_doctor:A_MODEL: it is a Linear, not a function",
     "--model test_doctor:no_model": "it returned a int, not an nn.Module",
     "--model test_doctor:needs_an_argument": "the function raised TypeError: needs_an_argument() mi",
