@@ -677,7 +677,7 @@ class Float8Weight:
 
     def _warn_if_stale(self, held: KnownWeight) -> None:
         """Warn once of an all-reduce in place of which an update of scales would have served."""
-        if held.has(STALE) or (held.has(OUTDATED) and self.module.training):
+        if self.module.training and (held.has(STALE) or held.has(OUTDATED)):
             warn_once(
                 "stale scale",
                 f"{self.fqn}: the weight was written to after its scales were computed, and no "
