@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fp8_dist.debug.comparisons import rank_names
-from fp8_dist.debug.findings import Replay
+from fp8_dist.debug.replay.comparisons import rank_names
+from fp8_dist.debug.replay.findings import Replay
 from fp8_dist.debug.rows import product
 from fp8_dist.report.data import Row, Run, progress
 

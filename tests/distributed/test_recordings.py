@@ -15,7 +15,7 @@ from two_level import config_named
 
 from fp8_dist import update_float8_scales
 from fp8_dist.debug import CastStats, comm_audit, record
-from fp8_dist.debug.findings import Replay
+from fp8_dist.debug.replay import Replay
 
 GATHERED = ("tensorwise", "rowwise_folded", "blockwise", "mxfp8", "delayed", "fp32 blocks")
 OTHERS = ("rowwise", "rowwise_with_gw_hp", "two levels", "half octaves")

@@ -11,8 +11,7 @@ import torch
 
 from fp8_dist import Float8Tensor
 from fp8_dist.debug import Recorder
-from fp8_dist.debug.comparisons import Cast
-from fp8_dist.debug.findings import Replay
+from fp8_dist.debug.replay import Cast, Replay
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.mesh import local_tensor
 

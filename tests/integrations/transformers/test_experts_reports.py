@@ -32,7 +32,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import CastStats, GemmStats, comm_audit, float8_stats, record
-from fp8_dist.debug.findings import Replay
+from fp8_dist.debug.replay import Replay
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,

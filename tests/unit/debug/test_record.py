@@ -13,9 +13,7 @@ from torch import nn
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import AnomalyLimits, Recorder, float8_stats, record
-from fp8_dist.debug.findings import Replay
-from fp8_dist.debug.replay import main
-from fp8_dist.debug.replay_page import page
+from fp8_dist.debug.replay import Replay, main, page
 from fp8_dist.report.__main__ import main as report
 
 pytestmark = pytest.mark.filterwarnings("ignore:record")

@@ -11,10 +11,17 @@ replayed.
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8_dist.imports import export
+
+if TYPE_CHECKING:
+    from fp8_dist.debug.replay.printing import *
+
+export(__name__, "fp8_dist.debug.replay.printing")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,21 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     several = [*args.folder.glob("step*[0-9]")] or [*args.folder.glob("step*.incomplete")]
     several.sort(key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
     folder, *others = several or [args.folder]
-    findings, pages = (import_module(f"fp8_dist.debug.{n}") for n in ("findings", "replay_page"))
+    printing = import_module(f"{__name__}.printing")
     try:
-        replay = findings.Replay(folder)
+        replay = printing.Replay(folder)
         print(folder, *others, sep="\nnot shown: ")
-        text = pages.page(replay)
+        text = printing.page(replay)
         print("".join(c if c.isprintable() or c == "\n" else "?" for c in text))  # no control codes
         casts = [each.cast for each in replay.findings if each.cast is not None] or replay.casts
         if args.plot is not None and casts:
-            pages.draw(casts[0], args.plot)
+            printing.draw(casts[0], args.plot)
     except ImportError:
         parser.error('--plot needs matplotlib: pip install "fp8-dist[report]"')
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return 1 if replay.findings else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,9 +5,11 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8_dist.debug.comparisons import Cast, rank_names
-from fp8_dist.debug.findings import Finding, Replay
+from fp8_dist.debug.replay.comparisons import Cast, rank_names
+from fp8_dist.debug.replay.findings import Finding, Replay
 from fp8_dist.debug.rows import table
+
+__all__ = ["Cast", "Finding", "Replay", "draw", "page"]
 
 _FURTHER = 9  # findings after the first one that are printed
 

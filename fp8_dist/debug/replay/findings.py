@@ -10,7 +10,8 @@ from zipfile import ZipFile
 
 import torch
 
-from fp8_dist.debug.comparisons import (
+from fp8_dist.debug.recording import VERSION, Record, text_of
+from fp8_dist.debug.replay.comparisons import (
     Cast,
     Element,
     as_quantized,
@@ -29,7 +30,6 @@ from fp8_dist.debug.comparisons import (
     multiply_again,
     sent_rows,
 )
-from fp8_dist.debug.recording import VERSION, Record, text_of
 from fp8_dist.debug.rows import AnomalyLimits, CastStats, FirstAnomalies
 from fp8_dist.recipe import GEMM_OPERANDS
 
