@@ -24,10 +24,11 @@ def verdict_of(case: Case, pools: RankPools) -> Verdict:
     except RankError as error:
         return Verdict("FAILED", f"ranks: {error}")
     failed = [v for v in found if v.kind == "FAILED"]
-    if failed:
-        return failed[0]
     if len({(v.kind, v.name) for v in found}) > 1:
-        return Verdict("FAILED", f"ranks disagree: {found}")
+        failed = failed or [Verdict("FAILED", f"ranks disagree: {found}")]
+    if failed:
+        pools(ranks).close()  # a rank may wait for another one, which must not fail the next case
+        return failed[0]
     return found[0]
 
 
