@@ -27,6 +27,7 @@ Ends = tuple[float, float]
 
 BAD = "#d1247f"
 MAX_TICKS = 12
+MAX_BAR = 18  # rows of a map beside a bar of colours
 LOUD = 0.75  # of the way to an anomaly; jumps in healthy training of a small Llama reached 0.74
 # The page inverts lightness where the browser is dark: the ends differ from white and from black.
 COLORS = LinearSegmentedColormap.from_list(
@@ -247,7 +248,11 @@ def _heat_map(
     show = partial(axes.imshow, aspect="auto", interpolation="nearest")
     # (An exact result has an infinite SQNR.)
     image = show(np.clip(part, 0, 1), cmap=COLORS, vmin=0, vmax=1)
-    bar = figure.colorbar(image, aspect=12, pad=0.01, ticks=[0, 0.5, 1])
+    # Of tall maps the bar stays at the top, as large as that of a model of few layers.
+    shrink = min(1, MAX_BAR / len(layers))
+    bar = figure.colorbar(
+        image, aspect=12, pad=0.01, ticks=[0, 0.5, 1], shrink=shrink, anchor=(0, 1)
+    )
     bar.formatter = FuncFormatter(lambda x, _: _number(ends[0] + x * (ends[1] - ends[0])))
     show(np.where(bad, 1.0, np.nan), cmap=ListedColormap([BAD]))
     ticks = range(0, len(steps), -(-len(steps) // MAX_TICKS))

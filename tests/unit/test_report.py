@@ -259,6 +259,17 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
     )
 
 
+def test_the_bar_of_colours_is_as_narrow_in_a_deep_model() -> None:
+    for count in (12, 150):
+        with mock.patch.object(figures, "_picture", lambda figure: figure):
+            names, bad = [f"layers.{i}" for i in range(count)], np.zeros((count, 3), dtype=bool)
+            figure: Any = figures._heat_map(names, [0, 1, 2], bad * 1.0, bad, "SQNR", (30, 15))
+        figure.draw_without_rendering()
+        cells, bar = (axes.get_window_extent() for axes in figure.axes)
+        assert bar.width < 0.05 * cells.width
+        assert bar.y1 == pytest.approx(cells.y1)
+
+
 def test_maps_are_loud_where_anomalies_are_near() -> None:
     """Colours end at the limits, whatever the values are."""
     own = AnomalyLimits(sqnr=20.0, underflow=8.0, jump=None)
