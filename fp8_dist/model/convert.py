@@ -251,8 +251,10 @@ def _choose(
         raise ValueError("\n".join([f"convert_to_float8_training: {title}", *lines, *not_linear]))
     notes = []
     if unfit:
-        grouped = _grouped({fqn: reasons[fqn] for fqn in unfit})
-        listed = "; ".join(f"{name} ({why})" for name, why in grouped)
+        names: dict[str, list[str]] = {}
+        for name, why in _grouped({fqn: reasons[fqn] for fqn in unfit}):
+            names.setdefault(why, []).append(name)
+        listed = "; ".join(f"{', '.join(some)} ({why})" for why, some in names.items())
         notes.append(
             f"these layers stay in high precision: {listed}. Exclude them in module_filter_fn to "
             "say that this is meant"

@@ -100,6 +100,10 @@ def test_nothing_converted_is_an_error_that_says_why() -> None:
     ]
     (text,) = warned(blocks)
     assert "precision: *.own (32) (its class OwnForward has a forward of its own). Excl" in text
+    for block in blocks:
+        block.other = OwnForward(16, 16)
+    (text,) = warned(blocks)
+    assert "precision: *.own (32), *.other (32) (its class OwnForward has a forward of" in text
     text = raised(ValueError, lambda: convert_to_float8_training(nn.Sequential(nn.ReLU())))
     assert "Sequential contains no nn.Linear, so nothing was converted" in text
 
