@@ -72,8 +72,7 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     header = ["run", "logged steps", *(f"{n}, {units[n]}" if n in units else n for n in names)]
     rows = []
     for run in runs:
-        total = run.config.get("steps")
-        cells = [run.name, f"{len(run.metrics):,}" + (f" of {plain(total)}" if total else "")]
+        cells = [run.name, _logged(run)]
         for name in names:
             cells.append(shown_metric(run, name))
         layers = len({row["fqn"] for row in run.stats} or run.config.get("float8_layers", ()))
@@ -86,6 +85,16 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     header += ["float8 layers", "anomalies", "collectives of a step"]
     shown = [i for i in range(len(header)) if any(row[i] for row in rows)]
     return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
+
+
+def _logged(run: Run) -> str:
+    """Say how many steps were logged, and how far the run is."""
+    count, total = len(run.metrics), run.config.get("steps")
+    if not total:
+        return f"{count:,}"
+    if count in (0, total):
+        return f"{count:,} of {plain(total)}"
+    return f"{count:,}, up to step {run.metrics[-1]['step']:,} of {plain(total)}"
 
 
 def shown_metric(run: Run, name: str) -> str:

@@ -154,16 +154,16 @@ def test_runs_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_metrics_that_are_rare_or_never_positive(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run")
-    for step in range(60):
-        rare = {"eval_loss": 2.25} if step == 1 else {}
-        writer.log(step, reward=-1.5 - step, zero=0, nan=math.nan, **rare)
+    writer = RunWriter(tmp_path / "run", config={"steps": 600})
+    for step in range(0, 600, 10):
+        rare = {"eval_loss": 2.25} if step == 10 else {}
+        writer.log(step, reward=-1.5 - step / 10, zero=0, nan=math.nan, **rare)
     page, pictures = page_of(tmp_path / "run")
     (table,) = re.findall('<table id="summary">.*?</table>', page, re.S)
     assert "No casts were recorded." in page
     assert re.findall("<t[hd]>(.*?)<", table) == [
         *("run", "logged steps", "reward", "zero", "nan", "eval_loss", "anomalies"),
-        *("run", "60", "-51", "0", "NaN since step 0", "2.25", "0"),
+        *("run", "60, up to step 590 of 600", "-51", "0", "NaN since step 0", "2.25", "0"),
     ]
     assert len(pictures) == 2 * 4
 
