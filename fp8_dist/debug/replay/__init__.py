@@ -1,7 +1,7 @@
 """A command that replays a recording: ``python -m fp8_dist.debug.replay FOLDER``.
 
-FOLDER is what ``fp8_dist.debug.record`` was given, or one of the recordings in it. The command
-joins the parts of all ranks, casts each operand again on one CPU, and compares, bit for bit, with
+FOLDER is what ``fp8_dist.debug.record`` was given, one of the recordings in it, or the folder of a
+run, as for ``python -m fp8_dist.report``. The command joins the parts of all ranks, casts each operand again on one CPU, and compares, bit for bit, with
 what each rank had: the copies that it cast, and the operands that arrived for each GEMM. It
 multiplies those again, and compares the results. Then it prints the first thing that is wrong, with
 its element and rank. ``--plot FILE`` draws the histogram with matplotlib (the extra ``report``).
@@ -31,12 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Replays a recording of fp8_dist.debug.record on one CPU.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    kinds = "a recording, or the folder of a run or of recordings: the first one is shown"
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help=kinds)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the histogram of the cast")
     args = parser.parse_args(argv)
-    several = [*args.folder.glob("step*[0-9]")] or [*args.folder.glob("step*.incomplete")]
-    several.sort(key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
-    folder, *others = several or [args.folder]
+    files = [path for depth in ("", "*/") for path in args.folder.glob(f"{depth}step*/rank*.pt")]
+    several = {path.parent for path in files}
+    several = {path for path in several if not path.suffix} or several  # else .incomplete
+    in_order = sorted(several, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
+    folder, *others = in_order or [args.folder]
     printing = import_module(f"{__name__}.printing")
     try:
         replay = printing.Replay(folder)

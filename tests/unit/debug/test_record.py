@@ -1,5 +1,6 @@
 """record and replay on one device: when a recording is written, what it keeps, what is refused."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -271,6 +272,14 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "amax 1e+30 at [7, 9]" in out
     assert out.count("2^8 ") == 1
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert main([str(run)]) == 1  # the folder of the run
+    assert capsys.readouterr().out == out
+    (first,) = (run / "recordings").iterdir()
+    shutil.copytree(first, run / "recordings" / "step000010")
+    shutil.copytree(first, run / "recordings" / "step000000.incomplete")
+    assert main([str(run)]) == 1
+    several = f"{first}\nnot shown: {run / 'recordings' / 'step000010'}\n"
+    assert capsys.readouterr().out == out.replace(f"{first}\n", several)
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     assert report([str(run)]) == 0
     page = (run / "report.html").read_text()
