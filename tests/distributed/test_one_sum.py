@@ -44,7 +44,6 @@ from scripts.common.llama import MODELS, Llama
 from scripts.common.mixture import Mixture
 from scripts.common.models import build
 
-SIZES = (2, 3, 4, 8)
 GATHERED = ("tensorwise", "rowwise_folded", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed")
 PAGE = Path(__file__).parents[2] / "docs" / "fsdp2.md"
 TRANSPORTS = ("float8", "bf16", "fp32")
@@ -69,26 +68,24 @@ def check(ranks: RankPools, sizes: tuple[int, ...], *given: Any, **options: Any)
 def test_weights_do_not_depend_on_the_number_of_ranks(
     ranks: RankPools, transport: str, compute: str
 ) -> None:
-    found = check(ranks, (2, 3, 4, 8), "tensorwise", transport, DTYPES[compute])
-    own = ranks(1).run(on_all_ranks, "tensorwise", None, DTYPES[compute])[0]
+    sizes = (2, 3, 4, 8) if (transport, compute) == ("float8", "bf16") else (3,)
+    found = check(ranks, sizes, "tensorwise", transport, DTYPES[compute], steps=4)
+    own = ranks(1).run(on_all_ranks, "tensorwise", None, DTYPES[compute], steps=4)[0]
     is_fsdps = transport == "fp32" or (transport, compute) == ("bf16", "bf16")
     assert (differing(found, own) == []) == is_fsdps
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("transport", "compute"), [("float8", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")]
-)
-def test_a_hundred_steps(ranks: RankPools, transport: str, compute: str) -> None:
-    check(ranks, (2, 4, 8), "tensorwise", transport, DTYPES[compute], steps=100)
+def test_a_hundred_steps(ranks: RankPools) -> None:
+    check(ranks, (2,), "tensorwise", "float8", steps=100, count=3)
 
 
 def test_numbers_of_micro_batches_and_rounding(ranks: RankPools) -> None:
     for count, sizes in ((9, (3, 4)), (1, (3,))):  # ranks idle
-        check(ranks, sizes, None, "float8", count=count)
-    check(ranks, (3, 4), how={"stochastic_rounding": True})
+        check(ranks, sizes, None, "float8", count=count, steps=2)
+    check(ranks, (3, 4), how={"stochastic_rounding": True}, steps=2)
     for reduce in (torch.bfloat16, torch.float16):  # of what arrives; sums are fp32
-        check(ranks, (4,), None, "float8", how={"reduce": reduce})
+        check(ranks, (2,), None, "float8", how={"reduce": reduce}, steps=2)
 
 
 def test_what_changes_bits(ranks: RankPools) -> None:
@@ -140,10 +137,9 @@ def test_a_run_continues_on_other_numbers_of_ranks(
     ranks: RankPools, tmp_path: Path, kind: str
 ) -> None:
     expected = ranks(1).run(continued, kind, tmp_path, 0, 4, False)[0]
-    ranks(4).run(continued, kind, tmp_path, 0, 2, True)
-    for size in (2, 3):
-        found = ranks(size).run(continued, kind, tmp_path, 2, 4, False)[0]
-        assert differing(expected, found) == [], size
+    ranks(2).run(continued, kind, tmp_path, 0, 2, True)
+    found = ranks(3).run(continued, kind, tmp_path, 2, 4, False)[0]
+    assert differing(expected, found) == []
 
 
 def by_the_page() -> Weights:
@@ -166,7 +162,7 @@ def by_the_page() -> Weights:
 
 def test_the_page(ranks: RankPools) -> None:
     alone = ranks(1).run(by_the_page)[0]
-    for size in (2, 3, 4):
+    for size in (2, 3):
         assert differing(alone, ranks(size).run(by_the_page)[0]) == [], size
 
 
@@ -196,7 +192,7 @@ def gradients(special: bool, transport: str) -> Weights:
 def test_special_gradients(ranks: RankPools, transport: str) -> None:
     for special in (False, True):
         alone = ranks(1).run(gradients, special, transport)[0]
-        for size in (2, 3, 4):  # the last micro-batch, also of ranks that idle
+        for size in (2, 3):  # the last micro-batch, also of ranks that idle
             found = ranks(size).run(gradients, special, transport)[0]
             assert not differing(
                 {n: g.nan_to_num(7) for n, g in alone.items()},
@@ -381,7 +377,7 @@ def norms() -> None:
         generator = torch.Generator().manual_seed(seed)
         wholes = []
         for i in range(2 * len(layouts)):
-            random = torch.randn(700 + i, 11, generator=generator, dtype=torch.float64)
+            random = torch.randn(90 + i, 11, generator=generator, dtype=torch.float64)
             wholes.append(
                 (random * (spread and spread**random))
                 .float()
