@@ -54,10 +54,7 @@ def test_adding_a_recipe() -> None:
             folder,
             "Adding a recipe",
             {
-                "tests/distributed/test_mesh_grid.py": [
-                    "::test_operands[FSDP2 x2-0]",
-                    "::test_operands[FSDP2 x2-1]",
-                ],
+                "tests/distributed/test_mesh_grid.py": ["::test_operands[FSDP2 x2]"],
                 "tests/distributed/test_recipes_on_meshes.py": ["::test_outputs_and_gradients"],
                 "tests/unit/linear/test_recipes.py": [
                     f"::test_the_three_gemms_equal_the_algebra[{name}]"
@@ -96,5 +93,5 @@ def test_adding_a_scaling_scheme() -> None:
             '    found["two levels"] = two_level_config()\n',
             '    found["other levels"] = other_levels_config()\n',
         )
-        meshes = [f"::test_operands[TP x2, row-{half}]" for half in (0, 1)]
+        meshes = ["::test_operands[TP x2, row]"]
         check(folder, "Adding a scaling scheme", {"tests/distributed/test_mesh_grid.py": meshes})

@@ -140,7 +140,7 @@ def trained(
     recipe: str | None = "tensorwise",
     transport: Any = "float8",
     compute: torch.dtype = torch.bfloat16,
-    steps: int = 6,
+    steps: int = 4,
     how: dict[str, Any] | None = None,
     **options: Any,
 ) -> Weights:
