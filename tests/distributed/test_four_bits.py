@@ -101,10 +101,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# Every case on one mesh; on others those that divide weights in another way.
+MESHES: dict[Axes, list[str]] = {
+    (1, 1, 1): ["plain"],
+    (1, 2, 1): [*CASES],
+    (1, 3, 1): ["odd columns", "uneven rows"],
+    (2, 2, 1): ["plain", "uneven rows"],
+    (1, 2, 2): ["plain", "odd columns"],
+}
+
+
 def differing(axes: Axes) -> list[str]:
     """The cases in which packed gathers train to other bits than gathers of float8."""
     found = []
-    for name, case in CASES.items():
+    for name in MESHES[axes]:
+        case = CASES[name]
         packed = trained(net(axes, **case), 256, axes[2])
         with patch.object(Mxfp4, "packs", lambda *_: False):
             plain = trained(net(axes, **case), 256, axes[2])
@@ -113,7 +124,7 @@ def differing(axes: Axes) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("axes", [(1, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_training_has_the_bits_of_float8_gathers(ranks: RankPools, axes: Axes) -> None:
     size = torch.Size(axes).numel()
     assert ranks(size).run(differing, axes, timeout=200) == [[]] * size
@@ -164,7 +175,7 @@ def compiled(backend: str) -> list[bool]:
     """Whether steps of compiled layers have the bits of eager ones."""
     found = []
     for compiles in (False, True):
-        model = net((1, 2, 1))
+        model = net((1, 2, 1), sizes=SIZES[:2])
         for layer in model if compiles else ():
             layer.compile(backend=backend, dynamic=False)
         found.append(trained(model, 256))
@@ -173,7 +184,7 @@ def compiled(backend: str) -> list[bool]:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_layers(ranks: RankPools, backend: str) -> None:
-    assert ranks(2).run(compiled, backend, timeout=300) == [[True] * 9] * 2
+    assert ranks(2).run(compiled, backend, timeout=300) == [[True] * 8] * 2
 
 
 def storages() -> list[list[int]]:

@@ -3,7 +3,7 @@
     python tests/support/compile_kernels.py 90 100 gfx942
 
 JSON, one object for each compiled kernel, with the keys of :class:`Compiled`: for the first
-architecture each kernel with each choice of block sizes for all kinds of arguments, and what
+architecture each kernel with each choice of block sizes, and for all kinds of arguments, and what
 Inductor casts with; for the others each kernel once. It needs no GPU.
 """
 
@@ -79,26 +79,29 @@ class Driver:
 class Compiler:
     """Compiles what would be launched.
 
-    ``every``: with each choice of block sizes, for all constants, dtypes and optional arguments; not
-    each kernel once.
+    ``every``: with each choice of block sizes, and for all constants, dtypes and optional arguments,
+    for which the choices take turns; not each kernel once.
     """
 
     def __init__(self, architecture: str, index: int, every: bool) -> None:
         self.architecture = architecture
         self.driver = Driver(architecture, index)
         self.every = every
-        self.seen: set[Any] = set()
+        self.seen: dict[launch.Tuned, set[Any]] = {}
         self.results: list[Compiled] = []
 
     def __call__(self, tuned: launch.Tuned, grid: Any, *args: Any, **constants: Any) -> None:
         """Compile a kernel for these arguments."""
         leaves = tree_leaves(args, lambda each: each is None)
         dtypes = [getattr(each, "dtype", each is None) for each in leaves]
-        kind = (tuned, *constants.values(), *dtypes) if self.every else tuned
-        if kind in self.seen:
+        kind = (*constants.values(), *dtypes) if self.every else ()
+        seen = self.seen.setdefault(tuned, set())
+        if kind in seen:
             return
-        self.seen.add(kind)
-        for config in tuned.configs[: None if self.every else 1]:
+        number = len(seen) % len(tuned.configs)
+        configs = tuned.configs if self.every and not seen else tuned.configs[number:][:1]
+        seen.add(kind)
+        for config in configs:
             chosen = config.all_kwargs() | {"enable_fp_fusion": False}
             found = tuned.kernel.run(*args, grid=(1,), warmup=True, **constants, **chosen)
             sizes = " ".join(f"{name}={size}" for name, size in config.kwargs.items())
