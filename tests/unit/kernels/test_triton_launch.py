@@ -92,7 +92,9 @@ def test_measuring_the_choices_of_a_kernel_leaves_its_results_as_they_are(
     monkeypatch.setattr(launch.Tuned, "__call__", note)
     for each in several:
         monkeypatch.setattr(each, "_fastest", {})
-    for call in operator_calls(DEVICE, odd=True, shape=(34, 40)).values():
+    calls = [*operator_calls(DEVICE, odd=True, shape=(34, 40)).values()]
+    firsts = {id(call.op): call for call in reversed(calls)}  # which launch almost all
+    for call in [*firsts.values(), *calls]:
         before = len(seen)
         found = launched(call)
         if len(seen) > before:
