@@ -190,9 +190,6 @@ def warned(
     return found
 
 
-STALE_TEXT = "layers.0.w1: the weight was written to after its scales were computed"
-
-
 @pytest.mark.parametrize(
     ("recipe", "axes", "gather", "compiled", "precomputes"),
     [

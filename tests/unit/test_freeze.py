@@ -304,19 +304,26 @@ def scaled_experts() -> nn.Module:
     return net
 
 
+WRITES = (
+    torch._foreach_copy_,
+    copied_in_parts,
+    copied_as_bytes,
+    copied_to_data,
+    copied_in_inference_mode,
+    loaded_in_place,
+)
+
+
+# Two of the ways to write for each config, and so each way for one whose data is packed.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
-    "write",
+    ("name", "write"),
     [
-        torch._foreach_copy_,
-        copied_in_parts,
-        copied_as_bytes,
-        copied_to_data,
-        copied_in_inference_mode,
-        loaded_in_place,
+        (name, WRITES[(i + j) % len(WRITES)])
+        for i, name in enumerate([*CONFIGS, "experts"])
+        for j in (0, 3)
     ],
 )
-@pytest.mark.parametrize("name", [*CONFIGS, "experts"])
 def test_writes_to_entries_reach_the_weights(name: str, write: Any) -> None:
     """Also where an entry is a copy, as of packed data and of exponents."""
     nets = [scaled_experts() if name == "experts" else converted(name) for _ in range(2)]
