@@ -160,7 +160,7 @@ class WrapperParameter(TensorSubclass):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.readable("pickle")  # whoever loads it may not have this library
-        if isinstance(self, torch.nn.Parameter):
+        if isinstance(self, torch.nn.Parameter) and self.is_leaf:
             plain = torch.nn.Parameter(plain, self.requires_grad)
         vars(plain).update({k: v for k, v in vars(self).items() if k != "_is_param"})
         return plain.__reduce_ex__(protocol)

@@ -232,5 +232,5 @@ def test_what_was_saved_loads_where_the_library_is_not(ranks: RankPools, tmp_pat
         "parameter DTensor Tensor w1",
         "parameters dict dict ",
         "rows Tensor Tensor ",
-        "to_local Parameter Parameter ",
+        "to_local Tensor Tensor ",
     ], loaded.stderr
