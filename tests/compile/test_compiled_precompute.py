@@ -173,8 +173,6 @@ def test_nothing_between_steps_recompiles_twice(dp: int, tp: int) -> list[str]:
     ("dp", "tp", "backend"),
     [
         (1, 2, "aot_eager"),
-        pytest.param(2, 1, "aot_eager", marks=pytest.mark.full),
-        pytest.param(1, 2, "inductor", marks=pytest.mark.full),
         pytest.param(2, 1, "inductor", marks=pytest.mark.full),
     ],
 )
