@@ -32,7 +32,6 @@ from fp8_dist.fsdp import Float8DDPState, float8_ddp_hook, set_gradient_transpor
 from fp8_dist.linear import weight
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import KnownWeight
-from scripts.common.recipes import OURS
 
 BLOCKS, DIM, STEPS = 3, 64, 2
 
@@ -162,19 +161,11 @@ OPTIONS = {
 }
 
 
-# Every option with several recipes, every recipe with several options. Recipes without gathers in
-# float8 share the options, as do those of blocks; the full tier has all of the other recipes.
-ALIKE = {
-    "rowwise": ("event, prefetch", "event, asynchronous", "aside, invalidate", "aside, parts"),
-    "rowwise_with_gw_hp": ("no update", "prefetch", "event, explicit", "aside", "aside, event"),
-    "mxfp8": ("prefetch", "event, explicit", "aside, invalidate", "aside, event"),
-    "blockwise": ("no update", "event, prefetch", "event, asynchronous", "aside", "aside, parts"),
-    "mxfp4": ("no update", "event, prefetch", "event, asynchronous", "event, explicit", "aside"),
-}
-SHORT = {
+# Every option with several recipes, but for transports; every recipe with several options.
+CASES = {
     "tensorwise": ("no update", "event, asynchronous", "aside, invalidate", "transport, alone"),
     "rowwise": ("event, prefetch", "aside, invalidate"),
-    "rowwise_with_gw_hp": ("event, explicit", "aside"),
+    "rowwise_with_gw_hp": ("no update", "event, explicit", "aside"),
     "rowwise_folded": ("transport", "event, explicit", "aside", "aside, parts"),
     "blockwise": ("event, prefetch", "event, asynchronous", "aside, parts"),
     "mxfp8": ("prefetch", "aside, event"),
@@ -184,12 +175,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        pytest.param(recipe, options, marks=() if options in SHORT[recipe] else pytest.mark.full)
-        for recipe in (*OURS, "mxfp4")
-        for options in ALIKE.get(recipe, OPTIONS)
-    ],
+    ("recipe", "options"), [(recipe, options) for recipe in CASES for options in CASES[recipe]]
 )
 def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
     found = fake_cuda.run(hazards_of, Training(recipe, **OPTIONS[options]))
