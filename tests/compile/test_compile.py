@@ -131,14 +131,13 @@ def compiled_steps(
 @pytest.mark.parametrize(
     ("dp", "tp", "recipe", "precompute", "backend", "model_is", "casts"),
     [
-        pytest.param(2, 2, "tensorwise", True, "counting", DTENSORS, (10, 10), marks=full_tier),
+        pytest.param(2, 1, "tensorwise", True, "counting", DTENSORS, (10, 10), marks=full_tier),
         (1, 2, "tensorwise", False, "counting", DTENSORS, (10, 16)),
         (2, 2, "rowwise_folded", True, "counting", SHARDED, (16, 22)),
-        pytest.param(2, 2, "blockwise", False, "counting", DTENSORS, None, marks=full_tier),
-        pytest.param(2, 2, "delayed", True, "counting", DTENSORS, (0, 10), marks=full_tier),
+        pytest.param(2, 1, "blockwise", False, "counting", DTENSORS, None, marks=full_tier),
+        pytest.param(1, 2, "delayed", True, "counting", DTENSORS, (0, 16), marks=full_tier),
         (1, 2, "rowwise_folded", False, "aot_eager", LOCAL, None),
-        pytest.param(2, 2, "two levels", True, "aot_eager", DTENSORS, None, marks=full_tier),
-        pytest.param(1, 2, "rowwise", True, "counting", DTENSORS, None, marks=full_tier),
+        pytest.param(2, 1, "two levels", True, "aot_eager", DTENSORS, None, marks=full_tier),
     ],
 )
 def test_blocks(
