@@ -2,14 +2,20 @@
 
 import argparse
 import inspect
+import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from processes import run
+from forking_torchrun import launch_in
+from processes import ending_all, run
 from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -51,28 +57,49 @@ SAVED = {"transformers_fsdp2": "transformers_fsdp2", "accelerate_fsdp2": "accele
 SHOWN = ("fsdp2", "tensor_parallel")
 
 
-def output_of(name: str, folder: Path) -> str:
+class Launcher:
+    """A process that has imported what the examples need, and forks their ranks."""
+
+    def __init__(self, pool: ProcessPoolExecutor, environment: dict[str, str]) -> None:
+        with patch.dict(os.environ, environment, OMP_NUM_THREADS="1"):
+            pool.submit(import_libraries).result(timeout=120)  # starts the process
+        self.pool = pool
+
+    def __call__(self, folder: Path, *words: str, **variables: str) -> tuple[bool, str, str]:
+        done = self.pool.submit(launch_in, folder, variables, *words)
+        return done.result(timeout=300)
+
+
+def import_libraries() -> None:
+    torch.set_num_threads(1)
+    llama = "transformers.models.llama.modeling_llama"
+    for name in ("accelerate", "lightning.pytorch.strategies", llama):
+        import_module(name)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as pool, ending_all() as environment:
+        yield Launcher(pool, environment)
+
+
+def output_of(launcher: Launcher, name: str, folder: Path) -> str:
     """What the command in an example's docstring prints, run in a folder."""
     text = (EXAMPLES / f"{name}.py").read_text().replace("\\\n", "")
-    launcher = r"^(torchrun|accelerate launch) (--\S+) (\S+) +(scripts/examples/\w+\.py)$"
-    found = re.search(launcher, text, re.M)
+    pattern = r"^(torchrun|accelerate launch) (--\S+) (\S+) +(scripts/examples/\w+\.py)$"
+    found = re.search(pattern, text, re.M)
     assert found, "the docstring names no command"
     option, value, program = found[2], found[3], str(ROOT / found[4])
     if found[1] == "torchrun":
-        arguments = ["-m", "forking_torchrun", option, value, program]
-    else:
-        on_gpus = str(ROOT / "tests/support/run_as_on_gpus.py")
-        arguments = [
-            "-m",
-            "accelerate.commands.launch",
-            option,
-            str(ROOT / value),
-            on_gpus,
-            program,
-        ]
-    command = [sys.executable, *arguments]
+        good, out, err = launcher(folder, option, value, program)
+        assert good, err
+        return out
+    on_gpus = str(ROOT / "tests/support/run_as_on_gpus.py")
+    launch = ["-m", "accelerate.commands.launch", option, str(ROOT / value)]
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, *launch, on_gpus, program]
     done = run(command, cwd=folder, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -80,8 +107,8 @@ def output_of(name: str, folder: Path) -> str:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes GPUs, of which there may be too few")
 @pytest.mark.parametrize("name", GATHERED)
-def test_it_learns(name: str, tmp_path: Path) -> None:
-    printed = output_of(name, tmp_path)
+def test_it_learns(launcher: Launcher, name: str, tmp_path: Path) -> None:
+    printed = output_of(launcher, name, tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 20
     assert losses[0] > 5.4  # ln 256 = 5.5
@@ -100,8 +127,8 @@ def test_it_learns(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes GPUs, of which there may be too few")
-def test_the_engine_has_the_logits_of_the_trainer(tmp_path: Path) -> None:
-    printed = output_of("weight_sync", tmp_path)
+def test_the_engine_has_the_logits_of_the_trainer(launcher: Launcher, tmp_path: Path) -> None:
+    printed = output_of(launcher, "weight_sync", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
     assert len(losses) == 20
     assert losses[0] > 5.4
@@ -115,23 +142,20 @@ def test_the_engine_has_the_logits_of_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about CPUs")
 @pytest.mark.parametrize("cpu", ["true", "false"])
-def test_accelerate_on_cpus(cpu: str, tmp_path: Path) -> None:
+def test_accelerate_on_cpus(launcher: Launcher, cpu: str, tmp_path: Path) -> None:
     """The second command in the docstring; without its variable each rank would train alone."""
     text = (EXAMPLES / "accelerate_fsdp2.py").read_text()
     found = re.search(r"^ACCELERATE_USE_CPU=true torchrun (.*) (scripts/\S+)$", text, re.MULTILINE)
     assert found
-    command = [sys.executable, "-m", "forking_torchrun", *found[1].split(), str(ROOT / found[2])]
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    environment["ACCELERATE_USE_CPU"] = cpu
-    done = run(command, cwd=tmp_path, env=environment, timeout=300)
+    *options, program = *found[1].split(), str(ROOT / found[2])
+    good, out, err = launcher(tmp_path, *options, program, ACCELERATE_USE_CPU=cpu)
     if cpu == "true":
-        assert done.returncode == 0, done.stderr
-        assert len(re.findall("loss", done.stdout)) == 20
+        assert good, err
+        assert len(re.findall("loss", out)) == 20
         check_saved(tmp_path / "runs/accelerate")
     else:
-        assert done.returncode != 0
-        assert "2 processes were started, but accelerate uses 1: each would train a" in done.stderr
+        assert not good
+        assert "2 processes were started, but accelerate uses 1: each would train a" in err
 
 
 def check_saved(folder: Path) -> None:

@@ -6,9 +6,13 @@ Warnings that the library gives are errors there. Their gloo groups have one thr
 finalizing the interpreter, which gloo's threads may disturb (docs/support.md).
 """
 
+import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
+from tempfile import TemporaryFile
+from unittest.mock import patch
 
 from documented import own_warnings_raise
 from torch.distributed.launcher.api import elastic_launch
@@ -31,6 +35,33 @@ def run_program(path: str) -> None:
         runpy.run_path(path, run_name="__main__")
 
 
-if __name__ == "__main__":
-    args = parse_args([*OPTIONS, *sys.argv[1:]])
+def launch(*words: str) -> None:
+    args = parse_args([*OPTIONS, *words])
     elastic_launch(config_from_args(args)[0], run_program)(args.training_script)
+
+
+def launch_in(folder: Path, variables: dict[str, str], *words: str) -> tuple[bool, str, str]:
+    """Launch in a folder; return whether all went well, and what was written to both streams."""
+    good, streams, kept = True, (sys.stdout, sys.stderr), [os.dup(1), os.dup(2)]
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err, patch.dict(os.environ, variables):
+        for number, (stream, file) in enumerate(zip(streams, (out, err), strict=True), 1):
+            stream.flush()
+            os.dup2(file.fileno(), number)
+        os.chdir(folder)
+        try:
+            launch(*words)
+        except Exception:
+            good = False
+            traceback.print_exc()
+        finally:
+            for number, (stream, saved) in enumerate(zip(streams, kept, strict=True), 1):
+                stream.flush()
+                os.dup2(saved, number)
+                os.close(saved)
+        for file in (out, err):
+            file.seek(0)
+        return good, out.read(), err.read()
+
+
+if __name__ == "__main__":
+    launch(*sys.argv[1:])
