@@ -184,6 +184,7 @@ class Running:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},  # what a killed stage printed is kept
             )
         begin = time.time()
         reason = ""
