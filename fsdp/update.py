@@ -141,7 +141,8 @@ def _measured(
     for weight, mark in pairs:
         used = UNUSED if weight.current is None else 0.0
         amaxes.append(used if mark is None else _either(mark.current, used))
-    weights, marks = [weight for weight, _ in pairs], [mark for _, mark in pairs if mark]
+    weights = [weight for weight, _ in pairs]
+    marks = [mark for _, mark in pairs if mark is not None]
     return [*others, *weights, *marks], amaxes, len(pairs)
 
 

@@ -1,4 +1,4 @@
-"""What this machine supports: versions, devices, communication, switches."""
+"""Versions, devices, communication and switches of this machine."""
 
 import platform
 from collections.abc import Iterator

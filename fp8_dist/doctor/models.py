@@ -1,4 +1,4 @@
-"""What a model would do in float8: its layers that are converted, and those that would gain."""
+"""The layers of a model that are converted, and those that would gain."""
 
 import pkgutil
 import warnings

@@ -1,4 +1,4 @@
-"""What a replay of a recording finds wrong, or unusual."""
+"""Findings of a replay: what is wrong, or unusual, in a recording."""
 
 import os
 from collections import Counter, defaultdict

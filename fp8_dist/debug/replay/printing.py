@@ -1,4 +1,4 @@
-"""What a replay prints and draws of its findings."""
+"""The text and the plot of a replay's findings."""
 
 import importlib
 import math
