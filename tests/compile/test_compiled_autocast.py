@@ -11,21 +11,13 @@ from reference import same_bits, sqnr
 from fp8_dist import float8_layers
 
 
-@pytest.mark.parametrize(
-    ("recipe", "backend"),
-    [
-        ("tensorwise", "aot_eager"),
-        pytest.param("delayed", "aot_eager", marks=pytest.mark.full),
-        pytest.param("rowwise_folded", "inductor", marks=pytest.mark.full),
-    ],
-)
-def test_compiled(recipe: str, backend: str) -> None:
-    """One graph for each autocast dtype; the same bits. (inductor adds a bias unrounded.)"""
+def test_compiled() -> None:
+    """One graph for each autocast dtype; the same bits."""
     compilations = Compilations()
-    layer = layer_of(recipe, bias=False)
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    layer = layer_of("tensorwise", bias=False)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x, grad = torch.randn(32, 64), torch.randn(32, 48)
-    dtypes = [None, *DTYPES] if backend == "aot_eager" else DTYPES[:1]
+    dtypes = [None, *DTYPES]
     for dtype in dtypes * 2:
         expected, found = (forward_and_backward(f, x, grad, dtype) for f in (layer, compiled))
         assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
