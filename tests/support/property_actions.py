@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nets import full
-from property_cases import TrainCase, ranks_of
+from property_cases import TrainCase, processes
 from property_training import GatedNet, World, all_finite, stored_layers
 from property_verdicts import WrongResult
 from reference import same_values
@@ -88,9 +88,9 @@ def load_checkpoint(world: World) -> None:
     """One ``dcp.load`` takes the model and its histories back to where they were saved."""
     # (The twin is in a state_dict of its own: its histories are the same.)
     histories = Float8State(world.twin).state_dict()
-    with checkpoint_folder(ranks_of(world.case)) as folder:
+    with checkpoint_folder(processes(world.case.mesh)) as folder:
         state = {"model": world.net, "float8": Float8State(world.net)}
-        no_dist = ranks_of(world.case) == 1
+        no_dist = processes(world.case.mesh) == 1
         dcp.save(state, checkpoint_id=folder, no_dist=no_dist)
         step(world)
         dcp.load(state, checkpoint_id=folder, no_dist=no_dist)
@@ -103,8 +103,8 @@ def load_elsewhere(world: World) -> None:
     histories = Float8State(world.twin).state_dict()
     before = whole_state(world.net)
     had_tp = world.tp > 1
-    with checkpoint_folder(ranks_of(world.case)) as folder:
-        no_dist = ranks_of(world.case) == 1
+    with checkpoint_folder(processes(world.case.mesh)) as folder:
+        no_dist = processes(world.case.mesh) == 1
         state = {"model": world.net, "float8": Float8State(world.net)}
         dcp.save(state, checkpoint_id=folder, no_dist=no_dist)
         world.mesh_name = world.meshes[world.meshes[0] == world.mesh_name]
@@ -210,7 +210,7 @@ def linear_and_back(world: World) -> None:
     case, tp = world.case, world.tp
     if tp == 1 or (case.batch and not (case.hidden % tp or case.sequence % tp)):
         world.run(training=True)
-    if ranks_of(world.case) > 1:
+    if processes(world.case.mesh) > 1:
         world.refuses(convert_to_float8_training)
         world.rebuild()
     else:

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from gemm_records import GemmRecord, record_gemms
 from nets import GatedMLP, Net, full, net_plan
-from property_cases import MESHES, TrainCase, processes, ranks_of
-from property_casts import part_of
+from property_cases import MESHES, TrainCase, processes
 from property_values import DTYPES, values
 from property_verdicts import WrongResult, documented
 from ranks import device_mesh
@@ -72,16 +71,16 @@ class World:
 
     def __init__(self, case: TrainCase) -> None:
         self.case = case
-        other = case.other if processes(case.other or case.mesh) == ranks_of(case) else ""
+        other = case.other if processes(case.other or case.mesh) == processes(case.mesh) else ""
         self.meshes = (case.mesh, other or case.mesh)
         self.mesh_name = case.mesh
-        self.rank = dist.get_rank() if ranks_of(case) > 1 else 0
+        self.rank = dist.get_rank() if processes(case.mesh) > 1 else 0
         self.passes = 0
         self.checkpointing = False
         self.spoiled = False  # what was compared with the gradients of this step has a NaN scale
         self.refused: list[str] = []
         self.config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
-        if case.differs and self.rank == ranks_of(case) - 1:
+        if case.differs and self.rank == processes(case.mesh) - 1:
             self.config = replace(self.config, emulate=not self.config.emulate)
         make = torch.optim.SGD if case.optimizer == "SGD" else torch.optim.AdamW
         foreach = case.optimizer.endswith("foreach")
@@ -152,7 +151,7 @@ class World:
         return net
 
     def distribute(self) -> None:
-        if ranks_of(self.case) > 1:
+        if processes(self.case.mesh) > 1:
             replicate, shard, tp, _ = MESHES[self.mesh_name]
             self.mesh = device_mesh(replicate=replicate, shard=shard, tp=tp)
         if self.tp > 1:
@@ -289,7 +288,7 @@ class World:
 
     def is_local(self, records: list[GemmRecord]) -> bool:
         """Whether a NaN scale of the twin's may be seen by some ranks alone."""
-        if not self.config.recipe.delayed or ranks_of(self.case) == 1:
+        if not self.config.recipe.delayed or processes(self.case.mesh) == 1:
             return False
         scales = [scale for record in records for x in record[2:4] for scale in x.scales]
         in_weights = not all_finite(high_precision(self.twin).values())
@@ -316,7 +315,7 @@ class World:
 
     def of_ranks(self, value: Any) -> list[Any]:
         """The values of all ranks."""
-        if ranks_of(self.case) == 1:
+        if processes(self.case.mesh) == 1:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
@@ -448,6 +447,14 @@ def high_precision(net: nn.Module) -> dict[str, nn.Parameter]:
     parts = ("weight", "weight_scale_inv")
     stored = {f"{name}.{part}" for name in stored_layers(net) for part in parts}
     return {name: p for name, p in net.named_parameters() if name not in stored}
+
+
+def part_of(tensor: torch.Tensor, dim: int, ranks: int, rank: int) -> torch.Tensor:
+    """The part of a tensor that a shard of a dim holds, as DTensor divides it."""
+    size = tensor.shape[dim]
+    length = -(-size // ranks)
+    start = min(rank * length, size)
+    return tensor.narrow(dim, start, min(length, size - start))
 
 
 def with_one_zero(x: torch.Tensor) -> torch.Tensor:
