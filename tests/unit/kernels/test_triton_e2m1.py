@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from implementations import DEVICE, implementation, matrix, note_launches
 from reference import same_bits
 
@@ -135,21 +133,6 @@ def test_around_each_midpoint_and_limit(rule: str) -> None:
     x = torch.cat([x, -x])
     for blocks in ((1, 1, 0, 0), (1, 32, 0, 2), (1, 64, 0, 0)):
         check_all(x, blocks, rule)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    st.lists(st.floats(width=32), min_size=12, max_size=12),
-    st.sampled_from([(1, 2), (2, 2), (4, 4)]),
-    st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    st.sampled_from(RULES),
-)
-def test_casts_of_any_floats(
-    values: list[float], size: tuple[int, int], start: tuple[int, int], rule: str
-) -> None:
-    x = torch.tensor(values, dtype=torch.float32, device=DEVICE).view(3, 4)
-    blocks = (*size, start[0] % size[0], start[1] % size[1])
-    check_all(x, blocks, rule)
 
 
 def test_all_packed_bytes(used: set[str]) -> None:
