@@ -6,16 +6,13 @@ import math
 import os
 import re
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 from reference import json_lines, raised
 from torch import nn
 
@@ -259,17 +256,6 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
     )
 
 
-def test_the_bar_of_colours_is_as_narrow_in_a_deep_model() -> None:
-    for count in (12, 150):
-        with mock.patch.object(figures, "_picture", lambda figure: figure):
-            names, bad = [f"layers.{i}" for i in range(count)], np.zeros((count, 3), dtype=bool)
-            figure: Any = figures._heat_map(names, [0, 1, 2], bad * 1.0, bad, "SQNR", (30, 15))
-        figure.draw_without_rendering()
-        cells, bar = (axes.get_window_extent() for axes in figure.axes)
-        assert bar.width < 0.05 * cells.width
-        assert bar.y1 == pytest.approx(cells.y1)
-
-
 def test_maps_are_loud_where_anomalies_are_near() -> None:
     """Colours end at the limits, whatever the values are."""
     own = AnomalyLimits(sqnr=20.0, underflow=8.0, jump=None)
@@ -298,26 +284,6 @@ def test_maps_are_loud_where_anomalies_are_near() -> None:
     assert kinds({"amax": 2.0**-6})[:2] == (0, 1)  # lower for a step is not a jump after it
     assert kinds({"amax": 2.0**6}, step=0)[:2] == (0, 1)
     assert kinds({"amax": "NaN", "sqnr": "NaN", "nonfinite": 1.0})[:2] == (1, 0)
-
-
-def test_cells_differ_in_both_themes(tmp_path: Path) -> None:
-    """Healthy cells, bad ones and the page, also behind the filter of dark pages."""
-
-    def dark(color: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        # invert(1) hue-rotate(180deg), as CSS defines them
-        turn = [[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]]
-        return np.clip(np.array(turn) @ (1 - color), 0, 1)
-
-    cells = [np.array(to_rgb(color)) for color in (figures.COLORS(0.0), figures.BAD)]
-    for page_color, colors in (("#fff", cells), ("#14171b", [*map(dark, cells)])):
-        for a, b in combinations([np.array(to_rgb(page_color)), *colors], 2):
-            assert np.abs(a - b).max() > 0.2
-    # Those that were not recorded are hatched, and names are large.
-    _, pictures = page_of(write_run(tmp_path))
-    heat_map = pictures[-1]
-    assert "<pattern " in heat_map
-    (style,) = re.findall(f'<text style="([^"]*)"[^>]*>{SPIKE}</text>', heat_map)
-    assert "font-size: 10px" in style
 
 
 def test_the_verdict_on_a_loss(tmp_path: Path) -> None:

@@ -284,15 +284,6 @@ def test_an_error_in_the_block_leaves_nothing_and_blocks_nest() -> None:
     assert len(inner.rows) == 12
 
 
-def test_layers_of_other_models_are_not_measured() -> None:
-    model = net("rowwise")
-    with (stats := float8_stats(model[2])):
-        train(model)
-        train(net())
-    assert {row.fqn for row in stats.rows} == {"2"}
-    assert len(stats.rows) == 6
-
-
 def test_inputs_are_not_kept_after_the_backward() -> None:
     model, kept = net(), []
     stats = float8_stats(model, gemms=True)
