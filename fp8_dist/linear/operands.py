@@ -103,7 +103,6 @@ class OperandPlan(NamedTuple):
     # moved in high precision, and then cast for each GEMM.
     first: Scheme | None
     moves: bool  # whether it is redistributed
-    within: tuple[int, ...] | None  # the mesh axes over which statistics may be reduced; None: all
 
 
 @cached_but_in_graphs
@@ -112,7 +111,6 @@ def plan_operand(
     now: Placements,
     then: Placements | None,
     ndim: int,
-    amax_scope: str = "global",
 ) -> OperandPlan:
     """Plan an operand's cast and redistribution from facts that all ranks share.
 
@@ -120,23 +118,19 @@ def plan_operand(
         schemes: the scheme that each GEMM takes, or ``None`` for high precision.
         now: the placements of the operand, a DTensor.
         then: the placements that the GEMMs need.
-        amax_scope: with ``"rank"``, statistics are reduced only over axes along which float8 data
-            is moved.
     """
-    pairs = enumerate(zip(now, then or (), strict=True))
-    changed = [(axis, sharded_dim(p, ndim)) for axis, (p, needed) in pairs if p != needed]
-    dims = {axis: dim for axis, dim in changed if dim is not None}  # by mesh axis
+    pairs = zip(now, then or (), strict=True)
+    changed = [sharded_dim(p, ndim) for p, needed in pairs if p != needed]
     moves = now != then
     # Shards that consist of several pieces are not redistributed as float8.
     first = None if has_pieces(now) else schemes[0]
     if first is not None and not (
         all(scheme == first for scheme in schemes)
-        and first.can_move([*dims.values()], ndim)
+        and first.can_move([dim for dim in changed if dim is not None], ndim)
         and (first.can_gather or not moves)
     ):
         first = None
-    within = None if amax_scope == "global" else tuple(dims) if first is not None else ()
-    return OperandPlan(first, moves, within)
+    return OperandPlan(first, moves)
 
 
 def planned(
@@ -148,8 +142,8 @@ def planned(
     fqn: str,
 ) -> OperandPlan:
     """Run :func:`plan_operand`, and warn of an operand that can't move in float8 as it stands."""
-    now, scope = tuple(tensor.placements), config.amax_scope
-    plan = plan_operand(schemes, now, placements, tensor.ndim, scope)
+    now = tuple(tensor.placements)
+    plan = plan_operand(schemes, now, placements, tensor.ndim)
     one_copy = config.recipe.gather_scheme[operand]
     if plan.first is None and one_copy is not None and not torch.compiler.is_compiling():
         warn_once(
@@ -196,20 +190,19 @@ def prepare_operand(
         if is_observed():
             observe_prepared(spec.owner, high)
         return dict.fromkeys(gemms, _moved(tensor, placements)), amaxes
-    uses, within = spec.config.recipe.uses[operand], None
     if isinstance(tensor, DTensor):
+        uses = spec.config.recipe.uses[operand]
         schemes = tuple([uses[gemm] for gemm in gemms])
         plan = planned(tensor, operand, schemes, placements, spec.config, spec.fqn)
         if plan.first is not None and plan.moves:
             wanted = CastPlan((plan.first,))
-            (cast,), amaxes = _copies(tensor, operand, wanted, spec, plan.within)
+            (cast,), amaxes = _copies(tensor, operand, wanted, spec)
             return dict.fromkeys(gemms, _moved(as_float8_of(tensor, cast), placements)), amaxes
-        within = plan.within
         if plan.moves:
             tensor = tensor.redistribute(placements=placements)
             high = local_tensor(tensor)
     wanted, places = spec.config.recipe.copies(operand, gemms, tensor.device)
-    made, amaxes = _copies(tensor, operand, wanted, spec, within) if wanted.of else ((), {})
+    made, amaxes = _copies(tensor, operand, wanted, spec) if wanted.of else ((), {})
     each = zip(gemms, places, strict=True)
     return {gemm: high if place is None else made[place] for gemm, place in each}, amaxes
 
@@ -248,19 +241,14 @@ def prepare_gradients(
         if isinstance(grad, DTensor) and grad.placements != placements:
             grad = grad.redistribute(placements=placements)
         operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
-    within = () if spec.config.amax_scope == "rank" else None
     wanted, _ = spec.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
     transposed = any(wanted.transposed)
-    folded = folded_gradients(grad, scheme, placements, folds, within, transposed, spec.owner)
+    folded = folded_gradients(grad, scheme, placements, folds, transposed, spec.owner)
     return operands | folded, {}
 
 
 def _copies(
-    tensor: torch.Tensor,
-    operand: Operand,
-    plan: CastPlan,
-    spec: LinearSpec,
-    within: tuple[int, ...] | None,
+    tensor: torch.Tensor, operand: Operand, plan: CastPlan, spec: LinearSpec
 ) -> tuple[Copies, Amaxes]:
     """Cast the local part of an operand to float8 copies. A plain tensor is cast as a matrix."""
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
@@ -271,7 +259,7 @@ def _copies(
     elif is_input and not isinstance(tensor, DTensor):
         made = cast_input(tensor, plan)
     else:
-        made = cast_copies(matrix, plan, within)
+        made = cast_copies(matrix, plan)
     if is_observed():
         source = Source(local_tensor(matrix), Layout.of(matrix))
         observe(spec.owner, operand, source, made, is_input)

@@ -480,7 +480,7 @@ class Float8Weight:
             return self.history.copies_of(tensor, plan, self._kind(parameter))[0]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
             return cast_by(shard, plan, self.statistics(parameter, plan.schemes), layout)
-        return cast_copies(tensor, plan, local=shard)
+        return cast_copies(tensor, plan, shard)
 
     def _casts_of_unsharded(
         self, parameter: torch.Tensor, plan: CastPlan
