@@ -421,7 +421,7 @@ def _check_takes_transport(groups: Sequence[Any], module: str) -> None:
         reduction = fsdp_reduction(group)
         if not isinstance(reduction, EncodedReduction | None):
             raise ValueError(
-                f"{_CALLER}: {module} has a reduce-scatter of its own ({type(reduction).__name__}, of "
-                "set_custom_reduce_scatter or of memory from the process group), which would be "
-                "replaced"
+                f"{_CALLER}: {module} has a reduce-scatter of its own "
+                f"({type(reduction).__name__}, of set_custom_reduce_scatter or of memory from the "
+                "process group), which would be replaced"
             )

@@ -357,8 +357,8 @@ def _cast(
     weights = {i: source.weight for i, source in enumerate(bucket) if source.weight is not None}
     stored = {i: parts for i, weight in weights.items() if (parts := weight.stored()) is not None}
     gathered = full_tensors([parts.scales_entry() for parts in stored.values()])
-    for i, whole in zip(stored, gathered, strict=True):
-        scales[i] = whole
+    for i, block_scales in zip(stored, gathered, strict=True):
+        scales[i] = block_scales
     measured = {}
     for i, weight in weights.items():
         if i not in stored:
