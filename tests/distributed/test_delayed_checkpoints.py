@@ -28,8 +28,6 @@ from fp8_dist import Float8LinearConfig, Float8State, attach_update, convert_to_
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
 
-TENSORWISE = Float8LinearConfig()
-
 
 def world_of(dp: int, tp: int, seed: int, config: Float8LinearConfig = DELAYED) -> Distributed:
     return Distributed(dp, tp, config=config, net_arguments={"seed": seed})
