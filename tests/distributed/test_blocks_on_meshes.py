@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 from gemm_records import record_gemms
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import all_warnings, float8_gemms, same_bits, same_cast, scales_of
+from reference import all_warnings, same_cast, scales_of
 from test_mesh_grid import (
     BLOCKS,
     MESHES,
@@ -30,7 +30,6 @@ from test_mesh_grid import (
     stage_mesh,
     step,
 )
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from fp8_dist import (
@@ -279,31 +278,3 @@ def test_nan_in_one_ranks_part_of_a_block(ranks: RankPools) -> None:
         assert by_rows == [[(0, 99), (0, 127)], [(0, 27), (0, 127)], [None, None]]
         by_columns = run(nan_of_a_weight, "TP x3, row", precompute)
         assert by_columns == [[(0, 127), (0, 86)], [(0, 127), (0, 40)], [None, None]]
-
-
-@on_ranks(3, returns=[True, 1, 0])
-def test_a_model_that_mixes_granularities() -> list[Any]:
-    """Layers with scales of blocks, and others with one scale: one all-reduce for all exponents and
-    amaxes, and none in the step."""
-    mesh = stage_mesh((1, 1, 3, 1))
-    results = []
-    for distributed in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(260, 260, bias=False) for _ in range(4)))
-        for index, recipe in enumerate(("blockwise", "tensorwise", "mxfp8", "rowwise_folded")):
-            config = of_recipe(recipe, enable_fsdp_float8_all_gather=distributed)
-            convert_to_float8_training(
-                model, config=config, module_filter_fn=lambda _, name, i=index: name == str(i)
-            )
-        if distributed:
-            fully_shard(model, mesh=mesh["shard"])
-        with comm_audit(mesh) as precompute:
-            precompute_float8_dynamic_scale(model)
-        with comm_audit(mesh) as audit, float8_gemms() as calls:
-            torch.manual_seed(1)
-            model(torch.randn(45, 260)).sum().backward()
-        weights = [calls[i][1] for i in range(4)]
-        results.append((weights, precompute.count("all_reduce"), audit.count("all_reduce")))
-    (found, sent, in_step), (expected, *_) = results
-    same = [same_bits(a.dequantize(), b.dequantize()) for a, b in zip(found, expected, strict=True)]
-    return [all(same), sent, in_step]
