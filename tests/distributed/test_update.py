@@ -130,7 +130,9 @@ def test_layers_of_all_kinds_in_one_model() -> None:
     names = [name for name, each in layers if known(each.weight) is not None]
     assert names == ["float8", "blocks", "ignored", "input"]
     # Precompute: each weight has a slot per coordinate on the axis that its mesh lacks. Sync.
-    assert collectives(audit) == "all_reduce of 8 over world, all_reduce of 1 over tp", audit.table()
+    assert collectives(audit) == "all_reduce of 8 over world, all_reduce of 1 over tp", (
+        audit.table()
+    )
 
 
 def test_a_model_that_was_not_converted() -> None:
