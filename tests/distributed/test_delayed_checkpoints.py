@@ -121,7 +121,7 @@ def test_resuming_from_dcp(tmp_path: Path) -> None:
         assert amaxes(new.net) == amaxes(old.net), (name, steps)
 
 
-ELSEWHERE = ("aaa", "model_state_dict", "app_state, float8 first")
+ELSEWHERE = ("aaa", "model_state_dict", "app_state")
 
 
 def saved_with_histories(folder: str, dp: int, tp: int) -> dict[str, list[float]]:
