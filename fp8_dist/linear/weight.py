@@ -44,7 +44,7 @@ from fp8_dist.linear.observing import Source, is_observed, observe
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import note_replaced
 from fp8_dist.linear.runtime_ops import must_query, owner_of, query, register_handle
-from fp8_dist.linear.stored import StoredWeight, as_stored, fitted
+from fp8_dist.linear.stored import StoredWeight, as_stored
 from fp8_dist.mesh import (
     Layout,
     has_pieces,
@@ -324,34 +324,19 @@ class Float8Weight:
         return StoredWeight(*names, parameter, scales, self.layout(parameter), scheme)
 
     def store(
-        self,
-        qdata: torch.Tensor,
-        scales: torch.Tensor,
-        dtype: torch.dtype,
-        saved_as: torch.dtype = torch.float32,
-        packs: bool = False,
+        self, qdata: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, packs: bool
     ) -> None:
-        """Store a plain weight of ``dtype`` with these data and scales, in two new parameters.
+        """Replace the weight, of ``dtype``, by two new parameters for its data and its scales.
 
-        Args:
-            saved_as: the dtype of the scales in checkpoints.
-            packs: whether the data is packed.
+        ``packs``: whether the data is packed.
         """
         (scheme,) = self.schemes
         held = as_stored(scales if scales.ndim else scales.view(1), scheme)
         data = StoredFloat8(qdata, dtype, scheme.key)
         if packs:
             data = PackedFloat8(scheme.pack(qdata).view(torch.uint8), dtype, scheme.key, False)
-        own = StoredScales(held, torch.float32, saved_as)
+        own = StoredScales(held, torch.float32, torch.float32)
         self.share(nn.Parameter(data, requires_grad=False), nn.Parameter(own, requires_grad=False))
-
-    def restore(self, dtype: torch.dtype) -> None:
-        """Store the weight again after a loader has put plain tensors in its place."""
-        plain, (scheme,) = self.parameter().detach(), self.schemes
-        if plain.dtype is scheme.dtype:
-            scales = self.module.get_parameter(self.scales_name).detach()
-            held = fitted(scales, plain.shape, scheme, f"{self.fqn}.{self.scales_name}")
-            self.store(plain, held, dtype, scales.dtype)
 
     def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
         """Take the parameters of a stored weight, which another layer may have too."""
