@@ -294,9 +294,6 @@ class Float8LinearConfig:
         force_recompute_fp8_weight_in_bwd: torchao's deprecated switch. Only ``False`` is accepted.
         round_scales_to_power_of_2: round the quantization multiplier down to a power of two, except
             for casts with ``scale_format="fp32"``.
-        amax_scope: with ``"global"`` every scale is computed from the global tensor. With
-            ``"rank"`` operands that never leave their rank are scaled by their local amax, which
-            saves an all-reduce but deviates from the single-device result.
         amax_history_len: length of the amax history of ``ScalingType.DELAYED``.
         fold_row_scales: cast each operand once, with one scale per row, and fold the scales that
             run along a contraction into grad_output (:mod:`fp8_dist.linear.rowwise_folded`). Needs
@@ -317,7 +314,6 @@ class Float8LinearConfig:
     emulate: bool = False
     force_recompute_fp8_weight_in_bwd: bool = False
     round_scales_to_power_of_2: bool = False
-    amax_scope: Literal["global", "rank"] = "global"
     amax_history_len: int = 16
     fold_row_scales: bool = False
 
@@ -486,17 +482,10 @@ class Float8LinearConfig:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
-        delayed = self.recipe.delayed
-        if length != type(self).amax_history_len and not delayed:  # the default
+        if length != type(self).amax_history_len and not self.recipe.delayed:  # the default
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "
                 "ScalingType.DELAYED, which no operand of this config uses; drop it"
-            )
-        if delayed and self.amax_scope == "rank":
-            raise ValueError(
-                f"Float8LinearConfig.amax_scope='rank': the scale of {', '.join(delayed)} is "
-                "DELAYED, it costs no all-reduce in the step and is that of the global tensor; "
-                "use 'global'"
             )
 
 

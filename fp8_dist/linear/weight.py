@@ -43,7 +43,7 @@ from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.observing import Source, is_observed, observe
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import note_replaced
-from fp8_dist.linear.runtime_ops import must_query, owner_of, query, register_handle
+from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_handle
 from fp8_dist.linear.stored import StoredWeight, as_stored
 from fp8_dist.mesh import (
     Layout,
@@ -465,7 +465,7 @@ class Float8Weight:
             return self.history.copies_of(tensor, plan, self._kind(parameter))[0]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
             return cast_by(shard, plan, self.statistics(parameter, plan.schemes), layout)
-        return cast_copies(tensor, plan, local=shard)
+        return cast_copies(tensor, plan, shard)
 
     def _casts_of_unsharded(
         self, parameter: torch.Tensor, plan: CastPlan
@@ -500,7 +500,7 @@ class Float8Weight:
         held = local if isinstance(local, KnownWeight) else self.unsharded
         if layout is None or held is None:
             return measured(shard, schemes, layout)
-        if must_query():
+        if needs_op():
             how = [scheme.key for scheme in schemes], common_start(schemes, layout)
             of = shard, held.known, held.valid, self.handle
             return by_scheme(schemes, weight_statistics.overload(*of, *how))[0]
@@ -605,12 +605,12 @@ class Float8Weight:
         (scheme,), scales = self.schemes, None
         # Autograd can't save inference tensors. (It records nothing of a detached shard.)
         with torch.inference_mode(False):
-            if self.history is not None and not must_query():
+            if self.history is not None and not needs_op():
                 kind = self._kind(parameter)
                 (found,), _ = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)
             else:
                 statistics: Statistics
-                if must_query():
+                if needs_op():
                     statistics = tuple(gather_statistics.overload(shard, self.handle))
                 else:
                     statistics = self.found_for_gather(held, shard)

@@ -159,8 +159,8 @@ def redistributed(
 
 def test_parts_of_blocks_are_refused_on_all_ranks(ranks: RankPools) -> None:
     text = (
-        "ranks have unequal parts, or parts of one block, which can't be gathered as float8; "
-        "redistribute the high-precision tensor and cast it then"
+        "ranks have unequal parts, or parts of one block; call .dequantize() first (of a DTensor: "
+        "redistribute it before the cast)"
     )
 
     def run(size: int, shape: tuple[int, int], block: int, *to: Placement) -> list[str]:
