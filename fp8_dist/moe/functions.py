@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8_dist.cast import quantize
@@ -184,29 +183,11 @@ def _observe_products(
 ) -> None:
     """Show observers the products of ``rows`` in high precision.
 
-    Those of the gradient GEMMs, the rows and each weight, are kept in ``ctx.high``.
-
-    Collectives: all-gathers of the weights that FSDP2 gathered in float8.
+    ``ctx.high`` holds the rows and the weights until the gradient GEMMs.
     """
-    group = ctx.routing and ctx.routing.group
-    ctx.high = [rows, *[_high_precision(weight, group) for weight in weights]]
+    ctx.high = [rows, *[KnownWeight.unwrap(weight.tensor).detach() for weight in weights]]
     for weight, right, product in zip(weights, ctx.high[1:], products, strict=True):
         _observe_gemm(weight.owner, "output", ctx.groups, rows, right, product)
-
-
-def _high_precision(weight: Weight, group: ProcessGroup | None) -> Tensor | None:
-    """This rank's experts ``[E, N, K]``; None if it has parts of them, or they have no owner."""
-    local = KnownWeight.unwrap(local_tensor(weight.tensor)).detach()
-    owner = weight.owner
-    if owner is None or weight.layout is not None:
-        return None
-    if not isinstance(local, Float8Tensor):
-        return local
-    sharded = owner.high_precision()
-    whole = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
-    first = 0 if group is None else dist.get_rank(group) * len(local)
-    whole = whole.narrow(0, first, len(local))
-    return whole.mT if is_stored_transposed(local.qdata) else whole
 
 
 def _observe_gemm(
@@ -293,7 +274,7 @@ class _Up(torch.autograd.Function):
         if are_gemms_observed():
             high = x.detach()
             if routing is not None:
-                high = routing.to_experts(high.index_select(0, routing.slots // routing.top_k))
+                high = high.index_select(0, routing.slots // routing.top_k)
             _observe_products(ctx, high, weights, products)
         return tuple(products)
 
@@ -369,7 +350,7 @@ class _Down(torch.autograd.Function):
         routing, config = ctx.routing, ctx.config
         of_slots = _cast_rows(grad, config, "grad_output", ctx.owners, routing=routing)
         rows = send_rows(of_slots, routing.slots, routing)
-        high = ctx.high and routing.to_experts(grad.index_select(0, routing.slots))
+        high = ctx.high and grad.index_select(0, routing.slots)
         of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2], [high])
         of_bias = None
         if ctx.needs_input_grad[2]:
