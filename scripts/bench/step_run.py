@@ -90,7 +90,8 @@ def measure(args: argparse.Namespace, axes: Mesh) -> dict[str, dict[str, float]]
             timed[name] = Timed(step)
             if args.stats is not None and name in OURS:
                 ways = with_statistics(made, step, mesh)
-                timed |= {f"{name}, {kind}": ways[kind] for kind in ways if kind in (args.stats or ways)}
+                kinds = [kind for kind in ways if kind in (args.stats or ways)]
+                timed |= {f"{name}, {kind}": ways[kind] for kind in kinds}
         found[model] = timing.medians(timed, args, warm_up=3, description=model)
     return found
 
