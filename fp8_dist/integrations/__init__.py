@@ -2,7 +2,7 @@
 
 The rest of the library does not depend on them. ``integrations.transformers`` and
 ``integrations.torchtitan`` are imported when they are first used. What the library needs for
-models of transformers, it finds registered here: the kind of their experts, and ``saving``.
+models of transformers, it finds registered here: the adapter of their experts, and ``saving``.
 """
 
 from functools import cache, partial
@@ -10,20 +10,20 @@ from importlib import import_module
 from types import ModuleType
 
 from fp8_dist.model.freeze import AFTER_FREEZE
-from fp8_dist.moe.experts import KINDS, OWN, Kind
+from fp8_dist.moe.experts import CUSTOM_EXPERTS, EXPERTS_ADAPTERS, ExpertsAdapter
 
 
 @cache
-def _experts_of_transformers() -> Kind:
+def _experts_of_transformers() -> ExpertsAdapter:
     try:
-        return import_module(f"{__name__}.transformers.experts").KIND
+        return import_module(f"{__name__}.transformers.experts").ADAPTER
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("transformers."):
-            return OWN  # they are not known in the installed release
+            return CUSTOM_EXPERTS  # they are not known in the installed release
         raise
 
 
-KINDS["transformers"] = _experts_of_transformers
+EXPERTS_ADAPTERS["transformers"] = _experts_of_transformers
 AFTER_FREEZE["transformers"] = partial(import_module, f"{__name__}.saving")
 
 
