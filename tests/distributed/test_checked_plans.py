@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
     Float8LinearConfig,
-    Float8LinearRecipeName,
     convert_to_float8_training,
     freeze_to_float8,
     skip_head,
@@ -154,14 +153,14 @@ def refused(model: nn.Module, plan: Plan, batch: Any = None, **options: Any) -> 
     return raised(ValueError, lambda: check(model, plan, batch, **options))
 
 
-RECIPES = [None, *(recipe.value for recipe in Float8LinearRecipeName)]
+RECIPES = {2: (None, "tensorwise", "rowwise", "blockwise"), 4: ("rowwise_folded", "delayed")}
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", RECIPES)
 @on_ranks("tp")
 def test_right_plans_pass_and_chunks_of_a_sharded_qkv_are_found(tp: int) -> None:
-    for number, recipe in enumerate(RECIPES):
-        sequence_parallel = (number + tp // 2) % 2 == 0
+    for number, recipe in enumerate(RECIPES[tp]):
+        sequence_parallel = number % 2 == 0
         model = gpt(recipe, layers=1)
         check(model, gpt_plan(model, sequence_parallel))
         model.h[0].attn.by_head = False
@@ -315,7 +314,7 @@ def test_what_can_not_be_checked() -> None:
 @on_ranks(2)
 def test_scalar_losses_in_bf16_and_checkpointed_blocks() -> None:
     model, batch = gpt("tensorwise").bfloat16(), (tokens(), tokens().roll(-1, 1))
-    for seed in range(12):  # of one number, a draw of rounding errors may be almost zero
+    for seed in range(6):  # of one number, a draw of rounding errors may be almost zero
         torch.manual_seed(seed)
         check(model, gpt_plan(model, False), batch)
     for block in model.h:

@@ -49,9 +49,9 @@ RUN_BY = {
     "docs/recipes.md": ["tests/unit/test_docs.py"],
     "docs/report.md": [f"{INTEGRATIONS}test_reported_loops.py"] * 4,
     "docs/serving.md": [
-        f"{DISTRIBUTED}test_weight_stream.py",
+        f"{DISTRIBUTED}test_export_on_meshes.py",
         f"{INTEGRATIONS}test_frozen_page.py",
-        f"{DISTRIBUTED}test_weight_stream.py",
+        f"{DISTRIBUTED}test_export_on_meshes.py",
     ],
     "docs/state.md": [HERE, HERE],
     "docs/tensor_parallel.md": [
