@@ -6,6 +6,9 @@
 #   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/compile -k bias
 #   bash scripts/test.sh --fast ARGS...   only pytest on tests/unit: no process groups, no
 #                                         torch.compile; less than a minute
+#   bash scripts/test.sh --kernel NAME    only what tests the Triton kernels of an operator, such as
+#                                         cast_blocks: sweep, special values, compilation
+#   bash scripts/test.sh --help           this text
 # Every stage runs, also after a failed one; the exit status is 0 when all of them passed. Arguments
 # that select no test at all are a failure (pytest's status 5), so that a misspelt name is noticed.
 set -u
@@ -33,8 +36,34 @@ check_compiler() {
     fi
 }
 
+# kernel_tests NAME: prints the tests of an operator's kernels, one per line.
+kernel_tests() {
+    local names file
+    names="$(sed -n -e '/^@fused($/{n;s/^ *\([a-z0-9_]*\),$/\1/p;}' \
+        -e 's/^@fused(\([a-z0-9_]*\)[,)].*/\1/p' fp8_dist/kernels/cuda/triton/*.py)"
+    if ! grep -qx -- "$1" <<< "$names"; then
+        echo "--kernel takes an operator with Triton kernels:" $names >&2
+        return 2
+    fi
+    for file in $(grep -lw -- "$1" tests/unit/kernels/test_triton_*.py); do
+        case "$file" in *_compiles.py) ;; *) echo "$file" ;; esac
+    done
+    echo "tests/unit/kernels/test_triton_compiles.py::test_kernels_keep_their_bounds"
+}
+
 all=""
 case "${1:-}" in
+    --help)
+        sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    --kernel)
+        chosen="$(kernel_tests "${2:-}")" || exit
+        export KERNEL="$2" # of which tests/support/compile_kernels.py compiles kernels
+        shift 2
+        # shellcheck disable=SC2086
+        set -- $chosen -n 2 "$@"
+        ;;
     --fast)
         shift
         set -- tests/unit -m "not full" -n 2 --dist loadfile "$@"
@@ -44,7 +73,7 @@ case "${1:-}" in
         all=yes
         ;;
 esac
-[ "${1:-}" = tests/unit ] || check_compiler || exit 1
+[[ "${1:-}" == tests/unit* ]] || check_compiler || exit 1
 ensure_env "dev" || exit 1
 
 # Tests compare bits and start up to eight ranks: one thread each.

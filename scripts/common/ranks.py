@@ -56,7 +56,8 @@ def run_on_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Forks of a process that has imported torch once start faster, but can't use CUDA.
     method = "spawn" if device == "cuda" or sys.platform == "darwin" else "forkserver"
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["scripts.common.models"])
+    preloaded = ["torch._dynamo", "scripts.common.models", "scripts.train.train_run"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
     with tempfile.TemporaryDirectory() as folder:
         where = (device, shared_gpu, threads)
         task = (world_size, folder, *where, dict(os.environ), function, arguments)

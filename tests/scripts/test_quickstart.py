@@ -1,4 +1,4 @@
-"""The two commands of the README: their options and the environment that they make."""
+"""The commands of the README: their options and the environment that they make."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from textwrap import indent
 import pytest
 from processes import run
 
+from scripts.bench.gpu_operators import operator_calls
 from scripts.train import quickstart
 from scripts.train.quickstart import ROOT
 
@@ -23,31 +24,14 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    with pytest.raises(SystemExit) as error:
-        quickstart.parse_args(list(options))
-    assert error.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert sum("error:" in line for line in lines) == 1
-    return lines[-1]
+def test_bf16_is_no_float8_recipe(capsys: pytest.CaptureFixture[str], text: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        quickstart.parse_args(["--recipe", "bf16"])
+    message = "--recipe bf16 is what the float8 recipe is compared with"
+    assert capsys.readouterr().err.count(message) == 1
 
 
-def test_defaults(text):
-    args = quickstart.parse_args(["--data", "text.txt"])
-    assert (args.dp, args.tp, args.recipe) == (2, 2, "tensorwise")
-    assert args.out == ROOT / "runs/quickstart"
-
-
-def test_options_are_refused_once(capsys, text):
-    assert "unrecognized arguments: --stpes" in refused(capsys, "--stpes", "3")
-    assert "--recipe bf16 is what the float8 recipe is compared with" in refused(
-        capsys, "--recipe", "bf16"
-    )
-    assert "--data: nowhere: no such file or folder" in refused(capsys, "--data", "nowhere")
-    assert "argument --dp: 0 is not positive" in refused(capsys, "--dp", "0")
-
-
-def test_transports_are_those_of_the_float8_run(text):
+def test_transports_are_those_of_the_float8_run(text: Path) -> None:
     """The bf16 run has no sums of converted layers, and is what the bytes are compared with."""
     wire = ["--gradient-transport", "float8", "--reduce-transport", "float8"]
     args = quickstart.parse_args(["--data", "text.txt", *wire])
@@ -56,8 +40,9 @@ def test_transports_are_those_of_the_float8_run(text):
     assert vars(float8) == vars(args) | {"out": args.out / "tensorwise"}
 
 
-def test_a_third_run_sends_sums_in_float8_where_it_can(text):
+def test_a_third_run_sends_sums_in_float8_where_it_can(text: Path) -> None:
     args = quickstart.parse_args(["--data", "text.txt"])
+    assert args.out == ROOT / "runs/quickstart"
     names = ["bf16", "tensorwise", "tensorwise-float8-sums"]
     assert [run.out.name for run in quickstart.runs_of(args)] == names
     third = quickstart.runs_of(args)[2]
@@ -71,14 +56,7 @@ def test_a_third_run_sends_sums_in_float8_where_it_can(text):
         assert len(quickstart.runs_of(args)) == 2
 
 
-def test_help(capsys):
-    with pytest.raises(SystemExit) as done:
-        quickstart.main(["-h"])
-    assert done.value.code == 0
-    assert capsys.readouterr().out.count("usage: quickstart.sh") == 1
-
-
-def test_the_runs_and_their_comparison(text):
+def test_the_runs_and_their_comparison(text: Path) -> None:
     """The whole command but for its installation and its steps; the page has its collectives."""
     text.write_text(text.read_text() * 9)
     argv = "--data text.txt --out base --steps 2"
@@ -102,22 +80,44 @@ def test_the_runs_and_their_comparison(text):
         assert Path("base", name).stat().st_size > 0
 
 
-def test_the_script_runs_it_from_any_folder(tmp_path):
-    """With an environment that is there, and an interpreter that says what it is asked for."""
-    python = tmp_path / "venv/bin/python"
-    python.parent.mkdir(parents=True)
+def script(name: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script with an environment that is there, whose interpreter says what it is told."""
+    python = folder / "venv/bin/python"
+    python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text('#!/bin/sh\ncase "$*" in *pip*) ;; *) echo "$PYTHONPATH" "$@" ;; esac\n')
     python.chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts/quickstart.sh"), "--steps", "3"],
-        cwd=tmp_path,
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / name), *words],
+        cwd=folder,
         env=dict(os.environ, FP8_DIST_VENV="venv", PYTHONPATH=""),
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_the_script_runs_it_from_any_folder(tmp_path: Path) -> None:
+    done = script("quickstart.sh", "--steps", "3", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{ROOT} -P -m scripts.train.quickstart --steps 3"
+
+
+@pytest.mark.parametrize("name", ["reblock", "encode_float8"])
+def test_the_tests_of_one_kernel(tmp_path: Path, name: str) -> None:
+    done = script("test.sh", "--kernel", name, "-x", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tests,) = re.findall(r"-m pytest (.*) -n 2 -x$", done.stdout, re.MULTILINE)
+    compared, compiled = tests.split()
+    file, function = compiled.split("::")
+    assert f"\ndef {function}(" in (ROOT / file).read_text()
+    assert re.search(rf"\b{name}\b", (ROOT / compared).read_text())
+
+
+def test_a_kernel_that_is_not_there(tmp_path: Path) -> None:
+    done = script("test.sh", "--kernel", "reblok", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    named = done.stderr.partition("--kernel takes an operator with Triton kernels: ")[2].split()
+    assert {*named} == {call.op.__name__ for call in operator_calls("cpu", odd=False).values()}
 
 
 def ensure_env(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -138,7 +138,7 @@ def ensure_env(folder: Path, **variables: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_environment_is_made_once_and_relative_to_the_current_folder(tmp_path):
+def test_environment_is_made_once_and_relative_to_the_current_folder(tmp_path: Path) -> None:
     """Anew, where one was left half made."""
     half = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")]
     subprocess.run(half, check=True)
@@ -156,16 +156,13 @@ def test_environment_is_made_once_and_relative_to_the_current_folder(tmp_path):
     assert again.stdout == f"PY={tmp_path}/venv/bin/python\n"
 
 
-def test_machine_that_makes_no_environments(tmp_path):
+def test_environments_that_can_not_be_made(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\ntest "$1" = -c\n')
     python.chmod(0o755)
     done = ensure_env(tmp_path, FP8_DIST_VENV="v", PYTHON="./python")
     assert done.returncode == 1
     assert "apt install python3-venv" in done.stderr
-
-
-def test_folder_that_is_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years of work")
     done = ensure_env(tmp_path, FP8_DIST_VENV="mine")

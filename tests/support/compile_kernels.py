@@ -4,10 +4,12 @@
 
 JSON, one object for each compiled kernel, with the keys of :class:`Compiled`: for the first
 architecture each kernel with each choice of block sizes, and for all kinds of arguments, and what
-Inductor casts with; for the others each kernel once. It needs no GPU.
+Inductor casts with; for the others each kernel once. It needs no GPU. With KERNEL in the
+environment: the kernels of that operator alone.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -163,9 +165,10 @@ def compiled(architecture: str, index: int) -> list[Compiled]:
     ):
         # Kernels are compiled alike for any number of rows that nothing divides.
         for name, (op, args, kwargs) in operator_calls("cpu", True, (95, 4096)).items():
-            if "float16" not in name.replace("bfloat16", ""):
+            is_chosen = os.environ.get("KERNEL") in (None, op.__name__)
+            if is_chosen and "float16" not in name.replace("bfloat16", ""):
                 op.implementations["cuda"](*args, **kwargs)
-    if not index:
+    if not index and "KERNEL" not in os.environ:
         compile_inductors(compiler)
     return compiler.results
 
