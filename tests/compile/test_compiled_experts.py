@@ -66,13 +66,6 @@ def test_layer(backend: str, recipe: Any, dtype: torch.dtype) -> None:
     assert wrong_in_graphs(layer, backend) == (set(), 1)
 
 
-def test_evaluation() -> None:
-    layer, _ = Layer.of(Float8ExpertsConfig(), 1), torch._dynamo.reset()
-    compiled = torch.compile(layer.output, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        assert same_bits(compiled(layer.tensors), layer.output(layer.tensors))
-
-
 @on_ranks(2, returns=(set(), 1), timeout=240)
 def test_layer_on_ranks() -> tuple[set[str], int]:
     layer = Layer.of(Float8ExpertsConfig("mxfp8", "float8"), 2, "no tokens on rank 0")

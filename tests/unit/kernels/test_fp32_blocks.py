@@ -1,18 +1,17 @@
 """Block scales in fp32, and the bits that inference engines make: codes and scales, all of them."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from engines import E4M3, FORMS, engine_cast
-from reference import raised, same_bits, sqnr
+from reference import same_bits, sqnr
 from torch import nn
 
-from fp8_dist import CastConfig, Float8LinearConfig, ScalingGranularity, convert_to_float8_training
+from fp8_dist import Float8LinearConfig, ScalingGranularity, convert_to_float8_training
 from fp8_dist.cast import quantize
 from fp8_dist.kernels import fp32_scales
-from fp8_dist.scaling import Blocks, Fp32Blocks, Scheme
+from fp8_dist.scaling import Fp32Blocks, Scheme
 
 BLOCKWISE = ScalingGranularity.BLOCKWISE
 
@@ -130,23 +129,3 @@ def test_an_empty_tensor_has_no_scales() -> None:
     made = quantize(torch.empty(0, 256), Fp32Blocks(E4M3, 1, 128))
     assert made.qdata.shape == (0, 256)
     assert made.scales[0].shape == (0, 2)
-
-
-def test_configs_say_what_does_not_fit() -> None:
-    rows = CastConfig(scaling_granularity=BLOCKWISE, block_size=(1, 128))
-    assert rows.scheme("input", False) == Blocks(E4M3, 1, 128)
-    assert replace(rows, scale_format="fp32").scheme("input", False) == Fp32Blocks(E4M3, 1, 128)
-    text = raised(ValueError, lambda: replace(rows, scale_format="bf16"))
-    assert "CastConfig.scale_format must be 'ue8m0' or 'fp32', got 'bf16'" in text
-    text = raised(ValueError, lambda: CastConfig(source="bf16"))
-    assert "source='bf16': these are for ScalingGranularity.BLOCKWISE; drop them, " in text
-    text = raised(ValueError, lambda: replace(rows, scale_format="fp32", scale_rule="ceil"))
-    assert "scale_rule='ceil' is for scales that are powers of two; drop it, " in text
-    text = raised(
-        ValueError, lambda: Float8LinearConfig.from_recipe_name("mxfp8", scale_format="fp32")
-    )
-    assert "the recipe mxfp8 has no scale_format='fp32': " in text
-    text = raised(
-        ValueError, lambda: Float8LinearConfig.from_recipe_name("rowwise", weight_source="bf16")
-    )
-    assert "source='bf16'" in text
