@@ -50,8 +50,6 @@ ACTIONS = (
     "GradScaler, overflow",
     "sync",
     "invalidate",
-    "freeze to float8, unfreeze",
-    "convert_to_linear and back",
 )
 
 

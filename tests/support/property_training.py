@@ -12,7 +12,7 @@ scale of the twin is NaN, tensor-parallel ranks and shards of weights are theref
 whether they have lost it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
     Float8LinearConfig,
-    Float8State,
     Float8Tensor,
     convert_to_float8_training,
     float8_layers,
@@ -116,33 +115,12 @@ class World:
         gather = self.case.gather if self.replicas > 1 else False
         return replace(self.config, enable_fsdp_float8_all_gather=gather), self.config
 
-    def build(
-        self,
-        after: Callable[[nn.Module], object] | None = None,
-        weights: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """A new model and a new twin.
-
-        Args:
-            after: a change before the model is distributed.
-            weights: those to begin with.
-        """
+    def build(self) -> None:
+        """A new model and a new twin."""
         self.net, self.twin = (self.model(config) for config in self.configs)
-        for model in (self.net, self.twin) if weights is not None else ():
-            model.load_state_dict(weights)
-        if after is not None:
-            self.both(after)
         self.distribute()
         self.lower_twin()
         self.optimizer = self.make_optimizer(self.net)
-
-    def rebuild(self, after: Callable[[nn.Module], object] | None = None) -> None:
-        """Goes on with another model and another twin, in which all weights are trained."""
-        self.same_weights()
-        histories = [Float8State(model).state_dict() for model in (self.net, self.twin)]
-        self.build(after, self.twin.state_dict())
-        for model, saved in zip((self.net, self.twin), histories, strict=True):
-            Float8State(model).load_state_dict(saved)
 
     def model(self, config: Float8LinearConfig) -> GatedNet:
         has_tp = any(MESHES[name][2] > 1 for name in self.meshes)
@@ -166,13 +144,13 @@ class World:
     def lower_twin(self) -> None:
         """The twin's parameters take the dtype that FSDP2's policy gathers.
 
-        A weight that is gathered in float8, or stored in it, is cast from what the model holds.
+        A weight that is gathered in float8 is cast from what the model holds.
         """
         if not self.has_policy:
             return
         in_float8 = float8_layers(self.twin) if self.configs[0].fsdp_float8_all_gather else ()
         kept = {f"{name}.weight" for name in in_float8}
-        for name, parameter in high_precision(self.twin).items():
+        for name, parameter in self.twin.named_parameters():
             if name not in kept:
                 parameter.grad = None
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -196,16 +174,6 @@ class World:
             raise WrongResult(f"only one of model and twin refuses: {texts[0]}")
         self.refused += texts[:1]
 
-    def refuses(self, change: Callable[[nn.Module], object]) -> None:
-        """The change of the model, which must be a documented error on all of its meshes."""
-        try:
-            change(self.net)
-        except Exception as error:
-            if not documented(error):
-                raise
-        else:
-            raise WrongResult(f"{change} of a distributed model is not refused")
-
     def batch(self, replica: int) -> torch.Tensor:
         return self.drawn(
             self.case.values if replica == self.passes % self.replicas else "normal", replica
@@ -222,10 +190,10 @@ class World:
         return values(kind, shape, self.compute_dtype, 1000 * case.seed + 10 * self.passes + number)
 
     def same_weights(self) -> None:
-        """The twin's weights become the model's; frozen ones in float8 stay as they are."""
+        """Give the twin the weights of the model."""
         theirs = dict(self.twin.named_parameters())
         with torch.no_grad():
-            for name, mine in high_precision(self.net).items():
+            for name, mine in self.net.named_parameters():
                 theirs[name].copy_(full(mine))
 
     def is_frozen(self) -> bool:
@@ -291,7 +259,7 @@ class World:
         if not self.config.recipe.delayed or processes(self.case.mesh) == 1:
             return False
         scales = [scale for record in records for x in record[2:4] for scale in x.scales]
-        in_weights = not all_finite(high_precision(self.twin).values())
+        in_weights = not all_finite(self.twin.parameters())
         return in_weights or (self.tp > 1 and any(bool(scale.isnan().any()) for scale in scales))
 
     def check_not_lost(
@@ -379,17 +347,6 @@ class World:
         if missing:
             raise WrongResult(f"no float8 GEMM for {sorted(missing)}")
 
-    def check_weights(self) -> None:
-        mine = dict(self.net.named_parameters())
-        pairs = [(name, full(mine[name]), p) for name, p in self.twin.named_parameters()]
-
-        def check() -> None:
-            for name, ours, theirs in pairs:
-                if not same_values(ours, theirs):
-                    raise WrongResult(f"{name} is {ours}, twin {theirs}")
-
-        self.together(check)
-
     def check_output(
         self,
         mine: torch.Tensor,
@@ -435,18 +392,6 @@ def inputs_of(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
     handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
     yield inputs
     handle.remove()
-
-
-def stored_layers(net: nn.Module) -> dict[str, nn.Linear]:
-    """The layers whose weight is stored in float8."""
-    return {n: each for n, each in float8_layers(net).items() if each.float8_weight.is_stored}
-
-
-def high_precision(net: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, without those of weights that are stored in float8."""
-    parts = ("weight", "weight_scale_inv")
-    stored = {f"{name}.{part}" for name in stored_layers(net) for part in parts}
-    return {name: p for name, p in net.named_parameters() if name not in stored}
 
 
 def part_of(tensor: torch.Tensor, dim: int, ranks: int, rank: int) -> torch.Tensor:
