@@ -22,7 +22,7 @@ IN_CI = hypothesis.settings(
 
 @pytest.mark.full
 def test_a_result_is_right_or_a_documented_error(ranks: RankPools) -> None:
-    @hypothesis.settings(IN_CI, max_examples=10)
+    @hypothesis.settings(IN_CI, max_examples=6)
     @hypothesis.given(train_cases(4))
     def holds(case: TrainCase) -> None:
         verdict = verdict_of(case, ranks)
