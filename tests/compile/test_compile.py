@@ -195,6 +195,7 @@ def test_a_cast_alone(backend: str, dim: int | None) -> None:
     ("backend", "recipe"),
     [
         *(("counting", recipe) for recipe in ("tensorwise", "rowwise_folded", "mxfp8", "delayed")),
+        ("counting", "rowwise_with_gw_hp"),
         ("inductor", "rowwise_folded"),
     ],
 )

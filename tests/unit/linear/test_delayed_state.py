@@ -61,18 +61,6 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return kinds
 
 
-def test_checkpoints_of_other_recipes_start_anew() -> None:
-    for other in (Net(seed=3), new(TENSORWISE, seed=3)):
-        net = new()
-        train(net, 2)
-        state = reloaded(net.state_dict())
-        net.load_state_dict(reloaded(other.state_dict()), strict=True)
-        assert not any(amaxes(net).values())
-        assert losses_after(net)[0] == losses_after(new(TENSORWISE, seed=3))[0]
-        other.load_state_dict(state, strict=True)
-        assert all(same_bits(value, state[name]) for name, value in other.state_dict().items())
-
-
 def test_a_plain_dict_starts_histories_anew() -> None:
     net, other = new(), new(seed=3)
     train(net, 2)
