@@ -1,6 +1,5 @@
 """Delayed scales on meshes: one all-reduce per step, the passes that count, one device's histories."""
 
-import copy
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -188,23 +187,6 @@ def test_a_nan_on_one_rank(where: str) -> None:
     assert all(full(p.grad).isnan().any() for p in world.net.parameters())
     assert all(max(after[n]) == max(v) for n, v in before.items() if v)
     assert world.net(x.nan_to_num()).isfinite().all()
-
-
-@on_ranks(2, returns=[True] * 3)
-def test_copies_of_tensor_parallel_models() -> list[bool]:
-    """A copy of a tensor-parallel model, whose hooks are those of the model."""
-    world = Distributed(1, 2, config=DELAYED)
-    x = world.mine(torch.randn(4, 8, 64))
-    world.net(x).sum().backward()
-    sync(world.net)
-    twin = copy.deepcopy(world.net)
-    before = amaxes(world.net)
-    for _ in range(2):
-        twin(x * 5).sum().backward()
-        sync(twin)
-    found = [h.current is None for h in histories(world.net).values()]
-    prepared = amaxes(twin)["layers.0.w1.prepared_input"]
-    return [all(found), amaxes(world.net) == before, len(prepared) == 3]
 
 
 # Passes that count: those of a step, also where FSDP2 or a pipeline holds its gradients.
