@@ -1,7 +1,5 @@
 """``comm_audit``: what plain torch communicates, and how float8 shows."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,18 +26,6 @@ funcol = torch.ops._c10d_functional
 SIZES = LlamaConfig(
     dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=128, vocab_size=256, max_seq_len=32
 )
-
-
-@contextmanager
-def op_of_tomorrow() -> Iterator[torch._ops.OpOverloadPacket]:
-    """A communication op that this version of the library has not heard of; it names no group."""
-    library = torch.library.Library("symm_mem", "FRAGMENT")
-    library.define("fp8_dist_put(Tensor signal, Tensor[] data, int peer) -> ()")
-    library.impl("fp8_dist_put", lambda signal, data, peer: None, "CompositeExplicitAutograd")
-    try:
-        yield torch.ops.symm_mem.fp8_dist_put
-    finally:
-        library._destroy()
 
 
 def placeholder(argument: torch.Argument) -> Any:
@@ -196,37 +182,6 @@ all_gather  world  float32          +         8     32       32
 total                              14              374      558
   float8                                           192      384
   other                                            182      174""",
-    )
-
-
-def ops_without_a_schema() -> str:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    with comm_audit() as audit, op_of_tomorrow() as put:
-        with torch.device("meta"):
-            torch.ops.symm_mem.one_shot_all_reduce(torch.ones(4), "sum", group.group_name)
-            a, bs = torch.ones(8, 4, dtype=torch.bfloat16), [torch.ones(4, 2, dtype=torch.bfloat16)]
-            torch.ops.symm_mem.fused_all_gather_matmul(a, bs, 0, group.group_name)
-        put(torch.ones(1), [torch.ones(3), torch.ones(4).to(torch.float8_e4m3fn)], 1 - rank)
-        put(torch.ones(1), [torch.ones(8).to(torch.float8_e4m3fn).view(torch.uint8)], 1 - rank)
-        with torch.inference_mode():  # where this deprecated op is not decomposed
-            torch.ops.c10d_functional.all_reduce(torch.ones(2), "sum", "", [0, 1], 2)
-    return audit.table()
-
-
-def test_an_op_without_a_schema_is_counted_under_its_own_name(ranks: RankPools) -> None:
-    found = ranks(2).run_same(ops_without_a_schema)
-    assert_expected_inline(
-        found,
-        """\
-op                                 axis     dtype          count  elements  bytes
-symm_mem::one_shot_all_reduce      world    float32            1         4     16
-symm_mem::fused_all_gather_matmul  world    bfloat16           1        32     64
-symm_mem::fp8_dist_put             unknown  float32            1         3     12
-symm_mem::fp8_dist_put             unknown  float8_e4m3fn      1         8      8
-c10d_functional::all_reduce        unknown  float32            1         2      8
-total                                                          5              108
-  float8                                                                        8
-  other                                                                       100""",
     )
 
 

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training
 from fp8_dist import sync_float8_amax_and_scale_history as sync
@@ -89,18 +88,6 @@ def test_an_input_may_be_prepared_for_plain_weights(ranks: RankPools, shards: bo
     first, *others = ranks(4 if shards else 2).run(prepared_for_plain_weights, shards)
     for outputs in others:
         assert all(map(same_bits, first, outputs))
-
-
-def data_parallel() -> list[Any]:
-    net = DistributedDataParallel(convert_to_float8_training(Net(), config=DELAYED))
-    found = audited_steps(net, torch.randn(2, 8, 64) * (1 + dist.get_rank()), device_mesh(dp=2))
-    return [found["rows"], found["amaxes"]]
-
-
-def test_ranks_of_ddp_have_histories_of_their_own(ranks: RankPools) -> None:
-    first, second = ranks(2).run(data_parallel)
-    assert first[0] == second[0] == []
-    assert first[1] != second[1]
 
 
 INT32 = torch.int32  # an amax travels as the bits of a non-negative float

@@ -171,19 +171,6 @@ all_to_all torch.bfloat16 over dp: 0, 1,036 B
     )
 
 
-@on_ranks(2)
-def test_none_gives_back_the_reduction_of_fsdp2() -> None:
-    mesh, rank = device_mesh(dp=dist.get_world_size()), dist.get_rank()
-    expected, net = sharded(mesh), sharded(mesh)
-    set_gradient_transport(net, "float8")
-    backward(net, rank)
-    net.zero_grad()
-    set_gradient_transport(net, None)
-    for each in (expected, net):
-        backward(each, rank)
-    assert all(map(torch.equal, gradients_of(expected).values(), gradients_of(net).values()))
-
-
 def _micro_batches(net: Uneven, rank: int) -> None:
     for step in range(3):
         net.set_requires_gradient_sync(step == 2)  # type: ignore[operator]
@@ -277,20 +264,6 @@ class Gated(nn.Module):
 
 
 @on_ranks(4)
-def test_replicated_parameters_round_alike_on_tensor_parallel_ranks() -> None:
-    mesh = device_mesh(dp=2, tp=2)
-    # What comes before is sharded evenly, or not.
-    for transport, hidden in (("bf16", 251), ("float8", 256), ("float8", 251), ("float8", 3)):
-        net = Gated(mesh, hidden)
-        set_gradient_transport(net, transport)  # type: ignore[arg-type]
-        net(data(mesh.get_local_rank("dp"))[:, :64]).pow(2).mean().backward()
-        own = local_tensor(net.gate.weight.grad).contiguous()
-        both = [torch.empty_like(own) for _ in range(2)]
-        dist.all_gather(both, own, group=mesh.get_group("tp"))
-        assert torch.equal(*both), (transport, hidden)
-
-
-@on_ranks(4)
 def test_tensor_parallel_ranks_that_differ() -> None:
     mesh = device_mesh(dp=2, tp=2)
     how: Any = "float8" if mesh.get_local_rank("tp") else "bf16"
@@ -315,7 +288,7 @@ def test_one_rank_rounds_as_others_do_and_sends_nothing() -> None:
 
 @on_ranks(2)
 def test_modules_that_are_set_apart() -> None:
-    """A parameter group of several modules, part of a model, and a compiled model."""
+    """A parameter group of several modules, part of a model, a compiled model, and none again."""
     mesh, rank = device_mesh(dp=2), dist.get_rank()
     net = Uneven()
     fully_shard([net.wide, net.flat], mesh=mesh)
@@ -329,6 +302,10 @@ def test_modules_that_are_set_apart() -> None:
     with comm_audit(mesh) as audit:
         backward(apart, rank)
     assert (audit.count("all_to_all"), audit.count("reduce_scatter")) == (1, 1)
+    set_gradient_transport(apart, None)
+    with comm_audit(mesh) as audit:
+        backward(apart, rank)
+    assert (audit.count("all_to_all"), audit.count("reduce_scatter")) == (0, 2)
 
 
 class OwnReduceScatter:

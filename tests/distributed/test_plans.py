@@ -332,12 +332,6 @@ def test_a_parallel_model_computes_what_one_device_does(
                 assert sqnr(unquantized["logits"], result["logits"]) < 45
 
 
-def test_a_plan_made_before_the_layer_was_put_back(fake_world):
-    plan = {"layers.0.attention.wo": llama_tp_plan(llama())["layers.0.attention.wo"]}
-    with pytest.raises(ValueError, match="use torch's RowwiseParallel"):
-        apply_tp_plan(Llama(TINY), fake_world["dp"], plan)
-
-
 @on_ranks(2)
 def test_the_plan_that_the_page_writes_out() -> None:
     page = Path(__file__).parents[2] / "docs/tensor_parallel.md"

@@ -99,7 +99,6 @@ Distribute = Callable[[nn.Module], nn.Module]
 WAYS: dict[int, dict[str, Distribute]] = {
     2: {
         "FSDP2": lambda net: shard(net, device_mesh(dp=2)),
-        "kept": lambda net: shard(net, device_mesh(dp=2), reshard_after_forward=False),
         "mixed": lambda net: shard(net, device_mesh(dp=2), mp_policy=BF16),
         "offload": lambda net: offloaded(net, device_mesh(dp=2)),
         "dim 1": lambda net: shard(net, device_mesh(dp=2), shard_placement_fn=by_columns),
