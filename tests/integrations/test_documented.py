@@ -42,7 +42,7 @@ RUN_BY = {
     "docs/four_bits.md": [f"{DISTRIBUTED}test_four_bits.py", HERE],
     "docs/from_torchao.md": [HERE],
     "docs/frozen.md": [f"{INTEGRATIONS}transformers/test_stored_models.py"] * 2,
-    "docs/fsdp2.md": [HERE, HERE, f"{DISTRIBUTED}test_one_sum.py", HERE],
+    "docs/fsdp2.md": [HERE, HERE, f"{DISTRIBUTED}test_micro_batches.py", HERE],
     "docs/lightning.md": [f"{INTEGRATIONS}test_lightning.py"] * 2,
     "docs/lora.md": [f"{INTEGRATIONS}test_lora.py"] * 2,
     "docs/numerics.md": ["tests/unit/test_docs.py"],
