@@ -157,10 +157,10 @@ def fusible_scaled_mm(
         return None
     if (scale_a.ndim or scale_b.ndim) and not _has_rowwise_gemm(b, out_dtype):
         return None
-    (rows, inner), (same, columns) = a.shape, b.shape
-    known = [size > 0 for size in (rows, inner, columns)]
-    known += [inner == same, inner % ALIGNMENT == 0, columns % ALIGNMENT == 0]
-    if not all(statically_known_true(each) for each in known):
+    (rows, inner), (depth, columns) = a.shape, b.shape
+    facts = [size > 0 for size in (rows, inner, columns)]
+    facts += [inner == depth, inner % ALIGNMENT == 0, columns % ALIGNMENT == 0]
+    if not all(statically_known_true(fact) for fact in facts):
         return None
     return _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
 

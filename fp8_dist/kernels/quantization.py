@@ -75,8 +75,8 @@ def padded(x: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
 
 def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
     """Allocate the float8 copies of a local tensor, uninitialized."""
-    turned = (x.shape[-1] if x.ndim else 1, rounded_up(math.prod(x.shape[:-1])))
-    return [x.new_empty(turned if each else x.shape, dtype=dtype) for each in transposed]
+    shapes = x.shape, (x.shape[-1] if x.ndim else 1, rounded_up(math.prod(x.shape[:-1])))
+    return [x.new_empty(shapes[is_transposed], dtype=dtype) for is_transposed in transposed]
 
 
 def empty_transposed(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
@@ -137,9 +137,11 @@ def cast_copies(
         The scale of each amax, followed by the copies.
     """
     scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
-    made = {i: quantize(x, scalings[i][0], dtype, fits=not saturate) for i in dict.fromkeys(of)}
-    each = zip(of, transposed, strict=True)
-    copies = [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in each]
+    data = {i: quantize(x, scalings[i][0], dtype, fits=not saturate) for i in dict.fromkeys(of)}
+    copies = [
+        transposed_copy(as_matrix(data[i])) if is_transposed else data[i]
+        for i, is_transposed in zip(of, transposed, strict=True)
+    ]
     return [scale for _, scale in scalings] + copies
 
 
@@ -166,11 +168,11 @@ def fusible_copies(
     qdata = multiplied(wide, multiplier, dtype, not saturate).to(dtype).contiguous()
     if True not in transposed:
         return [scale, *(qdata for _ in transposed)]
-    turned = as_matrix(qdata).t().contiguous()
+    columns = as_matrix(qdata).t().contiguous()
     # AOTAutograd would cast a parameter again in the backward, unless the forward needs the
     # transposed copy, too. Of an activation it finds out what takes the least memory.
-    rows = turned.t().contiguous() if isinstance(x, torch.nn.Parameter) else qdata
-    return [scale, *(turned if each else rows for each in transposed)]
+    rows = columns.t().contiguous() if isinstance(x, torch.nn.Parameter) else qdata
+    return [scale, *(columns if is_transposed else rows for is_transposed in transposed)]
 
 
 @custom_op(

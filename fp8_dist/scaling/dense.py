@@ -167,17 +167,17 @@ class Dense(Scheme):
         kinds = _in_one_pass(schemes)
         if kinds is None:
             return super().measure_with(x, schemes, start)
-        return [(value,) for value in amaxes(x, [each.per for each in kinds])]
+        return [(value,) for value in amaxes(x, [kind.per for kind in kinds])]
 
     def cast_with(
         self, x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], start: Start, fits: bool
     ) -> tuple[list[Scales], list[Tensor]] | None:
         kinds = _in_one_pass(plan.schemes)
-        if kinds is None or len({(each.dtype, each.power_of_2) for each in kinds}) > 1:
+        if kinds is None or len({(kind.dtype, kind.power_of_2) for kind in kinds}) > 1:
             return None
         values, layouts = [value for (value,) in statistics], (plan.of, plan.transposed)
         flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=not fits)
-        return [(each,) for each in flat[: len(kinds)]], flat[len(kinds) :]
+        return [(scale,) for scale in flat[: len(kinds)]], flat[len(kinds) :]
 
     def multiply(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
@@ -194,7 +194,7 @@ class Dense(Scheme):
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:
     """The schemes, if one pass over a tensor can serve all of them; else None."""
-    kinds = [each for each in schemes if isinstance(each, Dense) and each.per in _IN_ONE_PASS]
+    kinds = [s for s in schemes if isinstance(s, Dense) and s.per in _IN_ONE_PASS]
     return kinds if len(kinds) == len(schemes) else None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
-from fp8_dist.scaling.blocks import as_matrix, transposed
+from fp8_dist.scaling.blocks import matrix_operand, transposed
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics, scheme_named
 from fp8_dist.text import warn_once
@@ -113,26 +113,26 @@ def by_scheme(
     Returns the groups, and the rest of the list.
     """
     rest = iter(flat)
-    found = [tuple([next(rest) for _ in scheme.levels]) for scheme in schemes]
-    return found, list(rest)
+    groups = [tuple([next(rest) for _ in scheme.levels]) for scheme in schemes]
+    return groups, list(rest)
 
 
 def multiply(
     left: Quantized,
     right: Quantized,
-    turn: tuple[bool, bool],
+    transpose: tuple[bool, bool],
     out_dtype: torch.dtype,
     options: GemmOptions,
 ) -> Tensor:
     """Multiply two local operands ``[..., K]`` as matrices; in a graph, by one operator.
 
-    ``turn``: whether to transpose each of them. See :meth:`Scheme.multiply`.
+    ``transpose``: whether to transpose each of them. See :meth:`Scheme.multiply`.
     """
     if not torch.compiler.is_compiling():
-        a, b = matrices(left, right, turn)
+        a, b = matrices(left, right, transpose)
         return a.scheme.multiply(a, b, out_dtype, options)
     run = multiply_operator.overload if is_exporting() else _multiply_in_graph
-    return run(*flat(left), *flat(right), turn, out_dtype, options)
+    return run(*flat(left), *flat(right), transpose, out_dtype, options)
 
 
 @allowed_in_graphs
@@ -172,11 +172,11 @@ def operand_of(
 
 
 def matrices(
-    left: Quantized, right: Quantized, turn: tuple[bool, bool]
+    left: Quantized, right: Quantized, transpose: tuple[bool, bool]
 ) -> tuple[Quantized, Quantized]:
     """The operands of :func:`multiply` as the matrices ``[M, K]`` and ``[K, N]``."""
-    a, b = as_matrix(left), as_matrix(right)
-    return transposed(a) if turn[0] else a, transposed(b) if turn[1] else b
+    a, b = matrix_operand(left), matrix_operand(right)
+    return transposed(a) if transpose[0] else a, transposed(b) if transpose[1] else b
 
 
 def empty_statistics(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
@@ -198,8 +198,8 @@ def _levels(
 @custom_op("measure(Tensor x, str[] schemes, int[] start) -> Tensor[]", fake=empty_statistics)
 def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
     """Operator of :func:`measure`."""
-    each = [scheme_named(key) for key in schemes]
-    return [s for own in _measure(x, each, (start[0], start[1])) for s in own]
+    kinds = [scheme_named(key) for key in schemes]
+    return [s for own in _measure(x, kinds, (start[0], start[1])) for s in own]
 
 
 @custom_op(
@@ -230,20 +230,20 @@ def cast_operator(
 
 def unshared(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors, and copies of those that share memory with tensors that are kept."""
-    addresses = {storage_address(each) for each in kept}
+    addresses = {storage_address(tensor) for tensor in kept}
     return [t.clone() if storage_address(t) in addresses else t for t in tensors]
 
 
 def _empty_product(*arguments: Any) -> Tensor:
-    a, b, turn, out_dtype = arguments[0], arguments[4], *arguments[8:10]
-    rows = a.shape[-1] if turn[0] else math.prod(a.shape[:-1])
-    columns = math.prod(b.shape[:-1]) if turn[1] else b.shape[-1]
+    a, b, transpose, out_dtype = arguments[0], arguments[4], *arguments[8:10]
+    rows = a.shape[-1] if transpose[0] else math.prod(a.shape[:-1])
+    columns = math.prod(b.shape[:-1]) if transpose[1] else b.shape[-1]
     return a.new_empty((rows, columns), dtype=out_dtype)
 
 
 @custom_op(
     "multiply(Tensor a, Tensor[] scales_a, str scheme_a, int[] start_a, Tensor b, "
-    "Tensor[] scales_b, str scheme_b, int[] start_b, bool[] turn, ScalarType out_dtype, "
+    "Tensor[] scales_b, str scheme_b, int[] start_b, bool[] transpose, ScalarType out_dtype, "
     "bool[] options) -> Tensor",
     fake=_empty_product,
 )

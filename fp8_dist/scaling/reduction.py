@@ -151,7 +151,7 @@ def whole_statistics_of_each(
 
     Collectives: as for one tensor, together for all tensors that the same groups share.
     """
-    found = [local for _, local, _ in parts]
+    results = [local for _, local, _ in parts]
     alike: dict[GroupNames, list[tuple[int, list[Placed]]]] = {}
     for i, (scheme, local, layout) in enumerate(parts):
         if layout is not None:
@@ -162,8 +162,8 @@ def whole_statistics_of_each(
     for groups, own in alike.items():
         wholes = iter(_reduced([place for _, places in own for place in places], groups))
         for i, places in own:
-            found[i] = tuple([next(wholes) for _ in places])
-    return found
+            results[i] = tuple([next(wholes) for _ in places])
+    return results
 
 
 def reduction_groups(
@@ -180,9 +180,9 @@ def reduction_groups(
     return groups_over(layout.mesh, over, same)
 
 
-def packed(each: Sequence[Statistics]) -> list[Tensor]:
+def packed(by_scheme: Sequence[Statistics]) -> list[Tensor]:
     """The statistics of several schemes as integers of one dtype, 1-D; see :func:`unpacked`."""
-    flat = [statistic for own in each for statistic in own]
+    flat = [statistic for statistics in by_scheme for statistic in statistics]
     dtype = message_dtype(flat)
     return [as_integers(statistic, dtype).reshape(-1) for statistic in flat]
 
@@ -196,11 +196,11 @@ def unpacked(
         integers: what was packed, one after the other.
         shape, start: of the tensor, and the :func:`common_start` of the schemes.
     """
-    found, end = [], 0
+    by_scheme, end = [], 0
     for scheme in schemes:
-        own = []
+        statistics = []
         for level, size in zip(scheme.levels, scheme.scale_shapes(shape, start), strict=True):
             begin, end = end, end + math.prod(size)
-            own.append(from_integers(integers[begin:end], level.statistic).view(size))
-        found.append(tuple(own))
-    return found
+            statistics.append(from_integers(integers[begin:end], level.statistic).view(size))
+        by_scheme.append(tuple(statistics))
+    return by_scheme
