@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache, lru_cache
 from types import new_class
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -34,7 +34,6 @@ from fp8_dist.linear.weights import checked_module, float8_weights, load_weights
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.text import is_torchaos
 from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
 
@@ -300,12 +299,6 @@ class Float8Linear(nn.Linear):
         change_class(self, _plain_class(type(self)))  # type: ignore[arg-type]
         self.__dict__.update(hidden)
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise NotImplementedError(
-            f"{self.fqn}: torch.jit.script can't compile a float8 layer; use torch.export or "
-            "torch.compile, or script the model after convert_to_linear(model)"
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         return {name: value for name, value in state.items() if name != "float8_weight"}
@@ -465,8 +458,6 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
 def why_unconvertible(layer: nn.Linear) -> str:
     """Return the reason why a linear layer can't be converted, or an empty string."""
     weight, kind = layer._parameters.get("weight"), type(layer).__name__
-    if is_torchaos(type(layer)):
-        return f"torchao has converted it ({kind}): convert a model that torchao has not"
     if is_parametrized(layer) or weight is None:
         return "its weight is computed from other parameters (a parametrization, weight_norm)"
     if isinstance(layer, LazyModuleMixin):
