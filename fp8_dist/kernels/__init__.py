@@ -46,12 +46,9 @@ from fp8_dist.kernels.gemm import (
 )
 from fp8_dist.kernels.grouped import (
     Groups as Groups,
-    grouped_mx_mm as grouped_mx_mm,
-    grouped_mx_sums as grouped_mx_sums,
     grouped_scaled_mm as grouped_scaled_mm,
     grouped_scaled_sums as grouped_scaled_sums,
     has_grouped_gemm as has_grouped_gemm,
-    has_grouped_mx_gemm as has_grouped_mx_gemm,
     transposed_groups as transposed_groups,
     without_empty as without_empty,
 )
