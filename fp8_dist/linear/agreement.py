@@ -10,6 +10,7 @@ forward.
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -37,14 +38,10 @@ class Facts:
 
     def __init__(self) -> None:
         self._by_ranks: dict[tuple[int, ...], tuple[DeviceMesh, dict[str, str]]] = {}
-        self._by_mesh: dict[int, tuple[DeviceMesh, dict[str, str]]] = {}
 
     def of(self, mesh: DeviceMesh) -> dict[str, str]:
         """The mutable dict of facts, by name, for the ranks of a mesh."""
-        if id(mesh) not in self._by_mesh:  # listing the ranks of a large mesh is slow
-            ranks = tuple(mesh.mesh.flatten().tolist())
-            self._by_mesh[id(mesh)] = mesh, self._by_ranks.setdefault(ranks, (mesh, {}))[1]
-        return self._by_mesh[id(mesh)][1]
+        return self._by_ranks.setdefault(_ranks_of(mesh), (mesh, {}))[1]
 
     def check(
         self, caller: str, *, fix: str = "Convert and parallelize it in the same way on all ranks"
@@ -81,6 +78,11 @@ class Facts:
                 f"{caller}: the ranks of {failed_mesh} have set up the model in different ways: "
                 f"{difference}. {fix}"
             )
+
+
+@lru_cache  # because a model asks for each of its layers
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def first_difference(

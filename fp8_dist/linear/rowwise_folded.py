@@ -111,9 +111,8 @@ def folded_gradients(
         qdata, scale = next(copies)
         left = Quantized(qdata, (scale,), scheme)
         if gemm == "grad_weight":
-            left = Quantized(
-                qdata.t() if transposed else qdata, (scale,), scheme.for_row_contraction
-            )
+            qdata = qdata.t() if transposed else qdata
+            left = Quantized(qdata, (scale,), scheme.for_row_contraction)
         columns = right[gemm].scheme.for_row_contraction
         operands[gemm] = left, right[gemm]._replace(scales=(ones,), scheme=columns)
     if is_observed():

@@ -12,8 +12,8 @@ import torch
 from torch import ScriptObject, Tensor
 from torch.distributed import Work
 
+from fp8_dist.tensor.wrapper import TensorSubclass
 from fp8_dist.torch_internals import (
-    disabled_torch_function,
     is_mutable,
     is_plain,
     tree_leaves,
@@ -51,7 +51,7 @@ class Encoded(NamedTuple):
         self.data.copy_(data)
 
 
-class Decoded(Tensor):
+class Decoded(TensorSubclass):
     """A decoded copy of data, or a view of one, that is kept equal to the data.
 
     It is decoded before each operator that reads it, and encoded after each that writes to it. Its
@@ -65,7 +65,6 @@ class Decoded(Tensor):
 
     plain: Tensor
     source: Encoded
-    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def of(
@@ -118,29 +117,22 @@ class Decoded(Tensor):
         by_plain = {id(entry.plain): entry for entry in entries}
         return tree_map_only(Tensor, lambda x: by_plain.get(id(x), x), out)
 
-    @property
-    def _current(self) -> Tensor:
+    def readable(self, reader: str) -> Tensor:
         self.source.read()
         return self.plain
 
     # Code that reads memory, such as safetensors, asks for its address first.
     def data_ptr(self) -> int:
-        return self._current.data_ptr()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._current.numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self._current.tolist()
+        return self.readable("data_ptr()").data_ptr()
 
     def __copy__(self) -> "Decoded":
         return self._view(self.plain, self.source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return deepcopy(self._current, memo)
+        return deepcopy(self.readable("deepcopy()"), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._current.__reduce_ex__(protocol)
+        return self.readable("pickle").__reduce_ex__(protocol)
 
 
 def _wait(work: Any) -> None:
