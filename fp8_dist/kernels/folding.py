@@ -62,14 +62,14 @@ def fold_gradient(
     """
     weight_fold = None if weight_scale is None else weight_scale * UNIT
     multipliers, scales = scaling_from_amax(row_amaxes(grad, weight_fold), dtype, True)
-    g0 = quantize(grad, multipliers[:, :1], dtype, fits=True).to(torch.float32) * scales[:, :1]
+    g0 = quantize(grad, multipliers[:, :1], dtype, saturate=False).to(torch.float32) * scales[:, :1]
     results: list[torch.Tensor] = []
     if weight_fold is not None:
         results += first_fold(g0, weight_fold, multipliers[:, 1:], dtype)
     if input_scale is not None:
         folded = g0 * (input_scale * UNIT).view(-1, 1)
         multiplier, scale = scaling_from_amax(amax(folded, (0,)), dtype, True)
-        g2 = quantize(folded, multiplier, dtype, fits=True)
+        g2 = quantize(folded, multiplier, dtype, saturate=False)
         results += [transposed_copy(g2) if transposed else g2, scale / UNIT]
     return results
 
@@ -132,7 +132,7 @@ def fold_groups(
         values = values * (input_scale * UNIT).view(-1, 1)
         amaxes = amaxes_of_groups(values, group, groups)
         multiplier, column_scales = scaling_from_amax(amaxes, dtype, True)
-        g2 = quantize(values, multiplier.index_select(0, group), dtype, fits=True)
+        g2 = quantize(values, multiplier.index_select(0, group), dtype, saturate=False)
         results += [g2 if source is None else transposed_groups(g2, source), column_scales / UNIT]
     return results
 

@@ -197,7 +197,7 @@ class Blocks(BlockScheme):
         statistics: Statistics | None,
         start: Start,
         transposed: Sequence[bool],
-        fits: bool = False,
+        saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         x, blocks = self._taken(x), self._blocks(start)
         if statistics is None:

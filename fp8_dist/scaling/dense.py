@@ -106,7 +106,7 @@ class Dense(Scheme):
         return (fusible_amax(x),) if self._is_fusible(x) else None
 
     def fusible_cast(
-        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], fits: bool
+        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], saturate: bool
     ) -> tuple[Scales, list[Tensor]] | None:
         if self.power_of_2 or not self._is_fusible(x) or not rounds_to(self.dtype, x.device):
             return None  # the logarithms and conversions of Inductor's kernels have other bits
@@ -116,7 +116,7 @@ class Dense(Scheme):
         ):
             return None
         (value,) = statistics
-        scale, *data = fusible_copies(x, value, self.dtype, transposed, saturate=not fits)
+        scale, *data = fusible_copies(x, value, self.dtype, transposed, saturate=saturate)
         return (scale,), data
 
     def _is_fusible(self, x: Tensor) -> bool:
@@ -141,12 +141,12 @@ class Dense(Scheme):
         statistics: Statistics | None,
         start: Start,
         transposed: Sequence[bool],
-        fits: bool = False,
+        saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         if statistics is None and self.fuses(x):
             value, scale, *data = cast_rows(x, self.dtype, self.power_of_2, transposed)
             return (value,), (scale,), data
-        saturate = not (fits or statistics is None)
+        saturate = saturate and statistics is not None
         (value,) = known = self.measure(x) if statistics is None else statistics
         by_rows = self._is_cast_by_rows(x)
         amaxes = [value.expand(*x.shape[:-1], 1) if by_rows else value]
@@ -170,13 +170,18 @@ class Dense(Scheme):
         return [(value,) for value in amaxes(x, [kind.per for kind in kinds])]
 
     def cast_with(
-        self, x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], start: Start, fits: bool
+        self,
+        x: Tensor,
+        plan: CastPlan,
+        statistics: Sequence[Statistics],
+        start: Start,
+        saturate: bool,
     ) -> tuple[list[Scales], list[Tensor]] | None:
         kinds = _in_one_pass(plan.schemes)
         if kinds is None or len({(kind.dtype, kind.power_of_2) for kind in kinds}) > 1:
             return None
         values, layouts = [value for (value,) in statistics], (plan.of, plan.transposed)
-        flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=not fits)
+        flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=saturate)
         return [(scale,) for scale in flat[: len(kinds)]], flat[len(kinds) :]
 
     def multiply(

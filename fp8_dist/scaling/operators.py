@@ -50,8 +50,8 @@ def cast(
     statistics: Sequence[Statistics] | None,
     start: Start,
     *,
-    fits: bool = False,
-    after: Tensor | None = None,
+    saturate: bool = True,
+    depends_on: Tensor | None = None,
 ) -> tuple[list[Scales], list[Tensor]]:
     """Cast a local tensor to copies.
 
@@ -60,46 +60,47 @@ def cast(
     Args:
         statistics: the statistics for each scheme of the plan.
         start: the :func:`common_start` of the schemes.
-        fits: as in :meth:`Scheme.cast`.
-        after: a tensor that a graph must compute before this cast, and that keeps the graph from
-            merging this cast with an earlier one.
+        saturate: as in :meth:`Scheme.cast`.
+        depends_on: a tensor that a graph must compute before this cast, and that keeps the graph
+            from merging this cast with an earlier one.
 
     Returns:
         The scales of each scheme, and the data of the copies.
     """
     if not torch.compiler.is_compiling():
-        return _cast(x, plan, statistics, start, fits)
+        return _cast(x, plan, statistics, start, saturate)
     schemes = plan.schemes
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
         # An operator of its own, because selective checkpointing saves statistics.
-        statistics, fits = measure(x, schemes, start), True
-    if statistics is not None and len(schemes) == 1 and after is None:
-        made = schemes[0].fusible_cast(x, statistics[0], plan.transposed, fits)
+        statistics, saturate = measure(x, schemes, start), False
+    if statistics is not None and len(schemes) == 1 and depends_on is None:
+        made = schemes[0].fusible_cast(x, statistics[0], plan.transposed, saturate)
         if made is not None:
             return [made[0]], made[1]
     known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
-    flat = cast_operator.overload(x, known, keys, start, plan.of, plan.transposed, fits, after)
+    how = plan.of, plan.transposed, saturate, depends_on
+    flat = cast_operator.overload(x, known, keys, start, *how)
     return by_scheme(schemes, flat)
 
 
 def _cast(
-    x: Tensor, plan: CastPlan, statistics: Sequence[Statistics] | None, start: Start, fits: bool
+    x: Tensor, plan: CastPlan, statistics: Sequence[Statistics] | None, start: Start, saturate: bool
 ) -> tuple[list[Scales], list[Tensor]]:
     schemes, of, transposed = plan
     first = schemes[0]
     if len(schemes) == 1:
         known = None if statistics is None else statistics[0]
-        _, scales, data = first.cast(x, known, start, transposed, fits)
+        _, scales, data = first.cast(x, known, start, transposed, saturate)
         return [scales], data
     if statistics is None:
-        statistics, fits = first.measure_with(x, schemes, start), True
-    if (made := first.cast_with(x, plan, statistics, start, fits)) is not None:
+        statistics, saturate = first.measure_with(x, schemes, start), False
+    if (made := first.cast_with(x, plan, statistics, start, saturate)) is not None:
         return made
     every: list[Scales] = []
     copies: dict[int, Tensor] = {}
     for i, (scheme, known) in enumerate(zip(schemes, statistics, strict=True)):
         part, places = plan.part(i)
-        _, scales, data = scheme.cast(x, known, start, part.transposed, fits)
+        _, scales, data = scheme.cast(x, known, start, part.transposed, saturate)
         every.append(scales)
         copies.update(zip(places, data, strict=True))
     return every, [copies[n] for n in range(len(of))]
@@ -204,7 +205,7 @@ def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) ->
 
 @custom_op(
     "cast(Tensor x, Tensor[] statistics, str[] schemes, int[] start, int[] of, bool[] transposed, "
-    "bool fits, Tensor? after) -> Tensor[]",
+    "bool saturate, Tensor? depends_on) -> Tensor[]",
     fake=lambda x, statistics, schemes, start, of, transposed, *_: [
         *(x.new_empty(shape, dtype=level.scale) for level, shape in _levels(x, schemes, start)),
         *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
@@ -217,13 +218,13 @@ def cast_operator(
     start: Sequence[int],
     of: Sequence[int],
     transposed: Sequence[bool],
-    fits: bool,
-    after: Tensor | None,
+    saturate: bool,
+    depends_on: Tensor | None,
 ) -> list[Tensor]:
     """Operator of :func:`cast`. Returns the scales of each scheme, then the data of each copy."""
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
     known = by_scheme(plan.schemes, statistics)[0] if statistics else None
-    scales, data = _cast(x, plan, known, (start[0], start[1]), fits)
+    scales, data = _cast(x, plan, known, (start[0], start[1]), saturate)
     # An operator must not return its arguments, and scales may be statistics or views of them.
     return [*unshared([s for own in scales for s in own], statistics), *data]
 
@@ -272,23 +273,23 @@ def dequantize_operator(
     return scheme_named(scheme).dequantize(x, tuple(scales), (start[0], start[1]))
 
 
-def unpack(packed: Tensor, scheme: Scheme, after: Tensor | None = None) -> Tensor:
+def unpack(packed: Tensor, scheme: Scheme, depends_on: Tensor | None = None) -> Tensor:
     """Unpack data ``[..., K / 2]`` (uint8) to ``[..., K]``; in a graph, by one operator.
 
-    ``after``: as in :func:`cast`.
+    ``depends_on``: as in :func:`cast`.
     """
     run = unpack_operator.overload if torch.compiler.is_compiling() else unpack_operator
-    return run(packed, scheme.key, after)
+    return run(packed, scheme.key, depends_on)
 
 
-def _empty_unpacked(packed: Tensor, scheme: str, after: Tensor | None) -> Tensor:
+def _empty_unpacked(packed: Tensor, scheme: str, depends_on: Tensor | None) -> Tensor:
     size = (*packed.shape[:-1], 2 * packed.shape[-1])
     return packed.new_empty(size, dtype=scheme_named(scheme).dtype)
 
 
-@custom_op("unpack(Tensor packed, str scheme, Tensor? after) -> Tensor", fake=_empty_unpacked)
-def unpack_operator(packed: Tensor, scheme: str, after: Tensor | None) -> Tensor:
+@custom_op("unpack(Tensor packed, str scheme, Tensor? depends_on) -> Tensor", fake=_empty_unpacked)
+def unpack_operator(packed: Tensor, scheme: str, depends_on: Tensor | None) -> Tensor:
     """Operator of :func:`unpack`."""
-    data = _empty_unpacked(packed, scheme, after)
+    data = _empty_unpacked(packed, scheme, depends_on)
     scheme_named(scheme).unpack(packed.contiguous(), data)
     return data

@@ -317,7 +317,7 @@ class Scheme:
         statistics: Statistics | None,
         start: Start,
         transposed: Sequence[bool],
-        fits: bool = False,
+        saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         """Cast a local tensor to copies in the given memory layouts.
 
@@ -327,7 +327,7 @@ class Scheme:
             start: the offset of ``x`` within its first blocks.
             transposed: for each copy, whether it is written as the matrix ``[K, P]``, see
                 :mod:`fp8_dist.kernels.quantization`.
-            fits: whether no value exceeds the statistics, so that none can saturate.
+            saturate: whether values may exceed the statistics. Otherwise none can saturate.
 
         Returns:
             The statistics, the scales, and the data of each copy.
@@ -357,7 +357,7 @@ class Scheme:
         return None
 
     def fusible_cast(
-        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], fits: bool
+        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], saturate: bool
     ) -> tuple[Scales, list[Tensor]] | None:
         """:meth:`cast` as operators of a graph that Inductor fuses with those that made ``x``.
 
@@ -375,7 +375,12 @@ class Scheme:
         return [scheme.measure(x, start) for scheme in schemes]
 
     def cast_with(
-        self, x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], start: Start, fits: bool
+        self,
+        x: Tensor,
+        plan: CastPlan,
+        statistics: Sequence[Statistics],
+        start: Start,
+        saturate: bool,
     ) -> tuple[list[Scales], list[Tensor]] | None:
         """:meth:`cast` to copies of several schemes, of which ``self`` is the first, in one pass.
 

@@ -305,10 +305,10 @@ def _cast_to(
 
 @fused(quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
 def _quantize(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True
 ) -> torch.Tensor:
     (qdata,) = empty_layouts(x, dtype, [False])
-    _cast_to((raw(qdata), None), x, multiplier, dtype, saturate=not fits)
+    _cast_to((raw(qdata), None), x, multiplier, dtype, saturate=saturate)
     return qdata
 
 
