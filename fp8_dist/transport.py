@@ -153,11 +153,7 @@ def exchanged(x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup) -
 
 
 def all_reduce(
-    x: torch.Tensor,
-    parts: Sequence[Part],
-    group: dist.ProcessGroup,
-    *,
-    divisor: float = 1,
+    x: torch.Tensor, parts: Sequence[Part], group: dist.ProcessGroup, *, divisor: float = 1
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 

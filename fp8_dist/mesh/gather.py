@@ -72,8 +72,8 @@ def _gathered(
         _parts(layout, tuple(layout.mesh.get_coordinate() or ()), members) for layout in layouts
     ]
     by_rank = [
-        [_padded(_sizes(own), tensor.dtype) for own, tensor in zip(each, tensors, strict=True)]
-        for each in zip(*parts, strict=True)
+        [_padded(_sizes(pieces), t.dtype) for pieces, t in zip(shards, tensors, strict=True)]
+        for shards in zip(*parts, strict=True)
     ]
     begins = [list(accumulate(sizes, initial=0)) for sizes in by_rank]
     length = max(_ALIGNMENT, *[ends[-1] for ends in begins])

@@ -128,8 +128,8 @@ class Dense(Scheme):
         if self.per not in ("tensor", "row"):
             return super().measure_each(xs, starts)
         shapes = [self.levels[0].shape(x.shape) for x in xs]
-        flat = amax_of_each(xs[0], list(xs[1:]), self.per == "row")
-        parts = flat.split([math.prod(shape) for shape in shapes])
+        values = amax_of_each(xs[0], list(xs[1:]), self.per == "row")
+        parts = values.split([math.prod(shape) for shape in shapes])
         return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
 
     def scales_from(self, statistics: Statistics) -> Scales:

@@ -96,14 +96,14 @@ def _cast(
         statistics, saturate = first.measure_with(x, schemes, start), False
     if (made := first.cast_with(x, plan, statistics, start, saturate)) is not None:
         return made
-    every: list[Scales] = []
+    scales_by_scheme: list[Scales] = []
     copies: dict[int, Tensor] = {}
     for i, (scheme, known) in enumerate(zip(schemes, statistics, strict=True)):
         part, places = plan.part(i)
         _, scales, data = scheme.cast(x, known, start, part.transposed, saturate)
-        every.append(scales)
+        scales_by_scheme.append(scales)
         copies.update(zip(places, data, strict=True))
-    return every, [copies[n] for n in range(len(of))]
+    return scales_by_scheme, [copies[n] for n in range(len(of))]
 
 
 def by_scheme(
@@ -200,7 +200,7 @@ def _levels(
 def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
     """Operator of :func:`measure`."""
     kinds = [scheme_named(key) for key in schemes]
-    return [s for own in _measure(x, kinds, (start[0], start[1])) for s in own]
+    return [s for statistics in _measure(x, kinds, (start[0], start[1])) for s in statistics]
 
 
 @custom_op(

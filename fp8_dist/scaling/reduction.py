@@ -44,9 +44,9 @@ class Placed(NamedTuple):
         dims = {sharded_dim(layout.placements[axis], ndim) for axis in axes}
         in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
         if in_parts:  # the ranks of a mesh have no values under FakeTensorMode
-            whole, own = level.shape(layout.shape), level.pieces(layout)
+            global_shape, local_pieces = level.shape(layout.shape), level.pieces(layout)
             for dim in in_parts:
-                shape[dim], pieces[dim] = whole[dim], own[dim]
+                shape[dim], pieces[dim] = global_shape[dim], local_pieces[dim]
         return Placed(local, shape, pieces)
 
     @property
@@ -153,12 +153,12 @@ def whole_statistics_of_each(
         if layout is not None:
             axes = sharded_axes(layout)
             levels = zip(local, scheme.levels, strict=True)
-            places = [Placed.of(own, level, layout, axes) for own, level in levels]
+            places = [Placed.of(part, level, layout, axes) for part, level in levels]
             alike.setdefault(groups_over(layout.mesh, axes), []).append((i, places))
-    for groups, own in alike.items():
-        wholes = iter(_reduced([place for _, places in own for place in places], groups))
-        for i, places in own:
-            results[i] = tuple([next(wholes) for _ in places])
+    for groups, members in alike.items():
+        reduced = iter(_reduced([place for _, places in members for place in places], groups))
+        for i, places in members:
+            results[i] = tuple([next(reduced) for _ in places])
     return results
 
 
@@ -169,8 +169,8 @@ def reduction_groups(scheme: Scheme, layout: Layout | None) -> GroupNames:
     over = sorted({axis for axes in scheme.axes(layout) for axis in axes})
     if not over:
         return ()
-    same = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
-    return groups_over(layout.mesh, over, same)
+    replicated = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
+    return groups_over(layout.mesh, over, replicated)
 
 
 def packed(by_scheme: Sequence[Statistics]) -> list[Tensor]:

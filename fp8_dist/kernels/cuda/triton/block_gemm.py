@@ -7,11 +7,7 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.blocks import empty_reblocked, reblock
-from fp8_dist.kernels.cuda.triton.blocks import (
-    exponents_of_codes,
-    multipliers_by,
-    takes_size,
-)
+from fp8_dist.kernels.cuda.triton.blocks import exponents_of_codes, multipliers_by, takes_size
 from fp8_dist.kernels.cuda.triton.launch import (
     BlockSizes,
     blocks,
@@ -22,12 +18,7 @@ from fp8_dist.kernels.cuda.triton.launch import (
     raw,
     tuned,
 )
-from fp8_dist.kernels.cuda.triton.rounding import (
-    from_float8,
-    magnitude,
-    saturated,
-    to_float8,
-)
+from fp8_dist.kernels.cuda.triton.rounding import from_float8, magnitude, saturated, to_float8
 
 
 @triton.jit

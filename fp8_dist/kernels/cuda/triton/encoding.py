@@ -20,13 +20,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     to_float8,
 )
-from fp8_dist.kernels.encoding import (
-    BLOCK,
-    blocks_of,
-    decode_float8,
-    encode_float8,
-    sum_of_rows,
-)
+from fp8_dist.kernels.encoding import BLOCK, blocks_of, decode_float8, encode_float8, sum_of_rows
 from fp8_dist.kernels.quantization import as_matrix
 
 _FLOAT8 = torch.float8_e4m3fn
