@@ -223,11 +223,10 @@ class KnownWeight(WrapperParameter):
 
     def forget(self) -> None:
         """Invalidate the statistics after a write."""
-        if type(self.valid) is not Tensor:  # traced: the graph does it when it runs
-            valid = self.valid
+        if type(valid := self.valid) is not Tensor:  # traced: the graph does it when it runs
             valid.copy_(torch.where(_is_written(valid), valid, _written(valid)))
-        elif not _is_written(valid := self._state()):
-            self._set_state(_written(valid))
+        elif not _is_written(state := self._state()):
+            self._set_state(_written(state))
 
     def forget_to_load(self) -> None:
         """Drop the statistics before a state dict is loaded, which does not warn."""

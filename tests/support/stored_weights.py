@@ -13,7 +13,7 @@ CONFIGS = {
     "tensorwise": named("tensorwise"),
     "rowwise_folded": named("rowwise_folded"),
     "blockwise": named("blockwise"),
-    "vllm": named("blockwise", scale_format="fp32", division="vllm"),
+    "vllm": named("blockwise", scale_format="fp32"),
     "mxfp8": named("mxfp8"),
     "mxfp4": named("mxfp8", weight_format="mxfp4"),
     "mxfp4 of blockwise": named("blockwise", weight_format="mxfp4"),
