@@ -101,7 +101,8 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
         raise NotImplementedError(
             f"{name}: the input is a nested tensor, which has no float8 cast; pass its values, "
             "which are one tensor, and nest the output again: "
-            "torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets())"
+            "torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets()). One with the "
+            "strided layout must be made with layout=torch.jagged before"
         )
     if tensor.layout is not torch.strided:
         raise NotImplementedError(
