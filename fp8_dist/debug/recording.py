@@ -210,11 +210,10 @@ class Recorder(StepObserver):
                 self._window = self._max // ON_CPU if high.is_cpu else self._max
                 self._make_room()
 
-    def takes_products_of(self, owner: Owner) -> bool:
-        return self._is_recorded(self._names.get(owner, ""))
-
     def on_multiply(self, owner: Owner, product: Product) -> None:
         gemm, left, right, result, options, layouts, groups = product
+        if not self._is_recorded(self._names.get(owner, "")):
+            return
         if gemm != "output" or not in_backward():  # activation checkpointing repeats a forward
             # It comes after its operands.
             position = self._positions.setdefault((owner, gemm), len(self._scales) - 0.5)

@@ -147,9 +147,6 @@ class Float8Stats(StepObserver):
         limits: the limits beyond which statistics are anomalous.
     """
 
-    def takes_products_of(self, owner: Owner) -> bool:
-        return False
-
     def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
         if owner in self._ranks.names:
             measured = measure_casts(source.product(), [*lows.values()], own_rank())

@@ -118,10 +118,6 @@ class Observer:
         ``lows`` are float8 copies of the shape of the source, by the GEMMs that take them.
         """
 
-    def takes_products_of(self, owner: Owner) -> bool:
-        """Whether :meth:`on_multiply` is called for a layer."""
-        return True
-
     def on_multiply(self, owner: Owner, product: Product) -> None:
         """Called after a layer multiplied two local float8 operands."""
 
@@ -247,7 +243,7 @@ def observe_multiply(owner: Owner, product: Product) -> None:
     """Notify observers of a float8 GEMM."""
     if isinstance(product.result, STAND_INS):
         return
-    for observer in [observer for observer in _observers if observer.takes_products_of(owner)]:
+    for observer in [*_observers]:
         _tell(observer.on_multiply, owner, product)
 
 
