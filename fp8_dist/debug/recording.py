@@ -9,6 +9,7 @@ whole tensor, and for each dim the (begin, end) of the ``"pieces"`` that the ran
 import atexit
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -305,6 +306,13 @@ class Recorder(StepObserver):
         table[:, 9] = math.nan  # the SQNR is not known
         table[:, 3] = torch.where(is_bad, -float(self._rank), -math.inf)
         return dict(zip(self._scales, table, strict=True))
+
+
+def recordings_in(folder: Path) -> list[Path]:
+    """Return the recordings in a folder, and in folders of it, by step; also incomplete ones."""
+    files = [path for depth in ("", "*/") for path in folder.glob(f"{depth}step*/rank*.pt")]
+    folders = {path.parent for path in files}
+    return sorted(folders, key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path))
 
 
 def text_of(anomaly: Anomaly) -> str:

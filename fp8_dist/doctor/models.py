@@ -16,14 +16,12 @@ from fp8_dist.model.filters import skip_head, smallest_parts
 from fp8_dist.model.report import ConversionSummary, WeightSummary, alike_rows, conversion_summary
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 
-_NAMED = "scripts.common.llama:named"  # of a checkout
-
 
 def build_model(path: str) -> tuple[nn.Module, str]:
     """Build the model of an option ``--model``.
 
     Args:
-        path: ``"MODULE:FUNCTION"``, or the name of a model of ``scripts.plan``.
+        path: ``"MODULE:FUNCTION"``.
 
     Returns:
         The model, and a description of the device it was built on.
@@ -31,14 +29,12 @@ def build_model(path: str) -> tuple[nn.Module, str]:
     Raises:
         ValueError: there is no such model.
     """
-    is_name = ":" not in path
+    if ":" not in path:
+        raise ValueError(f"--model {path}: it is not MODULE:FUNCTION")
     try:
-        function = pkgutil.resolve_name(_NAMED if is_name else path)
+        function = pkgutil.resolve_name(path)
     except Exception as error:  # whatever the import of the module raises
-        if is_name:
-            raise ValueError(f"--model {path}: it is not MODULE:FUNCTION") from error
         raise ValueError(f"--model {path}: it can't be imported: {_told(error)}") from error
-    function = partial(function, path) if is_name else function
     if isinstance(function, nn.Module) or not callable(function):
         raise ValueError(f"--model {path}: it is a {type(function).__name__}, not a function")
     where = "the meta device"
@@ -50,8 +46,7 @@ def build_model(path: str) -> tuple[nn.Module, str]:
         try:
             model = function()
         except Exception as error:
-            said = str(error) if is_name else f"the function raised {_told(error)}"
-            raise ValueError(f"--model {path}: {said}") from error
+            raise ValueError(f"--model {path}: the function raised {_told(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model {path}: it returned a {type(model).__name__}, not an nn.Module")
     return model, where

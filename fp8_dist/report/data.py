@@ -7,7 +7,6 @@ notes: what remains is still worth seeing.
 import dataclasses
 import json
 import math
-import re
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ import torch
 
 from fp8_dist.debug import AnomalyLimits, CommRow
 from fp8_dist.debug.audit import CommTable
+from fp8_dist.debug.recording import recordings_in
 from fp8_dist.debug.rows import product
 from fp8_dist.report.writer import (
     ANOMALIES,
@@ -108,7 +108,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         NoRun: it holds none of `FILES`, and no recording.
     """
-    recordings = _recordings_in(folder)
+    recordings = recordings_in(folder.absolute())
     if not recordings and not any((folder / name).is_file() for name in FILES):
         raise NoRun(f"{folder} has none of the files of a run: {', '.join(FILES)}")
     progress(f"reading {folder}")
@@ -147,13 +147,6 @@ def read_run(folder: Path) -> Run:
     run.stats = rows(STATS, stats_row)
     run.anomalies = rows(ANOMALIES, _anomaly_row)
     return run
-
-
-def _recordings_in(folder: Path) -> list[Path]:
-    """Return the recordings in a folder, also those that a rank did not complete, by step."""
-    found = [path for depth in ("", "*/") for path in folder.glob(f"{depth}step*/rank*.pt")]
-    folders = {path.parent.absolute() for path in found}
-    return sorted(folders, key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path))
 
 
 def _read_recording(run: Run, folder: Path) -> None:

@@ -130,8 +130,8 @@ def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
             yield True, f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
     last = [*differences(run, baseline).values()][-LAST_STEPS:]
     if last and run is not baseline:
-        steps = f"the last {len(last)} common steps"
-        yield False, f"Over {steps} the loss is {baseline.name}'s {median(last):+.2g} (median)."
+        over = f"Over the last {len(last)} common steps"
+        yield False, f"{over} the loss is {baseline.name}'s {median(last):+.2g} (median)."
     if run.anomalies:
         first = run.anomalies[0]
         count = "1 anomaly," if len(run.anomalies) == 1 else f"{len(run.anomalies):,} anomalies,"

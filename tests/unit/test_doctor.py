@@ -189,12 +189,6 @@ def test_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert report_of(capsys, "model").splitlines()[-1].startswith("verdict: 4 of 6 float8 layers")
 
 
-def test_names_of_a_checkout(capsys: pytest.CaptureFixture[str]) -> None:
-    text = report(capsys, "--model", "debug")
-    assert "model debug, built on the meta device\n" in text
-    assert text.endswith("verdict: all 28 layers are too small: expect no gain\n")
-
-
 def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
     text = report_of(capsys, "reads_values")
     assert "built on the CPU; on the meta device: RuntimeError: Tensor.item()" in text
@@ -235,7 +229,7 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
 WRONG = {
     "--model test_doctor:nothing": "it can't be imported: AttributeError: module 'test_doctor'",
     "--model no_such_module:f": "it can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
-    "--model 9b": "error: --model 9b: it is not MODULE:FUNCTION or one of debug, small, moe, ",
+    "--model 9b": "error: --model 9b: it is not MODULE:FUNCTION",
     "--model test_doctor:A_MODEL": "--model test_doctor:A_MODEL: it is a Linear, not a function",
     "--model test_doctor:no_model": "it returned a int, not an nn.Module",
     "--model test_doctor:needs_an_argument": "the function raised TypeError: needs_an_argument() mi",

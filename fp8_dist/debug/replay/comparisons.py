@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
 
 from fp8_dist.cast import quantize
 from fp8_dist.debug.measures import Measures, measure
@@ -53,17 +52,6 @@ class Cast(NamedTuple):
         parts = self.parts[::-1]
         ranks = _joined(parts, [torch.full(part["high"].shape, part["rank"]) for part in parts])
         return tuple(map(int, index)), (int(ranks[index]),)
-
-    def largest_loss(self) -> float:
-        """Return the largest percentage of the values of one scale that become zero."""
-        level, ndim = self.low.scheme.levels[-1], self.high.ndim
-        rows, columns = self.high.shape[-2:]
-        rows = rows if level.leading else math.prod(self.high.shape[:-1])
-        values = (self.high != 0).to(torch.float32).reshape(-1, 1, rows, columns)
-        lost = values * _are_zero(self.low.qdata).reshape(values.shape)
-        size = level.block(ndim - 2, ndim) or rows, level.block(ndim - 1, ndim) or columns
-        lost, values = (avg_pool2d(each, size, ceil_mode=True) for each in (lost, values))
-        return 100 * float((lost / values).nan_to_num().max())
 
     def octaves(self) -> dict[int, list[int]]:
         """Count magnitudes, in units of their scales, by octave: kept, made zero, saturated."""

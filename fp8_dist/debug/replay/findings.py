@@ -138,9 +138,6 @@ class Replay:
             return
         self.checked["casts equal those of one device, bit for bit"] += 1
         texts = [text_of(anomaly) for anomaly in FirstAnomalies(self._limits).of(cast.stats())]
-        lost = cast.largest_loss() if first["operand"] == "weight" and cast.high.numel() else 0.0
-        if self._limits.underflow is not None and lost > self._limits.underflow:
-            texts.append(f"{lost:.4g} % of the values of one scale become zero: an outlier")
         if texts:
             yield Finding(False, *of, "; ".join(texts), *cast.largest(), cast)
 
