@@ -129,7 +129,8 @@ def _multiply(
     ctx.dtypes = x.dtype, weights[0].tensor.dtype
     ctx.owners = tuple([weight.owner for weight in weights])
     ctx.high = None  # the rows and the weights in high precision, for observers
-    if are_gemms_observed():
+    is_whole = ctx.routing is None or ctx.routing.group is None
+    if is_whole and are_gemms_observed():
         high = x.detach() if places is None else x.detach().index_select(0, places)
         ctx.high = [high, *[KnownWeight.unwrap(weight.tensor).detach() for weight in weights]]
     products = []

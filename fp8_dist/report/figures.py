@@ -119,8 +119,8 @@ def colored(measure: str, limits: AnomalyLimits) -> Ends:
     A measure without a limit has the default's. Saturation has none of its own.
     """
     name = {"amax": "jump", "saturation": "underflow"}.get(measure, measure)
-    given: float | None = getattr(limits, name)
-    limit = float(getattr(AnomalyLimits(), name) if given is None else given)
+    value: float | None = getattr(limits, name)
+    limit = float(getattr(AnomalyLimits(), name) if value is None else value)
     return (limit + 15, limit) if measure == "sqnr" else (0.0, limit or 1e-9)
 
 
@@ -180,7 +180,8 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
     """
     layers = list(dict.fromkeys(row["fqn"] for row in rows))
     steps = sorted({row["step"] for row in rows})
-    columns, lines = ({each: i for i, each in enumerate(axis)} for axis in (steps, layers))
+    columns = {step: i for i, step in enumerate(steps)}
+    lines = {fqn: i for i, fqn in enumerate(layers)}
     values = np.full((len(layers), len(steps)), np.nan)
     bad = np.zeros(values.shape, bool)
     worst = np.fmin if measure == "sqnr" else np.fmax
@@ -193,8 +194,8 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
         for step in range(len(steps)):
             before = octaves[:, max(0, step - RECENT) : step]
             above = octaves[:, step] - np.fmax.reduce(before, axis=1, initial=np.nan)
-            known = np.where(np.isfinite(values[:, step]), 0.0, np.nan)
-            values[:, step] = np.where(np.isnan(above), known, above)
+            first = np.where(np.isfinite(values[:, step]), 0.0, np.nan)
+            values[:, step] = np.where(np.isnan(above), first, above)
     return layers, steps, values, bad
 
 
