@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import is_dataclass
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # Path segments that wrappers add and ``state_dict`` keys leave out.
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -42,8 +42,8 @@ def aligned(lines: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
 
 
 def alike(
-    items: Iterable[T], facts: Callable[[T], tuple[str, Hashable]]
-) -> list[tuple[str, list[T]]]:
+    items: Iterable[_T], facts: Callable[[_T], tuple[str, Hashable]]
+) -> list[tuple[str, list[_T]]]:
     """Group items that differ only in the numbers in their names.
 
     The name of a group has ``*`` in place of the numbers, and ends with the number of items.
@@ -52,7 +52,7 @@ def alike(
         items: the items.
         facts: the name of an item, and what else the items of a group have in common.
     """
-    groups: dict[tuple[str, Hashable], list[T]] = {}
+    groups: dict[tuple[str, Hashable], list[_T]] = {}
     for item in items:
         name, others = facts(item)
         pattern = re.sub(r"(?<![^.'])\d+(?![^.'])", "*", name)

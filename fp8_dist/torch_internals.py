@@ -132,16 +132,16 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 # An operator of torch > 2.11 that wraps a collective's result as an AsyncCollectiveTensor.
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+def cached_but_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Cache a function's results, except while dynamo traces it: dynamo warns about lru_cache."""
-    cached: Callable[..., R] = lru_cache(maxsize=4096)(function)
+    cached: Callable[..., _R] = lru_cache(maxsize=4096)(function)
 
     @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         return cached(*args, **kwargs)
@@ -149,7 +149,7 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+def constant_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.assume_constant_result`` without its import of dynamo.
 
     Dynamo calls the function while it traces, and treats the result as a constant.
@@ -158,11 +158,11 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """``torch.compiler.disable`` that imports dynamo when the function is called."""
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        disabled: Callable[P, R] = _disable_dynamo(function)
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        disabled: Callable[_P, _R] = _disable_dynamo(function)
         # Dynamo reads these where a graph would call the function.
         vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
         return disabled
@@ -170,7 +170,7 @@ def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[P, R]], 
     return decorate
 
 
-def allowed_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+def allowed_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.allow_in_graph`` without its import of dynamo.
 
     AOTAutograd traces the function, and dynamo does not.
@@ -181,7 +181,7 @@ def allowed_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
         return bool(torch.compiler.allow_in_graph(function))
 
     @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_dynamo_compiling():
             allow()  # before dynamo looks at the function
         return function(*args, **kwargs)
@@ -529,17 +529,23 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
 
 
 class EagerModuleTracker(ModuleTracker):
-    """ModuleTracker that compiled graphs leave out, and that ``torch.autograd.grad`` admits."""
+    """ModuleTracker that ignores compiled code and leaves.
+
+    Its hooks of leaves would raise in ``torch.autograd.grad``, and without gradients.
+    """
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
         if not torch.compiler.is_compiling():
-            # Hooks of leaves raise in torch.autograd.grad.
-            tensors = [t for t in tree_leaves(input) if isinstance(t, torch.Tensor)]
-            super()._fw_pre_hook(mod, [t for t in tensors if not t.is_leaf])
+            super()._fw_pre_hook(mod, _without_leaves(input))
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            super()._fw_post_hook(mod, input, output)
+            super()._fw_post_hook(mod, input, _without_leaves(output))
+
+
+def _without_leaves(values: Any) -> list[torch.Tensor]:
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if not tensor.is_leaf]
 
 
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:

@@ -279,11 +279,12 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     barriers, waits and signals, which move no data, and the comparison of a model's layers between
     ranks (16 bytes per axis, when a plan is applied and at the first update of scales).
 
-    Compiled code is not recompiled. Its collectives, including those of submodules, are recorded
-    under the compiled module. Float8 that this library sends is shown as float8. Float8 that other
-    code sends as uint8 is shown as uint8 if inductor fuses the view into a kernel. Three things are
-    not recorded: communication inside the kernel of a custom op, graphs that run without Python
-    (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
+    Code that was compiled before the block is not recompiled; a graph that is made inside of it
+    serves this block alone. Collectives of compiled code, including those of submodules, are
+    recorded under the compiled module. Float8 that this library sends is shown as float8. Float8
+    that other code sends as uint8 is shown as uint8 if inductor fuses the view into a kernel. Three
+    things are not recorded: communication inside the kernel of a custom op, graphs that run without
+    Python (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
 
     The bytes are the sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends
     on the algorithm and on the size of the group.

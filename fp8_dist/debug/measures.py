@@ -52,11 +52,6 @@ def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
     total[..., MAXIMA:] += more[..., MAXIMA:]
 
 
-def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
-    """Return the :class:`Measures` of one cast, fp64 ``[11]``. See :func:`measure_casts`."""
-    return measure_casts(high, [low], rank)[0]
-
-
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
     """Return the :class:`Measures` of each cast of a local operand, fp64 ``[11]`` on its device.
 

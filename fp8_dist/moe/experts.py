@@ -296,7 +296,7 @@ def _check(part: nn.Module, adapter: ExpertsAdapter, fqn: str, config: Float8Exp
         )
 
 
-class Division(NamedTuple):
+class ExpertsDivision(NamedTuple):
     """Distribution of experts over ranks.
 
     Attributes:
@@ -310,7 +310,7 @@ class Division(NamedTuple):
     mesh: DeviceMesh | None = None
 
 
-def division_of(module: nn.Module) -> Division:
+def division_of(module: nn.Module) -> ExpertsDivision:
     """Return the distribution of converted experts in the forward.
 
     Raises:
@@ -336,11 +336,11 @@ def division_of(module: nn.Module) -> Division:
         )
     (division,) = divisions
     if division is None:
-        return Division(len(local_tensor(first.parameter())), None)
+        return ExpertsDivision(len(local_tensor(first.parameter())), None)
     experts, mesh = division
     if is_parted:
-        return Division(experts, None, mesh)
-    return Division(experts, mesh.get_group() if mesh.size() > 1 else None)
+        return ExpertsDivision(experts, None, mesh)
+    return ExpertsDivision(experts, mesh.get_group() if mesh.size() > 1 else None)
 
 
 def weight_of(module: nn.Module, name: str, is_parted: bool = False) -> Weight:

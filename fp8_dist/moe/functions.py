@@ -38,7 +38,7 @@ from fp8_dist.mesh import Layout, local_tensor, own_rank, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.operators import (
-    Operands,
+    GroupedOperands,
     add_bias,
     grouped_gradients,
     grouped_mm,
@@ -169,7 +169,7 @@ def _gradients(
             weight = recast.cast(weight.detach())
         assert isinstance(weight, Quantized)
         arguments = ctx.groups, (needs[0], needs[1 + i]), ctx.dtypes, ctx.config, ctx.layouts[i]
-        grad_rows, grad_weight = grouped_gradients(Operands(grad, rows, weight), *arguments)
+        grad_rows, grad_weight = grouped_gradients(GroupedOperands(grad, rows, weight), *arguments)
         grad_weights.append(grad_weight)
         if grad_rows is not None:
             sum_of_rows = grad_rows if sum_of_rows is None else sum_of_rows + grad_rows

@@ -49,7 +49,7 @@ from fp8_dist.scaling import BlockScheme, Quantized, dequantize, flat, multiply,
 from fp8_dist.text import warn_once
 
 
-class Operands(NamedTuple):
+class GroupedOperands(NamedTuple):
     """The operands of a backward: g ``[R, N]`` and x ``[R, K]``, by rows, and w ``[E, N, K]``."""
 
     grad: Quantized
@@ -117,7 +117,7 @@ def _grouped_mm(
 
 
 def grouped_gradients(
-    operands: Operands,
+    operands: GroupedOperands,
     groups: Groups,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -145,7 +145,7 @@ def grouped_gradients(
 
 
 def _grouped_gradients(
-    operands: Operands,
+    operands: GroupedOperands,
     groups: Groups,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -239,7 +239,7 @@ def _as_bf16(operand: Quantized) -> Tensor:
 
 
 def _gradient_operands(
-    operands: Operands,
+    operands: GroupedOperands,
     groups: Groups,
     needs: tuple[bool, bool],
     source: Tensor | None,
@@ -353,7 +353,7 @@ def _empty_gradients(*arguments: Any) -> list[Tensor]:
 )
 def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     """Operator of :func:`grouped_gradients`. Returns the gradients that are needed."""
-    operands = Operands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
+    operands = GroupedOperands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
     groups, config = Groups(*arguments[12:16]), _config(*arguments[16:19])
     needs, *dtypes = arguments[19:]
     gradients = _grouped_gradients(operands, groups, needs, tuple(dtypes), config)

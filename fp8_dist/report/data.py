@@ -30,8 +30,8 @@ from fp8_dist.report.writer import (
     STATS,
 )
 
-Row = dict[str, Any]
-T = TypeVar("T")
+JsonRow = dict[str, Any]
+_T = TypeVar("_T")
 
 # Numbers of a float8 cast. Percentages are of the elements that are not zero.
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
@@ -67,12 +67,12 @@ class Run:
     """
 
     name: str
-    config: Row = dataclasses.field(default_factory=lambda: {LIMITS: AnomalyLimits()})
-    metrics: list[Row] = dataclasses.field(default_factory=list)
+    config: JsonRow = dataclasses.field(default_factory=lambda: {LIMITS: AnomalyLimits()})
+    metrics: list[JsonRow] = dataclasses.field(default_factory=list)
     comm: CommTable | None = None
-    stats: list[Row] = dataclasses.field(default_factory=list)
-    anomalies: list[Row] = dataclasses.field(default_factory=list)
-    recordings: list[Row] = dataclasses.field(default_factory=list)
+    stats: list[JsonRow] = dataclasses.field(default_factory=list)
+    anomalies: list[JsonRow] = dataclasses.field(default_factory=list)
+    recordings: list[JsonRow] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -113,7 +113,7 @@ def read_run(folder: Path) -> Run:
     progress(f"reading {folder}")
     run = Run(folder.resolve().name)
 
-    def rows(name: str, parse: Callable[[Row], T]) -> list[T]:
+    def rows(name: str, parse: Callable[[JsonRow], _T]) -> list[_T]:
         """Return the rows of a file, which has one per line or is a list of them."""
         path = folder / name
         if not path.is_file():
@@ -136,7 +136,7 @@ def read_run(folder: Path) -> Run:
         return parsed
 
     run.config = next(iter(rows(CONFIG, _config)), run.config)
-    steps: dict[int, Row] = {}
+    steps: dict[int, JsonRow] = {}
     for row in rows(METRICS, _metrics_row):
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
@@ -182,20 +182,20 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _config(row: Row) -> Row:
+def _config(row: JsonRow) -> JsonRow:
     return row | {LIMITS: AnomalyLimits(**row.get(LIMITS, {}))}
 
 
-def _metrics_row(row: Row) -> Row:
+def _metrics_row(row: JsonRow) -> JsonRow:
     return {name: _number(value) for name, value in row.items()} | {"step": int(row["step"])}
 
 
-def _comm_row(row: Row) -> CommRow:
+def _comm_row(row: JsonRow) -> CommRow:
     fields = {f.name: row[f.name] for f in dataclasses.fields(CommRow) if f.name in row}
     return CommRow(**fields | {"dtype": getattr(torch, row["dtype"].removeprefix("torch."))})
 
 
-def stats_row(row: Row) -> Row:
+def stats_row(row: JsonRow) -> JsonRow:
     """Return a row of float8_stats.jsonl, with its numbers, "label" and "finite"."""
     parsed = row | {name: _number(row[name]) for name in MEASURES if name in row}
     parsed |= {"step": int(row["step"]), "position": int(row.get("position", 0))}
@@ -208,7 +208,7 @@ def stats_row(row: Row) -> Row:
     return parsed | {"label": label, "finite": finite}
 
 
-def _anomaly_row(row: Row) -> Row:
+def _anomaly_row(row: JsonRow) -> JsonRow:
     ranks = row["ranks"] or []
     text = row["message"].removeprefix(f"step {row['step']}: {row['fqn']}: ")
     cast, _, message = text.partition(": ")

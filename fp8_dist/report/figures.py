@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fp8_dist.debug import AnomalyLimits
 from fp8_dist.debug.rows import RECENT
-from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, progress
+from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, progress
 from fp8_dist.report.writer import LIMITS
 
 Array = npt.NDArray[np.float64]
@@ -159,7 +159,9 @@ def _line_chart(runs: Sequence[Run], metric: str) -> str:
     return _picture(figure)
 
 
-def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | None = None) -> None:
+def _plot(
+    axes: Axes, rows: Sequence[JsonRow], name: str, label: str, color: str | None = None
+) -> None:
     values = [row[name] if math.isfinite(row[name]) else math.nan for row in rows]
     marker = "." if len(rows) <= 30 else ""
     steps = [row["step"] for row in rows]
@@ -167,12 +169,12 @@ def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | N
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _mark(axes: Axes, anomalies: Sequence[Row]) -> None:
+def _mark(axes: Axes, anomalies: Sequence[JsonRow]) -> None:
     for step in sorted({row["step"] for row in anomalies})[:20]:
         axes.axvline(step, color=BAD, linewidth=1, linestyle=":")
 
 
-def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array, Mask]:
+def grid(rows: Sequence[JsonRow], measure: str) -> tuple[list[str], list[int], Array, Mask]:
     """Return the layers, the steps, the value of each cell, and whether it is bad.
 
     A cell without a row is NaN. Of several rows of a cell the worst value counts: the largest, or

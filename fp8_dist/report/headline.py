@@ -13,7 +13,7 @@ from pathlib import Path
 from fp8_dist.debug.replay.comparisons import rank_names
 from fp8_dist.debug.replay.findings import Replay
 from fp8_dist.debug.rows import product
-from fp8_dist.report.data import Row, Run, progress
+from fp8_dist.report.data import JsonRow, Run, progress
 
 MAX_REPLAYED = 2 << 30  # bytes of a recording that a report replays
 
@@ -135,13 +135,13 @@ def _of_statistics(run: Run) -> Iterator[Fault]:
         yield Fault(step, before, text, "statistics", is_wrong, row["fqn"], ranks)
 
 
-def _operand(row: Row) -> str:
+def _operand(row: JsonRow) -> str:
     if row.get("kind") == "gemm":
         return f"the result of the GEMM of {row['gemm']}"
     return f"{product(row['operand'], row.get('folded'))} (for {', '.join(row['gemms'])})"
 
 
-def _share(row: Row) -> str:
+def _share(row: JsonRow) -> str:
     share = f"{row['nonfinite']:.4g} % of the values are " if row["kind"] == "cast" else ""
     return f"{share}NaN or infinite"
 
@@ -155,7 +155,7 @@ def _of_recordings(run: Run) -> Iterator[Fault]:
                 return
 
 
-def _of_recording(recording: Row, notes: list[str]) -> Iterator[Fault]:
+def _of_recording(recording: JsonRow, notes: list[str]) -> Iterator[Fault]:
     folder, rows = recording["folder"], recording["rows"]
     only = (0,) if recording["world"] == 1 else ()
     try:
@@ -184,5 +184,5 @@ def _of_recording(recording: Row, notes: list[str]) -> Iterator[Fault]:
         yield Fault(f.step, before, text, "recordings", f.is_wrong, f.fqn, ranks, folder)
 
 
-def _last_before(step: int, rows: Iterable[Row]) -> int | None:
+def _last_before(step: int, rows: Iterable[JsonRow]) -> int | None:
     return max((row["step"] for row in rows if row["step"] < step), default=None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
-from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, progress, read_runs
+from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, progress, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
 from fp8_dist.report.headline import Headline, headline
 from fp8_dist.report.writer import FIRST, LIMITS, STARTED
@@ -149,7 +149,7 @@ def anchors(index: int, run: Run, first: Headline | None) -> dict[str, str]:
     return {fqn: f"layer-{index}-{j}" for j, fqn in enumerate(layers)}
 
 
-def anomalies(index: int, run: Run, first: Headline | None) -> Iterator[Row]:
+def anomalies(index: int, run: Run, first: Headline | None) -> Iterator[JsonRow]:
     """Yield the first anomalies of a run, with links to the pictures of their layers."""
     pictures = anchors(index, run, first)
     for row in run.anomalies[:MAX_ANOMALIES]:

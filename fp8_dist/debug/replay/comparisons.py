@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8_dist.cast import quantize
-from fp8_dist.debug.measures import Measures, measure
+from fp8_dist.debug.measures import Measures, measure_casts
 from fp8_dist.debug.recording import Record
 from fp8_dist.debug.rows import CastStats
 from fp8_dist.kernels import Groups
@@ -21,7 +21,7 @@ from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.mesh import narrowed, regions, taken
 from fp8_dist.moe.config import Float8ExpertsConfig
-from fp8_dist.moe.operators import Operands, grouped_gradients, grouped_mm
+from fp8_dist.moe.operators import GroupedOperands, grouped_gradients, grouped_mm
 from fp8_dist.scaling import Quantized, multiply, scheme_named, transposed
 
 Element = tuple[int, ...]
@@ -43,7 +43,8 @@ class Cast(NamedTuple):
     def stats(self) -> CastStats:
         """Return the statistics of the cast."""
         names = ("step", "fqn", "operand", "gemms", "delayed", "folded")
-        measures = Measures(*measure(self.high, self.low, 0).tolist())
+        (numbers,) = measure_casts(self.high, [self.low], 0)
+        measures = Measures(*numbers.tolist())
         return CastStats.of(measures, self.low.scheme, **{n: self.parts[0][n] for n in names})
 
     def largest(self) -> tuple[Element, tuple[int]]:
@@ -375,7 +376,7 @@ def multiply_again(record: Record, magnitudes: bool = False) -> Tensor | None:
         empty = right.qdata.new_empty((len(sizes), *shape[:: -1 if is_transposed else 1]))
         weight = right._replace(qdata=empty.mT if is_transposed else empty)
     needs = gemm == "grad_input", gemm == "grad_weight"
-    operands = Operands(left, right, weight)
+    operands = GroupedOperands(left, right, weight)
     return grouped_gradients(operands, groups, needs, (dtype, dtype), config)[needs[1]]
 
 
