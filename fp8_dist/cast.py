@@ -158,22 +158,19 @@ def _check_dim(
 
 def quantize(tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None) -> Quantized:
     """Cast the local part of a tensor to one copy; see :func:`cast_copies`."""
-    (quantized,) = cast_copies(tensor, CastPlan((scheme,)), local=local)
+    (quantized,) = cast_copies(tensor, CastPlan((scheme,)), local)
     return quantized
 
 
 def cast_copies(
     tensor: torch.Tensor,
     plan: CastPlan,
-    within: tuple[int, ...] | None = None,
-    *,
     local: torch.Tensor | None = None,
 ) -> Copies:
     """Cast the local part of a tensor to float8 copies with the statistics of the global tensor.
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
-        within: the mesh axes over which statistics may be reduced; ``None`` means all.
         local: the local tensor to cast, if ``tensor`` stores it in another form.
 
     Collectives: at most one all-reduce of the statistics for each scheme, see
@@ -181,27 +178,27 @@ def cast_copies(
     """
     x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
     schemes = plan.schemes
-    reduces = any(reduction_groups(scheme, layout, within) for scheme in schemes)
+    reduces = any(reduction_groups(scheme, layout) for scheme in schemes)
     if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.
-        made: dict[int, Quantized] = {}
+        copies: dict[int, Quantized] = {}
         for i in range(len(schemes)):
             part, places = plan.part(i)
-            made.update(zip(places, cast_copies(tensor, part, within, local=local), strict=True))
-        return [made[n] for n in range(len(plan.of))]
+            copies.update(zip(places, cast_copies(tensor, part, local), strict=True))
+        return [copies[n] for n in range(len(plan.of))]
     start, statistics = common_start(schemes, layout), None
     if reduces:
         (measured,) = measure(x, schemes, start)
-        statistics = [reduced_statistics(schemes[0], measured, layout, within)]
-    scales, data = cast(x, plan, statistics, start, fits=reduces)
+        statistics = [reduced_statistics(schemes[0], measured, layout)]
+    scales, data = cast(x, plan, statistics, start, saturate=not reduces)
     return as_copies(plan, data, scales, layout)
 
 
 def cast_by(
     x: torch.Tensor, plan: CastPlan, statistics: Sequence[Statistics], layout: Layout | None = None
 ) -> Copies:
-    """Cast a local tensor to float8 copies with known statistics; larger values saturate.
+    """Cast a local tensor to float8 copies with given statistics; larger values saturate.
 
     Args:
         statistics: the statistics for each scheme of the plan.
@@ -221,13 +218,13 @@ def as_copies(
 
     ``layout``: the layout of the global tensor.
     """
-    found = []
+    copies = []
     for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
         scheme = plan.schemes[i]
         position = () if layout is None else (scheme.start(layout), scheme.is_cut(layout))
         # A transposed copy is a matrix, with rows of zeros up to a multiple of 16.
-        found.append(Quantized(qdata.t() if transposed else qdata, scales[i], scheme, *position))
-    return found
+        copies.append(Quantized(qdata.t() if transposed else qdata, scales[i], scheme, *position))
+    return copies
 
 
 def flat_copies(plan: CastPlan, copies: Copies) -> list[torch.Tensor]:
@@ -236,7 +233,7 @@ def flat_copies(plan: CastPlan, copies: Copies) -> list[torch.Tensor]:
     data = []
     for transposed, (qdata, *_) in zip(plan.transposed, copies, strict=True):
         data.append(qdata.view(-1, qdata.shape[-1]).t() if transposed else qdata)
-    return [*(each for own in scales.values() for each in own), *data]
+    return [*(scale for levels in scales.values() for scale in levels), *data]
 
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:

@@ -56,7 +56,6 @@ class ScalingGranularity(enum.Enum):
 
 
 ScaleFormat = Literal["ue8m0", "fp32"]
-Division = Literal["vllm", "slime"]
 Source = Literal["master", "bf16"]
 ScaleRule = Literal["ceil", "even", "floor"]
 Format = Literal["e4m3", "mxfp4"]
@@ -73,7 +72,8 @@ def check_fields(config: Any) -> None:
     for field in fields(config):
         hint, value = hints[field.name], getattr(config, field.name, None)
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        choices = [each for part in parts if get_origin(part) is Literal for each in get_args(part)]
+        literals = [part for part in parts if get_origin(part) is Literal]
+        choices = [choice for literal in literals for choice in get_args(literal)]
         kinds = [get_origin(part) or part for part in parts if get_origin(part) is not Literal]
         is_flag = isinstance(value, bool) and bool not in kinds  # an int, for Python
         if field.init and (is_flag or not (value in choices or isinstance(value, tuple(kinds)))):
@@ -100,11 +100,11 @@ def check_field_names(config: type, names: Iterable[str], others: str = "") -> N
 
     Args:
         config: the class of the config.
-        names: of the arguments of ``config.from_recipe_name``.
+        names: the names of arguments of ``config.from_recipe_name``.
         others: text about arguments that are no fields.
 
     Raises:
-        TypeError: it does not have one of them.
+        TypeError: it lacks one of them.
     """
     known = [field.name for field in fields(config) if field.init]
     if unknown := [name for name in names if name not in known]:
@@ -136,8 +136,6 @@ class CastConfig:
         scale_format: the format of block scales. ``"ue8m0"``: powers of two. ``"fp32"``: amax
             divided by the largest float8 value, as in the FP8 checkpoints of DeepSeek and Qwen
             (:mod:`fp8_dist.kernels.fp32_blocks`).
-        division: the form of a cast with fp32 scales. ``"vllm"`` divides values by the scale,
-            ``"slime"`` multiplies them by its reciprocal. Some codes differ.
         source: what a BLOCKWISE cast rounds: the tensor (``"master"``), or the tensor rounded to
             bf16 first (``"bf16"``), as an inference engine that is sent bf16 weights does.
         format: the values of a BLOCKWISE cast. ``"mxfp4"``, for weights: those of four bits that
@@ -151,7 +149,6 @@ class CastConfig:
     block_size: tuple[int, int] | None = None
     scale_rule: ScaleRule | None = None
     scale_format: ScaleFormat = "ue8m0"
-    division: Division = "vllm"
     source: Source = "master"
     format: Format = "e4m3"
 
@@ -166,13 +163,13 @@ class CastConfig:
         tensorwise = self.scaling_granularity is ScalingGranularity.TENSORWISE
         if self.scaling_type is ScalingType.DELAYED and not tensorwise:
             raise ValueError(
-                "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor; rows "
-                "and blocks come and go; use TENSORWISE, or ScalingType.DYNAMIC"
+                "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor, because "
+                "per-row amaxes change shape between steps; use TENSORWISE, or ScalingType.DYNAMIC"
             )
 
     def _check_blocks(self) -> None:
         size, rule = self.block_size, self.scale_rule
-        of_blocks = ("block_size", "scale_rule", "scale_format", "division", "source", "format")
+        of_blocks = ("block_size", "scale_rule", "scale_format", "source", "format")
         given = {f: v for f in of_blocks if (v := getattr(self, f)) != getattr(CastConfig, f)}
         if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
             if given:
@@ -194,11 +191,6 @@ class CastConfig:
                 f"CastConfig: scale_rule={rule!r} is for scales that are powers of two; drop it, "
                 "or use scale_format='ue8m0'"
             )
-        if self.scale_format == "ue8m0" and "division" in given:
-            raise ValueError(
-                f"CastConfig: division={self.division!r} has no effect, because dividing by a "
-                "power of two is exact; drop it, or use scale_format='fp32'"
-            )
         if size is None or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
             raise ValueError(
                 f"CastConfig.block_size={size!r}: BLOCKWISE needs (rows, columns) of a block, two "
@@ -218,7 +210,7 @@ class CastConfig:
                 rule = self.scale_rule or Mxfp4.rule
                 return Mxfp4(dtype, *self.block_size, rule, source=self.source)
             if self.scale_format == "fp32":
-                return Fp32Blocks(dtype, *self.block_size, self.division, source=self.source)
+                return Fp32Blocks(dtype, *self.block_size, source=self.source)
             return Blocks(dtype, *self.block_size, self.scale_rule, source=self.source)
         per = "tensor" if covers is ScalingGranularity.TENSORWISE else "row"
         return Dense(dtype, per, power_of_2)
@@ -248,7 +240,7 @@ class CastConfig:
             return f"{self.scaling_type.short_str()}_{self.scheme(operand, False).key}"
         shown, dtype = covers.short_str(), short_name(self.dtype_for(operand))
         shown += f"_{self.scale_rule}" if self.scale_rule else ""
-        shown += f"_fp32_{self.division}" if self.scale_format == "fp32" else ""
+        shown += "_fp32" if self.scale_format == "fp32" else ""
         shown += "_of_bf16" if self.source == "bf16" else ""
         dtype = self.format if self.format != "e4m3" else dtype
         return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
@@ -294,9 +286,6 @@ class Float8LinearConfig:
         force_recompute_fp8_weight_in_bwd: torchao's deprecated switch. Only ``False`` is accepted.
         round_scales_to_power_of_2: round the quantization multiplier down to a power of two, except
             for casts with ``scale_format="fp32"``.
-        amax_scope: with ``"global"`` every scale is computed from the global tensor. With
-            ``"rank"`` operands that never leave their rank are scaled by their local amax, which
-            saves an all-reduce but deviates from the single-device result.
         amax_history_len: length of the amax history of ``ScalingType.DELAYED``.
         fold_row_scales: cast each operand once, with one scale per row, and fold the scales that
             run along a contraction into grad_output (:mod:`fp8_dist.linear.rowwise_folded`). Needs
@@ -317,7 +306,6 @@ class Float8LinearConfig:
     emulate: bool = False
     force_recompute_fp8_weight_in_bwd: bool = False
     round_scales_to_power_of_2: bool = False
-    amax_scope: Literal["global", "rank"] = "global"
     amax_history_len: int = 16
     fold_row_scales: bool = False
 
@@ -355,7 +343,7 @@ class Float8LinearConfig:
         """The scheme of each operand in each GEMM."""
         delayed = [o for o in get_args(Operand) if ScalingType.DELAYED in self._types(o)]
         uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
-        one_of: dict[Scheme, Scheme] = {}  # equal schemes become one, which is compared faster
+        interned: dict[Scheme, Scheme] = {}  # equal schemes become one, which is compared faster
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
                 config, scheme = self.cast_config(operand, gemm), None
@@ -363,7 +351,7 @@ class Float8LinearConfig:
                     scheme = config.scheme(operand, self.round_scales_to_power_of_2)
                     if is_second(operand, gemm) and not self.fold_row_scales:
                         scheme = scheme.for_row_contraction
-                    scheme = one_of.setdefault(scheme, scheme)
+                    scheme = interned.setdefault(scheme, scheme)
                 uses[operand][gemm] = scheme
         return Recipe(uses, delayed, self.fold_row_scales, self.emulate)
 
@@ -374,9 +362,9 @@ class Float8LinearConfig:
         may be misaligned on one rank only, and an error on that rank would hang the others. Only
         the output has the same bits however its columns are sharded.
         """
-        own: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
+        config: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
         pads = self.pad_inner_dim or gemm == "grad_weight"
-        return own.use_fast_accum, pads, self.emulate, gemm != "output"
+        return config.use_fast_accum, pads, self.emulate, gemm != "output"
 
     def _types(self, operand: Operand) -> set[ScalingType]:
         uses = GEMM_OPERANDS.items()
@@ -388,7 +376,6 @@ class Float8LinearConfig:
         recipe_name: "Float8LinearRecipeName | str",
         *,
         scale_format: ScaleFormat = "ue8m0",
-        division: Division = "vllm",
         weight_source: Source = "master",
         weight_format: Format = "e4m3",
         **fields: Any,
@@ -397,7 +384,7 @@ class Float8LinearConfig:
 
         Args:
             recipe_name: a :class:`Float8LinearRecipeName` or its value.
-            scale_format, division: fields of the casts of input and weight of BLOCKWISE, see
+            scale_format: that of the casts of input and weight of BLOCKWISE, see
                 :class:`CastConfig`. The gradient keeps powers of two, which GEMMs of grad_weight
                 need no second rounding for.
             weight_source: the ``source`` of the weight's cast, for BLOCKWISE and MXFP8.
@@ -414,21 +401,24 @@ class Float8LinearConfig:
         name = getattr(recipe_name, "value", recipe_name)  # of an enum, which may be torchao's
         if name not in names:
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
-        cast_arguments = "scale_format, division, weight_source and weight_format"
+        cast_arguments = "scale_format, weight_source and weight_format"
         check_field_names(Float8LinearConfig, fields, cast_arguments)
         recipe = Float8LinearRecipeName(name)
         found = _RECIPES[recipe]()
-        formats: dict[str, Any] = {"scale_format": scale_format, "division": division}
-        is_default = (scale_format, division) == ("ue8m0", "vllm")
-        if not is_default and recipe is not Float8LinearRecipeName.BLOCKWISE:
+        if scale_format != "ue8m0" and recipe is not Float8LinearRecipeName.BLOCKWISE:
             raise ValueError(
-                f"the recipe {recipe.value} has no scale_format={scale_format!r} and "
-                f"division={division!r}: these are for the recipe blockwise; drop them"
+                f"the recipe {recipe.value} has no scale_format={scale_format!r}: it is for the "
+                "recipe blockwise; drop it"
             )
-        input = replace(found.cast_config_input, **formats)
-        formats |= {"source": weight_source, "format": weight_format}
+        input = replace(found.cast_config_input, scale_format=scale_format)
         rule = found.cast_config_weight.scale_rule if weight_format == "e4m3" else None
-        weight = replace(found.cast_config_weight, scale_rule=rule, **formats)
+        weight = replace(
+            found.cast_config_weight,
+            scale_rule=rule,
+            scale_format=scale_format,
+            source=weight_source,
+            format=weight_format,
+        )
         casts = {"cast_config_input": input, "cast_config_weight": weight}
         for field, cast in casts.items():
             if field in fields and cast != getattr(found, field):
@@ -473,7 +463,7 @@ class Float8LinearConfig:
         if is_gathered or self.enable_fsdp_float8_all_gather is not True:
             return
         schemes = self.recipe.uses["weight"].values()
-        casts = [f"one scale per {each.covers}" if each else "high precision" for each in schemes]
+        casts = [f"one scale per {s.covers}" if s else "high precision" for s in schemes]
         raise ValueError(
             "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the "
             f"weight, but its GEMMs take it with {' and with '.join(casts)}; leave it off (FSDP2 "
@@ -486,17 +476,10 @@ class Float8LinearConfig:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
-        delayed = self.recipe.delayed
-        if length != type(self).amax_history_len and not delayed:  # the default
+        if length != type(self).amax_history_len and not self.recipe.delayed:  # the default
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "
                 "ScalingType.DELAYED, which no operand of this config uses; drop it"
-            )
-        if delayed and self.amax_scope == "rank":
-            raise ValueError(
-                f"Float8LinearConfig.amax_scope='rank': the scale of {', '.join(delayed)} is "
-                "DELAYED, it costs no all-reduce in the step and is that of the global tensor; "
-                "use 'global'"
             )
 
 

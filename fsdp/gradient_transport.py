@@ -4,8 +4,7 @@ Note [One sum on any number of ranks]. The owner of a shard starts from the grad
 accumulated, and adds the pieces of ranks 0, 1, ..., W - 1 in fp32. If rank r runs micro-batches r,
 r + W, r + 2W, ... (:func:`micro_batches`), that is the sum ((g0 + g1) + g2) + ... of micro-batches,
 whatever W is. A piece on the wire is a function of its micro-batch's gradient alone: each rank's
-own piece is encoded too, also on a single rank, no block crosses a row of dim 0, and the random
-numbers of stochastic rounding are a hash of the value and its place in the parameter. -0 is the
+own piece is encoded too, also on a single rank, and no block crosses a row of dim 0. -0 is the
 neutral element: FSDP2 assigns the first gradient of a step on a single rank, so a gradient of -0
 stays -0 there.
 
@@ -26,7 +25,6 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.linear.agreement import Facts, has_stand_ins
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import without_wrappers
@@ -55,7 +53,6 @@ from fp8_dist.transport import (
     encode,
     exchanged,
     runs_of,
-    seed_of,
     sum_of,
 )
 
@@ -63,11 +60,10 @@ Transport = Literal["float8", "bf16", "fp32"]
 Hook = Callable[[torch.Tensor], None]
 Filter = Callable[[str, nn.Parameter], bool]
 
-SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _CALLER = "set_gradient_transport"
 _ENCODED = ("float8", "bf16")
-_OF_REPLICAS = 2  # the number of the first replica's exchange in seeds
 
 
 class EncodedReduction:
@@ -80,18 +76,15 @@ class EncodedReduction:
     # are part of the sum.
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
-    def __init__(
-        self, module: str, number: int, group: Any, encodings: Sequence[Encoding], seed: int
-    ) -> None:
+    def __init__(self, module: str, number: int, group: Any, encodings: Sequence[Encoding]) -> None:
         shapes = fsdp_padded_shapes(group).items()
         self.parts_of = {
-            parameter: Part(i, shape.numel(), encoding, shape[1:].numel())
-            for i, ((parameter, shape), encoding) in enumerate(zip(shapes, encodings, strict=True))
+            parameter: Part(shape.numel(), encoding, shape[1:].numel())
+            for (parameter, shape), encoding in zip(shapes, encodings, strict=True)
         }
         self.module = module
         self.number = number % 256  # which bf16 can represent
         self.group = group
-        self.seed = seed_of(seed, number)
         # Of the current reduction.
         self.used: set[Any] = set()  # the parameters that this rank has gradients of
         self.parameters: list[Any] = []  # those of the message
@@ -103,7 +96,7 @@ class EncodedReduction:
         """The parts of the current reduction's message."""
         parts = [self.parts_of[each] for each in self.parameters]
         if fsdp_ranks(self.group) > 1:
-            parts.append(Part(len(self.parts_of), len(parts) + 1, None))
+            parts.append(Part(len(parts) + 1, None))
         return parts
 
     def complete(self, runs: bool) -> None:
@@ -167,8 +160,8 @@ class EncodedReduction:
 
     def _round_then(self, hook: Hook | None) -> Hook:
         def round_then_hook(output: torch.Tensor) -> None:
-            runs = runs_of(self.parts, self.seed)
-            output.copy_(decode(encode(output, runs, output.dtype, self.seed), runs, output.dtype))
+            runs = runs_of(self.parts)
+            output.copy_(decode(encode(output, runs, output.dtype), runs, output.dtype))
             if hook is not None:
                 hook(output)
 
@@ -182,7 +175,7 @@ class EncodedReduction:
         Raises:
             NotImplementedError: sums of such gradients would lose precision in fp32.
         """
-        if dtype not in SUMMED_DTYPES:
+        if dtype not in _SUMMED_DTYPES:
             raise NotImplementedError(
                 f"set_gradient_transport: {self.module} has gradients of {dtype}; sums are taken "
                 "in fp32. Set reduce_dtype, or give this module transport=None"
@@ -199,9 +192,9 @@ class EncodedReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        rows, runs = input_tensor.view(group.size(), -1), runs_of(self.parts, self.seed)
+        rows, runs = input_tensor.view(group.size(), -1), runs_of(self.parts)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
-        received = exchanged(rows, runs, group, self.seed)
+        received = exchanged(rows, runs, group)
         if received.is_cpu and not isinstance(received, STAND_INS):  # else the host would wait
             self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
         # A mean is divided before it is added to what is accumulated.
@@ -254,18 +247,13 @@ class EncodedReplicas:
         """All-reduce the only tensor of a list in place; ``dist.all_reduce`` calls this."""
         (x,) = tensors
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
-        seed = seed_of(self.shards.seed, _OF_REPLICAS + self.replicas.rank())
-        # The error of bf16 is smaller than that of summands in float8.
-        x.copy_(
-            all_reduce(x, self.shards.parts, self.replicas, sums="bf16", divisor=divisor, seed=seed)
-        )
+        x.copy_(all_reduce(x, self.shards.parts, self.replicas, divisor=divisor))
 
 
 def set_gradient_transport(
     model: nn.Module,
     transport: Transport | None,
     *,
-    stochastic_rounding: bool | int = False,
     high_precision: Filter | None = None,
 ) -> None:
     """Encode the gradients of FSDP2's parameters for their reduction, and sum them in order.
@@ -287,9 +275,6 @@ def set_gradient_transport(
         transport: ``"fp32"``, for gradients as they are (in ``reduce_dtype``); ``"bf16"``;
             ``"float8"`` (e4m3 in blocks of up to 128 numbers of a row of dim 0, with power-of-two
             scales: 1 byte per element and 1 per block); or None for FSDP2's own reduce-scatter.
-        stochastic_rounding: round up or down at random instead of to nearest, so that the
-            expectation is the value. The choice is a hash of the value, its place in the parameter
-            and a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1.
         high_precision: a function ``f(name, parameter)`` that returns true for parameters whose
             gradients are not encoded. These travel in the same message. Gradients of parameters
             with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
@@ -313,16 +298,16 @@ def set_gradient_transport(
             would be encoded, or ranks that differ.
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
-    seed = _checked_seed(model, transport, stochastic_rounding, high_precision)
+    _check_arguments(model, transport, high_precision)
     groups = _groups_of(model, transport)
     encodings = _encodings(model, groups, transport, high_precision)
     if not has_stand_ins(model.parameters()):
-        _check_agreement(groups, encodings, f"stochastic_rounding={stochastic_rounding}")
+        _check_agreement(groups, encodings)
     announce_fsdp_reductions(EncodedReduction)
     for number, (module, group) in enumerate(groups.items()):
         if transport is not None:
             each, shown = list(encodings[module].values()), module or "the root module"
-            set_fsdp_reduction(group, EncodedReduction(shown, number, group, each, seed))
+            set_fsdp_reduction(group, EncodedReduction(shown, number, group, each))
         elif isinstance(fsdp_reduction(group), EncodedReduction):  # not one of other code
             set_fsdp_reduction(group, None)
 
@@ -356,7 +341,7 @@ def _encodings(
 
 
 def _check_agreement(
-    groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]], options: str
+    groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]]
 ) -> None:
     """Raise if arguments differ between ranks that share a parameter, tensor-parallel ones too."""
     facts = Facts()
@@ -366,14 +351,13 @@ def _check_agreement(
         of_parameters = (p.device_mesh for p in parameters if isinstance(p, DTensor))
         for mesh in {group.mesh_info.mesh, *of_parameters}:
             of_mesh = facts.of(mesh)
-            of_mesh["options"] = options
             for name, how in encodings[module].items():
                 of_mesh[f"the transport of the gradient of {name}"] = str(how)
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
 
 
-def _checked_seed(model: Any, transport: Any, stochastic_rounding: Any, high_precision: Any) -> int:
-    """Check the arguments, and return the seed of their rounding."""
+def _check_arguments(model: Any, transport: Any, high_precision: Any) -> None:
+    """Raise if arguments of :func:`set_gradient_transport` are invalid."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{_CALLER} needs a module that fully_shard was called on, got a {type(model).__name__}"
@@ -381,32 +365,16 @@ def _checked_seed(model: Any, transport: Any, stochastic_rounding: Any, high_pre
     known = (*get_args(Transport), None)
     if transport not in known:
         raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {known}")
-    seed = seed_of_rounding(_CALLER, stochastic_rounding)
     if high_precision is not None and not callable(high_precision):
         raise TypeError(
             f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
             "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
         )
-    if transport not in _ENCODED and (seed != NEAREST or high_precision is not None):
+    if transport not in _ENCODED and high_precision is not None:
         raise ValueError(
-            f"{_CALLER}: the other arguments are about how gradients are encoded, and "
-            f"transport={transport!r} encodes none; drop them"
+            f"{_CALLER}: high_precision is about how gradients are encoded, and "
+            f"transport={transport!r} encodes none; drop it"
         )
-    return seed
-
-
-def seed_of_rounding(caller: str, stochastic_rounding: Any) -> int:
-    """Return the seed that the argument ``stochastic_rounding`` stands for.
-
-    Raises:
-        ValueError: it stands for none.
-    """
-    if not isinstance(stochastic_rounding, int) or stochastic_rounding < 0:
-        raise ValueError(
-            f"{caller}: stochastic_rounding is {stochastic_rounding!r}; it must be a bool, or a "
-            "seed: an int that is not negative"
-        )
-    return NEAREST if stochastic_rounding is False else int(stochastic_rounding)
 
 
 def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import convert_first, float8_modules, float8_weights, note_made
+from fp8_dist.linear.weights import CONVERT_FIRST, float8_modules, float8_weights, note_made
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -175,7 +175,7 @@ def _dynamic_weights(module: nn.Module) -> dict[str, Float8Weight]:
     every = float8_weights(module)
     weights = {fqn: weight for fqn, weight in every.items() if weight.is_dynamic}
     if not (weights or any(weight.is_stored for weight in every.values())):
-        what = convert_first(module)
+        what = CONVERT_FIRST
         if any(layer.histories for layer in float8_layers(module).values()):
             what = "call update_float8_scales(model) instead, which serves all recipes"
         raise ValueError(

@@ -1,15 +1,14 @@
 """Integrations with the models and training loops of other libraries, in one package for each.
 
 The rest of the library does not depend on them. ``integrations.transformers`` and
-``integrations.torchtitan`` are imported when they are first used. What the library needs for
-models of transformers, it finds registered here: the adapter of their experts, and ``saving``.
+``integrations.torchtitan`` are imported when they are first used. This module registers the adapter
+of experts of transformers.
 """
 
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-from fp8_dist.model.freeze import AFTER_FREEZE
 from fp8_dist.moe.experts import CUSTOM_EXPERTS, EXPERTS_ADAPTERS, ExpertsAdapter
 
 
@@ -24,7 +23,6 @@ def _experts_of_transformers() -> ExpertsAdapter:
 
 
 EXPERTS_ADAPTERS["transformers"] = _experts_of_transformers
-AFTER_FREEZE["transformers"] = partial(import_module, f"{__name__}.saving")
 
 
 def __getattr__(name: str) -> ModuleType:

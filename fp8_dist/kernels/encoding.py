@@ -10,9 +10,7 @@ e4m3fn has no infinities. In these *codes* its two NaNs, 0x7F and 0xFF, stand fo
 its negative zero, 0x80, stands for NaN. A non-finite value does not change the other values of its
 block.
 
-Rounding is to nearest even, or stochastic. Stochastic rounding uses a hash of the value's bits, its
-position and a non-negative seed. So it keeps no generator state, and the same values are rounded in
-the same way when a step is repeated.
+Rounding is to nearest even.
 """
 
 from collections.abc import Sequence
@@ -24,7 +22,6 @@ from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import padded
 
 BLOCK = 128
-NEAREST = -1  # in place of a seed: round to nearest even
 _DECODED_AT_ONCE = 16  # summands: fewer kernels than one at a time, less memory than all at once
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -37,18 +34,17 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _empty_codes(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = x.new_empty(x.shape, dtype=torch.uint8)
     return codes, codes.new_empty(*x.shape[:-1], blocks_of(x.shape[-1]))
 
 
-@custom_op("encode_float8(Tensor x, int seed) -> (Tensor, Tensor)", fake=_empty_codes)
-def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+@custom_op("encode_float8(Tensor x) -> (Tensor, Tensor)", fake=_empty_codes)
+def encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode a tensor as codes and block exponents.
 
     Args:
         x: ``[..., n]``, floating point.
-        seed: seed of stochastic rounding, or ``NEAREST``.
 
     Returns:
         The codes ``[..., n]`` and the exponents ``[..., ceil(n / 128)]``, both uint8.
@@ -65,8 +61,6 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
     multipliers = ((254 - exponents) << 23).view(torch.float32)
     scaled = whole.view(*x.shape[:-1], count, BLOCK) * multipliers.unsqueeze(-1)
     scaled = scaled.view(whole.shape).narrow(-1, 0, size)
-    if seed >= 0:
-        scaled = _stochastic_float8(values, scaled, seed)
     codes = scaled.to(_FLOAT8).view(torch.uint8)
     codes = codes.masked_fill(codes == _NAN, 0).masked_fill_(values.isnan(), _NAN)
     codes.masked_fill_(values == inf, _INF).masked_fill_(values == -inf, _MINUS_INF)
@@ -91,69 +85,34 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 @custom_op(
-    "sum_of_rows(Tensor rows, Tensor? exponents, Tensor? own, int rank) -> Tensor",
+    "sum_of_rows(Tensor rows, Tensor? exponents, Tensor? local, int rank) -> Tensor",
     fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32),
 )
 def sum_of_rows(
-    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor | None, rank: int
+    rows: torch.Tensor, exponents: torch.Tensor | None, local: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
     """Sum rows over the first dim in fp32, in order of its index.
 
     Args:
         rows: numbers ``[W, ..., n]``, or codes.
         exponents: ``[W, ..., ceil(n / 128)]``, those of codes; None for numbers.
-        own: ``[..., n]``, added in place of ``rows[rank]``, or before all rows; or None.
-        rank: index of the summand that ``own`` replaces; -1 if it comes first.
+        local: ``[..., n]``, added in place of ``rows[rank]``, or before all rows; or None.
+        rank: index of the summand that ``local`` replaces; -1 if it comes first.
 
     Returns:
         The sum, fp32 ``[..., n]``. It is -0 where all summands are.
     """
     total = rows.new_full(rows.shape[1:], -0.0, dtype=torch.float32)
-    if own is not None and rank < 0:
-        total.copy_(own)
+    if local is not None and rank < 0:
+        total.copy_(local)
     for first in range(0, len(rows), _DECODED_AT_ONCE):
-        some = slice(first, first + _DECODED_AT_ONCE)
-        values = rows[some]
+        chunk = slice(first, first + _DECODED_AT_ONCE)
+        values = rows[chunk]
         if exponents is not None:
-            values = decode_float8.portable(values, exponents[some])
+            values = decode_float8.portable(values, exponents[chunk])
         for i, summand in enumerate(values, first):
-            total.add_(own if own is not None and i == rank else summand)
+            total.add_(local if local is not None and i == rank else summand)
     return total
-
-
-@custom_op(
-    "stochastic_bfloat16(Tensor x, int seed) -> Tensor",
-    fake=lambda x, seed: x.new_empty(x.shape, dtype=torch.bfloat16),
-)
-def stochastic_bfloat16(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round ``x`` stochastically to bf16."""
-    values = x.to(torch.float32)
-    bits = values.contiguous().view(torch.int32)
-    rounded = ((bits + (_hash(bits, seed) & 0xFFFF)) & ~0xFFFF).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
-
-
-def _stochastic_float8(values: torch.Tensor, scaled: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round ``scaled`` to one of its two neighbors in e4m3fn, as fp32."""
-    # A fraction of 20 bits is exact when added to a number below 16, so a value that e4m3fn can
-    # represent is not changed.
-    bits = _hash(values.contiguous().view(torch.int32), seed) & 0xFFFFF
-    uniform = bits.to(torch.float32).mul_(2.0**-20)
-    # Neighbors are 2 ** (exponent - 3) apart, and 2 ** -9 among subnormals.
-    bits = scaled.contiguous().view(torch.int32)
-    step = (((bits >> 23 & 0xFF) - 3).clamp_(127 - 9, 254) << 23).view(torch.float32)
-    return (scaled / step).add_(uniform).floor_().mul_(step)
-
-
-def _hash(bits: torch.Tensor, seed: int) -> torch.Tensor:
-    """Hash bits, position and seed to int32 (the finalizer of MurmurHash3)."""
-    place = torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).view(bits.shape)
-    # Products wrap around. The hash needs logical shifts, so the masks clear the sign bits that an
-    # arithmetic shift fills in.
-    h = bits ^ place.mul_(-1640531535).add_(seed)
-    h = (h ^ (h >> 16 & 0xFFFF)).mul_(-2048144789)
-    h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-1028477387)
-    return h ^ (h >> 16 & 0xFFFF)
 
 
 def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
@@ -162,8 +121,8 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_message(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    size, columns = max(each.itemsize for each in numbers), qdata.shape[-1]
-    columns += -columns % size + sum(each.itemsize * each.shape[-1] for each in numbers)
+    size, columns = max(tensor.itemsize for tensor in numbers), qdata.shape[-1]
+    columns += -columns % size + sum(tensor.itemsize * tensor.shape[-1] for tensor in numbers)
     return qdata.new_empty((*qdata.shape[:-1], columns + -columns % size))
 
 
@@ -176,13 +135,13 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
     widest number's size. This is an operator so that ``comm_audit`` can tell the parts of a message
     in a compiled graph.
     """
-    size = max(each.itemsize for each in numbers)
+    size = max(tensor.itemsize for tensor in numbers)
     parts = [padded(as_bytes(qdata), (0, -qdata.shape[-1] % size))]
-    for each in sorted(numbers, key=lambda each: -each.itemsize):
+    for tensor in sorted(numbers, key=lambda tensor: -tensor.itemsize):
         # Flatten first: torch calls a column contiguous whatever the stride of its last dim, but
         # view(dtype) refuses strides other than 1.
-        flat = each.reshape(-1).contiguous().view(torch.uint8)
-        parts.append(flat.view(*each.shape[:-1], each.itemsize * each.shape[-1]))
+        flat = tensor.reshape(-1).contiguous().view(torch.uint8)
+        parts.append(flat.view(*tensor.shape[:-1], tensor.itemsize * tensor.shape[-1]))
     row = torch.cat(parts, dim=-1)
     return padded(row, (0, -row.shape[-1] % size)).view(qdata.dtype)
 
@@ -198,10 +157,10 @@ def unpack_rows(
         like: for each tensor of numbers, its size per row and its dtype.
     """
     size = max(dtype.itemsize for _, dtype in like)
-    begin, found = columns + -columns % size, [torch.empty(0)] * len(like)
+    begin, numbers = columns + -columns % size, [torch.empty(0)] * len(like)
     for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
         count, number = like[i]
         end = begin + count * number.itemsize
-        found[i] = packed[..., begin:end].view(number)
+        numbers[i] = packed[..., begin:end].view(number)
         begin = end
-    return packed[..., :columns].view(dtype), found
+    return packed[..., :columns].view(dtype), numbers

@@ -1,8 +1,8 @@
 """Declared placements of plain local tensors.
 
-Code with hand-written tensor parallelism has plain parameters and activations, each rank its parts.
-A layer with declared placements wraps them as DTensors during its forward, and then works like a
-layer with a parallel style.
+In hand-written tensor parallelism, parameters and activations are plain local tensors. A layer with
+declared placements wraps them as DTensors in its forward, and then works like a layer with a
+parallel style.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from fp8_dist.mesh import Placements, as_dtensor, sharded_dim
 class LocalPlacements(NamedTuple):
     """Declared placements of a weight and an input that are plain local tensors.
 
-    The placement of the output is the layer's ``output_placements``.
+    (The layer's ``output_placements`` has that of the output.)
     """
 
     mesh: DeviceMesh  # 1-D
@@ -54,7 +54,7 @@ class LocalPlacements(NamedTuple):
                 "fully_shard was called on, which gathers it, or leave the layer to the parallel "
                 "styles"
             )
-        for name, placement in ("input", self.input), *(("output", each) for each in output or ()):
+        for name, placement in ("input", self.input), *(("output", p) for p in output or ()):
             if isinstance(placement, Shard) and not -input.ndim <= placement.dim < input.ndim:
                 raise ValueError(
                     f"{fqn}: the {name} was declared as {placement!r}, but it has {input.ndim} "

@@ -15,7 +15,7 @@ from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.agreement import CONVERTED, note_converted
 from fp8_dist.linear.checks import takes_any_size
-from fp8_dist.linear.class_change import why_forward_is_kept, with_forward_held
+from fp8_dist.linear.class_change import why_forward_is_kept
 from fp8_dist.linear.module import (
     Float8Linear,
     become_float8,
@@ -49,20 +49,21 @@ def convert_to_float8_training(
 
     Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied. The layers
     stay the same objects, with their parameters, hooks and attributes; only their class changes, so
-    that everything that refers to them goes on working. A layer of a subclass of nn.Linear remains
-    an instance of it.
+    that references to them go on working. (A bound method ``layer.forward`` that was taken before
+    goes on computing in high precision.) A layer of a subclass of nn.Linear remains an instance of
+    it.
 
     Parameters stay the same. With ``enable_fsdp_float8_all_gather``, ``fully_shard`` wraps the
     local tensors of its sharded parameters in a type that FSDP2 gathers in float8.
 
     One warning lists the layers that stay in high precision although no filter excludes them:
     subclasses of nn.Linear that override ``forward``, layers whose own ``forward`` was replaced
-    (except by accelerate's hooks, which go on working) or is held as a bound method, layers whose
-    weight is computed (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy
-    layers, layers whose weight is not floating point or is a tensor subclass with its own GEMM,
-    transformers' Conv1D layers (GPT-2), and experts whose weights are 3-D parameters. The warning
-    also lists converted layers that a GPU would refuse, because in_features or out_features is not
-    a multiple of 16, and converted routers of experts.
+    (except by accelerate's hooks, which go on working), layers whose weight is computed
+    (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy layers, layers whose
+    weight is not floating point or is a tensor subclass with its own GEMM, transformers' Conv1D
+    layers (GPT-2), and experts whose weights are 3-D parameters. The warning also lists converted
+    layers that a GPU would refuse, because in_features or out_features is not a multiple of 16, and
+    converted routers of experts.
 
     Args:
         module: the model.
@@ -174,7 +175,6 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     return module
 
 
-_HELD = "its bound method forward is held by another object, which may call that of its class"
 _STORED = "is stored in float8; call unfreeze_from_float8 first, before fully_shard"
 
 
@@ -237,10 +237,6 @@ def _choose(
             unfit.append(fqn)
         else:
             chosen[fqn] = layer
-    held = with_forward_held(chosen.values())
-    for fqn in [fqn for fqn, layer in chosen.items() if layer in held]:
-        LEFT_OUT[chosen.pop(fqn)] = reasons[fqn] = _HELD
-        unfit.append(fqn)
     not_linear = [*_not_linear(module)]
     if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
         kind = type(module).__name__

@@ -9,7 +9,7 @@ uint8 ``[..., N, K / 32, 16]``, has the codes of 32 values of a row in each 16 b
 squares of a cast all rows have the same exponents.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -192,27 +192,21 @@ def float8_quantization_config(model: nn.Module, *, format: Format = "float8") -
     in MXFP4.
     """
     model = unwrapped(model)
-    found, blocks = checked_weights(model, "float8_quantization_config", format)
-    made = quantization_config(model, [blocks.rows, blocks.columns], found.values())
-    kept = "modules_to_not_convert"
-    return made if format == "float8" else {"quant_method": format, kept: made[kept]}
-
-
-def quantization_config(
-    model: nn.Module, block: list[int] | None, coded: Iterable[Float8Weight]
-) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a model whose weights ``coded`` are in float8."""
-    modules = {weight.module for weight in coded}
+    weights, blocks = checked_weights(model, "float8_quantization_config", format)
+    converted = {weight.module for weight in weights.values()}
+    in_high_precision = [
+        without_wrappers(name)
+        for name, module in model.named_modules()
+        if _has_matrices(module) and converted.isdisjoint(module.modules())
+    ]
+    if format == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": in_high_precision}
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": block,
-        "modules_to_not_convert": [
-            without_wrappers(name)
-            for name, module in model.named_modules()
-            if _has_matrices(module) and modules.isdisjoint(module.modules())
-        ],
+        "weight_block_size": [blocks.rows, blocks.columns],
+        "modules_to_not_convert": in_high_precision,
     }
 
 

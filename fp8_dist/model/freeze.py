@@ -1,6 +1,5 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -9,12 +8,9 @@ import torch.nn as nn
 from fp8_dist.linear.module import other_users
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
-from fp8_dist.moe.experts import FilterFn, check_arguments, packages_of
+from fp8_dist.moe.experts import FilterFn, check_arguments
 from fp8_dist.scaling import CastPlan
 from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp
-
-# By the package of a module's class, what to call after weights of a model were stored.
-AFTER_FREEZE: dict[str, Callable[[], object]] = {}
 
 
 @torch.no_grad()
@@ -41,14 +37,13 @@ def freeze_to_float8(
     The layer's ``weight`` keeps its shape and its dtype in high precision, so that adapters are
     made like it. A ``state_dict`` has float8 data ``NAME.weight`` and scales
     ``NAME.weight_scale_inv`` (``weight ~= data * scale``), the names of FP8 checkpoints.
-    ``load_state_dict`` accepts these, and a weight in high precision, which it casts. transformers'
-    ``save_pretrained`` writes a ``quantization_config`` for them, or refuses (``docs/frozen.md``).
+    ``load_state_dict`` accepts these, and a weight in high precision, which it casts. For
+    transformers' ``save_pretrained``, pass a state dict, or unfreeze first (``docs/frozen.md``).
     ``model.to(dtype)`` changes neither data nor scales. With gloo, a distributed model can't take
     a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
 
-    A sum in place is cast again, as when PEFT merges adapters (without ``safe_merge``); taking it
-    back does not restore the bits. Other operators on the parameters are errors, and so is a
-    forward if they require gradients. FSDP2 calls ``shard_placement_fn`` for the scales too;
+    Operators that change the parameters are errors, such as merges of adapters, and so is a forward
+    if they require gradients. FSDP2 calls ``shard_placement_fn`` for the scales too;
     ``Shard(0)`` fits all of them. A model on the meta device may be frozen, sharded, and then
     loaded (:func:`fp8_dist.load_float8_checkpoint`).
 
@@ -114,8 +109,6 @@ def freeze_to_float8(
             "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
         )
     leave_out_of_ddp(module, _stored_parameters)  # which flattens parameters with others
-    for package in AFTER_FREEZE.keys() & set().union(*map(packages_of, module.modules())):
-        AFTER_FREEZE[package]()
     return stored
 
 

@@ -8,12 +8,11 @@ times its scales. What else an entry could mean is refused, by name.
 import json
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import is_zipfile
 
 import torch
 import torch.nn as nn
@@ -44,7 +43,6 @@ _FLOAT = {
     "BF16": torch.bfloat16,
     **_FLOAT8,
 }
-_SMALL = ("F8", "F6", "F4")  # how those of a byte or less begin
 # Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
 _SCALES = ("_scale_inv", "_scale")
 # Names of the scales of activations and KV caches that were calibrated for inference.
@@ -223,61 +221,10 @@ def _damaged(path: Path, error: object) -> ValueError:
     )
 
 
-class Float8Entry(NamedTuple):
-    """An entry in float8 of a checkpoint, and its scales."""
-
-    dtype: torch.dtype
-    scales: str
-    shape: tuple[int, ...]  # of the scales
-
-
-def float8_entries(
-    files: Sequence[str], tensor_of: Callable[[str], torch.Tensor | None]
-) -> dict[str, Float8Entry]:
-    """Return the entries of a checkpoint that are no weights without their scales.
-
-    Args:
-        files: safetensors files, or those of ``torch.save``.
-        tensor_of: returns the tensor of a model that other code fills with an entry as it is.
-
-    Raises:
-        ValueError: an entry in float8 has no scales, or its data is not known; or another is not
-            known to have the values of its tensor.
-    """
-    saved = [each for each in files if not each.endswith(".safetensors")]
-    entries = {**_opened([Path(each) for each in files if each not in saved])}
-    for path in saved:
-        mapped = is_zipfile(path)  # the headers of older files are read with the data
-        values = torch.load(path, map_location="meta", mmap=mapped, weights_only=True)
-        entries |= {k: _Header(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
-    opened = _Files(entries)
-    of_others = {key for each in opened.companions.values() for key in each}
-    tensors = {key: into for key in opened if (into := tensor_of(key)) is not None}
-    found = {}
-    for key in opened:
-        kind, tensor = opened.dtype(key), tensors.get(key)
-        is_coded = kind.startswith(_SMALL) or (
-            tensor is None and kind not in _FLOAT and key in opened.companions
-        )
-        if is_coded and not (key in of_others and kind == "F8_E8M0"):
-            scales = opened.scales(key)
-            found[key] = Float8Entry(_FLOAT8[kind], scales, opened.shape(scales))
-        elif tensor is not None:
-            _check_values(key, tensor.dtype, opened, tensors)
-    return found
-
-
-class _Header(NamedTuple):
-    """An entry of a file of ``torch.save``, as safetensors shows those that are not read."""
-
-    tensor: torch.Tensor
-
-    def get_dtype(self) -> str:
-        names = {dtype: name for name, dtype in _FLOAT.items()}
-        return names.get(self.tensor.dtype, str(self.tensor.dtype))
-
-    def get_shape(self) -> torch.Size:
-        return self.tensor.shape
+def float8_keys(files: Sequence[str]) -> list[str]:
+    """Names of the entries in float8 of those files that are safetensors files."""
+    opened = _opened([Path(path) for path in files if path.endswith(".safetensors")])
+    return [key for key in opened if opened.float8(key)]
 
 
 def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -384,7 +331,7 @@ def _check(part: _Part, files: _Files, own: set[str]) -> None:
             _scales_of(entry, files)
 
 
-def _check_values(key: str, dtype: torch.dtype, files: _Files, own: Container[str]) -> None:
+def _check_values(key: str, dtype: torch.dtype, files: _Files, own: set[str]) -> None:
     """Check that an entry has the values of a tensor of this dtype, or is in float8.
 
     ``own``: the entries that are tensors of the model.
@@ -422,7 +369,7 @@ def _load(part: _Part, files: _Files) -> None:
             of_scales, scales, held.saved_as = _stored_scales(weight, entry, files)
             _fill(held.plain, stored.scales, of_scales, scales.__getitem__)
         check_values(codes, stored.scheme, f"{weight.fqn}: {weight.name}")
-        data.plain.copy_(data.holding(codes, stored.scheme).plain)
+        data.plain.copy_(data.with_data(codes, stored.scheme).plain)
         return
     for entry in entries:
         dequantizes = files.float8(entry.key) and not is_float8(tensor.dtype)

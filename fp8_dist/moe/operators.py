@@ -17,7 +17,6 @@ float8 copy of g, so the result does not depend on the rank that cast it.
 A graph does not know how many rows an expert has. The operators read the sizes of the groups.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,12 +30,9 @@ from fp8_dist.kernels import (
     Groups,
     custom_op,
     fold_groups,
-    grouped_mx_mm,
-    grouped_mx_sums,
     grouped_scaled_mm,
     grouped_scaled_sums,
     has_grouped_gemm,
-    has_grouped_mx_gemm,
     transposed_groups,
     unit_scales,
     without_empty,
@@ -102,8 +98,6 @@ def _grouped_mm(
         data, scale = weights.qdata, weights.scales[0]
         if transpose:
             data, scale = data.mT, scale.mT
-        if _are_mx(rows, dims):
-            return grouped_mx_mm(rows.qdata, data, rows.scales[0], scale, groups)
         if rows.scheme.is_recast_for_rows:
             wide = _as_bf16(weights)
             return F.grouped_mm(_as_bf16(rows), wide.mT if transpose else wide, offs=groups.ends)
@@ -216,24 +210,15 @@ def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor
         return padded.scheme.for_rows(padded, None)
 
     a, b = reblocked(left), reblocked(right)
-    if _are_mx(left, (a.qdata.shape[1], b.qdata.shape[1])):
-        return grouped_mx_sums(a.qdata.t(), b.qdata.t(), a.scales[0], b.scales[0], groups)
     return without_empty(F.grouped_mm(_as_bf16(a).t(), _as_bf16(b), offs=ends), groups)
-
-
-def _are_mx(rows: Quantized, sizes: Sequence[int]) -> bool:
-    """Whether the device multiplies these blocks in groups."""
-    (level,) = rows.scheme.levels
-    return has_grouped_mx_gemm(rows.qdata, rows.scales[0], sizes, level.columns or 0)
 
 
 def _as_bf16(operand: Quantized) -> Tensor:
     assert isinstance(operand.scheme, BlockScheme)
     warn_once(
         "grouped GEMM of blocks",
-        "torch's grouped GEMM takes no scales of blocks but those of 'mxfp8', on a Blackwell, for "
-        "features that are multiples of 32, so experts are multiplied in bf16; 'rowwise_folded' "
-        "and 'tensorwise' are in float8",
+        "scales of blocks have no grouped GEMM in float8, so experts are multiplied in bf16; "
+        "'rowwise_folded' and 'tensorwise' are in float8",
     )
     return operand.scheme.as_bf16(operand)
 

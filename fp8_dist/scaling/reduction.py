@@ -44,9 +44,9 @@ class Placed(NamedTuple):
         dims = {sharded_dim(layout.placements[axis], ndim) for axis in axes}
         in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
         if in_parts:  # the ranks of a mesh have no values under FakeTensorMode
-            whole, own = level.shape(layout.shape), level.pieces(layout)
+            global_shape, local_pieces = level.shape(layout.shape), level.pieces(layout)
             for dim in in_parts:
-                shape[dim], pieces[dim] = whole[dim], own[dim]
+                shape[dim], pieces[dim] = global_shape[dim], local_pieces[dim]
         return Placed(local, shape, pieces)
 
     @property
@@ -93,16 +93,13 @@ def from_integers(integers: Tensor, dtype: torch.dtype) -> Tensor:
     return integers.to(torch.uint8) if dtype is torch.uint8 else integers.view(torch.float32)
 
 
-def reduced_statistics(
-    scheme: Scheme, local: Statistics, layout: Layout | None, within: Sequence[int] | None = None
-) -> Statistics:
+def reduced_statistics(scheme: Scheme, local: Statistics, layout: Layout | None) -> Statistics:
     """Reduce the statistics of a rank's part of a tensor to the statistics of the global tensor.
 
     Args:
         scheme: the scheme that measured the statistics.
         local: the statistics of this rank's part.
         layout: the layout of the tensor.
-        within: the mesh axes over which statistics may be reduced; ``None`` means all.
 
     Returns:
         This rank's part of the global statistics.
@@ -111,10 +108,9 @@ def reduced_statistics(
     :func:`reduction_groups`, of the statistics of all levels whose blocks ranks share. A statistic
     has 4 bytes, or 1 byte if all of them are uint8.
     """
-    if layout is None or not (groups := reduction_groups(scheme, layout, within)):
+    if layout is None or not (groups := reduction_groups(scheme, layout)):
         return local
-    within = range(layout.mesh.ndim) if within is None else within
-    axes = [[axis for axis in over if axis in within] for over in scheme.axes(layout)]
+    axes = scheme.axes(layout)
     union = sorted({axis for over in axes for axis in over})
     sent = [i for i, over in enumerate(axes) if over]
     places = [Placed.of(local[i], scheme.levels[i], layout, union) for i in sent]
@@ -151,38 +147,35 @@ def whole_statistics_of_each(
 
     Collectives: as for one tensor, together for all tensors that the same groups share.
     """
-    found = [local for _, local, _ in parts]
+    results = [local for _, local, _ in parts]
     alike: dict[GroupNames, list[tuple[int, list[Placed]]]] = {}
     for i, (scheme, local, layout) in enumerate(parts):
         if layout is not None:
             axes = sharded_axes(layout)
             levels = zip(local, scheme.levels, strict=True)
-            places = [Placed.of(own, level, layout, axes) for own, level in levels]
+            places = [Placed.of(part, level, layout, axes) for part, level in levels]
             alike.setdefault(groups_over(layout.mesh, axes), []).append((i, places))
-    for groups, own in alike.items():
-        wholes = iter(_reduced([place for _, places in own for place in places], groups))
-        for i, places in own:
-            found[i] = tuple([next(wholes) for _ in places])
-    return found
+    for groups, members in alike.items():
+        reduced = iter(_reduced([place for _, places in members for place in places], groups))
+        for i, places in members:
+            results[i] = tuple([next(reduced) for _ in places])
+    return results
 
 
-def reduction_groups(
-    scheme: Scheme, layout: Layout | None, within: Sequence[int] | None = None
-) -> GroupNames:
-    """The groups over which statistics are reduced; arguments as in :func:`reduced_statistics`."""
+def reduction_groups(scheme: Scheme, layout: Layout | None) -> GroupNames:
+    """The groups over which the statistics of a tensor are reduced."""
     if layout is None:
         return ()
-    every = {axis for axes in scheme.axes(layout) for axis in axes}
-    over = sorted([axis for axis in every if within is None or axis in within])
+    over = sorted({axis for axes in scheme.axes(layout) for axis in axes})
     if not over:
         return ()
-    same = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
-    return groups_over(layout.mesh, over, same)
+    replicated = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
+    return groups_over(layout.mesh, over, replicated)
 
 
-def packed(each: Sequence[Statistics]) -> list[Tensor]:
+def packed(by_scheme: Sequence[Statistics]) -> list[Tensor]:
     """The statistics of several schemes as integers of one dtype, 1-D; see :func:`unpacked`."""
-    flat = [statistic for own in each for statistic in own]
+    flat = [statistic for statistics in by_scheme for statistic in statistics]
     dtype = message_dtype(flat)
     return [as_integers(statistic, dtype).reshape(-1) for statistic in flat]
 
@@ -196,11 +189,11 @@ def unpacked(
         integers: what was packed, one after the other.
         shape, start: of the tensor, and the :func:`common_start` of the schemes.
     """
-    found, end = [], 0
+    by_scheme, end = [], 0
     for scheme in schemes:
-        own = []
+        statistics = []
         for level, size in zip(scheme.levels, scheme.scale_shapes(shape, start), strict=True):
             begin, end = end, end + math.prod(size)
-            own.append(from_integers(integers[begin:end], level.statistic).view(size))
-        found.append(tuple(own))
-    return found
+            statistics.append(from_integers(integers[begin:end], level.statistic).view(size))
+        by_scheme.append(tuple(statistics))
+    return by_scheme

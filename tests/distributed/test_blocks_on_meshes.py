@@ -160,8 +160,8 @@ def redistributed(size: int, shape: tuple[int, int], block: int, *to: Placement)
 
 def test_parts_of_rows_are_refused_on_all_ranks(ranks: RankPools) -> None:
     text = (
-        "ranks have unequal parts, or parts of one block, which can't be gathered as float8; "
-        "redistribute the high-precision tensor and cast it then"
+        "ranks have unequal parts, or parts of one block; call .dequantize() first (of a DTensor: "
+        "redistribute it before the cast)"
     )
     every = (Replicate(), Shard(0))
     # Two blocks on each of two ranks, which share one of them.

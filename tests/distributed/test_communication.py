@@ -69,26 +69,23 @@ def side_by_side(steps: dict[str, Rows]) -> str:
 
 
 def test_tensor_parallelism(ranks: RankPools) -> None:
-    rank_scope = {"config": Float8LinearConfig(amax_scope="rank")}
     steps = {
         "sequence": ranks(2).run_same(audited_steps, 1, 2, True),
-        # Of amaxes, only those of what is gathered are reduced.
-        "rank scope": ranks(2).run_same(audited_steps, 1, 2, True, rank_scope),
         "no sequence": ranks(2).run_same(audited_steps, 1, 2, True, {"sequence_parallel": False}),
     }
     assert_expected_inline(
         side_by_side(steps),
         """\
-                                                     sequence     rank scope    no sequence
-precompute all_reduce     tp    int32                  1 of 6         1 of 6         1 of 6
-forward    all_reduce     tp    int32                  4 of 4         2 of 2         2 of 2
-forward    all_gather     tp    float8_e4m3fn      2 of 4,096     2 of 4,096              -
-forward    reduce_scatter tp    float32            2 of 4,096     2 of 4,096              -
-forward    all_reduce     tp    float32                     -              -     2 of 4,096
-backward   all_reduce     tp    float32              2 of 128       2 of 128     1 of 2,048
-backward   all_reduce     tp    int32                  6 of 6         2 of 2         4 of 4
-backward   all_gather     tp    float8_e5m2        2 of 4,096     2 of 4,096              -
-backward   reduce_scatter tp    float32            1 of 2,048     1 of 2,048              -""",
+                                                     sequence    no sequence
+precompute all_reduce     tp    int32                  1 of 6         1 of 6
+forward    all_reduce     tp    int32                  4 of 4         2 of 2
+forward    all_gather     tp    float8_e4m3fn      2 of 4,096              -
+forward    reduce_scatter tp    float32            2 of 4,096              -
+forward    all_reduce     tp    float32                     -     2 of 4,096
+backward   all_reduce     tp    float32              2 of 128     1 of 2,048
+backward   all_reduce     tp    int32                  6 of 6         4 of 4
+backward   all_gather     tp    float8_e5m2        2 of 4,096              -
+backward   reduce_scatter tp    float32            1 of 2,048              -""",
     )
 
 

@@ -19,11 +19,9 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
-from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.mesh import local_tensor
 
 Gradients = dict[str, torch.Tensor]
@@ -112,7 +110,6 @@ def test_accuracy(ranks: RankPools) -> None:
         assert min(each.values()) > least, each
         for name in ("wide.bias", "norm.weight", "norm.bias"):
             assert each[name] > 130  # fp32; the order of the sum may differ
-    assert min(found(transport="float8", stochastic_rounding=1).values()) > 26
     kept = found(transport="float8", high_precision=_is_spare)
     assert kept["spare.weight"] > 130
     assert kept["wide.weight"] < 60
@@ -329,43 +326,12 @@ def test_replicated_parameters_round_alike_on_tensor_parallel_ranks() -> None:
     # What comes before is sharded evenly, or not.
     for transport, hidden in (("bf16", 251), ("float8", 256), ("float8", 251), ("float8", 3)):
         net = Gated(mesh, hidden)
-        set_gradient_transport(net, transport, stochastic_rounding=True)  # type: ignore[arg-type]
+        set_gradient_transport(net, transport)  # type: ignore[arg-type]
         net(data(mesh.get_local_rank("dp"))[:, :64]).pow(2).mean().backward()
         own = local_tensor(net.gate.weight.grad).contiguous()
         both = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(both, own, group=mesh.get_group("tp"))
         assert torch.equal(*both), (transport, hidden)
-
-
-class Seeds(TorchDispatchMode):
-    """The seeds by which values are encoded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is encode_float8.overload:
-            self.found.append(args[1])
-        return func(*args, **(kwargs or {}))
-
-
-def seeds_of_a_step() -> list[int]:
-    """This rank's seeds in a step of HSDP."""
-    mesh, net = device_mesh(replicas=2, dp=2), Uneven()
-    for part in (net.wide, net.flat, net):
-        fully_shard(part, mesh=mesh)
-    set_gradient_transport(net, "float8", stochastic_rounding=True)
-    with Seeds() as seeds:
-        backward(net, dist.get_rank(), spare=True)
-    return seeds.found
-
-
-def test_every_rounding_has_a_seed_of_its_own(ranks: RankPools) -> None:
-    found = ranks(4).run(seeds_of_a_step)
-    assert [len(set(seeds)) for seeds in found] == [2 * 4] * 4  # exchanges, matrices
-    # Gradients round alike on all ranks; sums of shards in their own way on each replica.
-    assert len({seed for seeds in found for seed in seeds}) == (1 + 2) * 4
 
 
 @on_ranks(4)
@@ -427,8 +393,6 @@ def refusals() -> dict[str, str]:
         "transport": lambda: call(net, "fp8"),
         "not sharded": lambda: call(nn.Linear(2, 2), "bf16"),
         "filter of nothing": lambda: call(net, None, high_precision=_is_spare),
-        "rounding of nothing": lambda: call(net, "fp32", stochastic_rounding=True),
-        "seed": lambda: call(net, "bf16", stochastic_rounding=-1),
         "custom": lambda: call(own, "bf16"),
         "replicated": lambda: call(copied, "bf16"),
         "ranks differ": lambda: call(net, "bf16" if dist.get_rank() else "float8"),
@@ -455,9 +419,7 @@ def test_refusals(ranks: RankPools) -> None:
         """\
 transport: set_gradient_transport: transport is 'fp8'; it must be one of ('float8', 'bf16', 'fp32', None)
 not sharded: set_gradient_transport: the Linear has no module that fully_shard was called on; call it after fully_shard
-filter of nothing: set_gradient_transport: the other arguments are about how gradients are encoded, and transport=None encodes none; drop them
-rounding of nothing: set_gradient_transport: the other arguments are about how gradients are encoded, and transport='fp32' encodes none; drop them
-seed: set_gradient_transport: stochastic_rounding is -1; it must be a bool, or a seed: an int that is not negative
+filter of nothing: set_gradient_transport: high_precision is about how gradients are encoded, and transport=None encodes none; drop it
 custom: set_gradient_transport: wide has a reduce-scatter of its own (OwnReduceScatter, of set_custom_reduce_scatter or of memory from the process group), which would be replaced
 replicated: set_gradient_transport: the root module is replicated (replicate, not fully_shard): its gradients are all-reduced, and there is no reduce-scatter
 ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: the transport of the gradient of flat.weight: float8 on rank 0; bf16 on rank 1. Give it the same arguments on all ranks

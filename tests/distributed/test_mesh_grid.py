@@ -87,7 +87,7 @@ def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
         found["powers of 2"] = Float8LinearConfig(round_scales_to_power_of_2=True)
     found["two levels"] = two_level_config()
     found["fp32 blocks"] = Float8LinearConfig.from_recipe_name(
-        "blockwise", scale_format="fp32", division="slime", weight_source="bf16"
+        "blockwise", scale_format="fp32", weight_source="bf16"
     )
     for recipe, rule in zip(("mxfp8", "blockwise"), (RULES[sum(shape) % 3], None), strict=True):
         four_bits = Float8LinearConfig.from_recipe_name(recipe, weight_format="mxfp4")

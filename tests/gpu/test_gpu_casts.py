@@ -9,7 +9,6 @@ from rounding_kernels import decoded, encoded
 
 from fp8_dist import CastConfig, ScalingGranularity, cast_to_float8
 from fp8_dist.kernels import amax, block_exponents, cast_blocks, quantize_blocks, reblock
-from fp8_dist.kernels.gemm import gemm_scales
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 
@@ -98,15 +97,6 @@ def test_casts_of_any_shape(shape: tuple[int, int]) -> None:
         strided = torch.empty_like(x, device=DEVICE).copy_(x)
         on_gpu = cast_blocks(strided, TARGETS[0], blocks, "ceil", [False, True])
         assert all(same_values(a, b) for a, b in zip(on_gpu, on_cpu, strict=True))
-
-
-def test_scales_as_gemms_read_them() -> None:
-    exponents = [torch.randint(256, shape, dtype=torch.uint8) for shape in ((300, 10), (70, 40))]
-    for a, b in (exponents, [each.t() for each in exponents]):
-        on_gpu = a.to(DEVICE), b.to(DEVICE)
-        scales = gemm_scales(*on_gpu, 4)
-        assert all(each.t().is_contiguous() for each in scales)
-        assert all(map(same_values, scales, gemm_scales(a, b, 4)))
 
 
 def assert_one_rounding(x: torch.Tensor, target: torch.dtype) -> None:

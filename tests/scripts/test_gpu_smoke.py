@@ -96,8 +96,10 @@ def test_processes_share_the_calls(tried: Any) -> None:
 
 
 def test_kernels_have_the_bits_of_the_portable_code(tried: Any) -> None:
-    found = tried("kernels", "--only", "gemm_scales, odd", "cast_blocks 32x32", "amax_of_each, odd")
-    assert found["gemm_scales, odd, choice 0"] == "_gemm_scales BLOCK=1024 warps=4"
+    found = tried(
+        "kernels", "--only", "reblock row-major, odd", "cast_blocks 32x32", "amax_of_each, odd"
+    )
+    assert found["reblock row-major, odd, choice 0"] == "_reblock BM=64 BN=64 warps=2"
 
 
 @triton.jit

@@ -201,7 +201,6 @@ _FLAGS = {
     "emulate": st.booleans(),
     "amax_history_len": st.sampled_from([1, 2, 16, 0]),
     "enable_fsdp_float8_all_gather": st.sampled_from([True, False, "auto", "yes"]),
-    "amax_scope": st.sampled_from(["global", "rank"]),
     "fold_row_scales": st.booleans(),
 }
 

@@ -171,7 +171,6 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         GATHER | WITHOUT_GRAD_INPUT,
         "take it with one scale per tensor and with high precision; leave it off",
     ),
-    ("tensorwise", {"amax_scope": "node"}, "amax_scope must be 'global' or 'rank', got 'node'"),
     ("tensorwise", {"amax_history_len": 4}, "amax_history_len=4 has no effect: it belongs"),
     ("delayed", {"amax_history_len": 0}, "=0: use an integer of at least 1"),
     (
@@ -179,7 +178,6 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         {"cast_config_input_for_grad_weight": CastConfig()},
         "input has a DELAYED scale in one GEMM and a DYNAMIC one in the other",
     ),
-    ("delayed", {"amax_scope": "rank"}, "it costs no all-reduce in the step and"),
     (
         "tensorwise",
         {"enable_fsdp_float8_all_gather": "on"},

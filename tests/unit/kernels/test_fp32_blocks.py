@@ -18,10 +18,9 @@ BLOCKWISE = ScalingGranularity.BLOCKWISE
 
 
 def config_of(form: str, source: str = "master") -> Float8LinearConfig:
-    if form == "ue8m0":
-        return Float8LinearConfig.from_recipe_name("blockwise", weight_source=source)
+    scale_format = "ue8m0" if form == "ue8m0" else "fp32"
     return Float8LinearConfig.from_recipe_name(
-        "blockwise", scale_format="fp32", division=form, weight_source=source
+        "blockwise", scale_format=scale_format, weight_source=source
     )
 
 
@@ -72,7 +71,6 @@ def test_the_options_change_codes() -> None:
         return (a != b).double().mean().item()
 
     assert 0.02 < differing(x, "ue8m0") < 1
-    assert 0 < differing(x.bfloat16(), "slime") < 0.01  # bf16 has ties
     assert 0 < differing(x, "vllm", "bf16") < 0.1
 
 
@@ -88,14 +86,14 @@ def test_a_value_that_is_not_finite_reaches_its_block_alone(value: float) -> Non
     assert wide.isfinite().all()
 
 
-@pytest.mark.parametrize("scheme", [Fp32Blocks(E4M3, 1, 32), Fp32Blocks(E4M3, 1, 32, "slime")])
-def test_rows_are_blocked_again_for_their_second_gemm(scheme: Fp32Blocks) -> None:
+def test_rows_are_blocked_again_for_their_second_gemm() -> None:
+    scheme = Fp32Blocks(E4M3, 1, 32)
     x = torch.randn(70, 64) * torch.randn(70, 1).exp()
     made = quantize(x, scheme)
     again = scheme.for_rows(made, None)
     first, second = (q.scheme.dequantize(q.qdata, q.scales, q.start) for q in (made, again))
     assert again.scales[0].shape == (3, 64)
-    codes, scales = engine_cast(first.t(), "slime" if scheme.division == "slime" else "vllm", 1, 32)
+    codes, scales = engine_cast(first.t(), "vllm", 1, 32)
     assert same_bits(again.qdata.contiguous(), codes.t().contiguous())
     assert same_bits(again.scales[0].contiguous(), scales.t().contiguous())
     assert sqnr(first, second) > 28
@@ -182,12 +180,10 @@ def test_configs_say_what_does_not_fit() -> None:
     assert "source='bf16': these are for ScalingGranularity.BLOCKWISE; drop them, " in text
     text = raised(ValueError, lambda: replace(rows, scale_format="fp32", scale_rule="ceil"))
     assert "scale_rule='ceil' is for scales that are powers of two; drop it, " in text
-    text = raised(ValueError, lambda: replace(rows, division="slime"))
-    assert "division='slime' has no effect, because dividing by a " in text
     text = raised(
         ValueError, lambda: Float8LinearConfig.from_recipe_name("mxfp8", scale_format="fp32")
     )
-    assert "the recipe mxfp8 has no scale_format='fp32' and " in text
+    assert "the recipe mxfp8 has no scale_format='fp32': " in text
     text = raised(
         ValueError, lambda: Float8LinearConfig.from_recipe_name("rowwise", weight_source="bf16")
     )

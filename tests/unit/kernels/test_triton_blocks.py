@@ -4,28 +4,23 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 """
 
 import math
-from collections.abc import Callable
 from itertools import cycle, product
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import DEVICE, check_operator, implementation, matrix, note_launches
-from reference import same_values
+from implementations import DEVICE, check_operator, matrix, note_launches
 
 from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels import (
-    CustomOp,
     block_exponents,
     cast_blocks,
     quantize_block_copies,
     quantize_blocks,
     reblock,
 )
-from fp8_dist.kernels.blocks import dequantize_blocks
-from fp8_dist.kernels.gemm import gemm_scales, in_tiles
+from fp8_dist.kernels.gemm import in_tiles
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Blocks = tuple[int, int, int, int]
@@ -196,46 +191,6 @@ def test_every_code_and_exponent_reblocked(
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
     check_operator(reblock, codes.repeat(256, 1), exponents, (1, 128, 0, 0), 1, rule, False)
     assert used == {"_reblock"}
-
-
-@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
-@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
-def test_dequantized(of: torch.dtype, dtype: torch.dtype) -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(dtype)
-    exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
-    every, numbers = codes.expand(256, 256).contiguous(), exponents.view(16, 16)
-    for data, scales, blocks in (
-        (every, exponents, (1, 256, 0, 0)),
-        (every[:, :250], numbers[:9, :9], (32, 32, 7, 30)),
-        (every[:250].t(), numbers[:9, :9], (32, 32, 30, 7)),
-        (every[::2, 1::2], numbers.t()[:4, :9], (32, 16, 0, 15)),
-        (every[:0], numbers[:0, :8], (1, 32, 0, 0)),
-        (every[:, :24], numbers[:9, :9].repeat(29, 1)[:256, :2], (1, 12, 0, 0)),  # no power of two
-    ):
-        found = implementation(dequantize_blocks)(data, scales, blocks, of)
-        assert same_values(found, dequantize_blocks.portable(data, scales, blocks, of))
-
-
-IMPLEMENTATIONS = pytest.mark.parametrize("name", ["cuda", "portable"])
-
-
-def chosen(op: CustomOp[..., Any], name: str) -> Callable[..., Any]:
-    return op.portable if name == "portable" else implementation(op)
-
-
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_scales_of_gemms(name: str, multiple: int) -> None:
-    every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(64, 4)
-    for exponents in (every, every.t(), every[:33, 1:], every[:1], every.repeat(33, 1)):
-        found = chosen(gemm_scales, name)(exponents, exponents, multiple)
-        rows, columns = exponents.shape
-        for scales, padded in zip(found, (16, multiple), strict=True):
-            expected = torch.zeros(rows + -rows % padded, columns, device=DEVICE)
-            expected[:rows] = 2.0 ** (exponents.double() - 127)
-            expected[:rows].masked_fill_(exponents == 255, math.nan)
-            assert scales.t().is_contiguous()
-            assert same_values(scales, expected)
 
 
 def test_tiles_of_exponents() -> None:

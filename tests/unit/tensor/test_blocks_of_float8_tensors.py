@@ -202,7 +202,7 @@ def test_what_no_scales_of_blocks_fit_is_refused() -> None:
         assert "one scale per block of " in text
     assert "its rows would be others" in raised(NotImplementedError, lambda: x.flatten())
     text = raised(ValueError, lambda: torch.cat([x, squares]))
-    assert "torch.cat of float8 tensors with one scale per block of" in text
+    assert "torch.cat of torch.float8_e4m3fn with one scale per block of" in text
 
 
 @kinds

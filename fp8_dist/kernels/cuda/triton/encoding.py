@@ -20,13 +20,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     to_float8,
 )
-from fp8_dist.kernels.encoding import (
-    BLOCK,
-    blocks_of,
-    decode_float8,
-    encode_float8,
-    sum_of_rows,
-)
+from fp8_dist.kernels.encoding import BLOCK, blocks_of, decode_float8, encode_float8, sum_of_rows
 from fp8_dist.kernels.quantization import as_matrix
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -34,40 +28,11 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def _logical_shift(h: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    return (h >> BITS) & ((1 << (32 - BITS)) - 1)
-
-
-@triton.jit
-def _hash(bits: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """Hash as in fp8_dist.kernels.encoding: int32, products wrap around."""
-    h = bits ^ (place * -1640531535 + seed)
-    h = (h ^ _logical_shift(h, 16)) * -2048144789
-    h = (h ^ _logical_shift(h, 13)) * -1028477387
-    return h ^ _logical_shift(h, 16)
-
-
-@triton.jit
-def _stochastic(v: tl.tensor, scaled: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """Round ``scaled`` to one of its two neighbors in e4m3fn."""
-    h = _hash(v.to(tl.int32, bitcast=True), place, seed)
-    uniform = (h & 0xFFFFF).to(tl.float32) * (2.0**-20)
-    exponent = ((scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 3
-    exponent = tl.minimum(tl.maximum(exponent, 118), 135)  # 135: not finite; _encode replaces it
-    step = (exponent << 23).to(tl.float32, bitcast=True)
-    steps = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / step
-    number = scaled * steps + uniform
-    down = number.to(tl.int32)  # toward 0; tl.floor would treat subnormals as 0
-    down = tl.where(down.to(tl.float32) > number, down - 1, down)
-    return down.to(tl.float32) * step
-
-
-@triton.jit
 def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
     # Return the indices of this instance's row, blocks and elements. Rows have count blocks.
-    of_row = tl.cdiv(count, BB)
-    row = tl.cast(tl.program_id(0) // of_row, tl.int64)
-    b = indices(tl.program_id(0) % of_row, BB)
+    instances = tl.cdiv(count, BB)
+    row = tl.cast(tl.program_id(0) // instances, tl.int64)
+    b = indices(tl.program_id(0) % instances, BB)
     return row, b, b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
 
 
@@ -77,8 +42,6 @@ def _encode(
     x: tl.tuple,
     codes: tl.tensor,
     exponents: tl.tensor,
-    seed: tl.tensor,
-    STOCHASTIC: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     BB: tl.constexpr,
@@ -92,10 +55,7 @@ def _encode(
     largest = tl.max(tl.where(bits < 0x7F800000, bits, 0), 1)
     exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
     multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scaled = v * multiplier[:, None]
-    if STOCHASTIC:
-        scaled = _stochastic(v, scaled, (row * size + j).to(tl.int32), seed)
-    code = to_float8(scaled, BIAS, SOFT).to(tl.int32)
+    code = to_float8(v * multiplier[:, None], BIAS, SOFT).to(tl.int32)
     code = tl.where(code == 0x80, 0, code)
     code = tl.where(bits > 0x7F800000, 0x80, code)
     code = tl.where(bits == 0x7F800000, tl.where(v > 0, 0x7F, 0xFF), code)
@@ -118,7 +78,7 @@ def _decoded(
 def _sum(
     rows: tl.tuple,
     exponents: tl.tuple | None,
-    own: tl.tuple,
+    local: tl.tuple,
     total: tl.tensor,
     summands: tl.tensor,
     rank: tl.tensor,
@@ -128,17 +88,18 @@ def _sum(
     BB: tl.constexpr,
 ) -> None:
     # One instance: BB blocks of a row. Rows and exponents come with their strides of summands and
-    # of rows. Rows without exponents are numbers. No row is own's if rank is the number of rows.
+    # of rows. Rows without exponents are numbers. If rank is the number of rows, `local` replaces
+    # none of them.
     count = tl.cdiv(size, _BLOCK)
     row, b, j = _places(count, BB)
     mask = j < size
     # tl.full makes +0.0 of -0.0.
-    found = tl.full([BB, _BLOCK], -(2**31), tl.int32).to(tl.float32, bitcast=True)
+    result = tl.full([BB, _BLOCK], -(2**31), tl.int32).to(tl.float32, bitcast=True)
     if rank < 0:
-        found = as_fp32(tl.load(own[0] + row * own[3] + j, mask=mask, other=0.0))
+        result = as_fp32(tl.load(local[0] + row * local[3] + j, mask=mask, other=0.0))
     for w in range(summands):
         if w == rank:
-            v = as_fp32(tl.load(own[0] + row * own[3] + j, mask=mask, other=0.0))
+            v = as_fp32(tl.load(local[0] + row * local[3] + j, mask=mask, other=0.0))
         else:
             w64 = tl.cast(w, tl.int64)
             given = tl.load(rows[0] + w64 * rows[1] + row * rows[2] + j, mask=mask, other=0)
@@ -148,12 +109,12 @@ def _sum(
                 at = exponents[0] + w64 * exponents[1] + row * exponents[2] + b
                 exponent = tl.load(at, mask=b < count, other=127)
                 v = _decoded(given, exponent, BIAS, SOFT)
-        found = found + v
-    tl.store(total + row * size + j, found, mask=mask)
+        result = result + v
+    tl.store(total + row * size + j, result, mask=mask)
 
 
-@fused(encode_float8, lambda x, seed: x.dtype in DTYPES)
-def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+@fused(encode_float8, lambda x: x.dtype in DTYPES)
+def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count = blocks_of(x.shape[-1])
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     exponents = codes.new_empty(*x.shape[:-1], count)
@@ -161,8 +122,7 @@ def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tens
         rows = _rows(as_matrix(x))
         _encode(
             lambda chosen: (len(rows) * programs(count, chosen["BB"]),),
-            *(matrix(rows), codes, exponents, max(seed, 0)),
-            STOCHASTIC=seed >= 0,
+            *(matrix(rows), codes, exponents),
             **float8_constants(_FLOAT8, x.device),
         )
     return codes, exponents
@@ -170,24 +130,24 @@ def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tens
 
 @fused(
     sum_of_rows,
-    lambda rows, exponents, own, rank: (
-        (own is None or own.dtype in DTYPES) and (exponents is not None or rows.dtype in DTYPES)
+    lambda rows, exponents, local, rank: (
+        (local is None or local.dtype in DTYPES) and (exponents is not None or rows.dtype in DTYPES)
     ),
 )
 def _sum_of_rows(
-    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor | None, rank: int
+    rows: torch.Tensor, exponents: torch.Tensor | None, local: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
     """Sum rows in one launch."""
     shape, size, summands = rows.shape[1:], rows.shape[-1], len(rows)
     total = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    if own is None:
-        own, rank = total, summands
+    if local is None:
+        local, rank = total, summands
     if total.numel():
         _sum(
             lambda chosen: (total.numel() // size * programs(blocks_of(size), chosen["BB"]),),
             _stacked(rows),
             None if exponents is None else _stacked(exponents),
-            *(matrix(_rows(as_matrix(own))), total, summands, rank, size),
+            *(matrix(_rows(as_matrix(local))), total, summands, rank, size),
             **float8_constants(_FLOAT8, rows.device),
         )
     return total
