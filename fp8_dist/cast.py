@@ -182,23 +182,23 @@ def cast_copies(
     if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.
-        made: dict[int, Quantized] = {}
+        copies: dict[int, Quantized] = {}
         for i in range(len(schemes)):
             part, places = plan.part(i)
-            made.update(zip(places, cast_copies(tensor, part, local), strict=True))
-        return [made[n] for n in range(len(plan.of))]
+            copies.update(zip(places, cast_copies(tensor, part, local), strict=True))
+        return [copies[n] for n in range(len(plan.of))]
     start, statistics = common_start(schemes, layout), None
     if reduces:
         (measured,) = measure(x, schemes, start)
         statistics = [reduced_statistics(schemes[0], measured, layout)]
-    scales, data = cast(x, plan, statistics, start, fits=reduces)
+    scales, data = cast(x, plan, statistics, start, saturate=not reduces)
     return as_copies(plan, data, scales, layout)
 
 
 def cast_by(
     x: torch.Tensor, plan: CastPlan, statistics: Sequence[Statistics], layout: Layout | None = None
 ) -> Copies:
-    """Cast a local tensor to float8 copies with known statistics; larger values saturate.
+    """Cast a local tensor to float8 copies with given statistics; larger values saturate.
 
     Args:
         statistics: the statistics for each scheme of the plan.
@@ -218,13 +218,13 @@ def as_copies(
 
     ``layout``: the layout of the global tensor.
     """
-    found = []
+    copies = []
     for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
         scheme = plan.schemes[i]
         position = () if layout is None else (scheme.start(layout), scheme.is_cut(layout))
         # A transposed copy is a matrix, with rows of zeros up to a multiple of 16.
-        found.append(Quantized(qdata.t() if transposed else qdata, scales[i], scheme, *position))
-    return found
+        copies.append(Quantized(qdata.t() if transposed else qdata, scales[i], scheme, *position))
+    return copies
 
 
 def flat_copies(plan: CastPlan, copies: Copies) -> list[torch.Tensor]:
@@ -233,7 +233,7 @@ def flat_copies(plan: CastPlan, copies: Copies) -> list[torch.Tensor]:
     data = []
     for transposed, (qdata, *_) in zip(plan.transposed, copies, strict=True):
         data.append(qdata.view(-1, qdata.shape[-1]).t() if transposed else qdata)
-    return [*(each for own in scales.values() for each in own), *data]
+    return [*(scale for levels in scales.values() for scale in levels), *data]
 
 
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:

@@ -72,7 +72,8 @@ def check_fields(config: Any) -> None:
     for field in fields(config):
         hint, value = hints[field.name], getattr(config, field.name, None)
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        choices = [each for part in parts if get_origin(part) is Literal for each in get_args(part)]
+        literals = [part for part in parts if get_origin(part) is Literal]
+        choices = [choice for literal in literals for choice in get_args(literal)]
         kinds = [get_origin(part) or part for part in parts if get_origin(part) is not Literal]
         is_flag = isinstance(value, bool) and bool not in kinds  # an int, for Python
         if field.init and (is_flag or not (value in choices or isinstance(value, tuple(kinds)))):
@@ -99,11 +100,11 @@ def check_field_names(config: type, names: Iterable[str], others: str = "") -> N
 
     Args:
         config: the class of the config.
-        names: of the arguments of ``config.from_recipe_name``.
+        names: the names of arguments of ``config.from_recipe_name``.
         others: text about arguments that are no fields.
 
     Raises:
-        TypeError: it does not have one of them.
+        TypeError: it lacks one of them.
     """
     known = [field.name for field in fields(config) if field.init]
     if unknown := [name for name in names if name not in known]:
@@ -162,8 +163,8 @@ class CastConfig:
         tensorwise = self.scaling_granularity is ScalingGranularity.TENSORWISE
         if self.scaling_type is ScalingType.DELAYED and not tensorwise:
             raise ValueError(
-                "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor; rows "
-                "and blocks come and go; use TENSORWISE, or ScalingType.DYNAMIC"
+                "CastConfig: ScalingType.DELAYED keeps the history of one amax per tensor, because "
+                "per-row amaxes change shape between steps; use TENSORWISE, or ScalingType.DYNAMIC"
             )
 
     def _check_blocks(self) -> None:
@@ -342,7 +343,7 @@ class Float8LinearConfig:
         """The scheme of each operand in each GEMM."""
         delayed = [o for o in get_args(Operand) if ScalingType.DELAYED in self._types(o)]
         uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
-        one_of: dict[Scheme, Scheme] = {}  # equal schemes become one, which is compared faster
+        interned: dict[Scheme, Scheme] = {}  # equal schemes become one, which is compared faster
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
                 config, scheme = self.cast_config(operand, gemm), None
@@ -350,7 +351,7 @@ class Float8LinearConfig:
                     scheme = config.scheme(operand, self.round_scales_to_power_of_2)
                     if is_second(operand, gemm) and not self.fold_row_scales:
                         scheme = scheme.for_row_contraction
-                    scheme = one_of.setdefault(scheme, scheme)
+                    scheme = interned.setdefault(scheme, scheme)
                 uses[operand][gemm] = scheme
         return Recipe(uses, delayed, self.fold_row_scales, self.emulate)
 
@@ -361,9 +362,9 @@ class Float8LinearConfig:
         may be misaligned on one rank only, and an error on that rank would hang the others. Only
         the output has the same bits however its columns are sharded.
         """
-        own: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
+        config: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
         pads = self.pad_inner_dim or gemm == "grad_weight"
-        return own.use_fast_accum, pads, self.emulate, gemm != "output"
+        return config.use_fast_accum, pads, self.emulate, gemm != "output"
 
     def _types(self, operand: Operand) -> set[ScalingType]:
         uses = GEMM_OPERANDS.items()
@@ -462,7 +463,7 @@ class Float8LinearConfig:
         if is_gathered or self.enable_fsdp_float8_all_gather is not True:
             return
         schemes = self.recipe.uses["weight"].values()
-        casts = [f"one scale per {each.covers}" if each else "high precision" for each in schemes]
+        casts = [f"one scale per {s.covers}" if s else "high precision" for s in schemes]
         raise ValueError(
             "Float8LinearConfig: enable_fsdp_float8_all_gather=True gathers one float8 copy of the "
             f"weight, but its GEMMs take it with {' and with '.join(casts)}; leave it off (FSDP2 "

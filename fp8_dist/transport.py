@@ -85,32 +85,32 @@ def encode(x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.T
 
 def decode(wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
     """Decode the bytes of :func:`encode` to fp32."""
-    found = [
+    pieces = [
         numbers.to(torch.float32)
         if exponents is None
         else run.flat(decode_float8(numbers, exponents))
         for run, numbers, exponents in _parts(wire, runs, dtype)
     ]
-    return torch.cat(found, -1) if len(found) > 1 else found[0]
+    return torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
 
 
 def sum_of(
     wire: torch.Tensor,
     runs: Sequence[Part],
     dtype: torch.dtype,
-    own: torch.Tensor | None,
+    local: torch.Tensor | None,
     rank: int = -1,
 ) -> torch.Tensor:
     """Sum the bytes ``[W, ..., B]`` from W ranks, in fp32 and in the order of ranks.
 
     Args:
         dtype: as in :func:`encode`.
-        own: ``[..., S]``, a summand that is not on the wire, if any.
-        rank: the rank whose bytes ``own`` is added in place of; -1 if it comes first.
+        local: ``[..., S]``, a summand that is not on the wire, if any.
+        rank: the rank whose bytes ``local`` is added in place of; -1 if it comes first.
     """
     sums, begin = [], 0
     for run, numbers, exponents in _parts(wire, runs, dtype):
-        part = None if own is None else run.rows(own.narrow(-1, begin, run.size))
+        part = None if local is None else run.rows(local.narrow(-1, begin, run.size))
         sums.append(run.flat(sum_of_rows(numbers, exponents, part, rank)))
         begin += run.size
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
@@ -153,11 +153,7 @@ def exchanged(x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup) -
 
 
 def all_reduce(
-    x: torch.Tensor,
-    parts: Sequence[Part],
-    group: dist.ProcessGroup,
-    *,
-    divisor: float = 1,
+    x: torch.Tensor, parts: Sequence[Part], group: dist.ProcessGroup, *, divisor: float = 1
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
@@ -171,20 +167,20 @@ def all_reduce(
     Collectives: an all-to-all of the encoded ``x``, and an all-gather of the sums.
     """
     ranks = group.size()
-    own_parts = [part._replace(size=-(-part.size // ranks), row=0) for part in parts]
+    shares = [part._replace(size=-(-part.size // ranks), row=0) for part in parts]
     pieces = [
-        pad(piece, (0, ranks * own.size - len(piece))).view(ranks, own.size)
-        for piece, own in zip(x.split([part.size for part in parts]), own_parts, strict=True)
+        pad(piece, (0, ranks * part.size - len(piece))).view(ranks, part.size)
+        for piece, part in zip(x.split([part.size for part in parts]), shares, strict=True)
     ]
     x_of_ranks, rank = torch.cat(pieces, -1), group.rank()
-    runs = runs_of(own_parts)
+    runs = runs_of(shares)
     received = exchanged(x_of_ranks, runs, group)
-    own = sum_of(received, runs, x.dtype, x_of_ranks[rank], rank)
-    of_sums = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in own_parts)
-    runs = runs_of(of_sums)
-    wire = encode(own.div_(divisor), runs, x.dtype)
+    total = sum_of(received, runs, x.dtype, x_of_ranks[rank], rank)
+    sum_parts = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in shares)
+    runs = runs_of(sum_parts)
+    wire = encode(total.div_(divisor), runs, x.dtype)
     rows = decode(_gathered(wire.unsqueeze(0), group), runs, x.dtype)
-    columns = rows.split([part.size for part in own_parts], -1)
+    columns = rows.split([part.size for part in shares], -1)
     return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
 
 
@@ -192,7 +188,7 @@ class Reduction(NamedTuple):
     """A sum in flight, which :func:`finish_reduction` completes."""
 
     received: torch.Tensor  # [W, ..., bytes], in flight: the pieces of all ranks for this one
-    own: torch.Tensor  # this rank's own summand, padded to the size of the first piece
+    local: torch.Tensor  # this rank's summand, padded to the size of the first piece
     runs: tuple[Part, ...]
     rank: int
     layout: Layout  # of the result
@@ -205,7 +201,7 @@ def start_reduction(
 
     A reduce-scatter, from Partial to Shard, becomes an all-to-all of encoded pieces, one for each
     rank, with blocks along the last dim. The rank that owns a shard sums in fp32, in the order of
-    ranks, and rounds once to the dtype of the tensor. Its own piece is not encoded. An all-reduce,
+    ranks, and rounds once to the dtype of the tensor. Its piece is not encoded. An all-reduce,
     from Partial to Replicate, becomes such a reduce-scatter of rows and an all-gather of the sums,
     which are encoded from fp32, so that all ranks have the same bits. All other redistributions are
     left to torch.
@@ -244,16 +240,16 @@ def finish_reduction(started: DTensor | Reduction) -> DTensor:
     """Return the result of :func:`start_reduction`, in flight if torch redistributes it."""
     if isinstance(started, DTensor):
         return started
-    received, own, runs, rank, layout = started
-    total = sum_of(funcol.wait_tensor(received), runs, own.dtype, own, rank)
+    received, local, runs, rank, layout = started
+    total = sum_of(funcol.wait_tensor(received), runs, local.dtype, local, rank)
     dim = sharded_dim(layout.placements[0], len(layout.shape))
     if dim is None:
-        wire = _gathered(encode(total, runs, own.dtype), layout.mesh.get_group())
-        rows = decode(wire, runs, own.dtype).to(own.dtype)
+        wire = _gathered(encode(total, runs, local.dtype), layout.mesh.get_group())
+        rows = decode(wire, runs, local.dtype).to(local.dtype)
         return layout.wrap(rows[: layout.shape[:-1].numel()].view(layout.shape))
     chunk = total.shape[dim]
     kept = max(0, min(chunk, layout.shape[dim] - rank * chunk))
-    return layout.wrap(total.narrow(dim, 0, kept).to(own.dtype).contiguous())
+    return layout.wrap(total.narrow(dim, 0, kept).to(local.dtype).contiguous())
 
 
 def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> DTensor:

@@ -27,7 +27,7 @@ from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import convert_first, float8_modules, float8_weights, note_made
+from fp8_dist.linear.weights import CONVERT_FIRST, float8_modules, float8_weights, note_made
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -176,7 +176,7 @@ def _dynamic_weights(module: nn.Module) -> dict[str, Float8Weight]:
     weights = float8_weights(module)
     dynamic = {fqn: weight for fqn, weight in weights.items() if weight.is_dynamic}
     if not (dynamic or any(weight.is_stored for weight in weights.values())):
-        remedy = convert_first(module)
+        remedy = CONVERT_FIRST
         if any(layer.histories for layer in float8_layers(module).values()):
             remedy = "call update_float8_scales(model) instead, which serves all recipes"
         raise ValueError(

@@ -12,8 +12,8 @@ from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import funcol
 
-# An operand is read in parts of so many elements. On a CPU a part fits into a cache. On a GPU the
-# fp32 copy of a part takes little memory.
+# Elements that are read at a time. A part fits into a CPU's cache. Its fp32 copy takes little of a
+# GPU's memory.
 _CPU_PART, _PART = 2**18, 2**24
 
 
@@ -26,8 +26,8 @@ class Measures(NamedTuple):
     amax: float  # of the operand
     scale: float  # the largest
     minus_scale: float  # the smallest scale, negated
-    minus_rank: float  # the first rank with a value that is not finite, negated; -inf without one
-    minus_position: float  # the first place among the casts of a step, negated; -inf: not known
+    minus_rank: float  # the first rank with a value that is not finite, negated; -inf: none
+    minus_position: float  # the first place among the casts of a step, negated; -inf: unknown
     values: float  # the number of values that are not zero in high precision
     underflow: float  # the number of those values that are zero in float8
     saturated: float  # the number of values that saturate
@@ -50,11 +50,6 @@ def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
     """Add the measures of more casts of the same operands, ``[..., 11]``, to a total in place."""
     total[..., :MAXIMA] = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
     total[..., MAXIMA:] += more[..., MAXIMA:]
-
-
-def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
-    """Return the :class:`Measures` of one cast, fp64 ``[11]``. See :func:`measure_casts`."""
-    return measure_casts(high, [low], rank)[0]
 
 
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
@@ -96,12 +91,12 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
 def matrix_scales(low: Quantized) -> torch.Tensor:
     """Return the scales of a cast as a matrix: 0-dim, or ``[1 or M, 1 or K]`` for ``[M, K]``."""
     scales = tuple([scale.detach() for scale in low.scales])
-    found = low.scheme.element_scales(scales, low.qdata.shape, low.start)
-    if found.ndim in (0, 2):
-        return found
-    *leading, columns = found.shape
+    wide = low.scheme.element_scales(scales, low.qdata.shape, low.start)
+    if wide.ndim in (0, 2):
+        return wide
+    *leading, columns = wide.shape
     rows = leading if set(leading) <= {1} else low.qdata.shape[:-1]
-    return found.expand(*rows, columns).reshape(-1, columns)
+    return wide.expand(*rows, columns).reshape(-1, columns)
 
 
 def _losses(
@@ -109,25 +104,24 @@ def _losses(
 ) -> tuple[torch.Tensor, ...]:
     """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
 
-    For each scale, the squares of the values that it covers are summed in units of the scale, so
-    that they neither overflow nor vanish in fp32.
+    Squares are summed in units of the scale, so that they neither overflow nor vanish in fp32.
     """
     units = x * scale.reciprocal()
     largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
     saturated = torch.zeros_like(values)
     if not largest <= limit:
         saturated = torch.count_nonzero(units.abs() > limit)
-    left = torch.count_nonzero(magnitudes(qdata))
+    kept = torch.count_nonzero(magnitudes(qdata))
     is_finite = largest < math.inf
     low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
     # Each scale covers all of a dim, or one index of it.
     dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
     unit = scale.to(torch.float64).square()
+    squares = units.square(), (low - units).square()
     signal, noise = (
-        ((each.square().sum(dims, keepdim=True) if dims else each.square()).double() * unit).sum()
-        for each in (units, low - units)
+        ((x.sum(dims, keepdim=True) if dims else x).double() * unit).sum() for x in squares
     )
-    return values - left, saturated, signal, noise
+    return values - kept, saturated, signal, noise
 
 
 def measure_gemm(

@@ -33,7 +33,7 @@ from fp8_dist.kernels.e2m1 import (
 )
 from fp8_dist.kernels.fp32_blocks import (
     quantize_by_scales as quantize_by_scales,
-    scales_of as scales_of,
+    fp32_block_scales as fp32_block_scales,
 )
 from fp8_dist.kernels.folding import fold_groups as fold_groups, unit_scales as unit_scales
 from fp8_dist.kernels.gemm import (
@@ -46,12 +46,9 @@ from fp8_dist.kernels.gemm import (
 )
 from fp8_dist.kernels.grouped import (
     Groups as Groups,
-    grouped_mx_mm as grouped_mx_mm,
-    grouped_mx_sums as grouped_mx_sums,
     grouped_scaled_mm as grouped_scaled_mm,
     grouped_scaled_sums as grouped_scaled_sums,
     has_grouped_gemm as has_grouped_gemm,
-    has_grouped_mx_gemm as has_grouped_mx_gemm,
     transposed_groups as transposed_groups,
     without_empty as without_empty,
 )

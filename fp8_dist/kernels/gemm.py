@@ -20,11 +20,7 @@ from fp8_dist.kernels.blocks import dequantize_blocks
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up, transposed_copy
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import (
-    constant_in_graphs,
-    native_scaled_mm,
-    statically_known_true,
-)
+from fp8_dist.torch_internals import constant_in_graphs, native_scaled_mm, statically_known_true
 
 # Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate, any_order).
 GemmOptions = tuple[bool, bool, bool, bool]
@@ -75,14 +71,10 @@ def scaled_mm_with(
             and ``any_order``.
     """
     use_fast_accum, pad_inner_dim, emulate, any_order = options
-    per_element = _check_scales(a, b, scale_a, scale_b)
+    _check_scales(a, b, scale_a, scale_b)
     rows, columns = a.shape[0], b.shape[1]
     if not min(*a.shape, *b.shape):
         return torch.zeros(rows, columns, dtype=out_dtype, device=a.device)
-    if per_element:
-        with torch.autocast(a.device.type, enabled=False):
-            wide = torch.mm(a.to(torch.float32) * scale_a, b.to(torch.float32) * scale_b)
-        return wide.to(out_dtype)
     misaligned = a.shape[1] % ALIGNMENT or b.shape[0] % ALIGNMENT or columns % ALIGNMENT
     if misaligned and needs_alignment(a.device, emulate):
         a, b = _aligned(a, b, pad_inner_dim)
@@ -92,7 +84,7 @@ def scaled_mm_with(
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
         # Autocast would narrow the wider type. If it is off, disabling it again would cost time.
-        a, b = of_same_depth(a, b)
+        a, b = trimmed_to_same_depth(a, b)
         autocast = torch.is_autocast_enabled(a.device.type)
         with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
             out = emulated(a, b, scale_a, scale_b, out_dtype, any_order)
@@ -125,10 +117,8 @@ def scaled_mm(
         a: ``[M, K]``, any strides, a float8 dtype.
         b: ``[K, N]``, any strides, a float8 dtype. Of either operand, K may be rounded up to a
             multiple of ``ALIGNMENT`` by zeros.
-        scale_a: fp32, 0-dim, ``[M, 1]`` or ``[M, K]``. No float8 GEMM takes ``[M, K]``, so the
-            product is then computed in fp32.
-        scale_b: fp32, 0-dim, ``[1, N]`` or ``[K, N]``. The product is computed in fp32 for
-            ``[K, N]``.
+        scale_a: fp32, 0-dim or ``[M, 1]``.
+        scale_b: fp32, 0-dim or ``[1, N]``.
         out_dtype: dtype of the result.
         options: ``use_fast_accum``, see ``torch._scaled_mm``; ``pad_inner_dim``, whether to pad K
             and N with zeros if :func:`needs_alignment` is true; ``emulate``, whether to compute in
@@ -139,8 +129,7 @@ def scaled_mm(
         ``[M, N]``, contiguous.
 
     Raises:
-        ValueError: a scale varies along K but not per element, or the device does not support the
-            dims or the dtypes.
+        ValueError: a scale varies along K, or the device does not support the dims or the dtypes.
     """
     return scaled_mm_with(emulated_mm, a, b, scale_a, scale_b, out_dtype, options)
 
@@ -159,34 +148,28 @@ def fusible_scaled_mm(
     or the operands may need what only :func:`scaled_mm` does.
     """
     use_fast_accum, _, emulate, _ = options
-    if emulate or not device_has_float8_gemm(a.device) or _check_scales(a, b, scale_a, scale_b):
+    _check_scales(a, b, scale_a, scale_b)
+    if emulate or not device_has_float8_gemm(a.device):
         return None
     if (scale_a.ndim or scale_b.ndim) and not _has_rowwise_gemm(b, out_dtype):
         return None
-    (rows, inner), (same, columns) = a.shape, b.shape
-    known = [size > 0 for size in (rows, inner, columns)]
-    known += [inner == same, inner % ALIGNMENT == 0, columns % ALIGNMENT == 0]
-    if not all(statically_known_true(each) for each in known):
+    (rows, inner), (depth, columns) = a.shape, b.shape
+    facts = [size > 0 for size in (rows, inner, columns)]
+    facts += [inner == depth, inner % ALIGNMENT == 0, columns % ALIGNMENT == 0]
+    if not all(statically_known_true(fact) for fact in facts):
         return None
     return _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
 
 
-def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
-    """Return whether an operand has one scale per element; raise for unsupported shapes."""
-    if not (scale_a.ndim or scale_b.ndim):
-        return False
-    per_element = False
-    for x, scale, kept in ((a, scale_a, 0), (b, scale_b, 1)):
-        if not scale.ndim or scale.shape[1 - kept] == 1:
-            continue
-        per_element = True
-        if scale.shape != x.shape:
+def _check_scales(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> None:
+    """Raise ValueError if a scale varies along the contracted dim."""
+    for scale, contracted in ((scale_a, 1), (scale_b, 0)):
+        if scale.ndim and scale.shape[contracted] != 1:
             raise ValueError(
                 f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: a scale of shape "
                 f"{tuple(scale.shape)} runs along the dim that is summed over; cast along it "
-                f"(dim={1 - kept}) instead"
+                f"(dim={contracted}) instead"
             )
-    return per_element
 
 
 def _native(
@@ -264,13 +247,10 @@ def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]
     return padded(a, (0, inner - a.shape[1])), b.t()
 
 
-def of_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def trimmed_to_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Leave out the zeros that only one of two operands has at the end of the contracted dim."""
     depth = min(a.shape[1], b.shape[0])
-    return (
-        a if a.shape[1] == depth else a[:, :depth],
-        b if b.shape[0] == depth else b[:depth],
-    )
+    return (a if a.shape[1] == depth else a[:, :depth], b if b.shape[0] == depth else b[:depth])
 
 
 @custom_op(
@@ -310,7 +290,7 @@ def block_scaled_mm(
     """
     narrow = out_dtype is torch.bfloat16 and scales_a.dtype is torch.uint8
     wide = torch.bfloat16 if narrow else torch.float32
-    a, b = of_same_depth(a, b)
+    a, b = trimmed_to_same_depth(a, b)
     left = dequantize_blocks(a, scales_a, blocks_a, wide)
     right = dequantize_blocks(b, scales_b, blocks_b, wide)
     with torch.autocast(a.device.type, enabled=False):

@@ -4,9 +4,6 @@
 scale per row or column, and writes bf16. If it sums over rows, these must be contiguous in memory,
 and groups must begin at multiples of 16 bytes. So both operands are transposed, and groups padded
 in the same pass.
-
-On a Blackwell it also takes exponents of blocks of 1 x 32 (MX), in tiles of 128 x 4, which begin
-anew with each group. Sums over rows then have groups of multiples of 32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_dist.device import device_has_grouped_gemm, device_kind, e4m3
+from fp8_dist.device import device_has_grouped_gemm, e4m3
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.gemm import in_tiles, row_major
-from fp8_dist.kernels.quantization import ALIGNMENT, padded
+from fp8_dist.kernels.gemm import row_major
+from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.torch_internals import native_scaled_grouped_mm
 
 _grouped_mm = partial(native_scaled_grouped_mm, out_dtype=torch.bfloat16)
@@ -55,7 +52,6 @@ class Groups:
     of_row: Tensor
     ends: Tensor
     _padded: dict[int, Padded] = field(default_factory=dict)
-    _blocks: dict[int, "Groups"] = field(default_factory=dict)
 
     @staticmethod
     def of(sizes: Tensor, on_host: Tensor, rows: int) -> "Groups":
@@ -83,13 +79,6 @@ class Groups:
         if multiple not in self._padded:
             self._padded[multiple] = self._pad(multiple)
         return self._padded[multiple]
-
-    def of_blocks(self, size: int) -> "Groups":
-        """The groups of blocks of so many rows, of which the last one of a group may have fewer."""
-        if size not in self._blocks:
-            sizes, on_host = ((n + (size - 1)) // size for n in (self.sizes, self.on_host))
-            self._blocks[size] = Groups.of(sizes, on_host, int(on_host.sum()))
-        return self._blocks[size]
 
     def _pad(self, multiple: int) -> Padded:
         if self.is_aligned(multiple):
@@ -157,8 +146,8 @@ def grouped_scaled_mm(
         bf16 ``[R, N]``.
     """
     experts, _, columns = b.shape
-    of_columns = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
-    return _grouped_mm(a, row_major(b.mT).mT, scale_a.reshape(-1), of_columns, groups.ends)
+    column_scales = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
+    return _grouped_mm(a, row_major(b.mT).mT, scale_a.reshape(-1), column_scales, groups.ends)
 
 
 def grouped_scaled_sums(
@@ -174,8 +163,8 @@ def grouped_scaled_sums(
         bf16 ``[E, N, K]``.
     """
     experts, ends = len(groups.counts), groups.padded(ALIGNMENT).ends
-    each = ((scale_a, a), (scale_b, b))
-    scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in each]
+    operands = ((scale_a, a), (scale_b, b))
+    scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in operands]
     return without_empty(_grouped_mm(a, b.t(), *scales, ends), groups)
 
 
@@ -187,82 +176,6 @@ def without_empty(sums: Tensor, groups: Groups) -> Tensor:
     return sums
 
 
-MX = 32  # the size of the blocks that devices multiply in groups
-
-
-def has_grouped_mx_gemm(x: Tensor, exponents: Tensor, sizes: Sequence[int], block: int) -> bool:
-    """Return whether a device with :func:`has_grouped_gemm` multiplies groups of MX blocks, too.
-
-    Args:
-        exponents: the scales of ``x``.
-        sizes: the sizes of a matrix of a group, apart from its rows.
-        block: the size of a block.
-    """
-    return (
-        block == MX
-        and exponents.dtype is torch.uint8
-        and not any(size % MX for size in sizes)
-        and device_kind(x.device) == "blackwell"
-    )
-
-
-def grouped_mx_mm(
-    a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, groups: Groups
-) -> Tensor:
-    """Multiply the rows of each group by its matrix, where :func:`has_grouped_mx_gemm`.
-
-    Args:
-        a: float8 ``[R, K]``.
-        b: float8 ``[E, K, N]``. Unless its columns are contiguous, it is copied.
-        exponents_a: uint8 ``[R, K / 32]``.
-        exponents_b: uint8 ``[E, K / 32, N / 32]``, of blocks of 32 x 32.
-
-    Returns:
-        bf16 ``[R, N]``.
-    """
-    source = groups.padded(_TILE_ROWS).source
-    of_a = in_tiles(_rows_of(exponents_a, source)).view(torch.float8_e8m0fnu)
-    of_columns = exponents_b.mT.repeat_interleave(MX, dim=1)
-    rows = padded(of_columns, (0, 0, 0, -of_columns.shape[1] % _TILE_ROWS)).flatten(0, 1)
-    of_a, of_b = of_a.view(len(source), -1), in_tiles(rows).view(torch.float8_e8m0fnu)
-    return _grouped_mm(a, row_major(b.mT).mT, of_a, of_b.view(len(b), -1), groups.ends)
-
-
-def grouped_mx_sums(
-    a: Tensor, b: Tensor, exponents_a: Tensor, exponents_b: Tensor, groups: Groups
-) -> Tensor:
-    """Sum ``a[r] b[r]^T`` over the rows of each group, where :func:`has_grouped_mx_gemm`.
-
-    Args:
-        a, b: float8 ``[N, P]`` and ``[K, P]``, contiguous; groups are padded to 32 rows.
-        exponents_a, exponents_b: uint8 ``[P / 32, N]`` and ``[P / 32, K]``.
-
-    Returns:
-        bf16 ``[E, N, K]``.
-    """
-    blocks = groups.of_blocks(MX)
-    scales = [_tiles_of_groups(each, blocks) for each in (exponents_a, exponents_b)]
-    return without_empty(_grouped_mm(a, b.t(), *scales, groups.padded(MX).ends), groups)
-
-
-_TILE_ROWS, _TILE_COLUMNS = 128, 4
-
-
 def _rows_of(x: Tensor, source: Tensor) -> Tensor:
     """Copy rows to places; a place of -1 becomes 0."""
     return x.index_select(0, source.clamp(min=0)).masked_fill_((source < 0).unsqueeze(1), 0)
-
-
-def _tiles_of_groups(exponents: Tensor, blocks: Groups) -> Tensor:
-    """Exponents ``[P / 32, N]`` in tiles of ``[N, P / 32]``, those of one group after the other."""
-    source, columns = blocks.padded(_TILE_COLUMNS).source, blocks.of_blocks(_TILE_COLUMNS)
-    tiles = in_tiles(_rows_of(exponents, source).t())
-    tiles = tiles.view(-1, len(columns.of_row), _TILE_ROWS * _TILE_COLUMNS)
-    # The tiles of a group are rows of as many tiles as the group has.
-    rows, per_row = len(tiles), columns.sizes[columns.of_row]
-    column = torch.arange(len(columns.of_row), device=per_row.device)
-    place = column + (columns.ends - columns.sizes)[columns.of_row] * (rows - 1)
-    places = place + torch.arange(rows, device=per_row.device).unsqueeze(1) * per_row
-    found = torch.empty_like(tiles).flatten(0, 1)
-    found.index_copy_(0, places.flatten(), tiles.flatten(0, 1))
-    return found.view(torch.float8_e8m0fnu).view(rows * _TILE_ROWS, -1)

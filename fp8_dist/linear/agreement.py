@@ -10,6 +10,7 @@ forward.
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -37,14 +38,10 @@ class Facts:
 
     def __init__(self) -> None:
         self._by_ranks: dict[tuple[int, ...], tuple[DeviceMesh, dict[str, str]]] = {}
-        self._by_mesh: dict[int, tuple[DeviceMesh, dict[str, str]]] = {}
 
     def of(self, mesh: DeviceMesh) -> dict[str, str]:
         """The mutable dict of facts, by name, for the ranks of a mesh."""
-        if id(mesh) not in self._by_mesh:  # listing the ranks of a large mesh is slow
-            ranks = tuple(mesh.mesh.flatten().tolist())
-            self._by_mesh[id(mesh)] = mesh, self._by_ranks.setdefault(ranks, (mesh, {}))[1]
-        return self._by_mesh[id(mesh)][1]
+        return self._by_ranks.setdefault(_ranks_of(mesh), (mesh, {}))[1]
 
     def check(
         self, caller: str, *, fix: str = "Convert and parallelize it in the same way on all ranks"
@@ -57,29 +54,35 @@ class Facts:
             ValueError: a fact differs; on all ranks of the mesh.
             RuntimeError: the communication failed.
         """
-        found: tuple[DeviceMesh, str] | None = None
-        # The smallest mesh first. A difference found there is passed on to larger meshes, so that
-        # all of their ranks raise.
+        failed_mesh, difference = None, ""
+        # The smallest mesh first. Its difference is passed on to larger meshes, so that all of
+        # their ranks raise.
         for ranks in sorted(self._by_ranks, key=lambda ranks: (len(ranks), ranks)):
             mesh, facts = self._by_ranks[ranks]
             if mesh.get_coordinate() is None:
                 continue
             try:
                 groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
-                known = {} if found is None else {_KNOWN: found[1]}
-                difference = first_difference(known | facts, groups, mesh.device_type)
+                known = {_KNOWN: difference} if difference else {}
+                new = first_difference(known | facts, groups, mesh.device_type)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{caller}: another rank of {mesh} did not come here, or has ended: all of "
                     "them must, with a model that was converted in the same way. The communication "
                     f"failed with: {error}"
                 ) from error
-            found = found if difference is None else (mesh, difference)
-        if found is not None:
+            if new is not None:
+                failed_mesh, difference = mesh, new
+        if difference:
             raise ValueError(
-                f"{caller}: the ranks of {found[0]} have set up the model in different ways: "
-                f"{found[1]}. {fix}"
+                f"{caller}: the ranks of {failed_mesh} have set up the model in different ways: "
+                f"{difference}. {fix}"
             )
+
+
+@lru_cache  # because a model asks for each of its layers
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def first_difference(
@@ -114,7 +117,7 @@ def first_difference(
         for group in groups:
             parts: list[Any] = [None] * group.size()
             dist.all_gather_object(parts, by_rank, group)
-            by_rank = {rank: own for part in parts for rank, own in part.items()}
+            by_rank = {rank: facts for part in parts for rank, facts in part.items()}
     return _described(dict(sorted(by_rank.items())))
 
 
@@ -127,8 +130,8 @@ def _described(by_rank: Mapping[int, Mapping[str, str]]) -> str:
         for rank, facts in by_rank.items():
             ranks.setdefault(facts.get(name, "missing"), []).append(rank)
         if len(ranks) > 1:
-            found = "; ".join(f"{value} on {_listed(some)}" for value, some in ranks.items())
-            return f"{name}: {found}"
+            values = "; ".join(f"{value} on {_listed(some)}" for value, some in ranks.items())
+            return f"{name}: {values}"
     return "the order of layers differs"
 
 

@@ -1,4 +1,4 @@
-"""Delayed scaling: the scale of an operand follows from the amaxes of earlier steps.
+"""Delayed scaling: the scale of an operand is computed from the amaxes of earlier steps.
 
 A cast then needs no all-reduce. Each rank records the amaxes of a step.
 :func:`fp8_dist.sync_float8_amax_and_scale_history` reduces the amaxes of all operands of a model at
@@ -51,7 +51,7 @@ from fp8_dist.torch_internals import is_selectively_checkpointed
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
 PREPARED_INPUT = "prepared_input"
-FROZEN = -1  # a kind of operand: a weight that is not trained
+FROZEN = -1  # in place of the number of a shared input: a weight that is not trained
 AMAXES_KEY = "float8_amax_histories"  # in the metadata of a state_dict
 
 
@@ -165,9 +165,9 @@ class AmaxHistory:
             statistics, value = self._statistics_of_local(x, groups, shared)
             return cast_by(x, plan, [statistics]), value
         self.restored = False
-        known, scheme = self.statistic.to(x.device), self.scheme
+        statistic, scheme = self.statistic.to(x.device), self.scheme
         value, _, scale, *data = cast_and_measure(
-            x, known, scheme.dtype, scheme.power_of_2, plan.transposed
+            x, statistic, scheme.dtype, scheme.power_of_2, plan.transposed
         )
         self._keep(value, shared)
         return as_copies(plan, data, [(scale,)]), value
@@ -248,8 +248,8 @@ def record_amaxes(
 ) -> torch.Tensor:
     """Operator of ``Float8Weight.record_amaxes``; returns a copy of ``after``."""
     # A graph may reuse the memory of its tensors.
-    kept = [each.clone() for each in amaxes]
-    owner_of(handle).record_amaxes(dict(zip(names, kept, strict=True)))
+    copies = [amax.clone() for amax in amaxes]
+    owner_of(handle).record_amaxes(dict(zip(names, copies, strict=True)))
     return after.clone()
 
 
@@ -272,10 +272,10 @@ record_amaxes.register_fake(lambda after, *_: torch.empty_like(after))
 def saved_rows(saved: Mapping[str, Any], histories: Iterable[str]) -> dict[str, torch.Tensor]:
     """The saved amaxes of histories, fp32 ``[amaxes]``, or empty tensors.
 
-    What no history holds (zeros, negative and non-finite values) is left out.
+    Zeros, negative and non-finite values, which no history has, are left out.
     """
-    each = {name: torch.as_tensor(saved.get(name, ()), dtype=torch.float32) for name in histories}
-    return {name: row[(row > 0) & row.isfinite()].detach() for name, row in each.items()}
+    rows = {name: torch.as_tensor(saved.get(name, ()), dtype=torch.float32) for name in histories}
+    return {name: row[(row > 0) & row.isfinite()].detach() for name, row in rows.items()}
 
 
 def load_histories(
@@ -286,9 +286,9 @@ def load_histories(
 ) -> None:
     """Continue the histories of a layer from saved ones. Those that were not saved start anew.
 
-    Histories that are ``restored`` stay as they are, and other ranks take over their values: what
-    ``Float8State`` has loaded is kept until it is used, because the metadata of a ``state_dict``
-    may be older, as in the ``state_dict()`` that DCP reads into.
+    Histories that are ``restored`` stay as they are, and other ranks take over their values: the
+    metadata of a ``state_dict`` may be older than what ``Float8State`` has loaded, as in the
+    ``state_dict()`` that DCP reads into.
 
     Args:
         saved: the saved amaxes by name, the newest first.
@@ -317,15 +317,15 @@ def load_histories(
 
 
 def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bool = False) -> None:
-    """End a step in which the operands had the given global amaxes (fp32, one per operand).
+    """Push the global amaxes of a step (fp32, one per operand) onto the histories.
 
-    A non-finite amax is left out: it has had its effect in the step itself, whose update may have
-    been skipped. An amax of 0 is left out as well, because ranks without a cast report 0 too, and a
-    negative one, of a weight that no rank has used.
+    A non-finite amax is left out: it has poisoned the step itself, whose update may have been
+    skipped. So is an amax of 0, which ranks without a cast report too, and a negative one, of a
+    weight that no rank has used.
 
     ``is_local``: no other rank has cast the operands.
     """
-    alike: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = {}
     on_host: list[float] = []
     for i, history in enumerate(histories):
         was_cast, history.steps = history.current is not None, 0
@@ -337,14 +337,14 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bo
             on_host = on_host or values.tolist()
             if not 0 < on_host[i] < math.inf:
                 continue
-        alike.setdefault(history.length, []).append(i)
+        by_length.setdefault(history.length, []).append(i)
     # A tensor of indices would be copied to the GPU, and the host would wait for the copy.
-    each = values.nan_to_num(nan=0.0, posinf=0.0).unbind()
-    for length, members in alike.items():
-        new = torch.stack([each[i] for i in members]).unsqueeze(1)
+    amaxes = values.nan_to_num(nan=0.0, posinf=0.0).unbind()
+    for length, members in by_length.items():
+        new = torch.stack([amaxes[i] for i in members]).unsqueeze(1)
         empty = new.new_zeros(length)
-        known = [histories[i].history for i in members]
-        old = torch.stack([empty if row is None else row.to(new.device) for row in known])
+        before = [histories[i].history for i in members]
+        old = torch.stack([empty if row is None else row.to(new.device) for row in before])
         # The rows of an amax that is left out stay, so the host reads no values.
         rows = torch.where(new > 0, torch.cat([new, old[:, :-1]], dim=1), old)
         advance_to([histories[i] for i in members], rows)

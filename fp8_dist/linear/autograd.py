@@ -125,15 +125,14 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Sp
     flat: list[torch.Tensor] = []
     specs: list[OperandSpec | None] = []
     for operand in operands:
-        rest: list[Any] = []
+        rest: tuple[Any, ...] = ()
         if operand is None:
             specs.append(None)
             continue
         if isinstance(operand, Quantized):
-            qdata, scales, *rest = operand
-            tensors: Sequence[torch.Tensor] = (qdata, *scales)
+            tensors, rest = (operand.qdata, *operand.scales), operand[2:]
         elif isinstance(operand, Recast):
-            tensors, *rest = operand
+            tensors, rest = operand.statistics, operand[1:]
         else:
             tensors = (operand,)
         specs.append(OperandSpec(tuple([_place(tensor, flat) for tensor in tensors]), *rest))

@@ -14,28 +14,30 @@ from fp8_dist.tensor import Float8Tensor
 
 def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
     """Raise ValueError if the input is not on the weight's mesh."""
-    here, there = Layout.of(weight), Layout.of(input)
-    if (here and here.mesh) != (there and there.mesh):
-        own, other = (f"on the mesh {at.mesh}" if at else "not a DTensor" for at in (here, there))
+    layouts = Layout.of(weight), Layout.of(input)
+    w_mesh, x_mesh = (layout and layout.mesh for layout in layouts)
+    if w_mesh != x_mesh:
+        w, x = (f"on the mesh {mesh}" if mesh else "not a DTensor" for mesh in (w_mesh, x_mesh))
         raise ValueError(
-            f"{fqn}: the weight is {own}, the input is {other}; parallelize the layer with "
-            "Float8ColwiseParallel or Float8RowwiseParallel, or pass an input on the weight's mesh"
+            f"{fqn}: the weight is {w}, the input is {x}; parallelize the layer with "
+            "Float8ColwiseParallel or Float8RowwiseParallel, pass an input on the weight's mesh, "
+            "or call the module that fully_shard was called on"
         )
 
 
 def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
-    """Raise ValueError if a rank's part of the input has other features than that of the weight."""
-    here, there = Layout.of(weight), Layout.of(input)
-    if here is None or there is None:
+    """Raise ValueError if the local input has other features than the local weight."""
+    w_layout, x_layout = Layout.of(weight), Layout.of(input)
+    if w_layout is None or x_layout is None:
         return
-    for own, other in zip(here.placements, there.placements, strict=True):
+    for w, x in zip(w_layout.placements, x_layout.placements, strict=True):
         # (An input in several pieces is moved before it is multiplied.)
-        if type(own) is type(other) is Shard and (own.dim, other.dim) == (1, input.ndim - 1):
-            features, taken = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
-            if features != taken:
+        if type(w) is type(x) is Shard and (w.dim, x.dim) == (1, input.ndim - 1):
+            features, size = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
+            if features != size:
                 raise ValueError(
                     f"{fqn}: this rank's input has {features} features, but its part of the weight "
-                    f"takes {taken}; give the layer before it a column-parallel style, or this one "
+                    f"takes {size}; give the layer before it a column-parallel style, or this one "
                     "input_layouts=Replicate()"
                 )
 
@@ -53,10 +55,10 @@ def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) ->
     """Raise ValueError if the cast of a prepared input is not the one that the layer takes."""
     scheme = config.recipe.gather_scheme["input"]
     if scheme is None or scheme.key != input.key:
-        wanted = _described(scheme) if scheme else "two different casts of it, or high precision"
+        needed = _described(scheme) if scheme else "two different casts of it, or high precision"
         raise ValueError(
             f"{fqn}: the input is float8 already, {_described(input.scheme)}, but the layer takes "
-            f"{wanted}; pass it in high precision (PrepareModuleInput instead of "
+            f"{needed}; pass it in high precision (PrepareModuleInput instead of "
             "PrepareFloat8ModuleInput), or prepare it as the layer takes it: give the layers that "
             "share an input one config"
         )

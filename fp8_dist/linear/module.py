@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache, lru_cache
 from types import new_class
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -32,9 +32,8 @@ from fp8_dist.linear.operands import LinearSpec
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import checked_module, float8_weights, load_weights, save_weights
 from fp8_dist.mesh import Placements, local_tensor, reduced
-from fp8_dist.recipe import GEMM_OPERANDS, Operand
+from fp8_dist.recipe import GEMM_OPERANDS
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.text import is_torchaos
 from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
 
@@ -146,8 +145,10 @@ class Float8Linear(nn.Linear):
         return new
 
     def _set_up(self, config: Float8LinearConfig, fqn: str) -> None:
-        own = self.__dict__
-        self.hidden_attributes = {name: own.pop(name) for name in _OWN_ATTRIBUTES if name in own}
+        attributes = self.__dict__
+        self.hidden_attributes = {
+            name: attributes.pop(name) for name in _OWN_ATTRIBUTES if name in attributes
+        }
         self.config = config
         self.fqn = fqn or type(self).__name__
         self.output_placements: Placements | None = None
@@ -180,8 +181,7 @@ class Float8Linear(nn.Linear):
         """Compute ``input @ weight^T + bias`` in float8. See the class for shapes and collectives.
 
         Raises:
-            TypeError: the input is not floating point, or a tensor that was declared as local is a
-                DTensor (and not an input that ``share_input`` returned).
+            TypeError: the input is not floating point.
             ValueError: the input's last dim is not ``in_features``; the input and the weight are
                 neither DTensors on one mesh nor both plain; features are misaligned
                 (``pad_inner_dim``); a float8 input or gathered weight has another cast than the
@@ -197,7 +197,7 @@ class Float8Linear(nn.Linear):
         if declared is None:
             return self._forward(input, weight, self.bias, self.reduce_transport, weight)
         declared.check(input, weight, self.output_placements, self.fqn)
-        # What share_input returns has its own reduction of the gradient.
+        # A DTensor is the result of share_input, which reduces the gradient itself.
         transport = None if isinstance(input, DTensor) else self.reduce_transport
         operands = declared.distributed(input, weight, self.bias)
         output = self._forward(*operands, transport, weight)
@@ -210,11 +210,11 @@ class Float8Linear(nn.Linear):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transport: Encoding,
-        own: torch.Tensor,
+        parameter: torch.Tensor,
     ) -> torch.Tensor:
         """:meth:`forward` for the parameters, or for DTensors that wrap them.
 
-        ``own`` is the layer's weight itself.
+        ``parameter`` is the layer's weight, not wrapped.
         """
         dtype, plain = input.dtype, not isinstance(input, DTensor)
         if not dtype.is_floating_point:
@@ -242,12 +242,12 @@ class Float8Linear(nn.Linear):
         if transport is not None:
             check_summed_in_fp32(input, transport, self.fqn)
         if not compiling:
-            check_alignment(self.config, own, input.device, self.fqn)
+            check_alignment(self.config, parameter, input.device, self.fqn)
             if not plain:
                 check_local_features(weight, input, self.fqn)
             if self.histories:
                 self.float8_weight.warn_if_not_synced()
-        weight_casts = self.float8_weight.forward_casts(own, input.requires_grad)
+        weight_casts = self.float8_weight.forward_casts(parameter, input.requires_grad)
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
             check_prepared(self.config, local, self.fqn)
@@ -259,11 +259,11 @@ class Float8Linear(nn.Linear):
         return float8_linear(input, weight, bias, weight_casts, spec)
 
     def extra_repr(self) -> str:
-        """nn.Linear's text, the recipe, and the operands gathered in float8.
+        """Return nn.Linear's text, the recipe, and the operands that are gathered in float8.
 
-        The recipe is followed by the options that differ from it; it is ``custom`` if no recipe has
-        these casts. It is also shown if the weight is stored in float8
-        (:func:`fp8_dist.freeze_to_float8`), and how sums travel, if they are encoded.
+        The recipe is followed by the options that differ from it. It is ``custom`` if no recipe has
+        these casts. Also shown are float8 storage (:func:`fp8_dist.freeze_to_float8`) and
+        ``reduce_transport``.
         """
         shown = super().extra_repr()
         if "float8_weight" not in self.__dict__:  # the layer is being constructed
@@ -290,7 +290,7 @@ class Float8Linear(nn.Linear):
         super().__setattr__(name, value)
 
     def become_linear(self) -> None:
-        """Turn into an nn.Linear in place: the inverse of :func:`become_float8`.
+        """Convert the layer to an nn.Linear in place: the inverse of :func:`become_float8`.
 
         A weight that FSDP2 gathers in float8 must be unwrapped before.
         """
@@ -300,12 +300,6 @@ class Float8Linear(nn.Linear):
         change_class(self, _plain_class(type(self)))  # type: ignore[arg-type]
         self.__dict__.update(hidden)
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise NotImplementedError(
-            f"{self.fqn}: torch.jit.script can't compile a float8 layer; use torch.export or "
-            "torch.compile, or script the model after convert_to_linear(model)"
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         return {name: value for name, value in state.items() if name != "float8_weight"}
@@ -313,17 +307,11 @@ class Float8Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
-        self.float8_weight.bind(self._parameters.get("weight"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is Float8Linear or "plain_class" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
         return _new_layer, (self.plain_class,), self.__getstate__()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
-        super()._apply(fn, recurse)
-        self.float8_weight.bind(self._parameters.get("weight"))
-        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -333,7 +321,7 @@ class Float8Linear(nn.Linear):
         # passes the metadata back.
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if self.histories and metadata is not None:
-            metadata[AMAXES_KEY] = {name: each.amaxes() for name, each in self.histories.items()}
+            metadata[AMAXES_KEY] = {name: h.amaxes() for name, h in self.histories.items()}
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
@@ -351,10 +339,10 @@ class Float8Linear(nn.Linear):
 
 
 def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str) -> None:
-    """Turn an nn.Linear that can be converted into a Float8Linear in place.
+    """Convert an nn.Linear to a Float8Linear in place.
 
-    Whatever refers to the layer, such as hooks, closures and lists, refers to the converted one. An
-    instance of a subclass of nn.Linear remains one. The weight stays as it is.
+    Hooks, closures and lists that refer to the layer refer to the converted one. An instance of a
+    subclass of nn.Linear remains one. The weight is not changed.
 
     Raises:
         TypeError: ``config`` is not a Float8LinearConfig.
@@ -373,29 +361,29 @@ def _checked(config: Float8LinearConfig | None) -> Float8LinearConfig:
 
 
 @cache
-def _float8_class(own: type[nn.Linear]) -> type[Float8Linear]:
-    """Return the class of a converted layer of the class ``own``."""
-    if own is nn.Linear:
+def _float8_class(plain: type[nn.Linear]) -> type[Float8Linear]:
+    """Return the class of a converted layer, given that of the layer."""
+    if plain is nn.Linear:
         return Float8Linear
-    body = {"plain_class": own, "__module__": own.__module__}
+    body = {"plain_class": plain, "__module__": plain.__module__}
     return new_class(
-        f"Float8{own.__name__}", (Float8Linear, own), exec_body=lambda n: n.update(body)
+        f"Float8{plain.__name__}", (Float8Linear, plain), exec_body=lambda n: n.update(body)
     )
 
 
-def _new_layer(own: type[nn.Linear]) -> Float8Linear:
-    """Make a converted layer of the class ``own``, whose state follows (for pickle and copy)."""
-    kind = _float8_class(own)  # type: ignore[arg-type]
-    return kind.__new__(kind)
+def _new_layer(plain: type[nn.Linear]) -> Float8Linear:
+    """Make a converted layer, whose state follows, given its class before (for pickle and copy)."""
+    cls = _float8_class(plain)  # type: ignore[arg-type]
+    return cls.__new__(cls)
 
 
 @cache
-def _plain_class(own: Any) -> Any:
-    """Return the class of a layer before its conversion, or what fully_shard makes of that."""
-    if "plain_class" in vars(own):
-        return own.plain_class
-    bases = [_plain_class(b) if issubclass(b, Float8Linear) else b for b in own.__bases__]
-    return type(own.__name__.replace("Float8", "", 1), tuple(bases), dict(vars(own)))
+def _plain_class(cls: Any) -> Any:
+    """Return the class of a layer before its conversion, or the one that fully_shard derives."""
+    if "plain_class" in vars(cls):
+        return cls.plain_class
+    bases = [_plain_class(b) if issubclass(b, Float8Linear) else b for b in cls.__bases__]
+    return type(cls.__name__.replace("Float8", "", 1), tuple(bases), dict(vars(cls)))
 
 
 @lru_cache
@@ -414,8 +402,8 @@ def config_text(config: Float8LinearConfig) -> str:
     custom = ["recipe=custom", *_options_beside(config, Float8LinearConfig())]
     shown = min(by_recipe, key=len, default=custom)
     gathers = ["weight"] if config.fsdp_float8_all_gather else []
-    of_inputs: tuple[Operand, ...] = ("input", "grad_output")
-    gathers += [operand for operand in of_inputs if config.recipe.gather_scheme[operand]]
+    gathered = config.recipe.gather_scheme
+    gathers += [operand for operand in gathered if gathered[operand] and operand != "weight"]
     return ", ".join([*shown, f"float8_gathers={'|'.join(gathers) or 'none'}"])
 
 
@@ -435,9 +423,9 @@ def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> l
 
 
 def invalidate_float8_scales(module: nn.Module) -> None:
-    """Forget what is known of the scales of the weights in ``module``.
+    """Drop the cached scales of the weights in ``module``.
 
-    What passes have recorded for DELAYED scales since the last sync is forgotten too, as after a
+    Also dropped are the amaxes that DELAYED scales have recorded since the last sync, as after a
     dry run whose gradients were set to zero (instead of None, which is noticed).
 
     Call it, on all ranks, after changes that can't be noticed: writes through the tensors of
@@ -465,8 +453,6 @@ def float8_layers(module: nn.Module) -> dict[str, Float8Linear]:
 def why_unconvertible(layer: nn.Linear) -> str:
     """Return the reason why a linear layer can't be converted, or an empty string."""
     weight, kind = layer._parameters.get("weight"), type(layer).__name__
-    if is_torchaos(type(layer)):
-        return f"torchao has converted it ({kind}): convert a model that torchao has not"
     if is_parametrized(layer) or weight is None:
         return "its weight is computed from other parameters (a parametrization, weight_norm)"
     if isinstance(layer, LazyModuleMixin):
@@ -477,15 +463,11 @@ def why_unconvertible(layer: nn.Linear) -> str:
         return f"its class {kind} has a forward of its own"
     if why := why_forward_is_kept(layer):
         return why
-    own = {*dir(type(layer)), *layer._parameters, *layer._buffers, *layer._modules}
-    own |= vars(layer).keys() - _OWN_ATTRIBUTES  # those can be hidden
-    ours = {*_OWN_ATTRIBUTES, *vars(Float8Linear)}.difference(dir(nn.Linear))
-    if taken := own & ours:
+    names = {*dir(type(layer)), *layer._parameters, *layer._buffers, *layer._modules}
+    names |= vars(layer).keys() - _OWN_ATTRIBUTES  # those can be hidden
+    new_names = {*_OWN_ATTRIBUTES, *vars(Float8Linear)}.difference(dir(nn.Linear))
+    if taken := names & new_names:
         return f"its {min(taken)} has the name of an attribute of Float8Linear"
-    try:
-        _float8_class(type(layer))  # type: ignore[arg-type]
-    except Exception as error:
-        return f"its class {kind} can't have subclasses: {error}"
     if not weight.dtype.is_floating_point:
         return f"its weight is {weight.dtype}, not floating point"
     if why := Float8Weight.why_not(weight):
@@ -497,12 +479,12 @@ def other_users(
     module: nn.Module, parameters: Mapping[str, torch.Tensor], known: Iterable[nn.Module]
 ) -> list[str]:
     """Describe each use of the parameters, by FQN, in a module not ``known``, with a phrase."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    users = set(known)
+    fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
+    known_modules = set(known)
     return [
-        f"{names[id(parameter)]} is also {fqn + '.' if fqn else ''}{name}"
+        f"{fqns[id(parameter)]} is also {fqn + '.' if fqn else ''}{name}"
         for fqn, other in module.named_modules()
-        if other not in users
+        if other not in known_modules
         for name, parameter in other.named_parameters(recurse=False)
-        if id(parameter) in names
+        if id(parameter) in fqns
     ]

@@ -4,8 +4,8 @@ Without an observer a cast costs one check of a Python variable, and no operator
 all code runs eagerly, so that compiled code needs neither operators nor guards for observers.
 
 An input that ``PrepareFloat8ModuleInput`` casts for several layers is *prepared*. Each of these
-layers shows its cast when it takes the input, perhaps after a gather. Therefore the Float8Tensor
-carries what was cast, its :class:`Origin`.
+layers reports the cast when it takes the input, perhaps after a gather. Therefore the Float8Tensor
+has a reference to the tensor before the cast, its :class:`Origin`.
 """
 
 import math
@@ -118,10 +118,6 @@ class Observer:
         ``lows`` are float8 copies of the shape of the source, by the GEMMs that take them.
         """
 
-    def takes_products_of(self, owner: Owner) -> bool:
-        """Whether :meth:`on_multiply` is called for a layer."""
-        return True
-
     def on_multiply(self, owner: Owner, product: Product) -> None:
         """Called after a layer multiplied two local float8 operands."""
 
@@ -149,10 +145,10 @@ class Origin(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block in which an observer is shown casts."""
+    """A block in which an observer is registered."""
 
-    gemms: bool  # whether it is shown GEMMs with their operands in high precision
-    in_forward: set[Hashable]  # the casts that it was shown in a forward
+    gemms: bool  # whether it is notified of GEMMs with their operands in high precision
+    in_forward: set[Hashable]  # the casts of which it was notified in a forward
 
 
 _observers: dict[Observer, _Block] = {}
@@ -161,7 +157,7 @@ _eager = ExitStack()  # of the stance while there is an observer
 
 @constant_in_graphs
 def is_observed() -> bool:
-    """Whether there is an observer; always False in a graph, which therefore needs no guard.
+    """Whether an observer is registered; always False in a graph, which needs no guard for it.
 
     Graphs are traced only while there is no observer (see :func:`observed_by`), except by
     ``torch.export``.
@@ -170,13 +166,13 @@ def is_observed() -> bool:
 
 
 def are_gemms_observed() -> bool:
-    """Whether an observer is shown GEMMs with their operands in high precision."""
+    """Whether an observer is notified of GEMMs with their operands in high precision."""
     return is_observed() and any(block.gemms for block in _observers.values())
 
 
 @contextmanager
 def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
-    """Show an observer the casts of all layers inside the block, and run all code eagerly.
+    """Register an observer of the casts of all layers inside the block, which runs eagerly.
 
     With ``gemms``, operands are kept in high precision, and ``on_gemm`` is called too.
     """
@@ -192,7 +188,7 @@ def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
 
 
 def _tell(method: Callable[..., None], *arguments: Any) -> None:
-    """Call a method of an observer without gradients, outside dispatch modes."""
+    """Call an observer's method without gradients, outside dispatch modes."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or has_dispatch_modes():
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             method(*arguments)
@@ -201,45 +197,42 @@ def _tell(method: Callable[..., None], *arguments: Any) -> None:
 
 
 def observe(
-    owner: Owner, operand: Operand, source: Source, made: Copies, repeats: bool = True
+    owner: Owner, operand: Operand, source: Source, copies: Copies, repeats: bool = True
 ) -> None:
-    """Show observers the cast of an operand.
+    """Notify observers of the cast of an operand.
 
     Args:
         repeats: whether a backward may repeat the cast (activation checkpointing, FSDP2's second
-            gather). A backward shows such a cast only if no forward did: without gradients, a
+            gather). A backward reports such a cast only if no forward did: without gradients, a
             forward does not make the casts that only the backward takes.
     """
     gemms_of = {scheme: gemms for gemms, scheme in owner.casts_of(operand).items()}
     shape = source.high.shape
     lows: dict[tuple[Gemm, ...], Quantized] = {}
-    for low in made:
+    for low in copies:
         if low.qdata.shape != shape:  # a transposed copy may have more rows, of zeros
             low = low._replace(qdata=low.qdata[: math.prod(shape[:-1])].view(shape))
         lows.setdefault(gemms_of[low.scheme], low)
-    _show(owner, operand, source, lows, repeats)
+    _report(owner, operand, source, lows, repeats)
 
 
 def observe_prepared(owner: Owner, prepared: Float8Tensor) -> None:
-    """Show observers the cast of a prepared input that a layer takes."""
+    """Notify observers of the cast of a prepared input that a layer takes."""
     if prepared.origin is not None:  # else the cast was not observed
         high, low = prepared.origin
         (gemms,) = owner.casts_of("input")
         source = Source(local_tensor(high), Layout.of(high))
-        _show(owner, "input", source, {gemms: low}, repeats=True)
+        _report(owner, "input", source, {gemms: low}, repeats=True)
 
 
-def _show(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats: bool) -> None:
+def _report(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats: bool) -> None:
     if isinstance(source.high, STAND_INS):
         return
     source = source._replace(high=innermost(source.high))
     for observer, block in [*_observers.items()]:
         new = lows
         if repeats and in_backward():
-            known = block.in_forward
-            new = {
-                gemms: low for gemms, low in lows.items() if (owner, operand, gemms) not in known
-            }
+            new = {g: low for g, low in lows.items() if (owner, operand, g) not in block.in_forward}
         elif repeats:
             block.in_forward.update((owner, operand, gemms) for gemms in lows)
         if new:
@@ -247,10 +240,10 @@ def _show(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats: 
 
 
 def observe_multiply(owner: Owner, product: Product) -> None:
-    """Show observers a float8 GEMM."""
+    """Notify observers of a float8 GEMM."""
     if isinstance(product.result, STAND_INS):
         return
-    for observer in [observer for observer in _observers if observer.takes_products_of(owner)]:
+    for observer in [*_observers]:
         _tell(observer.on_multiply, owner, product)
 
 

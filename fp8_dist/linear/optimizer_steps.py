@@ -28,10 +28,10 @@ from fp8_dist.torch_internals import (
     when_backward_ends,
 )
 
-# The attribute of an optimizer that holds the calls after its steps. A global table would keep
-# alive an optimizer that is an attribute of the module that a call refers to.
+# The attribute of an optimizer that holds the calls after its steps. (A global table would keep an
+# optimizer alive that is an attribute of the module that a call refers to.)
 _CALLS = "_fp8_dist_after_steps"
-# Parameters in whose place modules have others: the (first) module, the name there, the FQN.
+# Replaced parameters: the (first) module that had it, its name there, the FQN of the module.
 _replaced: Any = WeakTensorKeyDictionary()
 
 
@@ -61,18 +61,18 @@ def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> Re
         vars(optimizer).setdefault(_CALLS, OrderedDict()) for optimizer in optimizers
     ]
     handle = RemovableHandle(calls[-1], extra_dict=calls[:-1])
-    for each in calls:
-        each[handle.id] = partial(stepped, is_last=each is calls[-1])
+    for queue in calls:
+        queue[handle.id] = partial(stepped, is_last=queue is calls[-1])
     return handle
 
 
 def note_replaced(
     old: torch.Tensor, new: torch.Tensor, module: nn.Module, name: str, fqn: str
 ) -> None:
-    """Refuse steps of optimizers that hold ``old``, while the module has and trains another.
+    """Refuse later steps of optimizers that hold ``old``, if the module trains another parameter.
 
     Args:
-        new: what becomes the parameter ``name`` of the module.
+        new: the new parameter ``name`` of the module.
         fqn: the name of the module, for messages.
     """
     _register_once(register_optimizer_step_pre_hook, check_not_replaced)
@@ -83,16 +83,16 @@ def note_replaced(
 
 @disabled_in_graphs()
 def check_not_replaced(optimizer: Optimizer, *_: Any) -> None:
-    """Raise if an optimizer holds a parameter that was replaced in a module, which is trained.
+    """Check that no parameter of an optimizer was replaced by one that is trained.
 
     Raises:
-        ValueError: it does, so its steps would leave the module's parameter as it is.
+        ValueError: one was, so a step would leave the new parameter as it is.
     """
     if not _replaced:
         return
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for old, (module, name, fqn) in _replaced.items():
-        current = None if id(old) not in held else getattr(module(), name, None)
+        current = getattr(module(), name, None) if id(old) in ids else None
         if current is not None and current is not old and current.requires_grad:
             raise ValueError(
                 f"{fqn}.{name}: this {type(optimizer).__name__} holds the parameter that the layer "
@@ -112,9 +112,9 @@ def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
         return [optimizer]
     if (wrapped := getattr(optimizer, "optimizer", None)) is not None:
         return hooked_optimizers(wrapped)
-    each = optimizer if isinstance(optimizer, Iterable) else ()
-    held = [inner for inner in each if isinstance(inner, Optimizer)]
-    return [found for inner in held for found in hooked_optimizers(inner)]
+    parts = optimizer if isinstance(optimizer, Iterable) else ()
+    optimizers = [part for part in parts if isinstance(part, Optimizer)]
+    return [inner for part in optimizers for inner in hooked_optimizers(part)]
 
 
 def updated_by(optimizer: Optimizer) -> set[int]:

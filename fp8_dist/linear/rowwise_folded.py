@@ -96,30 +96,31 @@ def folded_gradients(
         if now != placements and (cut or has_pieces(now)):
             # Its rows are cut or consist of several pieces: it moves in high precision.
             grad = grad.redistribute(placements=placements)
-        made, transposed = _folded(grad, scheme, placements, s, t), False
+        folded, transposed = _fold_distributed(grad, scheme, placements, s, t), False
     else:
         matrix, t = as_matrix(grad), None if t is None else t.reshape(-1)
-        made = fold_gradient(matrix, scheme.dtype, s, t, transposed)
-    each = iter(made)
+        folded = fold_gradient(matrix, scheme.dtype, s, t, transposed)
+    copies = iter(zip(folded[::2], folded[1::2], strict=True))
     # The shape of these scales is one that a GPU's GEMM accepts together with scales of rows.
     ones = unit_scales(next(iter(right.values())).qdata)
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
     gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
     for gemm in gemms:
-        if gemm in right:
-            qdata, scale, turns = next(each), next(each), gemm == "grad_weight"
-            qdata = qdata.t() if turns and transposed else qdata
-            left = Quantized(qdata, (scale,), scheme.for_row_contraction if turns else scheme)
-            unscaled = right[gemm]._replace(
-                scales=(ones,), scheme=right[gemm].scheme.for_row_contraction
-            )
-            operands[gemm] = left, unscaled
+        if gemm not in right:
+            continue
+        qdata, scale = next(copies)
+        left = Quantized(qdata, (scale,), scheme)
+        if gemm == "grad_weight":
+            qdata = qdata.t() if transposed else qdata
+            left = Quantized(qdata, (scale,), scheme.for_row_contraction)
+        columns = right[gemm].scheme.for_row_contraction
+        operands[gemm] = left, right[gemm]._replace(scales=(ones,), scheme=columns)
     if is_observed():
         _observe(operands, grad, placements, right, owner)
     return operands
 
 
-def _folded(
+def _fold_distributed(
     grad: DTensor,
     scheme: Scheme,
     placements: Placements,
@@ -134,7 +135,7 @@ def _folded(
     rows = (row_amaxes(local, weight_fold),)
     (value,) = reduced_statistics(scheme, rows, layout)
     multipliers, scales = scaling_from_amax(value, dtype, True)
-    qdata = quantize(local, multipliers[..., :1], dtype, fits=True)
+    qdata = quantize(local, multipliers[..., :1], dtype, saturate=False)
     # For each row, its scale in g0 and its multiplier in g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
     if layout.placements != placements:
@@ -149,16 +150,16 @@ def _folded(
         message, like = as_bytes(moved.qdata.contiguous()), [(numbers.shape[-1], numbers.dtype)]
         qdata, (numbers,) = unpack_rows(message, dtype, qdata.shape[-1], like)
     layout = layout._replace(placements=placements)
-    g0, made = qdata.to(torch.float32) * numbers[..., :1], []
+    g0, copies = qdata.to(torch.float32) * numbers[..., :1], []
     if weight_fold is not None:
-        made += first_fold(g0, weight_fold, numbers[..., 1:], dtype)
+        copies += first_fold(g0, weight_fold, numbers[..., 1:], dtype)
     if t is not None:
         folded = g0 * (t * UNIT)
         columns = (amax(folded, column.levels[0].covered_dims(folded.ndim)),)
         (value,) = reduced_statistics(column, columns, layout)
         multiplier, scale = scaling_from_amax(value, dtype, True)
-        made += [quantize(folded, multiplier, dtype, fits=True), scale / UNIT]
-    return made
+        copies += [quantize(folded, multiplier, dtype, saturate=False), scale / UNIT]
+    return copies
 
 
 def _observe(
@@ -168,13 +169,13 @@ def _observe(
     right: Mapping[Gemm, Quantized],
     owner: Owner,
 ) -> None:
-    """Show g1 and g2 to observers, with the gradient and the scales that are folded into it.
+    """Notify observers of g1 and g2, with the gradient and the scales that are folded into it.
 
-    If operands were gathered to ``placements``, only the part from this rank's gradient is shown.
+    Of operands that were gathered to ``placements`` they get the part from this rank's gradient.
     """
     layout, high = Layout.of(grad), local_tensor(grad)
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
+    def part_of(tensor: torch.Tensor) -> torch.Tensor:
         if layout is None or placements is None or layout.placements == placements:
             return tensor
         begins = global_offset(layout._replace(placements=placements))
@@ -185,12 +186,12 @@ def _observe(
     for gemm, (left, _) in operands.items():
         (qdata, (scale,), *_), folded_in = left, right[gemm].scales[0]
         if gemm == "grad_input":
-            folds, scale = folded_in.reshape(-1), own(scale)
+            folds, scale = folded_in.reshape(-1), part_of(scale)
         else:
             if qdata.ndim == 2:  # a transposed copy may have more rows, of zeros
                 qdata = qdata[: folded_in.numel()]
-            folds = own(folded_in.reshape(*qdata.shape[:-1], 1))
-        part = own(as_bytes(qdata)).view(qdata.dtype)
+            folds = part_of(folded_in.reshape(*qdata.shape[:-1], 1))
+        part = part_of(as_bytes(qdata)).view(qdata.dtype)
         source = Source(high.reshape(part.shape), layout, folds)
         low = Quantized(part, (scale,), left.scheme)
         observe(owner, "grad_output", source, [low], repeats=False)

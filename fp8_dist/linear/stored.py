@@ -1,7 +1,7 @@
-"""Weights that are stored in float8: what a forward takes, and how their values are replaced.
+"""Weights that are stored in float8: their operands, state dict entries, and writes to them.
 
 A stored weight is a pair of parameters of its module, ``NAME`` and ``NAME_scale_inv``
-(:mod:`fp8_dist.tensor.stored`). A forward multiplies the data as it is: nothing is cast.
+(:mod:`fp8_dist.tensor.stored`). A forward multiplies the data without a cast.
 """
 
 import math
@@ -27,7 +27,7 @@ class StoredWeight(NamedTuple):
     Attributes:
         fqn: the name of the module.
         name, scales_name: the names of the parameters in the module.
-        data, scales: the parameters, or what FSDP2 has gathered of them.
+        data, scales: the parameters, sharded or unsharded.
         layout: the layout of ``data``.
         scheme: the scheme of the layer's config.
     """
@@ -72,9 +72,9 @@ class StoredWeight(NamedTuple):
                 "optimizer can update it; call unfreeze_from_float8 to train it, or "
                 "requires_grad_(False)"
             )
-        return self._with(self.local_scales.plain)
+        return self._quantized(self.local_scales.plain)
 
-    def _with(self, scales: torch.Tensor) -> Quantized:
+    def _quantized(self, scales: torch.Tensor) -> Quantized:
         """Combine the local data with its scales, or with those of the whole weight."""
         local, scheme, layout = self.local_data, self.scheme, self.layout
         if scheme.key != local.key:
@@ -98,9 +98,9 @@ class StoredWeight(NamedTuple):
 
         Collectives: if it is distributed, an all-gather of its scales.
         """
-        held = with_local(self.scales, self.local_scales.plain)
-        whole = held.full_tensor() if isinstance(held, DTensor) else held
-        qdata, scales, scheme, start, _ = self._with(whole)
+        plain = with_local(self.scales, self.local_scales.plain)
+        whole = plain.full_tensor() if isinstance(plain, DTensor) else plain
+        qdata, scales, scheme, start, _ = self._quantized(whole)
         return with_local(self.data, scheme.dequantize(qdata, scales, start).to(self.data.dtype))
 
     @torch.no_grad()
@@ -113,25 +113,25 @@ class StoredWeight(NamedTuple):
         :func:`fp8_dist.scaling.whole_statistics`.
         """
         qdata, scales = self.cast(values)
-        own = self.local_data
-        own.plain.copy_(own.holding(qdata, self.scheme).plain)
+        data = self.local_data
+        data.plain.copy_(data.with_data(qdata, self.scheme).plain)
         self.local_scales.plain.copy_(scales)
 
     def cast(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cast values to the local parts of the data and of the scales."""
         layout, scheme = self.layout, self.scheme
         local = local_tensor(values).detach().to(local_tensor(self.data).device)
-        (every,) = measure(local, (scheme,), scheme.start(layout))
-        own = every
+        (whole,) = measure(local, (scheme,), scheme.start(layout))
+        statistics = whole
         if layout is not None:
-            every = whole_statistics(scheme, every, layout)
-            own = scheme.local_part(every, layout)
-        (cast,) = cast_by(local, CastPlan((scheme,)), [own], layout)
-        (whole,) = scheme.scales_from(every)
-        whole = as_stored(whole.view(self.scales.shape), scheme)
+            whole = whole_statistics(scheme, whole, layout)
+            statistics = scheme.local_part(whole, layout)
+        (cast,) = cast_by(local, CastPlan((scheme,)), [statistics], layout)
+        (scales,) = scheme.scales_from(whole)
+        scales = as_stored(scales.view(self.scales.shape), scheme)
         if isinstance(self.scales, DTensor):
-            whole = taken(whole, own_pieces(self.scales))
-        return cast.qdata, whole
+            scales = taken(scales, own_pieces(self.scales))
+        return cast.qdata, scales
 
     def entries(self) -> dict[str, torch.Tensor]:
         """The entries of a state dict: tensors that share memory with the parameters, or write to
@@ -145,9 +145,8 @@ class StoredWeight(NamedTuple):
 
     def scales_entry(self) -> torch.Tensor:
         """The entry of the scales: in fp32, or in e8m0 if they are exponents that were so."""
-        held = self.local_scales
-        scales, e8m0 = held.plain, torch.float8_e8m0fnu
-        if scales.dtype is torch.uint8 and held.saved_as is e8m0:
+        scales, e8m0 = self.local_scales.plain, torch.float8_e8m0fnu
+        if scales.dtype is torch.uint8 and self.local_scales.saved_as is e8m0:
             scales = scales.view(e8m0)
         elif scales.dtype is torch.uint8:
             name = f"{self.fqn}: {self.scales_name}"
@@ -156,9 +155,9 @@ class StoredWeight(NamedTuple):
         return _entry(self.scales, scales)
 
     def load(self, state: dict[str, Any], prefix: str) -> None:
-        """Replace the entries of a state dict by tensors like the parameters.
+        """Replace the entries of a state dict by tensors of the types of the parameters.
 
-        Entries in high precision are cast. Entries in float8 are taken as they are.
+        Entries in high precision are cast, those in float8 are not changed.
 
         Collectives: for a DTensor in high precision, those of :meth:`write`.
 
@@ -166,16 +165,16 @@ class StoredWeight(NamedTuple):
             ValueError: the data or the scales have another dtype, the scales are missing, or they
                 are not those of the scheme, or the data has other values.
         """
-        data, held, scheme = self.local_data, self.local_scales, self.scheme
+        data, stored_scales, scheme = self.local_data, self.local_scales, self.scheme
         key, scales_key = prefix + self.name, prefix + self.scales_name
-        given = state.get(key)
-        if given is None or isinstance(local_tensor(given), Stored):
+        entry = state.get(key)
+        if entry is None or isinstance(local_tensor(entry), Stored):
             return
-        if isinstance(given, DTensor) != isinstance(self.data, DTensor):
+        if isinstance(entry, DTensor) != isinstance(self.data, DTensor):
             return  # load_state_dict reports it
-        local = Decoded.copied(local_tensor(given))
+        local = Decoded.copied(local_tensor(entry))
         if not is_float8(local.dtype):
-            qdata, scales = self.cast(given)
+            qdata, scales = self.cast(entry)
         elif scales_key not in state or local.dtype is not scheme.dtype:
             raise ValueError(
                 f"{self.fqn}: the state dict has {key} in {local.dtype}, and a weight that is "
@@ -186,12 +185,12 @@ class StoredWeight(NamedTuple):
             qdata, scales = local, Decoded.copied(local_tensor(state[scales_key]))
             check_values(qdata, scheme, f"{self.fqn}: {key}")
             saved_as, name = scales.dtype, f"{self.fqn}: {scales_key}"
-            is_own = scales.shape == held.shape  # those of a DTensor's part
-            convert = as_stored if is_own else partial(fitted, shape=local.shape)
+            is_part = scales.shape == stored_scales.shape  # the local tensor of a DTensor
+            convert = as_stored if is_part else partial(fitted, shape=local.shape)
             scales = convert(scales, scheme=scheme, name=name)
-            held.saved_as = saved_as
-        state[key] = with_local(self.data, data.holding(qdata, scheme))
-        state[scales_key] = with_local(self.scales, held.like(scales))
+            stored_scales.saved_as = saved_as
+        state[key] = with_local(self.data, data.with_data(qdata, scheme))
+        state[scales_key] = with_local(self.scales, stored_scales.like(scales))
 
 
 def check_has_no_codes(state: dict[str, Any], key: str, fqn: str) -> None:
@@ -200,8 +199,8 @@ def check_has_no_codes(state: dict[str, Any], key: str, fqn: str) -> None:
     Raises:
         ValueError: it has, and torch would load the data as values, without the scales.
     """
-    given = state.get(key)
-    if isinstance(given, torch.Tensor) and is_float8(dtype := local_tensor(given).dtype):
+    entry = state.get(key)
+    if isinstance(entry, torch.Tensor) and is_float8(dtype := local_tensor(entry).dtype):
         raise ValueError(
             f"{fqn}: the state dict has {key} in {dtype}, which load_state_dict would convert to "
             "the layer's high precision without its scales; call freeze_to_float8 before, or load "
@@ -222,19 +221,18 @@ class StoredEntry(DTensor):
         return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        if id(self) not in memo:
-            memo[id(self)] = copied = self.clone()
-            copied.__class__ = type(self)
-        found: DTensor = memo[id(self)]
-        return found
+        copied: DTensor = memo.get(id(self), self.clone())
+        copied.__class__ = type(self)
+        memo[id(self)] = copied
+        return copied
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         local = local_tensor(self)
         moved = with_local(self, local.view(torch.uint8))
         moved = moved.redistribute(*args, **kwargs)  # type: ignore[attr-defined]
-        found = with_local(moved, local_tensor(moved).view(local.dtype))
-        assert isinstance(found, DTensor)
-        return found
+        entry = with_local(moved, local_tensor(moved).view(local.dtype))
+        assert isinstance(entry, DTensor)
+        return entry
 
 
 def _packed(values: torch.Tensor, scheme: Scheme, name: str) -> torch.Tensor:
@@ -264,10 +262,10 @@ def counts(scales: Sequence[int], entry: Sequence[int]) -> list[int]:
 
 
 def check_values(qdata: torch.Tensor, scheme: Scheme, name: str) -> None:
-    """Check that float8 data of a checkpoint has the values of four bits that a scheme has.
+    """Check that float8 data of a checkpoint has no values that a scheme of four bits lacks.
 
     Raises:
-        ValueError: it has others.
+        ValueError: it has.
     """
     if scheme.packed_dtype is None or qdata.is_meta:
         return

@@ -5,7 +5,6 @@ Terms:
 * *parameter*: the tensor that is currently registered as ``layer.weight``. FSDP2 exchanges it: it
   is the *sharded parameter* between uses and the *unsharded parameter* while the layer runs.
 * *shard*: the parameter's local tensor, plain and in high precision.
-* *known*: for each scheme, the global weight's statistics for the blocks of the shard.
 
 Where the parameter is cast depends on how it is distributed:
 
@@ -17,14 +16,13 @@ Where the parameter is cast depends on how it is distributed:
   backward casts it again, because FSDP2 frees it in between.
 * Nowhere, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
 
-Statistics that need other ranks are taken from the weight's tensor if it knows them; see Note [What
-is known of a weight] in :mod:`fp8_dist.tensor.known`. Others are measured. Compiled graphs and
-selective activation checkpointing ask by operators (``runtime_ops``).
+Statistics that need other ranks are looked up in the weight's tensor; see Note [What is known of a
+weight] in :mod:`fp8_dist.tensor.known`. Others are measured. In compiled graphs and under selective
+activation checkpointing a custom op looks up or measures (``runtime_ops``).
 """
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -73,6 +71,7 @@ from fp8_dist.scaling import (
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.tensor.known import (
     AS_SHARDED,
+    EVALUATED,
     OUTDATED,
     STALE,
     TRAINED,
@@ -81,7 +80,7 @@ from fp8_dist.tensor.known import (
 )
 from fp8_dist.tensor.stored import PackedFloat8, StoredFloat8, StoredScales
 from fp8_dist.tensor.wrapper import WrapperParameter
-from fp8_dist.text import is_torchaos, warn_once
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import (
     AsyncCollectiveTensor,
     FsdpParameter,
@@ -94,19 +93,19 @@ from fp8_dist.torch_internals import (
     set_dtensor_local,
 )
 
-_GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # those of a weight
+_GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # the GEMMs that take a weight
 
 
 class GatherPlan(NamedTuple):
     """How FSDP2 gathers a weight in float8, given its layout and config.
 
     Attributes:
-        layout: of the sharded parameter.
-        arrives: the layout of what is gathered.
-        kept: the statistics that are kept. With DELAYED scales, the history has them.
-        cast: of the shard.
+        layout: the layout of the sharded parameter.
+        arrives: the layout of the unsharded parameter.
+        kept: the statistics that are cached. With DELAYED scales, the history has them.
+        cast: the cast of the shard.
         position: start and ``is_cut`` of the shard, as in :class:`Quantized`.
-        position_of_whole: those of what is gathered.
+        position_of_whole: start and ``is_cut`` of the unsharded parameter.
         moving: the levels whose scales the gather carries.
         packs: whether the gather carries packed data (:meth:`Scheme.pack`).
     """
@@ -149,10 +148,11 @@ class Float8Weight:
         name, fqn: the name of the parameter in the module, and the name of the module.
         scales_name: the name of the parameter that has the scales of a stored weight.
         handle: identifies this object in operators (``runtime_ops``).
-        is_compared: whether the ranks were found to agree about the layer (``agreement``).
+        is_compared: whether the layer was compared between ranks (``agreement``).
         fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
-        unsharded: what FSDP2 has gathered in high precision, if its scales may be known.
-        scales_ready: on a GPU, when the stream that ran precompute or sync had made the scales.
+        unsharded: the local tensor of FSDP2's unsharded parameter in high precision, if its
+            statistics are cached.
+        scales_ready: on a GPU, the event after which the scales of precompute or sync are ready.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Float8Weight:
         return self.parameter() if self.fsdp is None else self.fsdp.sharded
 
     def replace(self, new: torch.Tensor) -> None:
-        """Put another parameter in the place of this one, with its attributes and hooks.
+        """Replace the parameter; the new one gets its attributes and hooks.
 
         The steps of optimizers that hold the old one are refused.
         """
@@ -221,8 +221,8 @@ class Float8Weight:
 
         Hooks accumulate gradients elsewhere, in fp32 for instance.
         """
-        for each in (self.parameter(), self.master()):
-            if each.grad is not None or has_hooks_after_accumulation(each):
+        for parameter in (self.parameter(), self.master()):
+            if parameter.grad is not None or has_hooks_after_accumulation(parameter):
                 return True
         return self.fsdp is not None and self.fsdp.has_unreduced()
 
@@ -240,9 +240,9 @@ class Float8Weight:
         return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
 
     def gathered_layout(self, sharded: Layout) -> Layout | None:
-        """The layout of what FSDP2 gathers, given that of the sharded parameter.
+        """The layout of the unsharded parameter, given that of the sharded one.
 
-        It is the same one if FSDP2 keeps the parameter whole on every rank (``replicate``).
+        Both are the same if FSDP2 replicates the parameter (``replicate``).
         """
         return None if self.fsdp is None else replicated_over(sharded, self.fsdp.mesh)
 
@@ -268,17 +268,13 @@ class Float8Weight:
     def why_not(tensor: torch.Tensor | None) -> str:
         """The reason why a tensor can't be a layer's weight, as a phrase; empty if it can.
 
-        A subclass with its own GEMM, such as the quantized weights of torchao, can't.
+        A tensor subclass with its own matmul, such as the quantized weights of torchao, can't.
         """
         local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
-        kinds = Float8Tensor | WrapperParameter | AsyncCollectiveTensor
-        if isinstance(local, kinds) or not hasattr(local, "__tensor_flatten__"):
+        supported = Float8Tensor | WrapperParameter | AsyncCollectiveTensor
+        if isinstance(local, supported) or not hasattr(local, "__tensor_flatten__"):
             return ""
-        reason = f"a {type(local).__name__}, which multiplies in a way of its own"
-        if not is_torchaos(type(local)):
-            return reason
-        values = "_tensor" if hasattr(local, "_tensor") else "dequantize()"
-        return f"{reason} (torchao's; its {values} has the values in high precision)"
+        return f"a {type(local).__name__}, which implements its own matmul (dequantize it first)"
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as a plain tensor or DTensor on the same storage, detached.
@@ -298,8 +294,8 @@ class Float8Weight:
     def high_precision(self, weight: torch.Tensor | None = None) -> torch.Tensor:
         """The parameter in high precision, detached.
 
-        ``weight``: that of a forward, which other code may have computed from the parameter. Of
-        what FSDP2 has gathered, the result is the sharded parameter.
+        ``weight``: the weight of a forward, which other code may have computed from the parameter.
+        With FSDP2, the result is the sharded parameter.
 
         Collectives: those of :meth:`StoredWeight.dequantized`.
         """
@@ -315,7 +311,7 @@ class Float8Weight:
         return isinstance(local_tensor(self.parameter()), StoredFloat8)
 
     def stored(self, parameter: torch.Tensor | None = None) -> StoredWeight | None:
-        """Return the stored weight, or what FSDP2 has gathered of it; None if it is not stored."""
+        """Return the stored weight, sharded or unsharded; None if it is not stored."""
         parameter = self.parameter() if parameter is None else parameter
         if not isinstance(local_tensor(parameter), StoredFloat8):
             return None
@@ -335,33 +331,16 @@ class Float8Weight:
         data = StoredFloat8(qdata, dtype, scheme.key)
         if packs:
             data = PackedFloat8(scheme.pack(qdata).view(torch.uint8), dtype, scheme.key, False)
-        own = StoredScales(held, torch.float32, torch.float32)
-        self.share(nn.Parameter(data, requires_grad=False), nn.Parameter(own, requires_grad=False))
+        stored_scales = StoredScales(held, torch.float32, torch.float32)
+        self.share(
+            nn.Parameter(data, requires_grad=False),
+            nn.Parameter(stored_scales, requires_grad=False),
+        )
 
     def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
         """Take the parameters of a stored weight, which another layer may have too."""
         self.module.register_parameter(self.scales_name, scales)
         self.replace(data)
-        self.bind(self.parameter())
-
-    def bind(self, parameter: torch.Tensor | None) -> None:
-        """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
-        local = None if parameter is None else local_tensor(parameter)
-        if isinstance(local, StoredFloat8):
-            local.write = partial(Float8Weight._add, weakref.proxy(self))
-
-    def _add(self, func: Any, *args: Any, **kwargs: Any) -> None:
-        warn_once(
-            "merged into float8",
-            f"{self.fqn}: a sum with a weight that is stored in float8 is cast to float8 again, "
-            "and so is the difference when it is taken back: merging and unmerging an adapter "
-            "does not restore the weight's bits",
-        )
-        stored = self.stored()
-        assert stored is not None
-        total = stored.dequantized()
-        func(local_tensor(total), *args, **kwargs)
-        stored.write(total)
 
     def place_scales(self, scales: torch.Tensor, mesh: DeviceMesh) -> None:
         """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.
@@ -374,11 +353,11 @@ class Float8Weight:
         dim = sharded_dim(placement, ndim)
         block = None if dim is None or level.is_scalar else level.block(dim, ndim)
         # Ranks with several pieces have whole blocks (Scheme.start has checked them).
-        whole = has_pieces(layout.placements) or not scheme.is_cut(layout)
-        own = block == 1 or (block is not None and whole)
-        placed = distribute_tensor(scales.detach(), mesh, [placement if own else Replicate()])
+        has_whole_blocks = has_pieces(layout.placements) or not scheme.is_cut(layout)
+        if block is None or not (block == 1 or has_whole_blocks):
+            placement = Replicate()
+        placed = distribute_tensor(scales.detach(), mesh, [placement])
         self.module.register_parameter(self.scales_name, nn.Parameter(placed, requires_grad=False))
-        self.bind(self.parameter())
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -406,12 +385,11 @@ class Float8Weight:
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the operands of the weight's layer are distributed over."""
-        layout = self.layout()
-        own = [] if layout is None else [layout.mesh]
-        return own + [h.mesh for h in self._histories.values() if h.mesh is not None]
+        layouts = [self.layout(), *self._histories.values()]
+        return [x.mesh for x in layouts if x is not None and x.mesh is not None]
 
     def forward_casts(self, parameter: torch.Tensor, needs_grad_input: bool = True) -> WeightCasts:
-        """Return the casts of the parameter that a forward and its backward take.
+        """Return the float8 copies of the parameter for a forward and its backward.
 
         ``needs_grad_input``: whether a backward, if one follows, computes the input's gradient.
 
@@ -425,10 +403,10 @@ class Float8Weight:
         if not self.schemes:
             return WeightCasts()
         if (stored := self.stored(parameter)) is not None:
-            own = stored.quantized()
+            quantized = stored.quantized()
             if stored.is_packed:
-                return WeightCasts(own, recast=Recast(own.scales, *own[2:]))
-            return WeightCasts(own, own)
+                return WeightCasts(quantized, recast=Recast(quantized.scales, *quantized[2:]))
+            return WeightCasts(quantized, quantized)
         local = local_tensor(parameter)
         if is_float8(local.dtype):
             raise TypeError(
@@ -444,18 +422,17 @@ class Float8Weight:
             self._warn_if_flag_has_no_effect(parameter)
         both = torch.is_grad_enabled() and needs_grad_input and self.fsdp is None
         plan, places = self.copies(_GEMMS if both else _GEMMS[:1], local.device)
+        copies: Copies = ()
         recast = None
         with torch.no_grad():
             if self.fsdp is not None:  # no cast of the unsharded parameter may outlive it
-                float8, recast = self._casts_of_unsharded(parameter, plan)
-            elif not plan.of:
-                return WeightCasts()
-            else:
-                float8 = self.casts(parameter, plan)
-        if is_observed() and float8:
-            observe(self, "weight", Source(local, self.forward_layout(parameter)), float8)
-        casts = [None if place is None else float8[place] for place in places]
-        return WeightCasts(casts[0], casts[1] if len(casts) > 1 else None, recast)
+                copies, recast = self._casts_of_unsharded(parameter, plan)
+            elif plan.of:
+                copies = self.casts(parameter, plan)
+        if is_observed() and copies:
+            observe(self, "weight", Source(local, self.forward_layout(parameter)), copies)
+        casts = [None if place is None else copies[place] for place in places]
+        return WeightCasts(casts[0], casts[1] if both else None, recast)
 
     def casts(self, parameter: torch.Tensor, plan: CastPlan) -> Copies:
         """Cast a parameter; collectives as :meth:`statistics`."""
@@ -470,26 +447,27 @@ class Float8Weight:
     def _casts_of_unsharded(
         self, parameter: torch.Tensor, plan: CastPlan
     ) -> tuple[Copies, Recast | None]:
-        """Cast what FSDP2 gathered in high precision for the output, and plan the second cast."""
+        """Cast the unsharded parameter for the output, and plan the cast for grad_input."""
         if not torch.compiler.is_compiling():
             self.note_unsharded(parameter)
         layout, shard = self.layout(parameter), self.shard(parameter)
-        known = dict(zip(self.schemes, self.statistics(parameter, self.schemes), strict=True))
-        float8: Copies = ()
+        statistics = dict(zip(self.schemes, self.statistics(parameter, self.schemes), strict=True))
+        copies: Copies = ()
         if plan.of:
-            float8 = cast_by(shard, plan, [known[plan.schemes[0]]], layout)
+            copies = cast_by(shard, plan, [statistics[plan.schemes[0]]], layout)
         second = self.copies(_GEMMS[1:], shard.device).plan
         if not second.of:
-            return float8, None
+            return copies, None
         (scheme,) = second.schemes
-        return float8, Recast(known[scheme], scheme, scheme.start(layout), scheme.is_cut(layout))
+        position = scheme.start(layout), scheme.is_cut(layout)
+        return copies, Recast(statistics[scheme], scheme, *position)
 
     def statistics(
         self, parameter: torch.Tensor, schemes: Sequence[Scheme]
     ) -> Sequence[Statistics]:
-        """The statistics of a parameter's values, known or measured, for some of the schemes.
+        """The statistics of a parameter for some of the schemes, cached or measured.
 
-        Collectives: if they are not known, an all-reduce for each scheme whose scales cover values
+        Collectives: if they are not cached, an all-reduce for each scheme whose scales cover values
         of several ranks, of 4 bytes per scale (1 byte per block).
         """
         layout, local = self.layout(parameter), local_tensor(parameter)
@@ -497,67 +475,71 @@ class Float8Weight:
         if self.history is not None:
             tensor = shard if layout is None else layout.wrap(shard)
             return [self.history.statistics_of(tensor, self._kind(parameter))[0]]
-        held = local if isinstance(local, KnownWeight) else self.unsharded
-        if layout is None or held is None:
+        weight = local if isinstance(local, KnownWeight) else self.unsharded
+        if layout is None or weight is None:
             return measured(shard, schemes, layout)
         if needs_op():
-            how = [scheme.key for scheme in schemes], common_start(schemes, layout)
-            of = shard, held.known, held.valid, self.handle
-            return by_scheme(schemes, weight_statistics.overload(*of, *how))[0]
-        return self.found_for_forward(held.check(parameter), schemes, layout)
+            keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
+            cached = shard, weight.known, weight.valid, self.handle
+            return by_scheme(schemes, weight_statistics.overload(*cached, keys, start))[0]
+        return self.statistics_for_forward(weight.check(parameter), schemes, layout)
 
-    def found_for_forward(
-        self, held: KnownWeight, schemes: Sequence[Scheme], layout: Layout
+    def statistics_for_forward(
+        self, weight: KnownWeight, schemes: Sequence[Scheme], layout: Layout
     ) -> list[Statistics]:
-        """:meth:`statistics`, given the tensor that holds what is known."""
-        source, kept = held, Kept(self.shared_schemes(layout), layout)
-        if held.has(AS_SHARDED):
-            local, of_master = local_tensor(self.master()), self.kept()
-            if isinstance(local, KnownWeight) and of_master is not None:
-                source, kept = local.check(self.master()), of_master
-        return self._found(source, kept, held.plain, schemes)
+        """:meth:`statistics`, given the parameter's local tensor."""
+        cache, kept = weight, Kept(self.shared_schemes(layout), layout)
+        if weight.has(AS_SHARDED):
+            sharded, sharded_kept = local_tensor(self.master()), self.kept()
+            if isinstance(sharded, KnownWeight) and sharded_kept is not None:
+                cache, kept = sharded.check(self.master()), sharded_kept
+        return self._look_up_or_measure(cache, kept, weight.plain, schemes)
 
-    def found_for_gather(self, held: KnownWeight, shard: torch.Tensor) -> Statistics:
-        """The statistics of a shard, or of the whole weight, known or measured, and then kept."""
+    def statistics_for_gather(self, cache: KnownWeight, shard: torch.Tensor) -> Statistics:
+        """The statistics of a shard, or of the whole weight, which are cached afterwards."""
         parameter, plan = self.master(), self.gather_plan()
         if self.history is not None:
             tensor = plan.layout.wrap(shard)
             return self.history.statistics_of(tensor, self._kind(parameter))[0]
-        (found,) = self._found(held.check(parameter), plan.kept, shard, self.schemes, parameter)
-        return found
+        cache.check(parameter)
+        return self._look_up_or_measure(cache, plan.kept, shard, self.schemes, parameter)[0]
 
-    def _found(
+    def _look_up_or_measure(
         self,
-        held: KnownWeight,
+        cache: KnownWeight,
         kept: Kept,
         shard: torch.Tensor,
         schemes: Sequence[Scheme],
         parameter: torch.Tensor | None = None,
     ) -> list[Statistics]:
-        """Recall statistics, or measure the shard, and store them if ``parameter`` has ``held``."""
-        known = held.recall(kept, shard)
-        if missing := [scheme for scheme in schemes if scheme not in known]:
-            asks = kept.whole or bool(self.shared_schemes(kept.layout))  # other ranks
-            if asks:
-                self._warn_if_stale(held)
-            known |= zip(missing, measured(shard, missing, kept.layout, kept.whole), strict=True)
-            trains = asks and self.module.training
+        """Look statistics up in ``cache``, or measure the shard.
+
+        ``parameter``: the parameter that has ``cache``; what is measured is cached there.
+        """
+        statistics = cache.recall(kept, shard)
+        if missing := [scheme for scheme in schemes if scheme not in statistics]:
+            is_shared = kept.whole or bool(self.shared_schemes(kept.layout))
+            if is_shared:
+                self._warn_if_stale(cache)
+            new = measured(shard, missing, kept.layout, kept.whole)
+            statistics |= zip(missing, new, strict=True)
+            trains = is_shared and self.module.training
             if parameter is not None and not is_captured(shard):
-                # (What an evaluation finds after a step serves the next step.)
-                found_by = TRAINED if trains or held.has(OUTDATED) else 0
-                held.store(kept, [known[scheme] for scheme in kept.schemes], parameter, found_by)
+                # (Statistics of an evaluation after a step serve the next step.)
+                source = TRAINED if trains or cache.has(OUTDATED) else EVALUATED
+                cache.store(kept, [statistics[s] for s in kept.schemes], parameter, source)
             elif trains and not is_captured(shard):
-                held.note_training()
-        return [known[scheme] for scheme in schemes]
+                cache.note_training()
+        return [statistics[scheme] for scheme in schemes]
 
     def shared_schemes(self, layout: Layout | None) -> tuple[Scheme, ...]:
         """The schemes whose scales cover values of several ranks."""
         return tuple([scheme for scheme in self.schemes if any(scheme.axes(layout))])
 
     def kept(self) -> Kept | None:
-        """Which statistics precompute and gathers keep of the (sharded) parameter; None: none.
+        """The statistics of the (sharded) parameter that precompute and gathers cache, if any.
 
-        If FSDP2 gathers it in high precision, they are those of what arrives.
+        If FSDP2 gathers it in high precision, they are those of the unsharded parameter.
         """
         parameter = self.master()
         layout = self.layout(parameter)
@@ -584,19 +566,19 @@ class Float8Weight:
         return self._plan[1]
 
     def gather_cast(self, tensor: KnownWeight) -> tuple[Quantized, Scales | None]:
-        """Return the cast of the sharded parameter that FSDP2 gathers, of its local tensor.
+        """Cast the local tensor of the sharded parameter for FSDP2's gather.
 
-        Its data is packed if the plan says so. The second result is the scales of the whole weight
+        The data is packed if the plan says so. The second result is the scales of the whole weight
         if the gather can't carry scales, else None. With CPU offload ``tensor`` is a copy, and the
-        parameter holds what is known.
+        parameter has the cached statistics.
 
-        Collectives: as :meth:`statistics`. If scales of the whole weight are needed and not known,
+        Collectives: as :meth:`statistics`. If scales of the whole weight are needed and not cached,
         those of :func:`fp8_dist.scaling.whole_statistics`.
         """
         parameter, shard, plan = self.master(), tensor.plain.detach(), self.gather_plan()
-        own, held = local_tensor(parameter), tensor
-        if isinstance(own, KnownWeight) and own.device != tensor.device:
-            held = own
+        local, cache = local_tensor(parameter), tensor
+        if isinstance(local, KnownWeight) and local.device != tensor.device:
+            cache = local
         waits = shard.is_cuda and not is_captured(shard)
         stream = torch.cuda.current_stream(shard.device) if waits else None
         if self.scales_ready is not None and stream is not None:
@@ -607,45 +589,44 @@ class Float8Weight:
         with torch.inference_mode(False):
             if self.history is not None and not needs_op():
                 kind = self._kind(parameter)
-                (found,), _ = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)
+                (quantized,), _ = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)
             else:
                 statistics: Statistics
                 if needs_op():
                     statistics = tuple(gather_statistics.overload(shard, self.handle))
                 else:
-                    statistics = self.found_for_gather(held, shard)
+                    statistics = self.statistics_for_gather(cache, shard)
                 if plan.kept.whole:
                     scales = scheme.scales_from(statistics)
                     statistics = scheme.local_part(statistics, plan.layout)
                 start = plan.position[0]
                 if plan.packs and not is_observed():
-                    own_scales, qdata = scheme.cast_packed(shard, statistics, start)
+                    shard_scales, qdata = scheme.cast_packed(shard, statistics, start)
                 else:
-                    (own_scales,), (qdata,) = cast(shard, plan.cast, [statistics], start)
-                found = Quantized(qdata, own_scales, scheme, *plan.position)
+                    (shard_scales,), (qdata,) = cast(shard, plan.cast, [statistics], start)
+                quantized = Quantized(qdata, shard_scales, scheme, *plan.position)
         if is_observed():
-            observe(self, "weight", Source(shard, plan.layout), [found])
+            observe(self, "weight", Source(shard, plan.layout), [quantized])
             if plan.packs:
-                found = found._replace(qdata=scheme.pack(found.qdata))
+                quantized = quantized._replace(qdata=scheme.pack(quantized.qdata))
         if stream is not None:
             # Precompute and sync may drop tensors while this stream still reads them.
-            for made in (held.known, *(found.scales if self.history is not None else ())):
-                keep_for(stream, made)
-        return found, scales
+            keep_for(stream, cache.known)
+            for scale in quantized.scales if self.history is not None else ():
+                keep_for(stream, scale)
+        return quantized, scales
 
     def parameter_replaced(self, new: torch.Tensor | None) -> None:
         """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
         self.unsharded = None
         if new is not None and self.fsdp is not None and new is self.fsdp.unsharded:
             self.note_unsharded(new)
-        else:
-            self.bind(new)
 
     def check_sharded(self) -> None:
         """Raise ValueError if FSDP2 has sharded the parameter in a way that does not work."""
 
     def note_unsharded(self, parameter: torch.Tensor) -> None:
-        """Let what FSDP2 gathered in high precision be known as long as the sharded weight is."""
+        """Look statistics of the unsharded parameter up on the sharded one from now on."""
         local = local_tensor(parameter)
         if is_plain(local) and self.shared_schemes(self.layout(parameter)):
             self.unsharded = KnownWeight.as_sharded(local, parameter)
@@ -653,16 +634,16 @@ class Float8Weight:
                 set_dtensor_local(parameter, self.unsharded)
 
     def _kind(self, parameter: torch.Tensor) -> int:
-        """How a history casts the parameter: a frozen one is scaled by its own amax.
+        """How a history casts the parameter: by the amaxes of earlier steps, or FROZEN.
 
-        An optimizer step changes a weight only little, so that the scale from its history still
-        fits. Merging adapters may change a frozen weight a lot.
+        An optimizer step changes a weight only little, so the scale from its history still fits.
+        Merging adapters may change a frozen weight a lot.
         """
         return 1 if parameter.requires_grad else FROZEN
 
-    def _warn_if_stale(self, held: KnownWeight) -> None:
-        """Warn once of an all-reduce in place of which an update of scales would have served."""
-        if self.module.training and (held.has(STALE) or held.has(OUTDATED)):
+    def _warn_if_stale(self, cache: KnownWeight) -> None:
+        """Warn once of an all-reduce that an update of scales would have avoided."""
+        if self.module.training and (cache.has(STALE) or cache.has(OUTDATED)):
             warn_once(
                 "stale scale",
                 f"{self.fqn}: the weight was written to after its scales were computed, and no "
@@ -675,10 +656,10 @@ class Float8Weight:
     def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:
         """Record the amaxes of a pass in its backward, by history; see Note [Passes that count].
 
-        That of the weight is the one of its last cast.
+        The amax of the weight is the one of its last cast.
 
-        ``begins``: whether the pass begins to accumulate gradients. ``None``: if the weight is
-        trained, its own gradient tells; otherwise nothing is known.
+        ``begins``: whether the pass begins to accumulate gradients. ``None``: the weight's own
+        gradient tells if it is trained; otherwise it is unknown.
         """
         parameter, history = self.parameter(), self.history
         if begins is None and parameter.is_leaf and parameter.requires_grad:
@@ -692,7 +673,7 @@ class Float8Weight:
             (shared or self._histories[name]).record(value, backward, bool(begins))
 
     def forget(self) -> None:
-        """Forget what is known of the weight, and what histories recorded since the last sync."""
+        """Drop the cached statistics, and what histories recorded since the last sync."""
         if isinstance(local := local_tensor(self.master()), KnownWeight):
             local.forget()
         for history in self._histories.values():
@@ -727,14 +708,15 @@ class Float8Weight:
 def measured(
     shard: torch.Tensor, schemes: Sequence[Scheme], layout: Layout | None, whole: bool = False
 ) -> list[Statistics]:
-    """Measure a weight for each scheme; ``whole``: with statistics of all ranks' parts.
+    """Measure a weight for each scheme; ``whole``: return the statistics of all ranks' parts.
 
     Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`, for each scheme; or of
     :func:`fp8_dist.scaling.whole_statistics`.
     """
     local = measure(shard, schemes, common_start(schemes, layout))
     reduce: Any = whole_statistics if whole else reduced_statistics
-    return [reduce(scheme, own, layout) for scheme, own in zip(schemes, local, strict=True)]
+    pairs = zip(schemes, local, strict=True)
+    return [reduce(scheme, statistics, layout) for scheme, statistics in pairs]
 
 
 @query(
@@ -749,18 +731,18 @@ def weight_statistics(
     schemes: list[str],
     start: list[int],
 ) -> list[torch.Tensor]:
-    """Operator of :meth:`Float8Weight.statistics`, for a forward; in a flat list.
+    """Operator of :meth:`Float8Weight.statistics`, with a flat list as its result.
 
-    ``x, known, valid``: those of a :class:`KnownWeight`.
+    ``x, known, valid``: the tensors of a :class:`KnownWeight`.
     """
     weight: Float8Weight = owner_of(handle)
     weight.compare("the first forward")
     layout = weight.layout()
     assert layout is not None
-    held = KnownWeight(x, known=known, valid=valid)
-    each = weight.found_for_forward(held, [scheme_named(key) for key in schemes], layout)
+    local = KnownWeight(x, known=known, valid=valid)
+    found = weight.statistics_for_forward(local, [scheme_named(key) for key in schemes], layout)
     # A graph may write into results.
-    return [statistic.clone() for own in each for statistic in own]
+    return [statistic.clone() for statistics in found for statistic in statistics]
 
 
 weight_statistics.register_fake(
@@ -772,8 +754,8 @@ weight_statistics.register_fake(
 # gather in a checkpointed forward and not in its recomputation.
 @query("gather_statistics(Tensor x, Tensor handle) -> Tensor[]")
 def gather_statistics(x: torch.Tensor, handle: torch.Tensor) -> list[torch.Tensor]:
-    """Operator of :meth:`Float8Weight.found_for_gather`."""
+    """Operator of :meth:`Float8Weight.statistics_for_gather`."""
     weight: Float8Weight = owner_of(handle)
-    own = local_tensor(weight.master())
-    held = own if isinstance(own, KnownWeight) else KnownWeight(x)
-    return [each.clone() for each in weight.found_for_gather(held, x)]
+    local = local_tensor(weight.master())
+    cache = local if isinstance(local, KnownWeight) else KnownWeight(x)
+    return [statistic.clone() for statistic in weight.statistics_for_gather(cache, x)]

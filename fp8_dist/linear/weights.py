@@ -13,12 +13,17 @@ from fp8_dist.linear.stored import check_has_no_codes
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import has_pieces, local_tensor, with_local
 from fp8_dist.tensor.known import KnownWeight
-from fp8_dist.text import is_torchaos
 from fp8_dist.torch_internals import is_plain, parameters_of_ddp, set_dtensor_local
+
+# The remedy in messages about a model without float8 weights.
+CONVERT_FIRST = (
+    "call convert_to_float8_training of fp8_dist first (for experts, "
+    "fp8_dist.moe.convert_experts_to_float8_training)"
+)
 
 
 def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
-    """The float8 parameters that a module itself has, by name."""
+    """The float8 parameters of a module itself, by name."""
     weights: Mapping[str, Float8Weight] = getattr(module, "float8_weights", {})
     return weights
 
@@ -26,67 +31,71 @@ def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
 def save_weights(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Replace the float8 parameters in a module's ``state_dict``, unless it keeps variables.
 
-    (A hook of modules that keep their class.)
+    A state dict hook of modules that keep their class.
     """
     for name, weight in weights_of(module).items():
-        if state.get(prefix + name, own := weight.parameter()) is own:
+        parameter = weight.parameter()
+        if state.get(prefix + name, parameter) is parameter:
             continue
         if stored := weight.stored():
             state |= {prefix + key: value for key, value in stored.entries().items()}
         else:
-            state[prefix + name] = weight.plain(own)
+            state[prefix + name] = weight.plain(parameter)
 
 
 def load_weights(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
 ) -> None:
-    """Make the entries of a state dict fit the weights (a pre-hook of ``load_state_dict``)."""
+    """Convert the entries of a state dict to the types of the weights.
+
+    A pre-hook of ``load_state_dict``.
+    """
     for weight in weights_of(module).values():
         if stored := weight.stored():
             stored.load(state, prefix)
             continue
         key = prefix + weight.name
         check_has_no_codes(state, key, weight.fqn)
-        given, held = state.get(key), local_tensor(weight.master())
-        if given is not None and isinstance(held, KnownWeight):
-            held.forget_to_load()
-        if metadata.get("assign_to_params_buffers", False) and isinstance(given, DTensor):
-            local = local_tensor(given)
-            if isinstance(held, KnownWeight) and is_plain(local):
-                # FSDP2 and graphs expect the same type.
-                state[key] = with_local(given, held.like(local))
+        entry, local = state.get(key), local_tensor(weight.master())
+        if entry is None or not isinstance(local, KnownWeight):
+            continue
+        local.forget_to_load()
+        assigns = metadata.get("assign_to_params_buffers", False)
+        if assigns and isinstance(entry, DTensor) and is_plain(local_tensor(entry)):
+            # FSDP2 and graphs expect the same type.
+            state[key] = with_local(entry, local.like(local_tensor(entry)))
 
 
 def hold_known(weights: Iterable[Float8Weight]) -> None:
-    """Let the tensors of weights hold what precompute finds, if scales cover other ranks' values.
+    """Attach a cache of statistics to weights whose scales cover values of several ranks.
 
     Call it once the weights are distributed, before graphs are traced. Parameters that are DTensors
     stay the same. A declared weight, which is a plain tensor, becomes a parameter on the same
-    storage. (Precompute does so for other code's DTensors, of which graphs are traced again.)
+    storage. (For DTensors of other code precompute does it, after which graphs are traced again.)
     """
     for weight in weights:
         old = weight.parameter()
         if (kept := weight.kept()) is None:
             continue
-        local = local_tensor(old)
-        held = local if isinstance(local, KnownWeight) else KnownWeight(local.detach())
+        plain = local_tensor(old)
+        local = plain if isinstance(plain, KnownWeight) else KnownWeight(plain.detach())
         if not has_pieces(kept.layout.placements):
-            held.reserve(kept)
+            local.reserve(kept)
         if isinstance(old, DTensor):
-            set_dtensor_local(old, held)
-        elif held is not local:
+            set_dtensor_local(old, local)
+        elif local is not plain:
             warn_of_ddp([weight])
-            new = nn.Parameter(held, requires_grad=old.requires_grad)
+            new = nn.Parameter(local, requires_grad=old.requires_grad)
             new.grad = old.grad
             weight.replace(new)
 
 
 def warn_of_ddp(weights: Iterable[Float8Weight]) -> None:
-    """Warn if DDP knows parameters that are about to be replaced: it would not reduce new ones."""
-    known = parameters_of_ddp()
-    if held := [weight for weight in weights if id(weight.parameter()) in known]:
+    """Warn if parameters of DDP are about to be replaced: it would not reduce the new ones."""
+    ids = parameters_of_ddp()
+    if replaced := [weight for weight in weights if id(weight.parameter()) in ids]:
         warnings.warn(
-            f"{held[0].fqn}.{held[0].name} becomes another parameter, whose gradient the "
+            f"{replaced[0].fqn}.{replaced[0].name} becomes another parameter, whose gradient the "
             "DistributedDataParallel that was made before does not reduce: wrap the model in a new "
             "one",
             stacklevel=4,
@@ -114,35 +123,22 @@ def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
     }
 
 
-def convert_first(module: nn.Module) -> str:
-    """The remedy in messages about a model without float8 weights."""
-    if any(is_torchaos(type(part)) for part in module.modules()):
-        return (
-            "torchao has converted it: call convert_to_float8_training of fp8_dist on the model "
-            "instead"
-        )
-    return (
-        "call convert_to_float8_training first (for experts, "
-        "fp8_dist.moe.convert_experts_to_float8_training)"
-    )
-
-
 def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     """Return the float8 weights of a module by FQN, or raise ValueError if there are none."""
     weights = float8_weights(module)
     if not weights:
-        raise ValueError(f"{caller}: the module has no converted layer; {convert_first(module)}")
+        raise ValueError(f"{caller}: the module has no converted layer; {CONVERT_FIRST}")
     return weights
 
 
 def note_made(weights: Iterable[Float8Weight]) -> None:
-    """Let later gathers wait for the scales and casts of weights that this stream computes."""
+    """Record an event that later gathers wait for, after this stream computed scales and casts."""
     if not torch.cuda.is_available():
         return
     if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
-        made = QueuedWork()
+        event = QueuedWork()
         for weight in on_gpu:
-            weight.scales_ready = made
+            weight.scales_ready = event
 
 
 def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:

@@ -369,7 +369,7 @@ def _load(part: _Part, files: _Files) -> None:
             scales_entry, scales, local_scales.saved_as = _stored_scales(weight, entry, files)
             _fill(local_scales.plain, stored.scales, scales_entry, scales.__getitem__)
         check_values(codes, stored.scheme, f"{weight.fqn}: {weight.name}")
-        data.plain.copy_(data.holding(codes, stored.scheme).plain)
+        data.plain.copy_(data.with_data(codes, stored.scheme).plain)
         return
     for entry in entries:
         dequantizes = files.float8(entry.key) and not is_float8(tensor.dtype)

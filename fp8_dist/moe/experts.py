@@ -53,8 +53,8 @@ class ExpertsAdapter:
 
     def unfit(self, module: nn.Module) -> str | None:
         """The reason why these experts can't be converted, or ``None``."""
-        found = {name: module._parameters.get(name) for name in self.weights(module)}
-        wrong = [name for name, weight in found.items() if weight is None or weight.ndim != 3]
+        weights = {name: module._parameters.get(name) for name in self.weights(module)}
+        wrong = [name for name, weight in weights.items() if weight is None or weight.ndim != 3]
         return f"it has no parameter {', '.join(wrong)} of shape [E, N, K]" if wrong else None
 
     def parts(self, module: nn.Module) -> dict[str, Placement]:
@@ -97,7 +97,7 @@ def _adapter_of(module: nn.Module) -> ExpertsAdapter:
 
 
 class ExpertWeight(Float8Weight):
-    """A weight ``[E, N, K]`` of a module of experts. One copy serves both of its GEMMs.
+    """A weight ``[E, N, K]`` of a module of experts. One float8 copy serves both of its GEMMs.
 
     A weight that is stored as ``[E, K, N]`` is cast as it is stored, with the scales of
     ``[E, N, K]``, and multiplied as the transposed view.
@@ -129,8 +129,8 @@ class ExpertWeight(Float8Weight):
 
     def check_sharded(self) -> None:
         layout, ndim = self.layout(self.master()), self.parameter().ndim
-        *of_fsdp, last = (None,) if layout is None else layout.placements
-        if isinstance(last, StridedShard) and last.dim in [sharded_dim(p, ndim) for p in of_fsdp]:
+        *outer, last = (None,) if layout is None else layout.placements
+        if isinstance(last, StridedShard) and last.dim in [sharded_dim(p, ndim) for p in outer]:
             raise ValueError(
                 f"{self.fqn}: FSDP2 shards dim {last.dim} of {self.name}, of which tensor "
                 "parallelism has given each rank several pieces, and torch would save them in "
@@ -147,7 +147,7 @@ class ExpertWeight(Float8Weight):
             return Weight(tensor, casts, self, self.layout(parameter) if is_parted else None)
         (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
         if recast is not None:
-            statistics = tuple([each.mT for each in recast.statistics])
+            statistics = tuple([matrix.mT for matrix in recast.statistics])
             recast = Recast(statistics, scheme, recast.start[::-1], recast.is_cut)
         assert output is not None
         cast = transposed(output, scheme)
@@ -296,8 +296,8 @@ def _check(part: nn.Module, adapter: ExpertsAdapter, fqn: str, config: Float8Exp
         )
 
 
-class Division(NamedTuple):
-    """How ranks share experts.
+class ExpertsDivision(NamedTuple):
+    """Distribution of experts over ranks.
 
     Attributes:
         experts: the number of experts of all ranks.
@@ -310,8 +310,8 @@ class Division(NamedTuple):
     mesh: DeviceMesh | None = None
 
 
-def division_of(module: nn.Module) -> Division:
-    """How the weights of converted experts are distributed in the forward.
+def division_of(module: nn.Module) -> ExpertsDivision:
+    """Return the distribution of converted experts in the forward.
 
     Raises:
         ValueError: they are not divided by whole experts, nor as :meth:`ExpertsAdapter.parts` says.
@@ -320,7 +320,7 @@ def division_of(module: nn.Module) -> Division:
     first: Any = next(iter(weights.values()))
     layouts = {name: weight.layout() for name, weight in weights.items()}
     # Meshes are compared, because equal meshes may have several groups of the same ranks.
-    found = {(layout.shape[0], layout.mesh) if layout else None for layout in layouts.values()}
+    divisions = {(layout.shape[0], layout.mesh) if layout else None for layout in layouts.values()}
     parts = {name: (placement,) for name, placement in first.adapter.parts(module).items()}
     is_parted = parts == {name: layout and layout.placements for name, layout in layouts.items()}
     for name, layout in layouts.items():
@@ -330,17 +330,17 @@ def division_of(module: nn.Module) -> Division:
                 "the forward; experts are divided by Float8ExpertParallel or "
                 "Float8ExpertTensorParallel on one axis, and FSDP2 shards them over others"
             )
-    if len(found) > 1:
+    if len(divisions) > 1:
         raise ValueError(
             f"{first.fqn}: the weights of the experts are distributed in different ways"
         )
-    (shared,) = found
-    if shared is None:
-        return Division(len(local_tensor(first.parameter())), None)
-    experts, mesh = shared
+    (division,) = divisions
+    if division is None:
+        return ExpertsDivision(len(local_tensor(first.parameter())), None)
+    experts, mesh = division
     if is_parted:
-        return Division(experts, None, mesh)
-    return Division(experts, mesh.get_group() if mesh.size() > 1 else None)
+        return ExpertsDivision(experts, None, mesh)
+    return ExpertsDivision(experts, mesh.get_group() if mesh.size() > 1 else None)
 
 
 def weight_of(module: nn.Module, name: str, is_parted: bool = False) -> Weight:

@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fp8_dist.debug import AnomalyLimits
 from fp8_dist.debug.rows import RECENT
-from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, progress
+from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, progress
 from fp8_dist.report.writer import LIMITS
 
 Array = npt.NDArray[np.float64]
@@ -119,8 +119,8 @@ def colored(measure: str, limits: AnomalyLimits) -> Ends:
     A measure without a limit has the default's. Saturation has none of its own.
     """
     name = {"amax": "jump", "saturation": "underflow"}.get(measure, measure)
-    given: float | None = getattr(limits, name)
-    limit = float(getattr(AnomalyLimits(), name) if given is None else given)
+    value: float | None = getattr(limits, name)
+    limit = float(getattr(AnomalyLimits(), name) if value is None else value)
     return (limit + 15, limit) if measure == "sqnr" else (0.0, limit or 1e-9)
 
 
@@ -159,7 +159,9 @@ def _line_chart(runs: Sequence[Run], metric: str) -> str:
     return _picture(figure)
 
 
-def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | None = None) -> None:
+def _plot(
+    axes: Axes, rows: Sequence[JsonRow], name: str, label: str, color: str | None = None
+) -> None:
     values = [row[name] if math.isfinite(row[name]) else math.nan for row in rows]
     marker = "." if len(rows) <= 30 else ""
     steps = [row["step"] for row in rows]
@@ -167,12 +169,12 @@ def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | N
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _mark(axes: Axes, anomalies: Sequence[Row]) -> None:
+def _mark(axes: Axes, anomalies: Sequence[JsonRow]) -> None:
     for step in sorted({row["step"] for row in anomalies})[:20]:
         axes.axvline(step, color=BAD, linewidth=1, linestyle=":")
 
 
-def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array, Mask]:
+def grid(rows: Sequence[JsonRow], measure: str) -> tuple[list[str], list[int], Array, Mask]:
     """Return the layers, the steps, the value of each cell, and whether it is bad.
 
     A cell without a row is NaN. Of several rows of a cell the worst value counts: the largest, or
@@ -180,7 +182,8 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
     """
     layers = list(dict.fromkeys(row["fqn"] for row in rows))
     steps = sorted({row["step"] for row in rows})
-    columns, lines = ({each: i for i, each in enumerate(axis)} for axis in (steps, layers))
+    columns = {step: i for i, step in enumerate(steps)}
+    lines = {fqn: i for i, fqn in enumerate(layers)}
     values = np.full((len(layers), len(steps)), np.nan)
     bad = np.zeros(values.shape, bool)
     worst = np.fmin if measure == "sqnr" else np.fmax
@@ -193,8 +196,8 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
         for step in range(len(steps)):
             before = octaves[:, max(0, step - RECENT) : step]
             above = octaves[:, step] - np.fmax.reduce(before, axis=1, initial=np.nan)
-            known = np.where(np.isfinite(values[:, step]), 0.0, np.nan)
-            values[:, step] = np.where(np.isnan(above), known, above)
+            first = np.where(np.isfinite(values[:, step]), 0.0, np.nan)
+            values[:, step] = np.where(np.isnan(above), first, above)
     return layers, steps, values, bad
 
 

@@ -17,13 +17,13 @@ from fp8_dist.kernels import (
     block_scaled_mm,
     cast_blocks,
     dequantize_blocks,
+    fp32_block_scales,
     fp32_scales,
     quantize_block_copies,
     quantize_blocks,
     quantize_by_scales,
     reblock,
     scaled_by,
-    scales_of,
     takes_transposed,
     transposed_copy,
 )
@@ -84,7 +84,7 @@ class BlockScheme(Scheme):
         if x.ndim > 2 and (x.shape[-2] % self.rows or blocks[2]):
             return self.dequantize(x, (scales,), operand.start).bfloat16()
         # Matrices of whole blocks are one matrix.
-        a, b = (each if each.ndim == 2 else each.flatten(0, -2) for each in (x, scales))
+        a, b = (t if t.ndim == 2 else t.flatten(0, -2) for t in (x, scales))
         return dequantize_blocks(a, b, blocks, torch.bfloat16).view(x.shape)
 
     def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
@@ -120,7 +120,7 @@ class BlockScheme(Scheme):
         """
         if not self.is_recast_for_rows:
             return operand
-        matrix, (scales,), *_ = as_matrix(operand)
+        matrix, (scales,), *_ = matrix_operand(operand)
         known = matrix, scales, self._blocks(operand.start)
         axes: list[int] = []  # that shard the rows
         if layout is not None:
@@ -128,18 +128,19 @@ class BlockScheme(Scheme):
             axes = [axis for axis in sharded_axes(layout) if dims[axis] != operand.qdata.ndim - 1]
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
-            data, found = self._reblocked(known, transposed)
+            data, new_scales = self._reblocked(known, transposed)
             scheme = _resized(self, self.columns, 1)
-            return Quantized(data.t() if transposed else data, (found,), scheme)
+            return Quantized(data.t() if transposed else data, (new_scales,), scheme)
         leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
         tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
         tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
         new, values = _resized(self, 1, 1), dequantize_blocks(*known, torch.float32)
-        own = new.scales_of_amaxes(amaxes_of_groups(values, group, count))
-        each = all_reduce_max(own, groups_over(layout.mesh, axes)).index_select(0, group)
-        return Quantized(new.quantize(values, (each,), (0, 0)), (each,), new)
+        new_scales = new.scales_of_amaxes(amaxes_of_groups(values, group, count))
+        new_scales = all_reduce_max(new_scales, groups_over(layout.mesh, axes))
+        row_scales = (new_scales.index_select(0, group),)
+        return Quantized(new.quantize(values, row_scales, (0, 0)), row_scales, new)
 
     def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
         """The scales of blocks with these amaxes, a matrix. A larger amax has no smaller scale."""
@@ -197,7 +198,7 @@ class Blocks(BlockScheme):
         statistics: Statistics | None,
         start: Start,
         transposed: Sequence[bool],
-        fits: bool = False,
+        saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         x, blocks = self._taken(x), self._blocks(start)
         if statistics is None:
@@ -250,13 +251,13 @@ class Fp32Blocks(BlockScheme):
         return (block_amaxes(self._taken(x), self._blocks(start)),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        return (scales_of(statistics[0], self.dtype),)
+        return (fp32_block_scales(statistics[0], self.dtype),)
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
         return quantize_by_scales(self._taken(x), scales[0], self.dtype, self._blocks(start))
 
 
-def as_matrix(operand: Quantized) -> Quantized:
+def matrix_operand(operand: Quantized) -> Quantized:
     """Reshape an operand ``[..., K]`` to a matrix ``[M, K]``."""
     qdata = operand.qdata
     if qdata.ndim == 2 and operand.scales[-1].ndim <= 2:  # no level is finer
@@ -276,9 +277,9 @@ def transposed(operand: Quantized, scheme: Scheme | None = None) -> Quantized:
 
     ``scheme``: that of the result; ``None``: the transposed one of the operand's.
     """
-    qdata, scales, own, start, is_cut = operand
+    qdata, scales, old_scheme, start, is_cut = operand
     scales = tuple([scale.mT if scale.ndim else scale for scale in scales])
-    return Quantized(qdata.mT, scales, scheme or own.of_transposed, start[::-1], is_cut)
+    return Quantized(qdata.mT, scales, scheme or old_scheme.of_transposed, start[::-1], is_cut)
 
 
 # Making a scheme takes 10 us. Float8 data that is cast again is not rounded to bf16 first.

@@ -1,7 +1,7 @@
-"""Entries of a state dict for what is stored in another form: copies that writes go through.
+"""Decoded entries of a state dict, which write through to the parameter.
 
-Code that loads checkpoints in place writes into the tensors of ``state_dict()``. If an entry is a
-copy, because the parameter is stored packed or as exponents, the write must reach the parameter.
+Code that loads checkpoints in place writes into the tensors of ``state_dict()``. If the parameter
+is stored packed or as exponents, its entry is a copy, and the write must reach the parameter.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import torch
 from torch import ScriptObject, Tensor
 from torch.distributed import Work
 
+from fp8_dist.tensor.wrapper import TensorSubclass
 from fp8_dist.torch_internals import (
-    disabled_torch_function,
     is_mutable,
     is_plain,
     tree_leaves,
@@ -26,10 +26,10 @@ class Encoded(NamedTuple):
     """Data, and its decoded copy.
 
     Attributes:
-        data: what is stored.
-        copy: its values, a plain tensor.
-        decode: makes values of data.
-        encode: makes data of values; raises ValueError for those that no data stands for.
+        data: the encoded tensor.
+        copy: its decoded values, a plain tensor.
+        decode: converts data to values.
+        encode: converts values to data; raises ValueError for values that can't be encoded.
     """
 
     data: Tensor
@@ -51,21 +51,20 @@ class Encoded(NamedTuple):
         self.data.copy_(data)
 
 
-class Decoded(Tensor):
-    """A decoded copy of data, or a view of one, that an operator reads and writes as the data.
+class Decoded(TensorSubclass):
+    """A decoded copy of data, or a view of one, that is kept equal to the data.
 
     It is decoded before each operator that reads it, and encoded after each that writes to it. Its
-    clones, deepcopies and pickles are plain tensors. Writes to its memory by other means than
-    operators, such as numpy arrays, are not noticed.
+    clones, deepcopies and pickles are plain tensors. Writes to its memory that are no operators, as
+    through numpy arrays, are not noticed.
 
     Attributes:
         plain: the same memory as a plain tensor.
-        source: the data that it stands for.
+        source: the data with its copy.
     """
 
     plain: Tensor
     source: Encoded
-    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def of(
@@ -94,15 +93,15 @@ class Decoded(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # Under inference_mode, composite operators arrive here without being decomposed.
-        if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
-            return found
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Decoded)]
+        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return result
+        entries = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Decoded)]
         if func.is_view:
-            source = given[0].source
+            source = entries[0].source
             args, kwargs = tree_map_only(Decoded, lambda x: x.plain, (args, kwargs))
             views = func(*args, **kwargs)
             return tree_map_only(Tensor, lambda view: cls._view(view, source), views)
-        for source in {id(each.source): each.source for each in given}.values():
+        for source in {id(entry.source): entry.source for entry in entries}.values():
             source.read()
         written = tree_leaves(written_arguments(func, args, kwargs))
         args, kwargs = tree_map_only(Decoded, lambda x: x.plain, (args, kwargs))
@@ -110,37 +109,30 @@ class Decoded(Tensor):
         for work in tree_leaves(out) if func.namespace == "c10d" else ():
             if isinstance(work, ScriptObject | Work):
                 _wait(work)
-        sources = {id(each.source): each.source for each in written if isinstance(each, Decoded)}
+        sources = {id(x.source): x.source for x in written if isinstance(x, Decoded)}
         for source in sources.values():
             source.write()
         if not is_mutable(func):
             return out
-        same = {id(each.plain): each for each in given}
-        return tree_map_only(Tensor, lambda x: same.get(id(x), x), out)
+        by_plain = {id(entry.plain): entry for entry in entries}
+        return tree_map_only(Tensor, lambda x: by_plain.get(id(x), x), out)
 
-    @property
-    def _current(self) -> Tensor:
+    def readable(self, reader: str) -> Tensor:
         self.source.read()
         return self.plain
 
     # Code that reads memory, such as safetensors, asks for its address first.
     def data_ptr(self) -> int:
-        return self._current.data_ptr()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._current.numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self._current.tolist()
+        return self.readable("data_ptr()").data_ptr()
 
     def __copy__(self) -> "Decoded":
         return self._view(self.plain, self.source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return deepcopy(self._current, memo)
+        return deepcopy(self.readable("deepcopy()"), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._current.__reduce_ex__(protocol)
+        return self.readable("pickle").__reduce_ex__(protocol)
 
 
 def _wait(work: Any) -> None:

@@ -35,8 +35,8 @@ class Float8Tensor(TensorSubclass):
             a graph must be plain data.)
         start: see :class:`fp8_dist.scaling.Quantized`.
         is_cut: see :class:`fp8_dist.scaling.Quantized`.
-        origin: what was cast, for recorders such as ``fp8_dist.debug.float8_stats``. Tensors made
-            from this one keep it in eager code. None if nothing records.
+        origin: the tensor before the cast, for observers (``fp8_dist.debug.float8_stats``). Tensors
+            made from this one keep it in eager code. None without an observer.
 
     Args:
         scale: the scale, or a sequence of the scales of all levels.
@@ -74,16 +74,16 @@ class Float8Tensor(TensorSubclass):
             scheme = _scheme_from(qdata, scales[0])
         elif isinstance(scheme, str):
             scheme = scheme_named(scheme)
-        wanted, found = [level.scale for level in scheme.levels], [each.dtype for each in scales]
-        if found != wanted or not orig_dtype.is_floating_point:
+        needed, dtypes = [level.scale for level in scheme.levels], [s.dtype for s in scales]
+        if dtypes != needed or not orig_dtype.is_floating_point:
             raise TypeError(
-                f"Float8Tensor: scales must be {_listed(wanted)} for one scale per "
-                f"{scheme.covers}, and orig_dtype floating point, got {_listed(found)} and "
+                f"Float8Tensor: scales must be {_listed(needed)} for one scale per "
+                f"{scheme.covers}, and orig_dtype floating point, got {_listed(dtypes)} and "
                 f"{orig_dtype}"
             )
         shapes = scheme.scale_shapes(qdata.shape, start)
-        if [list(each.shape) for each in scales] != shapes:
-            shown = [tuple(each.shape) for each in scales]
+        if [list(scale.shape) for scale in scales] != shapes:
+            shown = [tuple(scale.shape) for scale in scales]
             raise ValueError(
                 f"Float8Tensor: scales of the shapes {shown} do not cover qdata of shape "
                 f"{tuple(qdata.shape)} with one scale per {scheme.covers}; they must be {shapes}"
@@ -123,9 +123,9 @@ class Float8Tensor(TensorSubclass):
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
         """Return a new Float8Tensor with the arguments of this one, except for those given."""
-        _, given = self.__tensor_flatten__()
-        given |= {"qdata": self.qdata, "scale": scales_of(self), "origin": self.origin}
-        return Float8Tensor(**(given | changes))
+        _, arguments = self.__tensor_flatten__()
+        arguments |= {"qdata": self.qdata, "scale": scales_of(self), "origin": self.origin}
+        return Float8Tensor(**(arguments | changes))
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
         """Multiply ``qdata`` by its scales in fp32, and round once to ``orig_dtype``.
@@ -177,8 +177,8 @@ class Float8Tensor(TensorSubclass):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Other types (DTensor, a collective's result in flight) handle the operator first.
-        own = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
-        if not all(t in own or issubclass(t, STAND_INS) for t in types):
+        known = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
+        if not all(t in known or issubclass(t, STAND_INS) for t in types):
             return NotImplemented
         if (handler := FLOAT8_OPS.get(func)) is None:
             # Under inference_mode, composite operators arrive here without being decomposed.

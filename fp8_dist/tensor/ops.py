@@ -424,41 +424,17 @@ if wrapped_in_flight is not None:
         return AsyncCollectiveTensor(args[0])
 
 
-def scaled_mm(
-    a: Float8Tensor,
-    b: Float8Tensor,
-    *,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
-    pad_inner_dim: bool = False,
-    emulate: bool = False,
-) -> torch.Tensor:
-    """Multiply two local float8 matrices, with the result ``[M, N]``.
-
-    Dense scales are 0-dim, or ``[M, 1]`` for ``a`` and ``[1, N]`` for ``b``. Matrices of other
-    schemes are multiplied by :meth:`fp8_dist.scaling.Scheme.multiply` if the schemes fit together.
-    Options and errors are those of :func:`fp8_dist.kernels.scaled_mm`.
-
-    Collectives: none.
-
-    Raises:
-        ValueError: matrices of these schemes can't be multiplied.
-    """
+@implements(aten.mm.default, aten.addmm.default)
+def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    *bias, a, b = args
+    _check_are_float8(func, (a, b))
     left, right = a.quantized, b.quantized
     if why := left.scheme.unfit_beside(right.scheme):
         raise ValueError(
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)}: one scale per "
             f"{left.scheme.covers} and per {right.scheme.covers}: {why}; cast both of them alike"
         )
-    options = use_fast_accum, pad_inner_dim, emulate, False
-    return left.scheme.multiply(left, right, out_dtype, options)
-
-
-@implements(aten.mm.default, aten.addmm.default)
-def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    *bias, a, b = args
-    _check_are_float8(func, (a, b))
-    product = scaled_mm(a, b, out_dtype=a.orig_dtype)
+    product = left.scheme.multiply(left, right, a.orig_dtype, (False,) * 4)
     if not bias:
         return product
     return kwargs.get("beta", 1) * bias[0] + kwargs.get("alpha", 1) * product

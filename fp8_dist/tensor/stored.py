@@ -1,12 +1,12 @@
-"""Parameters that are stored in float8: the data of a frozen weight, and its scales.
+"""Frozen parameters in float8: the data of a weight, and its scales.
 
-A weight that is not trained needs no copy in high precision. ``freeze_to_float8`` divides it into
-two frozen parameters of its module: a :class:`StoredFloat8` under the weight's name, and a
-:class:`StoredScales` under ``NAME_scale_inv``, as in FP8 checkpoints. FSDP2 and tensor parallelism
-shard, gather, move and offload them like all parameters, but as the bytes that they are.
+A weight that is not trained needs no copy in high precision. ``freeze_to_float8`` replaces it by
+two frozen parameters: a :class:`StoredFloat8` under the weight's name, and a :class:`StoredScales`
+under ``NAME_scale_inv``, as in FP8 checkpoints. FSDP2 and tensor parallelism shard, gather, move
+and offload them like all parameters, without a conversion.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -37,21 +37,17 @@ _ON_BYTES = {
 }
 # Operators, besides views, whose result is the same parameter.
 _SAME = MOVES | _ON_BYTES | {aten.new_empty.default}
-_ADDITIONS = {aten.add_.Tensor, aten.sub_.Tensor}
 
 
 class Stored(WrapperParameter):
-    """Base class of parameters that are moved as the bytes that they are stored in.
+    """Base class of parameters that are moved without a conversion.
 
     Attributes:
-        write: adds to the weight in high precision and casts it again, in place, given the
-            operator and its other arguments; None if this is not the whole weight of a layer.
-        payload: the dtype of what FSDP2 gathers as bytes; None: that of ``plain``.
+        payload: the dtype of FSDP2's all-gather input; None: that of ``plain``.
     """
 
-    write: Callable[..., None] | None
     payload: ClassVar[torch.dtype | None] = None
-    __slots__ = ("write",)
+    __slots__ = ()
 
     @staticmethod
     def __new__(
@@ -68,7 +64,6 @@ class Stored(WrapperParameter):
                 )
             return nn.Parameter(plain, requires_grad)
         self = cls.made(plain, static[0], cls.shape_of(plain, *static))
-        self.write = None
         for name, value in zip(cls.static[1:], static[1:], strict=True):
             setattr(self, name, value)
         return self
@@ -104,28 +99,25 @@ class Stored(WrapperParameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        own = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Stored))
+        stored = next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Stored))
         # Under inference_mode, composite operators arrive here without being decomposed.
-        if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
-            return found
-        if func.is_view and func is not aten.detach.default and isinstance(own, PackedFloat8):
-            return own.views(func, args[1:], kwargs)
+        if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+            return result
+        if func.is_view and func is not aten.detach.default and isinstance(stored, PackedFloat8):
+            return stored.views(func, args[1:], kwargs)
         if not (func.is_view or func in _SAME):
-            if func in _ADDITIONS and args[0] is own and own.write is not None:
-                own.write(func, *args[1:], **kwargs)
-                return own
             raise NotImplementedError(f"{func} on a weight that is stored in float8; {_REMEDY}")
         dtype = kwargs.pop("dtype", None) if func is aten._to_copy.default else None
         if func is aten.copy_.default:
             _check_copy(args[0], args[1])
-        if func is aten.cat.default and any(type(each) is not cls for each in args[0]):
+        if func is aten.cat.default and any(type(part) is not cls for part in args[0]):
             raise NotImplementedError(
                 "a weight that is stored in float8 can't be joined with other tensors, as "
                 "DistributedDataParallel does to broadcast parameters; call freeze_to_float8 on "
                 "the module that it wraps, as the last step before that"
             )
         if func in (aten.new_zeros.default, aten.new_empty.default):
-            args = own, own.inner_size(args[1]), *args[2:]
+            args = stored, stored.inner_size(args[1]), *args[2:]
         as_bytes = func in _ON_BYTES
         args_, kwargs_ = tree_map_only(
             Stored, lambda x: bytes_of(x.plain) if as_bytes else x.plain, (args, kwargs)
@@ -134,12 +126,9 @@ class Stored(WrapperParameter):
         if func is aten.copy_.default:
             return args[0]
         if func is aten.detach.default:
-            same = own.like(out)
-            same.write = own.write  # ``weight.data += update``, as PEFT merges, casts the sum
-            return same
-        return tree_map_only(
-            torch.Tensor, lambda plain: own.like(plain.view(own.plain.dtype), dtype), out
-        )
+            return stored.like(out)
+        inner_dtype = stored.plain.dtype
+        return tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
 
     def inner_size(self, size: Sequence[int]) -> torch.Size:
         """The size of the plain tensor of a parameter of another size."""
@@ -205,8 +194,8 @@ class StoredFloat8(Stored):
         """The data in float8; ``after``: as in :func:`fp8_dist.scaling.unpack`."""
         return self.plain
 
-    def holding(self, data: torch.Tensor, scheme: Scheme) -> Self:
-        """Return a tensor of this kind with other data, in float8."""
+    def with_data(self, data: torch.Tensor, scheme: Scheme) -> Self:
+        """Return a tensor of this type with other data, in float8."""
         return self.like(data)
 
 
@@ -217,13 +206,13 @@ class PackedFloat8(StoredFloat8):
 
     Attributes:
         plain: the packed data, uint8, ``[..., N, K / 2]`` for a weight ``[..., N, K]``.
-        is_turned: whether this is the transposed view ``[..., K, N]`` of such data.
+        is_transposed: whether this is the transposed view ``[..., K, N]`` of such data.
     """
 
-    is_turned: bool
+    is_transposed: bool
     payload: ClassVar[torch.dtype | None] = E2M1_X2
-    static: ClassVar[tuple[str, ...]] = ("dtype", "key", "is_turned")
-    __slots__ = ("is_turned",)
+    static: ClassVar[tuple[str, ...]] = ("dtype", "key", "is_transposed")
+    __slots__ = ("is_transposed",)
 
     @staticmethod
     def shape_of(plain: torch.Tensor, *static: Any) -> tuple[list[int], list[int]]:
@@ -233,10 +222,10 @@ class PackedFloat8(StoredFloat8):
         return size, strides
 
     def unpacked(self, scheme: Scheme, after: torch.Tensor | None = None) -> torch.Tensor:
-        data = unpack(self.plain.mT if self.is_turned else self.plain, scheme, after)
-        return data.mT if self.is_turned else data
+        data = unpack(self.plain.mT if self.is_transposed else self.plain, scheme, after)
+        return data.mT if self.is_transposed else data
 
-    def holding(self, data: torch.Tensor, scheme: Scheme) -> Self:
+    def with_data(self, data: torch.Tensor, scheme: Scheme) -> Self:
         return self.like(scheme.pack(data).view(torch.uint8))
 
     def views(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,8 +236,8 @@ class PackedFloat8(StoredFloat8):
     def _part(self, view: torch.Tensor) -> Self:
         """Return a view of this parameter, given one of a tensor that has its shape."""
         size, strides, first = list(view.shape), list(view.stride()), view.storage_offset()
-        is_turned = strides[-1] != 1
-        dim = -2 if is_turned else -1
+        is_transposed = strides[-1] != 1
+        dim = -2 if is_transposed else -1
         if strides[dim] != 1 or size[dim] % 2 or int(first) % 2:
             raise NotImplementedError(
                 f"a view of {size} of a weight of {list(self.shape)} in four bits divides its "
@@ -259,14 +248,14 @@ class PackedFloat8(StoredFloat8):
         strides[dim] = 1
         first = self.plain.storage_offset() + int(first) // 2
         plain = self.plain.as_strided(size, strides, first)
-        return type(self)(plain, self.dtype, self.key, is_turned)
+        return type(self)(plain, self.dtype, self.key, is_transposed)
 
     def inner_size(self, size: Sequence[int]) -> torch.Size:
         return torch.Size((*size[:-1], size[-1] // 2))
 
 
 class StoredScales(Stored):
-    """The scales of a frozen weight that is stored in float8. Their dtype never changes.
+    """The scales of a frozen weight in float8. Their dtype never changes.
 
     Attributes:
         plain: the scales in float32; or their exponents in uint8, if all are powers of two.

@@ -1,4 +1,4 @@
-"""Base class of parameters that hold a plain tensor, and move it in a form of their own."""
+"""Base classes of tensor subclasses, and of parameters that wrap a plain tensor."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -18,7 +18,7 @@ from fp8_dist.torch_internals import (
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
-# Operators, besides views, whose result is the same parameter, moved or about to be filled.
+# Operators, besides views, whose result is such a parameter again, moved or to be filled.
 MOVES = {
     aten.clone.default,
     aten.copy_.default,
@@ -32,10 +32,10 @@ MOVES = {
 
 
 class TensorSubclass(torch.Tensor):
-    """Base class of the library's tensor subclasses, which run operators on tensors inside.
+    """Base class of the library's tensor subclasses, which run operators on inner tensors.
 
     Some methods of torch read memory without an operator, and refuse subclasses or crash. Here they
-    read what :meth:`readable` returns.
+    read the result of :meth:`readable`.
     """
 
     _stable_hash_for_caching = stable_hash
@@ -61,17 +61,17 @@ class TensorSubclass(torch.Tensor):
 
 
 class WrapperParameter(TensorSubclass):
-    """Base class of parameters that hold a plain tensor.
+    """Base class of parameters that wrap a plain tensor.
 
-    A subclass defines the constructor, what operators do, which tensors can become its ``data``,
-    and the hooks of FSDP2's all-gather. Its attributes are slots, because loaders pass the dict of
-    a parameter to its type.
+    A subclass defines the constructor, the dispatch of operators, assignments to ``data``, and the
+    hooks of FSDP2's all-gather. Its attributes are slots, because loaders pass the dict of a
+    parameter to its type.
 
     Attributes:
-        plain: the plain tensor inside, of this tensor's shape unless it is packed. Its dtype may be
-            another one.
+        plain: the plain tensor inside, of this tensor's shape unless it is packed. It may have
+            another dtype.
         static: the names of the other arguments of the constructor, and of their attributes.
-        parts: the names of the tensors inside. The constructor takes those after ``plain`` by name.
+        parts: the names of the inner tensors. The constructor takes those after ``plain`` by name.
     """
 
     plain: torch.Tensor
@@ -100,14 +100,15 @@ class WrapperParameter(TensorSubclass):
         return self
 
     def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
-        """Return a tensor of this kind with another content; ``dtype`` is one that was asked for.
+        """Return a tensor of this type around another plain tensor.
 
-        By default the dtype stays: in ``model.to(torch.bfloat16)`` scales must not be rounded.
+        By default it keeps its dtype whatever ``dtype`` is: ``model.to(torch.bfloat16)``
+        must not round scales.
         """
         return type(self)(plain, *self.__tensor_flatten__()[1])
 
     def assigned(self, value: torch.Tensor) -> Self:
-        """Return, as a tensor of this type, what was assigned to ``data``; or raise TypeError."""
+        """Convert an assignment to ``data`` to a tensor of this type, or raise TypeError."""
         raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -135,7 +136,7 @@ class WrapperParameter(TensorSubclass):
 
     @property
     def data(self) -> torch.Tensor:
-        """Data as in any tensor. An assignment also replaces the plain tensor inside."""
+        """The tensor's data. An assignment also replaces the plain tensor inside."""
         return tensor_data.__get__(self)
 
     @data.setter
@@ -159,7 +160,7 @@ class WrapperParameter(TensorSubclass):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.readable("pickle")  # whoever loads it may not have this library
+        plain = self.readable("pickle")  # files are read where this library is not installed
         if isinstance(self, torch.nn.Parameter) and self.is_leaf:
             plain = torch.nn.Parameter(plain, self.requires_grad)
         vars(plain).update({k: v for k, v in vars(self).items() if k != "_is_param"})

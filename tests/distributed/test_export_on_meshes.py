@@ -402,5 +402,5 @@ def test_errors_come_before_the_first_message() -> None:
         "\n".join(texts),
         """\
 iter_float8_weights: bucket_bytes is 0; pass 1 or more
-iter_float8_weights: the module has no converted layer; call convert_to_float8_training first (for experts, fp8_dist.moe.convert_experts_to_float8_training)""",
+iter_float8_weights: the module has no converted layer; call convert_to_float8_training of fp8_dist first (for experts, fp8_dist.moe.convert_experts_to_float8_training)""",
     )

@@ -17,7 +17,7 @@ from fp8_dist import (
     ScalingGranularity,
     cast_to_float8,
 )
-from fp8_dist.tensor import Float8Tensor, scaled_mm
+from fp8_dist.tensor import Float8Tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -38,10 +38,21 @@ def gemms_of_a_step(recipe: str, m: int, k: int, n: int) -> list[GemmRecord]:
     return records
 
 
+def scaled_mm(
+    a: Float8Tensor,
+    b: Float8Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+    pad_inner_dim: bool = False,
+    emulate: bool = False,
+) -> torch.Tensor:
+    options = use_fast_accum, pad_inner_dim, emulate, False
+    return a.scheme.multiply(a.quantized, b.quantized, out_dtype, options)
+
+
 def check(a: Float8Tensor, b: Float8Tensor, out_dtype: torch.dtype, fast: bool) -> None:
-    options = {"out_dtype": out_dtype, "pad_inner_dim": True}
-    native = scaled_mm(a, b, use_fast_accum=fast, **options)
-    emulated = scaled_mm(a, b, emulate=True, **options)
+    native = scaled_mm(a, b, out_dtype, fast, pad_inner_dim=True)
+    emulated = scaled_mm(a, b, out_dtype, pad_inner_dim=True, emulate=True)
     assert native.dtype is out_dtype
     assert native.shape == emulated.shape == (a.shape[0], b.shape[1])
     assert native.is_contiguous()

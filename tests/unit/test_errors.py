@@ -59,9 +59,6 @@ VALUES: Refused = {
     ),
 }
 OPERATIONS: Refused = {
-    "0: torch.jit.script can't compile a float8 layer; use torch.export or": lambda: (
-        torch.jit.script(convert_to_float8_training(nn.Sequential(nn.Linear(16, 16))))
-    ),
     "Float8Linear: torch.jit.trace would record": lambda: torch.jit.trace(
         Float8Linear(16, 16), torch.ones(16, 16)
     ),

@@ -18,8 +18,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fp8_dist.linear.weights import weights_of
 from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.experts import (
-    Division,
     ExpertsAdapter,
+    ExpertsDivision,
     division_of,
     experts_config,
     weight_of,
@@ -50,7 +50,11 @@ def experts_forward(
 
 
 def _forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, division: Division
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    division: ExpertsDivision,
 ) -> Tensor:
     config, (first, second) = self.float8_experts_config, weights_of(self)
     _check_whole(self)
@@ -193,7 +197,7 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
             experts = self.num_local_experts * self.ep_mesh.size()
-            division = Division(experts, self.ep_mesh.get_group())
+            division = ExpertsDivision(experts, self.ep_mesh.get_group())
             return _forward(self.experts, hidden_states, top_k_index, top_k_weights, division)
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)

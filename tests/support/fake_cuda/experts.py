@@ -1,14 +1,13 @@
 """A layer of experts on the fake CUDA device; called in its process."""
 
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 from fake_cuda.counter import Counts, KernelCounter
 from fake_cuda.device import fake_tensors
-from fp8_dist.kernels import Groups, grouped
+from fp8_dist.kernels import Groups
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.functions import cast_weight, grouped_product
 from scripts.common.recipes import BF16
@@ -27,18 +26,16 @@ def count_experts(
     name: str,
     shape: ExpertsShape,
     dtype: torch.dtype = torch.bfloat16,
-    gemm_of: str = "hopper",
 ) -> Counts:
     """Forward and backward of experts, in a recipe or in bf16, with a weight that has changed.
 
-    ``dtype``: of the weight. The groups are known on the host. ``gemm_of``: the device whose GEMMs
-    with scales of blocks there are: "hopper" or "blackwell".
+    ``dtype``: of the weight. The groups are known on the host.
     """
     experts, rows, k, n = shape
     counts = [rows] * experts
     counts[0], counts[1] = rows + 1, rows - 1
     on_host = torch.tensor(counts)
-    with fake_tensors(), patch.object(grouped, "device_kind", lambda device: gemm_of):
+    with fake_tensors():
         sizes = torch.full((experts,), rows, device="cuda")
         groups = Groups.of(sizes, on_host, sum(counts))
         x = torch.empty(sum(counts), k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
