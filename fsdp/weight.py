@@ -174,8 +174,7 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
             raise ValueError(
                 f"{asking[0].fqn}: FSDP2 would gather this weight in float8 for all its users, but "
                 f"it is also the {name} of a {type(module).__name__} that is not converted; leave "
-                "the layer unconverted (convert_to_float8_training's module_filter_fn), or untie "
-                "them"
+                "the layer unconverted (module_filter_fn), or untie them"
             )
         layout = Layout.of(sharded)
         arrives = layout and asking[0].gathered_layout(layout)
@@ -201,9 +200,8 @@ def _packs(weight: Float8Weight) -> bool:
             "gather not packed",
             f"{weight.fqn} and layers like it: FSDP2 gathers their weights (and keeps frozen ones) "
             "as float8, 1 byte per element, because only equal shards of dim 0 with an even number "
-            f"of columns can be packed, and {tuple(layout.shape)} is placed as "
-            f"{list(layout.placements)} on {layout.mesh}; shard dim 0, and choose sizes that the "
-            "ranks divide so",
+            f"of columns can be packed, not {tuple(layout.shape)} as {list(layout.placements)} on "
+            f"{layout.mesh}",
         )
     return packs
 

@@ -270,9 +270,8 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
             raise ValueError(
                 f"check_tp_plan: the output of {_named(call.name)} is the first that differs from "
                 f"one device's under the plan: {errors[call]}. Before it, that of {agreeing} "
-                "agrees. Look at the entries of the plan up to this module, and at code between "
-                "the two that takes a rank's part of the features for all of them (chunk, split, a "
-                "fixed number of heads), all for a part, or its summand for the sum"
+                "agrees. Look at the plan's entries up to this module, and at code between the two "
+                "that takes a part of the features, or a summand, for the whole (chunk, split)"
             )
         agreeing = f"{call.name!r}{how}" if errors[call].ratio >= 0 else agreeing
 
@@ -282,9 +281,8 @@ def _compare_gradients(errors: dict[str, _Error]) -> None:
         if error.counts:
             raise ValueError(
                 f"check_tp_plan: the outputs agree. From the last layer on, the gradient of "
-                f"{name!r} is the first that differs from one device's under the plan: {error}. A "
-                "parameter that ranks use on their parts of the sequence or of the heads needs a "
-                "style that sums its gradient, such as SequenceParallel"
+                f"{name!r} is the first that differs from one device's under the plan: {error}. "
+                "Does it need a style that sums its gradient, such as SequenceParallel?"
             )
 
 

@@ -230,17 +230,12 @@ def _check_shared(
             f"share_input: reduce_transport={reduce_transport!r}, but {names} declared how their "
             "input stands; give it to declare_placements"
         )
-    if isinstance(input, DTensor) and declared is not None:
+    if isinstance(input, DTensor) != (declared is None):
         raise TypeError(
-            f"share_input: {names} declared a local input, but got a DTensor, {input.placements} "
-            f"on {input.device_mesh}; pass its to_local()"
+            f"share_input: the input of {names} is a {type(input).__name__}; layers with "
+            "declare_placements take a plain tensor, others a DTensor"
         )
     if isinstance(input, DTensor) and input.device_mesh.ndim != 1:
         raise ValueError(
             f"share_input: the input of {names} is on {input.device_mesh}; it must be on a 1-D mesh"
-        )
-    if not isinstance(input, DTensor) and declared is None:
-        raise TypeError(
-            f"share_input: the input of {names} is a plain tensor; declare where it stands "
-            "(declare_placements), or pass a DTensor"
         )

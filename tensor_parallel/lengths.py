@@ -46,10 +46,9 @@ def check_lengths(model: nn.Module, size: int, styles: Mapping[str, ParallelStyl
             if is_whole and is_read and x.shape[dim] % size:
                 raise ValueError(
                     f"{name or 'the model'}: the plan divides dim {dim} of a tensor of shape "
-                    f"{tuple(x.shape)} between {size} tensor-parallel ranks, as plain tensors of "
-                    "which other styles take all to be equal. Pad the sequence to a multiple of "
-                    f"{size}, or give use_local_output=False to each style that divides it, so "
-                    "that the parts are DTensors"
+                    f"{tuple(x.shape)} into unequal plain tensors on {size} tensor-parallel ranks; "
+                    f"pad the sequence to a multiple of {size}, or let the styles that divide it "
+                    "return DTensors (use_local_output=False)"
                 )
 
     for name, each in simple.items():

@@ -122,9 +122,8 @@ class _Float8LinearStyle(CheckedStyle):
         if whole and self.reduce_transport is not None:
             raise ValueError(
                 f"{module.fqn}: reduce_transport={self.reduce_transport!r} applies to the "
-                "reduction of grad_input, which a layer leaves to what gathered its input. Give "
-                "the argument to that (PrepareFloat8ModuleInput, share_input), or pass the input "
-                "as a plain tensor"
+                "reduction of grad_input, which is left to what gathered the input. Give it to "
+                "that (PrepareFloat8ModuleInput, share_input), or pass the input as a plain tensor"
             )
 
     def _partition(self, name: str, module: Any, mesh: DeviceMesh) -> None:

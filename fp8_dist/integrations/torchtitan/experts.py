@@ -63,9 +63,8 @@ class TitanFloat8GroupedExperts(GroupedExperts):
         if parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
             raise NotImplementedError(
                 f"{self.float8_weights[_DOWN].fqn}: torchtitan's tensor parallelism divides each "
-                "expert between ranks, which this integration does not support; set "
-                "parallelism.expert_parallel_degree, or leave the experts unconverted "
-                "(filter_fqns)"
+                "expert between ranks, which is not supported; set "
+                "parallelism.expert_parallel_degree, or name the experts in filter_fqns"
             )
         super().parallelize(parallel_dims)
 

@@ -145,10 +145,8 @@ def _check_whole(module: Any) -> None:
         if (found := getattr(module, name).shape[1:]) != features:
             raise NotImplementedError(
                 f"{weights_of(module)[name].fqn}: the forward was given {tuple(found)} of the "
-                f"features {tuple(features)} of {name}, as transformers' tensor parallelism "
-                "(moe_tp_experts) passes them. Leave converted experts out of the plan of "
-                "apply_tensor_parallelism, and divide them by Float8ExpertParallel or "
-                "Float8ExpertTensorParallel"
+                f"features {tuple(features)} of {name}, as moe_tp_experts passes them; leave "
+                "converted experts out of its plan, and divide them by Float8ExpertTensorParallel"
             )
 
 

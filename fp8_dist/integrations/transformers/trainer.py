@@ -117,9 +117,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             raise ValueError(
                 "Float8Callback: the model was wrapped for training before the callback could "
                 "convert it. Pass the callback when the Trainer is made (callbacks=[...], not "
-                "add_callback), and convert in model_init if you use that: the Trainer calls it "
-                "again for each training. (Or load the model with "
-                "quantization_config=Fp8DistConfig(...))"
+                "add_callback), and convert in model_init if you use that"
             )
         # Only for its checks. The scales are updated in the Trainer's event instead, because a
         # hook of the optimizer does not run for steps that a GradScaler skips.
