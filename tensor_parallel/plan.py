@@ -110,10 +110,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     for tie in ties:
         places = {name: _place(model.get_parameter(name)) for name in tie}
         if len({*places.values()}) > 1:
-            found = ", ".join(f"{name} {place}" for name, place in places.items())
+            listed = ", ".join(f"{name} {place}" for name, place in places.items())
             raise ValueError(
                 f"apply_tp_plan: {' and '.join(map(repr, tie))} are one parameter (tied), which "
-                f"the plan would untie: {found}. Give its modules entries that divide it alike "
+                f"the plan would untie: {listed}. Give its modules entries that divide it alike "
                 "(RowwiseParallel for an nn.Embedding and ColwiseParallel for an nn.Linear are "
                 "Shard(0)), or untie them before"
             )

@@ -268,9 +268,9 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         name, cast = min(casts.items(), key=lambda item: item[1] is not None)
         if cast is None:
             yield (
-                f"PrepareFloat8ModuleInput: {', '.join(casts)} take their input in two different "
-                "casts, or in high precision in some GEMM, which no single float8 copy can serve "
-                f"({name}: {layers[name].extra_repr()}); use torch's PrepareModuleInput"
+                f"PrepareFloat8ModuleInput: no single float8 copy of the input serves all GEMMs of "
+                f"{', '.join(casts)} ({name}: {layers[name].extra_repr()}); use torch's "
+                "PrepareModuleInput"
             )
         elif len(set(casts.values())) > 1:
             yield (
@@ -292,14 +292,14 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         recipe, length = first.config.recipe, first.config.amax_history_len
         scheme = recipe.gather_scheme["input"]
         assert scheme is not None
-        for each in layers.values():
-            each.prepared_by |= {first.fqn}
+        for layer in layers.values():
+            layer.prepared_by |= {first.fqn}
         if "input" in recipe.delayed:
-            # It is one of the layer's histories, so that sync reduces it and a state_dict has it.
+            # A history of the first layer, so that sync reduces it and a state_dict has it.
             history = AmaxHistory(recipe.delayed["input"], length, device_mesh)
             first.histories[PREPARED_INPUT] = history
-            for each in layers.values():
-                each.prepared_input = history
+            for layer in layers.values():
+                layer.prepared_input = history
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -309,12 +309,16 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             if not isinstance(layer, Float8Linear):  # convert_to_linear
                 return args, kwargs
             history, owner = layer.histories.get(PREPARED_INPUT), layer.float8_weight
-            how = (device_mesh, scheme, history, owner)
+            cast = (device_mesh, scheme, history, owner)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
-            each = enumerate(zip(args, layouts, strict=False), 1)
-            cast_args = [cast_input(x, at, *how, n) for n, (x, at) in each]
-            named = enumerate(kwargs.items(), len(cast_args) + 1)
-            cast_kwargs = {k: cast_input(x, by_name.get(k), *how, n) for n, (k, x) in named}
+            cast_args = [
+                cast_input(x, layout, *cast, number)
+                for number, (x, layout) in enumerate(zip(args, layouts, strict=False), 1)
+            ]
+            cast_kwargs = {
+                name: cast_input(x, by_name.get(name), *cast, number)
+                for number, (name, x) in enumerate(kwargs.items(), len(cast_args) + 1)
+            }
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
@@ -335,5 +339,5 @@ def input_cast(layer: nn.Module) -> tuple[Scheme, bool] | None:
 
 def described(style: ParallelStyle) -> str:
     """Describe a style as text, so that ranks can compare it."""
-    known = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
-    return f"{type(style).__name__} {known}"
+    values = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
+    return f"{type(style).__name__} {values}"
