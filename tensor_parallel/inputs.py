@@ -65,7 +65,7 @@ def share_input(
         for layer in layers:
             if layer.prepared_input is not history:
                 layer.prepared_input = history
-        placed = cast_input(placed, layout, mesh, scheme, history, first.float8_weight)
+        placed = as_float8_input(placed, layout, mesh, scheme, history, first.float8_weight)
     transport = reduce_transport if declared is None else first.reduce_transport
     return gathered(placed, transport, "share_input")
 
@@ -104,7 +104,7 @@ def check_transport(transport: Any, who: str) -> Encoding:
     return transport  # type: ignore[no-any-return]
 
 
-def cast_input(
+def as_float8_input(
     x: Any,
     layout: Placement | None,
     mesh: DeviceMesh,

@@ -26,7 +26,7 @@ from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weights import float8_modules, float8_weights, hold_known
 from fp8_dist.mesh import check_axis
 from fp8_dist.scaling import Scheme
-from fp8_dist.tensor_parallel.inputs import ModuleInput, cast_input, check_transport
+from fp8_dist.tensor_parallel.inputs import ModuleInput, as_float8_input, check_transport
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 
@@ -118,8 +118,8 @@ class _Float8LinearStyle(CheckedStyle):
 
     def _check_gathers(self, module: Any, input: DTensor) -> None:
         """Raise ValueError for a transport if the input of a column-parallel layer is whole."""
-        whole = isinstance(self, ColwiseParallel) and input.placements[0].is_replicate()
-        if whole and self.reduce_transport is not None:
+        is_gathered = isinstance(self, ColwiseParallel) and input.placements[0].is_replicate()
+        if is_gathered and self.reduce_transport is not None:
             raise ValueError(
                 f"{module.fqn}: reduce_transport={self.reduce_transport!r} applies to the "
                 "reduction of grad_input, which is left to what gathered the input. Give it to "
@@ -312,11 +312,11 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             cast = (device_mesh, scheme, history, owner)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             cast_args = [
-                cast_input(x, layout, *cast, number)
+                as_float8_input(x, layout, *cast, number)
                 for number, (x, layout) in enumerate(zip(args, layouts, strict=False), 1)
             ]
             cast_kwargs = {
-                name: cast_input(x, by_name.get(name), *cast, number)
+                name: as_float8_input(x, by_name.get(name), *cast, number)
                 for number, (name, x) in enumerate(kwargs.items(), len(cast_args) + 1)
             }
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
