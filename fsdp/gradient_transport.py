@@ -72,8 +72,8 @@ class EncodedReduction:
     FSDP2 calls it on a stream of its own.
     """
 
-    # What the running loop of micro_batches asks of each reduction: whether this rank's gradients
-    # are part of the sum.
+    # A check by the running loop of micro_batches, which returns whether this rank's gradients are
+    # part of the sum.
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
     def __init__(self, module: str, number: int, group: Any, encodings: Sequence[Encoding]) -> None:

@@ -113,16 +113,16 @@ class Float8AllGatherWeight(KnownWeight):
         for i, scale in zip(gathered, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
         if out is not None:
-            # FSDP2 refilled the same storage: only the scales are new, and what was packed.
+            # FSDP2 refilled the same storage. The scales are new; packed data is unpacked again.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
             if is_packed:
                 _unpack(data, unsharded.qdata, scheme)
             return None
-        # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of what is
-        # returned as inner tensors. The output is the padded weight. It has another shape if a dim
-        # other than the first is sharded.
+        # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of the inner
+        # tensors that this method returns. The output is the padded weight. It has another shape
+        # if a dim other than the first is sharded.
         if is_packed:
             with torch.inference_mode(False):  # it is kept for training
                 qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)

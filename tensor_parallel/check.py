@@ -25,7 +25,7 @@ from fp8_dist.mesh import Layout, check_axis, own_pieces, taken
 from fp8_dist.tensor_parallel.plan import apply_tp_plan, checked_layers, fused_layers, matched
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
-# The multiple of what rounding does from which a difference counts. Right plans reached 1.3, wrong
+# A difference counts above this multiple of the effect of rounding. Right plans reached 1.3, wrong
 # ones 6 or more (2 and 4 ranks, 2 to 12 layers, fp32 and bf16, all recipes).
 _MARGIN = 3.0
 # The relative size of rounding errors, at least. In fp32 one amax in a new binade may change all
@@ -60,7 +60,7 @@ def check_tp_plan(
     the tensor of one device, or, if it is the output of the model or of a module of the plan, with
     this rank's part along one dim. It also agrees if the sum over ranks does. Other outputs of
     another shape are not compared, and tensors of fewer than 64 elements only roughly. Weights that
-    are zero hide what they are multiplied with.
+    are zero hide errors in their inputs.
 
     Args:
         model: the model before ``apply_tp_plan``, ``fully_shard`` and ``torch.compile``, converted
@@ -124,7 +124,7 @@ class _Call(NamedTuple):
 
 
 class _Error(NamedTuple):
-    """Root mean squares, after the ratio of the difference to what rounding changes."""
+    """The ratio of a difference to the effect of rounding, and root mean squares."""
 
     ratio: float = 0.0
     difference: float = 0.0

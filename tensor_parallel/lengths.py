@@ -66,7 +66,7 @@ def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
         pairs = style.output_layouts, style.desired_output_layouts
         module.register_forward_hook(lambda _, args, output: check(name, output, *pairs))
     elif isinstance(style, ColwiseParallel | RowwiseParallel):
-        layouts: Any = style.output_layouts  # of what is a DTensor, whatever its placement
+        layouts: Any = style.output_layouts  # of a DTensor with any placement
         module.register_forward_hook(lambda _, args, output: check(name, output, (None,), layouts))
 
 

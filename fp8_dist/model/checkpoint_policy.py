@@ -26,7 +26,7 @@ from fp8_dist.moe.operators import grouped_mm_operator
 from fp8_dist.scaling.operators import measure_operator, multiply_operator
 from fp8_dist.torch_internals import funcol
 
-_aten = torch.ops.aten
+aten = torch.ops.aten
 
 # The results of casts are not saved, neither the absolute values of a weight nor float8 copies. An
 # amax, which is saved, takes at most four bytes per scale, and an exponent one byte per block.
@@ -44,13 +44,13 @@ _SAVED: set[Any] = {
     scaled_mm.overload,
     slots_by_expert.overload,
     weight_statistics.overload,
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten._scaled_mm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
     funcol.all_gather_into_tensor.default,
     funcol.all_reduce.default,
     funcol.all_to_all_single.default,
@@ -66,5 +66,5 @@ def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) 
     the recomputation repeats no collective, no GEMM and no pass over a tensor for its amax.
     """
     # In compiled code on GPUs an amax may be one of integers.
-    saves = func in _SAVED or (func is _aten.amax.default and not args[0].dtype.is_floating_point)
+    saves = func in _SAVED or (func is aten.amax.default and not args[0].dtype.is_floating_point)
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE

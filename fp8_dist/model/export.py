@@ -73,8 +73,8 @@ def iter_float8_weights(
     their own dtype, without scales. Experts come one by one, under the names of the model's
     checkpoints, where these divide them and the weight is whole.
 
-    Weights are cast and gathered a bucket at a time, so a rank holds little more than one bucket
-    besides the model, and what the consumer keeps.
+    Weights are cast and gathered a bucket at a time. Besides the model and the tensors that the
+    consumer keeps, a rank holds little more than one bucket.
 
     Call this function on all ranks, with the same arguments, and exhaust the iterator on all of
     them, also where it yields nothing, or stop after the same item. Ranks need not be in step
@@ -91,7 +91,7 @@ def iter_float8_weights(
             their iterators yield nothing. ``None`` means all ranks.
         format: ``"mxfp4"`` yields two items for each converted weight, ``NAME_blocks`` and
             ``NAME_scales``, whose ``scale_inv`` is ``None``. Ranks send 1 byte per element all the
-            same, and pack what has arrived.
+            same, and pack the gathered tensors.
 
     Returns:
         An iterator. Float8 data is on the device of the weight's mesh. Tensors that are neither

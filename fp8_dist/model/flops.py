@@ -20,7 +20,7 @@ _Shape = Sequence[int]
 
 
 def _matmul_flops(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:
-    # Zeros that only one of the operands has at the end of the contracted dim are left out.
+    # Without the zeros that pad the contracted dim of one operand.
     return 2 * a[0] * min(a[1], b[0]) * b[1]
 
 
@@ -44,16 +44,16 @@ def _aten_grouped_mm_flops(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(a[-len(b) :]) * b[-1]
 
 
-_aten = torch.ops.aten
+aten = torch.ops.aten
 _FORMULAS: dict[Any, Any] = {
     scaled_mm.packet: _matmul_flops,
     block_scaled_mm.packet: _matmul_flops,
     multiply_operator.packet: _multiply_flops,
     grouped_mm_operator.packet: _grouped_mm_flops,
     grouped_gradients_operator.packet: _grouped_gradients_flops,
-    # What eager code calls for experts on a GPU. A release of torch may have these formulas.
-    _aten._grouped_mm: _aten_grouped_mm_flops,
-    _aten._scaled_grouped_mm: _aten_grouped_mm_flops,
+    # Called by eager code for experts on a GPU. A release of torch may have these formulas.
+    aten._grouped_mm: _aten_grouped_mm_flops,
+    aten._scaled_grouped_mm: _aten_grouped_mm_flops,
 }
 
 

@@ -33,7 +33,7 @@ class WeightSummary:
         reason: the reason why the layer does not compute in float8; empty if it does.
         parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
         kind: the kind of module that has the weight.
-        format: what a converted weight is cast to: "float8", or "mxfp4" for values of four bits.
+        format: the format of a converted weight: "float8", or "mxfp4" for values of four bits.
     """
 
     name: str

@@ -66,7 +66,7 @@ class StreamNorm(SequenceParallel):
         module, returned = super()._apply(module, device_mesh), self.returned
 
         def convert(module: nn.Module, args: Any, output: DTensor) -> torch.Tensor:
-            # torch replicates what some norms compute of fewer tokens than ranks.
+            # With fewer tokens than ranks, torch replicates the output of some norms.
             return returned(output.redistribute(placements=_SEQUENCE))
 
         module.register_forward_hook(convert)
