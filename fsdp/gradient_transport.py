@@ -72,8 +72,8 @@ class EncodedReduction:
     FSDP2 calls it on a stream of its own.
     """
 
-    # What the running loop of micro_batches asks of each reduction: whether this rank's gradients
-    # are part of the sum.
+    # A check by the running loop of micro_batches, which returns whether this rank's gradients are
+    # part of the sum.
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
     def __init__(self, module: str, number: int, group: Any, encodings: Sequence[Encoding]) -> None:
@@ -212,9 +212,8 @@ class EncodedReduction:
         if others := [r for r, number in zip(ranks, numbers, strict=True) if number != expected]:
             raise ValueError(
                 f"{_CALLER}: rank {dist.get_rank()} reduces the gradients of {self.module} while "
-                f"ranks {others} reduce those of other modules. All ranks must run the modules "
-                "that fully_shard was called on in one order, forward and backward; shard what "
-                "only some of them run (heads, experts) as one module"
+                f"ranks {others} reduce those of other modules. All ranks must run FSDP modules in "
+                "one order; shard what only some of them run (heads, experts) as one module"
             )
 
     def _accumulated(self, rows: torch.Tensor) -> torch.Tensor | None:

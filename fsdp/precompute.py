@@ -156,7 +156,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
             fsdp_init_shards(part)
     _check_weights(chosen)
     kept = {weight: weight.kept() for weight in chosen.values()}
-    _store_scales({weight: what for weight, what in kept.items() if what is not None})
+    _store_scales({weight: parts for weight, parts in kept.items() if parts is not None})
     note_made(chosen.values())
 
 
@@ -190,7 +190,7 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
         raise ValueError(
             f"{_CALLER}: these weights are not the parameters that an optimizer updates: "
             f"{', '.join(hidden)} (flattened shards, as FSDP1 keeps them, or parametrized). Use "
-            "fully_shard (FSDP2), or leave precompute out: the layers scale what they get"
+            "fully_shard (FSDP2), or leave precompute out: the layers compute the scales"
         )
     unsharded = [
         weight.fqn or fqn  # the full name, also if the caller passed the layer itself

@@ -190,9 +190,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         first = next(iter(trained.values()))
         raise ValueError(
             f"attach_update: the {type(optimizer).__name__} updates none of the module's "
-            f"{len(trained)} float8 weights (such as {first}), so its steps would leave "
-            "them, and their scales, as they are. Make the optimizer after apply_tp_plan and "
-            "fully_shard, which make new parameters, and pass the one that updates them"
+            f"{len(trained)} float8 weights (such as {first}). Make the optimizer after "
+            "apply_tp_plan and fully_shard, which make new parameters"
         )
     for opt in optimizers:
         check_not_replaced(opt)

@@ -113,16 +113,16 @@ class Float8AllGatherWeight(KnownWeight):
         for i, scale in zip(gathered, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
         if out is not None:
-            # FSDP2 refilled the same storage: only the scales are new, and what was packed.
+            # FSDP2 refilled the same storage. The scales are new; packed data is unpacked again.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
             if is_packed:
                 _unpack(data, unsharded.qdata, scheme)
             return None
-        # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of what is
-        # returned as inner tensors. The output is the padded weight. It has another shape if a dim
-        # other than the first is sharded.
+        # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of the inner
+        # tensors that this method returns. The output is the padded weight. It has another shape
+        # if a dim other than the first is sharded.
         if is_packed:
             with torch.inference_mode(False):  # it is kept for training
                 qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
@@ -174,8 +174,7 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
             raise ValueError(
                 f"{asking[0].fqn}: FSDP2 would gather this weight in float8 for all its users, but "
                 f"it is also the {name} of a {type(module).__name__} that is not converted; leave "
-                "the layer unconverted (convert_to_float8_training's module_filter_fn), or untie "
-                "them"
+                "the layer unconverted (module_filter_fn), or untie them"
             )
         layout = Layout.of(sharded)
         arrives = layout and asking[0].gathered_layout(layout)
@@ -201,9 +200,8 @@ def _packs(weight: Float8Weight) -> bool:
             "gather not packed",
             f"{weight.fqn} and layers like it: FSDP2 gathers their weights (and keeps frozen ones) "
             "as float8, 1 byte per element, because only equal shards of dim 0 with an even number "
-            f"of columns can be packed, and {tuple(layout.shape)} is placed as "
-            f"{list(layout.placements)} on {layout.mesh}; shard dim 0, and choose sizes that the "
-            "ranks divide so",
+            f"of columns can be packed, not {tuple(layout.shape)} as {list(layout.placements)} on "
+            f"{layout.mesh}",
         )
     return packs
 

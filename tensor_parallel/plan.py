@@ -110,12 +110,12 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     for tie in ties:
         places = {name: _place(model.get_parameter(name)) for name in tie}
         if len({*places.values()}) > 1:
-            found = ", ".join(f"{name} {place}" for name, place in places.items())
+            listed = ", ".join(f"{name} {place}" for name, place in places.items())
             raise ValueError(
                 f"apply_tp_plan: {' and '.join(map(repr, tie))} are one parameter (tied), which "
-                f"the plan would untie: {found}. Give its modules entries that divide it alike, "
-                "such as RowwiseParallel for an nn.Embedding and ColwiseParallel for an nn.Linear "
-                "(both Shard(0)), or give them parameters of their own before"
+                f"the plan would untie: {listed}. Give its modules entries that divide it alike "
+                "(RowwiseParallel for an nn.Embedding and ColwiseParallel for an nn.Linear are "
+                "Shard(0)), or untie them before"
             )
         shared = model.get_parameter(tie[0])
         for name in tie[1:]:
@@ -147,12 +147,10 @@ def _warn_of_fused(fused: list[str]) -> None:
     if fused:
         warnings.warn(
             f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
-            "several projections in one layer (q, k and v, or gate and up). Each rank gets "
-            "consecutive output features, not a part of each projection, and chunk(3, -1) or split "
-            "mixes them without an error. Order the rows of the weight by head and take the output "
-            "apart by unflatten(-1, (-1, 3, head_dim)), or use separate projections, or gather the "
-            "output (output_layouts=Replicate(); docs/tensor_parallel.md). check_tp_plan compares "
-            "a model with one device; if it has passed, there is no such warning",
+            "several projections in one layer. Each rank gets consecutive output features, not a "
+            "part of each projection, so chunk(3, -1) or split mixes them. Order the rows by head "
+            "and use unflatten(-1, (-1, 3, head_dim)), separate the projections, or gather the "
+            "output (output_layouts=Replicate()). check_tp_plan compares the model with one device",
             stacklevel=3,
         )
 

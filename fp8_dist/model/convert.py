@@ -97,10 +97,9 @@ def convert_to_float8_training(
     # FSDP2 would gather a weight in float8 for an unconverted module, too.
     if shared := config.fsdp_float8_all_gather and other_users(module, weights, chosen.values()):
         raise ValueError(
-            "convert_to_float8_training: enable_fsdp_float8_all_gather="
-            f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "
-            f"users, but {'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), "
-            "or untie them"
+            "convert_to_float8_training: enable_fsdp_float8_all_gather gathers a weight in float8 "
+            f"for all of its users, but {'; '.join(shared)}. Leave these layers unconverted "
+            "(module_filter_fn), or untie them"
         )
     for fqn, layer in chosen.items():
         become_float8(layer, config, fqn)
@@ -285,8 +284,7 @@ def _notes(
         yield (
             "A GPU will refuse these converted layers, whose out_features or in_features is not a "
             f"multiple of {ALIGNMENT}: {_listed(misaligned)}. Leave them in high precision "
-            "(module_filter_fn=skip_head(model) does), or set "
-            "Float8LinearConfig.pad_inner_dim=True"
+            "(module_filter_fn=skip_head(model)), or set Float8LinearConfig.pad_inner_dim=True"
         )
 
 

@@ -28,7 +28,7 @@ from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, Mxfp4, whole_statistics_of_each
 from fp8_dist.text import without_wrappers
 
-Format = Literal["float8", "mxfp4"]
+_Format = Literal["float8", "mxfp4"]
 
 # The default size of a bucket: large enough for the full bandwidth of a network.
 BUCKET_BYTES = 2**28
@@ -64,7 +64,7 @@ def iter_float8_weights(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     ranks: Collection[int] | None = None,
-    format: Format = "float8",
+    format: _Format = "float8",
 ) -> Iterator[WeightEntry]:
     """Iterate over a model's tensors, with converted weights in float8 as GEMMs multiply them.
 
@@ -73,8 +73,8 @@ def iter_float8_weights(
     their own dtype, without scales. Experts come one by one, under the names of the model's
     checkpoints, where these divide them and the weight is whole.
 
-    Weights are cast and gathered a bucket at a time, so a rank holds little more than one bucket
-    besides the model, and what the consumer keeps.
+    Weights are cast and gathered a bucket at a time. Besides the model and the tensors that the
+    consumer keeps, a rank holds little more than one bucket.
 
     Call this function on all ranks, with the same arguments, and exhaust the iterator on all of
     them, also where it yields nothing, or stop after the same item. Ranks need not be in step
@@ -91,7 +91,7 @@ def iter_float8_weights(
             their iterators yield nothing. ``None`` means all ranks.
         format: ``"mxfp4"`` yields two items for each converted weight, ``NAME_blocks`` and
             ``NAME_scales``, whose ``scale_inv`` is ``None``. Ranks send 1 byte per element all the
-            same, and pack what has arrived.
+            same, and pack the gathered tensors.
 
     Returns:
         An iterator. Float8 data is on the device of the weight's mesh. Tensors that are neither
@@ -125,7 +125,7 @@ def float8_state_dict(
     *,
     full_state_dict: bool = False,
     cpu_offload: bool = False,
-    format: Format = "float8",
+    format: _Format = "float8",
 ) -> dict[str, Any]:
     """Return the state dict of a model, with converted weights in float8 as GEMMs multiply them.
 
@@ -175,7 +175,7 @@ def float8_state_dict(
     return state
 
 
-def float8_quantization_config(model: nn.Module, *, format: Format = "float8") -> dict[str, Any]:
+def float8_quantization_config(model: nn.Module, *, format: _Format = "float8") -> dict[str, Any]:
     """Return the ``quantization_config`` for the config.json of a :func:`float8_state_dict`.
 
     ``format``: that of the state dict.
@@ -217,7 +217,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def float8_stream(
-    model: nn.Module, caller: str, format: Format, gather: bool, keeps: bool, bucket_bytes: int
+    model: nn.Module, caller: str, format: _Format, gather: bool, keeps: bool, bucket_bytes: int
 ) -> Iterator[WeightEntry]:
     """Check a model, and iterate over its tensors in float8 or MXFP4.
 
@@ -364,8 +364,8 @@ def _cast(
         if i not in stored:
             (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
             measured[i] = scheme, scheme.measure(_shard(weight), scheme.start(layout)), layout
-    of_weights = whole_statistics_of_each([*measured.values()])
-    for (i, (scheme, statistics, layout)), whole in zip(measured.items(), of_weights, strict=True):
+    wholes = whole_statistics_of_each([*measured.values()])
+    for (i, (scheme, statistics, layout)), whole in zip(measured.items(), wholes, strict=True):
         shard, parameter = _shard(weights[i]), weights[i].parameter()
         if layout is not None and any(scheme.axes(layout)):  # ranks share blocks
             statistics = scheme.local_part(whole, layout)
@@ -403,7 +403,7 @@ def weights_by_key(model: nn.Module) -> dict[str, Float8Weight]:
 
 
 def checked_weights(
-    model: nn.Module, caller: str, format: Format
+    model: nn.Module, caller: str, format: _Format
 ) -> tuple[dict[str, Float8Weight], BlockScheme]:
     """Return the float8 weights by their state-dict keys, and their scheme.
 
@@ -412,8 +412,8 @@ def checked_weights(
             known.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``).
     """
-    if format not in get_args(Format):
-        raise ValueError(f"{caller}: format is {format!r}; pass one of {list(get_args(Format))}")
+    if format not in get_args(_Format):
+        raise ValueError(f"{caller}: format is {format!r}; pass one of {list(get_args(_Format))}")
     converted = weights_of_model(model, caller)
     first_name, first = next(iter(converted.items()))
     for name, weight in converted.items():

@@ -385,13 +385,13 @@ def _fill(
     ``read``: reads a part of the entry. Its index has all dims of the whole tensor.
     """
     for region in regions(own_pieces(tensor)):
-        here, there = [], []
+        local_index, index = [], []
         for at, local, n, first, m in zip(*region, entry.offset, entry.size, strict=True):
             begin, end = max(at, first), min(at + n, first + m)
-            here.append(slice(local + begin - at, local + end - at))
-            there.append(slice(begin - first, end - first))
-        if all(part.start < part.stop for part in here):
-            to[tuple(here)].copy_(read(tuple(there)))
+            local_index.append(slice(local + begin - at, local + end - at))
+            index.append(slice(begin - first, end - first))
+        if all(part.start < part.stop for part in local_index):
+            to[tuple(local_index)].copy_(read(tuple(index)))
 
 
 def _read(entry: Entry, files: _Files, index: Index) -> torch.Tensor:

@@ -20,7 +20,7 @@ _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 _NOT_SEEN = "convert_to_float8_training has not seen it"
 
-Kind = Literal["linear", "Conv1D", "experts", "other"]
+_Kind = Literal["linear", "Conv1D", "experts", "other"]
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class WeightSummary:
         reason: the reason why the layer does not compute in float8; empty if it does.
         parameters: the number of elements of the weight; 0 if an earlier row has the same weight.
         kind: the kind of module that has the weight.
-        format: what a converted weight is cast to: "float8", or "mxfp4" for values of four bits.
+        format: the format of a converted weight: "float8", or "mxfp4" for values of four bits.
     """
 
     name: str
     shape: tuple[int, ...]
     reason: str
     parameters: int
-    kind: Kind = "linear"
+    kind: _Kind = "linear"
     format: str = "float8"
 
     @property
@@ -145,7 +145,7 @@ def _parameter_row(fqn: str, attribute: str, module: nn.Module, size: int) -> We
     """Return the row of a parameter of a module that is not an nn.Linear."""
     name, shape = f"{fqn}.{attribute}".strip("."), tuple(module.get_parameter(attribute).shape)
     classes = [(cls.__module__, cls.__name__) for cls in type(module).__mro__]
-    kind: Kind = "Conv1D" if _CONV1D in classes and attribute == "weight" else "other"
+    kind: _Kind = "Conv1D" if _CONV1D in classes and attribute == "weight" else "other"
     reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
     if len(shape) == 3 and re.search("expert|moe", f"{name} {type(module).__name__}", re.I):
         kind, reason = "experts", f"no nn.Linear, but a 3-D parameter of {shape[0]} experts"

@@ -339,7 +339,7 @@ def test_layers_that_look_fused_are_warned_of(fake_tp: DeviceMesh) -> None:
     (text,) = warned(fake_tp, model, gpt_plan(model, True))
     assert "apply_tp_plan: h.*.attn.qkv (2): column-parallel" in text
     assert "unflatten(-1, (-1, 3, head_dim))" in text
-    assert "check_tp_plan compares a model with one device" in text
+    assert "check_tp_plan compares the model with one device" in text
 
 
 def test_ordinary_layers_are_not_warned_of(fake_tp: DeviceMesh) -> None:

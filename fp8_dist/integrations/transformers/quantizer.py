@@ -45,7 +45,6 @@ class Fp8DistConfig(QuantizationConfigMixin):
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
         experts_recipe: the name of a recipe of :class:`fp8_dist.moe.Float8ExpertsConfig`, with
             which experts are converted too. Default: experts stay in high precision.
-        scale_format: of the recipe ``blockwise``: ``"ue8m0"`` or ``"fp32"``.
 
     Raises:
         TypeError: ``modules_to_not_convert`` is a string.
@@ -65,7 +64,6 @@ class Fp8DistConfig(QuantizationConfigMixin):
         enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto",
         quant_method: str = METHOD,
         experts_recipe: str | None = None,
-        scale_format: Literal["ue8m0", "fp32"] = "ue8m0",
     ) -> None:
         if isinstance(modules_to_not_convert, str):
             raise TypeError(
@@ -77,13 +75,12 @@ class Fp8DistConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = modules_to_not_convert
         self.enable_fsdp_float8_all_gather = enable_fsdp_float8_all_gather
         self.experts_recipe = experts_recipe
-        self.scale_format = scale_format
         self.layer_config()
         self.experts_config()
 
     def layer_config(self) -> Float8LinearConfig:
         """Return the config of the layers."""
-        config = Float8LinearConfig.from_recipe_name(self.recipe, scale_format=self.scale_format)
+        config = Float8LinearConfig.from_recipe_name(self.recipe)
         return replace(config, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather)
 
     def experts_config(self) -> Float8ExpertsConfig | None:
@@ -128,8 +125,7 @@ class Fp8DistQuantizer(HfQuantizer):
             raise NotImplementedError(
                 "Fp8DistConfig: transformers' tensor parallelism (tp_size) does not tell float8 "
                 "layers what their scales cover; load the model without it, and call "
-                "apply_tp_plan(model, mesh, hf_tp_plan(model)). ep_size divides experts, and "
-                "fsdp_size shards all weights"
+                "apply_tp_plan(model, mesh, hf_tp_plan(model))"
             )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:

@@ -107,9 +107,9 @@ class Structure:
                 + " a plan of your own (a dict of module names to styles) for apply_tp_plan"
             )
 
-    def refuse(self, problem: str, *, of_sequences: bool = False) -> None:
-        if self.sequence_parallel or not of_sequences:
-            self.problems[without_numbers(problem)] = of_sequences
+    def refuse(self, problem: str, *, only_sequences: bool = False) -> None:
+        if self.sequence_parallel or not only_sequences:
+            self.problems[without_numbers(problem)] = only_sequences
 
     def matched_styles(self) -> dict[str, str]:
         """Return the styles by module name, without routed experts and their routers."""
@@ -192,7 +192,7 @@ class Structure:
             if layer in self.blocks:
                 self.refuse(f"{layer}: linear layers of its plan are not in a block")
             if parameters := [*self.modules[layer]._parameters]:
-                self.refuse(f"{layer}: parameters of its own: {parameters}", of_sequences=True)
+                self.refuse(f"{layer}: parameters of its own: {parameters}", only_sequences=True)
             for child, module in self.modules[layer].named_children():
                 name = f"{layer}.{child}"
                 if name in self.blocks or name in self.routed or not [*module.parameters()]:
@@ -201,7 +201,7 @@ class Structure:
                     norms.append(name)
                 else:
                     kind = type(module).__name__
-                    self.refuse(f"{name}: a {kind} without a style", of_sequences=True)
+                    self.refuse(f"{name}: a {kind} without a style", only_sequences=True)
         return norms
 
     def check_ends(self, stack: str, styles: dict[str, str]) -> tuple[str, str]:
@@ -220,11 +220,13 @@ class Structure:
         if len(embeddings) != 1:
             self.refuse(f"{base}: {len(embeddings)} embeddings before the layers: {embeddings}")
         if len(norms) != 1:
-            self.refuse(f"{base}: {len(norms)} norms beside the layers: {norms}", of_sequences=True)
+            self.refuse(
+                f"{base}: {len(norms)} norms beside the layers: {norms}", only_sequences=True
+            )
         for name, module in siblings.items():
             if name not in (stack, *embeddings, *norms) and [*module.parameters()]:
                 kind = type(module).__name__
-                self.refuse(f"{name}: a {kind} beside the layers", of_sequences=True)
+                self.refuse(f"{name}: a {kind} beside the layers", only_sequences=True)
         return next(iter(embeddings), ""), next(iter(norms), "")
 
     def find_head(self, styles: dict[str, str], stack: str) -> str | None:
