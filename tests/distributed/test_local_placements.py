@@ -243,8 +243,8 @@ def test_calls_that_do_not_fit() -> list[str]:
         (ValueError, lambda: nowhere(x), "nowhere: the output was declared as Shard(dim=3), but"),
         (TypeError, lambda: share_input(x, q), "list of Float8Linear, got Float8Linear alone"),
         (ValueError, lambda: share_input(x, [q, k]), "['wq', 'wk'] must be column-parallel layers"),
-        (TypeError, lambda: share_input(dtensor, [q]), "['wq'] declared a local input, but got a"),
-        (TypeError, lambda: share_input(x, [undeclared]), "of ['0'] is a plain tensor; declare"),
+        (TypeError, lambda: share_input(dtensor, [q]), "of ['wq'] is a DTensor; layers"),
+        (TypeError, lambda: share_input(x, [undeclared]), "of ['0'] is a Tensor; layers with"),
         (ValueError, lambda: share_input(on_both, [undeclared]), "it must be on a 1-D mesh"),
     ]
     return wrong_texts(cases)

@@ -531,8 +531,8 @@ def test_refusals(ranks: RankPools) -> None:
     assert_expected_inline(
         "\n".join(ranks(2).run_same(refusals)),
         """\
-layers.0.w1: reduce_transport='bf16' applies to the reduction of grad_input, which a layer leaves to what gathered its input. Give the argument to that (PrepareFloat8ModuleInput, share_input), or pass the input as a plain tensor
-layers.0.w1: reduce_transport='float8' applies to the sum of the output of a row-parallel layer (weight=Shard(1)), or of grad_input of a column-parallel one (weight=Shard(0)). There is none with weight=Replicate(), input=Shard(dim=1), output=Shard(dim=-1)
+layers.0.w1: reduce_transport='bf16' applies to the reduction of grad_input, which is left to what gathered the input. Give it to that (PrepareFloat8ModuleInput, share_input), or pass the input as a plain tensor
+layers.0.w1: reduce_transport='float8' applies to the sum of the output of a row-parallel layer (weight=Shard(1)), or of grad_input of a column-parallel one, not to weight=Replicate(), input=Shard(dim=1), output=Shard(dim=-1)
 share_input: reduce_transport='float8', but ['layers.0.w1'] declared how their input stands; give it to declare_placements
 PrepareFloat8ModuleInput: reduce_transport='bf16' sums in fp32, but the input is in fp64; drop the argument, or cast the model and the input to fp32
 layers.0.w2: reduce_transport='bf16' sums in fp32, but the input is in fp64; drop the argument, or cast the model and the input to fp32""",

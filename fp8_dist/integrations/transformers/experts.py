@@ -71,9 +71,9 @@ def _forward(
 
 
 def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A tensor that all ranks have, each of which computes a part of its gradient."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
+    """A replicated tensor of whose gradient each rank computes a summand."""
+    replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return replicated.to_local(grad_placements=[Partial()])
 
 
 class _Kind(Kind):
@@ -81,8 +81,8 @@ class _Kind(Kind):
 
     def weights(self, module: nn.Module) -> tuple[str, ...]:
         first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-        found = [module._parameters.get(name) for name in (first, "down_proj")]
-        is_experts = all(parameter is not None and parameter.ndim == 3 for parameter in found)
+        parameters = [module._parameters.get(name) for name in (first, "down_proj")]
+        is_experts = all(p is not None and p.ndim == 3 for p in parameters)
         return (first, "down_proj") if is_experts else ()
 
     def is_transposed(self, module: Any) -> bool:
@@ -128,9 +128,9 @@ KIND = _Kind()
 
 def _warn_if_set(module: Any) -> None:
     """Warn if the implementation of the model's experts was set after the conversion."""
-    shared, then = module.config.float8_replaces
+    shared, former = module.config.float8_replaces
     now = shared._experts_implementation
-    if now not in (then, IMPLEMENTATION):
+    if now not in (former, IMPLEMENTATION):
         warn_once(
             "experts implementation",
             f"{next(iter(weights_of(module).values())).fqn}: the experts are in float8, so "
@@ -140,15 +140,13 @@ def _warn_if_set(module: Any) -> None:
 
 
 def _check_whole(module: Any) -> None:
-    """Refuse a rank's parts of experts as plain tensors, whose scales would be those of parts."""
+    """Raise for plain tensors that are a rank's parts of experts, with scales of the parts."""
     for name, features in module.config.float8_features.items():
-        if (found := getattr(module, name).shape[1:]) != features:
+        if (shape := getattr(module, name).shape[1:]) != features:
             raise NotImplementedError(
-                f"{weights_of(module)[name].fqn}: the forward was given {tuple(found)} of the "
-                f"features {tuple(features)} of {name}, as transformers' tensor parallelism "
-                "(moe_tp_experts) passes them. Leave converted experts out of the plan of "
-                "apply_tensor_parallelism, and divide them by Float8ExpertParallel or "
-                "Float8ExpertTensorParallel"
+                f"{weights_of(module)[name].fqn}: the forward was given {tuple(shape)} of the "
+                f"features {tuple(features)} of {name}, as moe_tp_experts passes them; leave "
+                "converted experts out of its plan, and divide them by Float8ExpertTensorParallel"
             )
 
 
