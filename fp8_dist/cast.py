@@ -191,7 +191,7 @@ def cast_copies(
     if reduces:
         (measured,) = measure(x, schemes, start)
         statistics = [reduced_statistics(schemes[0], measured, layout)]
-    scales, data = cast(x, plan, statistics, start, fits=reduces)
+    scales, data = cast(x, plan, statistics, start, saturate=not reduces)
     return as_copies(plan, data, scales, layout)
 
 

@@ -85,32 +85,32 @@ def encode(x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.T
 
 def decode(wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
     """Decode the bytes of :func:`encode` to fp32."""
-    found = [
+    pieces = [
         numbers.to(torch.float32)
         if exponents is None
         else run.flat(decode_float8(numbers, exponents))
         for run, numbers, exponents in _parts(wire, runs, dtype)
     ]
-    return torch.cat(found, -1) if len(found) > 1 else found[0]
+    return torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
 
 
 def sum_of(
     wire: torch.Tensor,
     runs: Sequence[Part],
     dtype: torch.dtype,
-    own: torch.Tensor | None,
+    local: torch.Tensor | None,
     rank: int = -1,
 ) -> torch.Tensor:
     """Sum the bytes ``[W, ..., B]`` from W ranks, in fp32 and in the order of ranks.
 
     Args:
         dtype: as in :func:`encode`.
-        own: ``[..., S]``, a summand that is not on the wire, if any.
-        rank: the rank whose bytes ``own`` is added in place of; -1 if it comes first.
+        local: ``[..., S]``, a summand that is not on the wire, if any.
+        rank: the rank whose bytes ``local`` is added in place of; -1 if it comes first.
     """
     sums, begin = [], 0
     for run, numbers, exponents in _parts(wire, runs, dtype):
-        part = None if own is None else run.rows(own.narrow(-1, begin, run.size))
+        part = None if local is None else run.rows(local.narrow(-1, begin, run.size))
         sums.append(run.flat(sum_of_rows(numbers, exponents, part, rank)))
         begin += run.size
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
@@ -153,11 +153,7 @@ def exchanged(x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup) -
 
 
 def all_reduce(
-    x: torch.Tensor,
-    parts: Sequence[Part],
-    group: dist.ProcessGroup,
-    *,
-    divisor: float = 1,
+    x: torch.Tensor, parts: Sequence[Part], group: dist.ProcessGroup, *, divisor: float = 1
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
@@ -180,8 +176,8 @@ def all_reduce(
     runs = runs_of(own_parts)
     received = exchanged(x_of_ranks, runs, group)
     own = sum_of(received, runs, x.dtype, x_of_ranks[rank], rank)
-    of_sums = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in own_parts)
-    runs = runs_of(of_sums)
+    sum_parts = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in own_parts)
+    runs = runs_of(sum_parts)
     wire = encode(own.div_(divisor), runs, x.dtype)
     rows = decode(_gathered(wire.unsqueeze(0), group), runs, x.dtype)
     columns = rows.split([part.size for part in own_parts], -1)

@@ -33,7 +33,7 @@ from fp8_dist.kernels.e2m1 import (
 )
 from fp8_dist.kernels.fp32_blocks import (
     quantize_by_scales as quantize_by_scales,
-    scales_of as scales_of,
+    fp32_block_scales as fp32_block_scales,
 )
 from fp8_dist.kernels.folding import fold_groups as fold_groups, unit_scales as unit_scales
 from fp8_dist.kernels.gemm import (

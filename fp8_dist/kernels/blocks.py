@@ -73,9 +73,9 @@ def in_blocks(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     count = blocks_along(last, columns, first_column)
     missing = [first_column, count * columns - first_column - last]
     if rows > 1:
-        of_rows = blocks_along(others[-1], rows, first_row)
-        missing += first_row, of_rows * rows - first_row - others[-1]
-        others[-1:] = of_rows, rows
+        row_count = blocks_along(others[-1], rows, first_row)
+        missing += first_row, row_count * rows - first_row - others[-1]
+        others[-1:] = row_count, rows
     else:
         others.append(1)
     return padded(x, missing).reshape(*others, count, columns)
@@ -163,9 +163,9 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
         quotient = (amax.to(torch.float64) / largest).to(torch.float32)
         exponents = torch.log2(quotient).ceil_().add_(_BIAS).clamp_(min=0)
         return exponents.nan_to_num_(NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
-    found = amax.view(torch.int32) >> 23  # NAN_EXPONENT for inf and NaN
-    exponents = (found - math.floor(math.log2(largest))).clamp_(min=0)
-    return exponents.masked_fill_(found == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
+    biased = amax.view(torch.int32) >> 23  # NAN_EXPONENT for inf and NaN
+    exponents = (biased - math.floor(math.log2(largest))).clamp_(min=0)
+    return exponents.masked_fill_(biased == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
 
 
 @custom_op(
@@ -247,8 +247,8 @@ def dequantized_with(
 ) -> torch.Tensor:
     """Implement :func:`dequantize_blocks` with the given conversion to the wider dtype."""
     if is_transposed(x):
-        turned = transposed_blocks(blocks)
-        return dequantized_with(upcast, x.t(), scales.t(), turned, dtype).t()
+        blocks = transposed_blocks(blocks)
+        return dequantized_with(upcast, x.t(), scales.t(), blocks, dtype).t()
     return scaled_by(upcast(x, dtype), fp32_scales(scales), blocks)
 
 
@@ -303,7 +303,7 @@ def quantize_block_copies(
 ) -> Tensors:
     """Apply :func:`quantize_blocks` for several copies, each in its own layout."""
     qdata = quantize_blocks(x, exponents, dtype, blocks)
-    return [transposed_copy(as_matrix(qdata)) if turned else qdata for turned in transposed]
+    return [transposed_copy(as_matrix(qdata)) if t else qdata for t in transposed]
 
 
 def empty_reblocked(
@@ -349,9 +349,9 @@ def reblock(
     values, columns = dequantize_blocks(qdata, exponents, blocks, torch.float32), (rows, 1, 0, 0)
     if transposed:
         values = padded(values, (0, 0, 0, -len(values) % rows))
-    found = block_exponents.portable(values, qdata.dtype, columns, rule)
-    result = quantize_blocks.portable(values, found, qdata.dtype, columns)
-    return result.t().contiguous() if transposed else result, found
+    new_exponents = block_exponents.portable(values, qdata.dtype, columns, rule)
+    data = quantize_blocks.portable(values, new_exponents, qdata.dtype, columns)
+    return data.t().contiguous() if transposed else data, new_exponents
 
 
 @custom_op(

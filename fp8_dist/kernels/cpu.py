@@ -150,12 +150,7 @@ def gemm_dtype(out_dtype: torch.dtype, any_order: bool) -> torch.dtype:
 
 
 def _emulated(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    out_dtype: torch.dtype,
-    any_order: bool,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, any_order: bool
 ) -> Tensor:
     wide = gemm_dtype(out_dtype, any_order)
     if wide is not torch.float64:

@@ -13,13 +13,13 @@ import torch
 
 from fp8_dist.torch_internals import OpOverload, can_skip_dispatch
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _LIB = torch.library.Library("fp8_dist", "FRAGMENT")
 
 
-class CustomOp(Generic[P, R]):
+class CustomOp(Generic[_P, _R]):
     """Operator with a portable implementation, and with others for some device types.
 
     The first argument is a tensor, passed by position. Its device selects the implementation. A
@@ -34,18 +34,18 @@ class CustomOp(Generic[P, R]):
     """
 
     def __init__(
-        self, schema: str, portable: Callable[P, R], tags: tuple[torch.Tag, ...] = ()
+        self, schema: str, portable: Callable[_P, _R], tags: tuple[torch.Tag, ...] = ()
     ) -> None:
         self.portable = portable
         self._name = schema.partition("(")[0]
-        self.implementations: dict[str, Callable[P, R]] = {}
+        self.implementations: dict[str, Callable[_P, _R]] = {}
         _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIB.impl(self._name, portable, "CompositeExplicitAutograd")
         self.packet: Any = getattr(torch.ops.fp8_dist, self._name)
         self.overload: OpOverload = self.packet.default
         update_wrapper(self, portable)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         x: Any = args[0]
         if not can_skip_dispatch(x):
             return self.overload(*args, **kwargs)
@@ -56,12 +56,12 @@ class CustomOp(Generic[P, R]):
             return run(x.detach(), *args[1:], **kwargs)  # type: ignore[arg-type]
         return run(*args, **kwargs)
 
-    def register(self, device_type: str, run: Callable[P, R]) -> None:
+    def register(self, device_type: str, run: Callable[_P, _R]) -> None:
         """Register an implementation for one device type ("cpu", "cuda")."""
         _LIB.impl(self._name, run, device_type.upper())
         self.implementations[device_type] = run
 
-    def register_fake(self, fake: Callable[P, R]) -> Callable[P, R]:
+    def register_fake(self, fake: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a function as the implementation for tensors without data.
 
         It returns empty tensors with the shapes and dtypes of the results.
@@ -71,7 +71,7 @@ class CustomOp(Generic[P, R]):
 
 def custom_op(
     schema: str, fake: Callable[..., Any] | None = None
-) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+) -> Callable[[Callable[_P, _R]], CustomOp[_P, _R]]:
     """Decorate a function as the portable implementation of a new operator.
 
     Args:
@@ -80,7 +80,7 @@ def custom_op(
             without data go through ``portable``, which must then work for symbolic sizes.
     """
 
-    def define(portable: Callable[P, R]) -> CustomOp[P, R]:
+    def define(portable: Callable[_P, _R]) -> CustomOp[_P, _R]:
         op = CustomOp(schema, portable)
         if fake is not None:
             op.register_fake(fake)

@@ -85,33 +85,33 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 @custom_op(
-    "sum_of_rows(Tensor rows, Tensor? exponents, Tensor? own, int rank) -> Tensor",
+    "sum_of_rows(Tensor rows, Tensor? exponents, Tensor? local, int rank) -> Tensor",
     fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32),
 )
 def sum_of_rows(
-    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor | None, rank: int
+    rows: torch.Tensor, exponents: torch.Tensor | None, local: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
     """Sum rows over the first dim in fp32, in order of its index.
 
     Args:
         rows: numbers ``[W, ..., n]``, or codes.
         exponents: ``[W, ..., ceil(n / 128)]``, those of codes; None for numbers.
-        own: ``[..., n]``, added in place of ``rows[rank]``, or before all rows; or None.
-        rank: index of the summand that ``own`` replaces; -1 if it comes first.
+        local: ``[..., n]``, added in place of ``rows[rank]``, or before all rows; or None.
+        rank: index of the summand that ``local`` replaces; -1 if it comes first.
 
     Returns:
         The sum, fp32 ``[..., n]``. It is -0 where all summands are.
     """
     total = rows.new_full(rows.shape[1:], -0.0, dtype=torch.float32)
-    if own is not None and rank < 0:
-        total.copy_(own)
+    if local is not None and rank < 0:
+        total.copy_(local)
     for first in range(0, len(rows), _DECODED_AT_ONCE):
-        some = slice(first, first + _DECODED_AT_ONCE)
-        values = rows[some]
+        chunk = slice(first, first + _DECODED_AT_ONCE)
+        values = rows[chunk]
         if exponents is not None:
-            values = decode_float8.portable(values, exponents[some])
+            values = decode_float8.portable(values, exponents[chunk])
         for i, summand in enumerate(values, first):
-            total.add_(own if own is not None and i == rank else summand)
+            total.add_(local if local is not None and i == rank else summand)
     return total
 
 
@@ -121,8 +121,8 @@ def as_bytes(qdata: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_message(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    size, columns = max(each.itemsize for each in numbers), qdata.shape[-1]
-    columns += -columns % size + sum(each.itemsize * each.shape[-1] for each in numbers)
+    size, columns = max(tensor.itemsize for tensor in numbers), qdata.shape[-1]
+    columns += -columns % size + sum(tensor.itemsize * tensor.shape[-1] for tensor in numbers)
     return qdata.new_empty((*qdata.shape[:-1], columns + -columns % size))
 
 
@@ -135,13 +135,13 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
     widest number's size. This is an operator so that ``comm_audit`` can tell the parts of a message
     in a compiled graph.
     """
-    size = max(each.itemsize for each in numbers)
+    size = max(tensor.itemsize for tensor in numbers)
     parts = [padded(as_bytes(qdata), (0, -qdata.shape[-1] % size))]
-    for each in sorted(numbers, key=lambda each: -each.itemsize):
+    for tensor in sorted(numbers, key=lambda tensor: -tensor.itemsize):
         # Flatten first: torch calls a column contiguous whatever the stride of its last dim, but
         # view(dtype) refuses strides other than 1.
-        flat = each.reshape(-1).contiguous().view(torch.uint8)
-        parts.append(flat.view(*each.shape[:-1], each.itemsize * each.shape[-1]))
+        flat = tensor.reshape(-1).contiguous().view(torch.uint8)
+        parts.append(flat.view(*tensor.shape[:-1], tensor.itemsize * tensor.shape[-1]))
     row = torch.cat(parts, dim=-1)
     return padded(row, (0, -row.shape[-1] % size)).view(qdata.dtype)
 
@@ -157,10 +157,10 @@ def unpack_rows(
         like: for each tensor of numbers, its size per row and its dtype.
     """
     size = max(dtype.itemsize for _, dtype in like)
-    begin, found = columns + -columns % size, [torch.empty(0)] * len(like)
+    begin, numbers = columns + -columns % size, [torch.empty(0)] * len(like)
     for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
         count, number = like[i]
         end = begin + count * number.itemsize
-        found[i] = packed[..., begin:end].view(number)
+        numbers[i] = packed[..., begin:end].view(number)
         begin = end
-    return packed[..., :columns].view(dtype), found
+    return packed[..., :columns].view(dtype), numbers

@@ -25,14 +25,14 @@ def empty_folds(
     transposed: bool,
 ) -> list[torch.Tensor]:
     """Allocate the results of :func:`fold_gradient`, uninitialized."""
-    made: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     if weight_scale is not None:
-        made += empty_copies(grad, dtype, [False])
-        made.append(grad.new_empty((grad.shape[0], 1), dtype=torch.float32))
+        results += empty_copies(grad, dtype, [False])
+        results.append(grad.new_empty((grad.shape[0], 1), dtype=torch.float32))
     if input_scale is not None:
-        made += empty_copies(grad, dtype, [transposed])
-        made.append(grad.new_empty((1, grad.shape[1]), dtype=torch.float32))
-    return made
+        results += empty_copies(grad, dtype, [transposed])
+        results.append(grad.new_empty((1, grad.shape[1]), dtype=torch.float32))
+    return results
 
 
 @custom_op(
@@ -62,16 +62,16 @@ def fold_gradient(
     """
     weight_fold = None if weight_scale is None else weight_scale * UNIT
     multipliers, scales = scaling_from_amax(row_amaxes(grad, weight_fold), dtype, True)
-    g0 = quantize(grad, multipliers[:, :1], dtype, fits=True).to(torch.float32) * scales[:, :1]
-    made: list[torch.Tensor] = []
+    g0 = quantize(grad, multipliers[:, :1], dtype, saturate=False).to(torch.float32) * scales[:, :1]
+    results: list[torch.Tensor] = []
     if weight_fold is not None:
-        made += first_fold(g0, weight_fold, multipliers[:, 1:], dtype)
+        results += first_fold(g0, weight_fold, multipliers[:, 1:], dtype)
     if input_scale is not None:
         folded = g0 * (input_scale * UNIT).view(-1, 1)
         multiplier, scale = scaling_from_amax(amax(folded, (0,)), dtype, True)
-        g2 = quantize(folded, multiplier, dtype, fits=True)
-        made += [transposed_copy(g2) if transposed else g2, scale / UNIT]
-    return made
+        g2 = quantize(folded, multiplier, dtype, saturate=False)
+        results += [transposed_copy(g2) if transposed else g2, scale / UNIT]
+    return results
 
 
 def empty_group_folds(
@@ -84,13 +84,13 @@ def empty_group_folds(
     source: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Allocate the results of :func:`fold_groups`, uninitialized."""
-    made: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     if weight_scale is not None:
-        made += [torch.empty_like(g0), torch.empty_like(scale)]
+        results += [torch.empty_like(g0), torch.empty_like(scale)]
     if input_scale is not None:
         shape = g0.shape if source is None else (g0.shape[1], len(source))
-        made += [g0.new_empty(shape), scale.new_empty((groups, g0.shape[1]))]
-    return made
+        results += [g0.new_empty(shape), scale.new_empty((groups, g0.shape[1]))]
+    return results
 
 
 @custom_op(
@@ -123,18 +123,18 @@ def fold_groups(
         ``[N, P]`` with ``source``, and its scale ``[E, N]``.
     """
     values, dtype = g0.to(torch.float32) * scale, g0.dtype
-    made: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     if weight_scale is not None:
         fold = (weight_scale * UNIT).index_select(0, group)
         multiplier, _ = scaling_from_amax(amax(values * fold, (1,)), dtype, True)
-        made += first_fold(values, fold, multiplier, dtype)
+        results += first_fold(values, fold, multiplier, dtype)
     if input_scale is not None:
         values = values * (input_scale * UNIT).view(-1, 1)
         amaxes = amaxes_of_groups(values, group, groups)
-        multiplier, of_columns = scaling_from_amax(amaxes, dtype, True)
-        g2 = quantize(values, multiplier.index_select(0, group), dtype, fits=True)
-        made += [g2 if source is None else transposed_groups(g2, source), of_columns / UNIT]
-    return made
+        multiplier, column_scales = scaling_from_amax(amaxes, dtype, True)
+        g2 = quantize(values, multiplier.index_select(0, group), dtype, saturate=False)
+        results += [g2 if source is None else transposed_groups(g2, source), column_scales / UNIT]
+    return results
 
 
 @custom_op(

@@ -11,18 +11,18 @@ import torch
 from fp8_dist.kernels.blocks import scaled_by
 from fp8_dist.kernels.custom_op import custom_op
 
-EPS = 1e-10
+_EPS = 1e-10
 
 
-@custom_op("scales_of(Tensor amax, ScalarType dtype) -> Tensor")
-def scales_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+@custom_op("fp32_block_scales(Tensor amax, ScalarType dtype) -> Tensor")
+def fp32_block_scales(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute the scales of blocks from their amaxes (fp32, any shape).
 
     A non-finite amax gives a non-finite scale.
     """
     # A GPU divides an fp32 tensor by a number by multiplying by the number's reciprocal. Rounded to
     # fp32, the fp64 quotient equals the fp32 quotient.
-    return (amax.clamp(min=EPS).to(torch.float64) / torch.finfo(dtype).max).to(torch.float32)
+    return (amax.clamp(min=_EPS).to(torch.float64) / torch.finfo(dtype).max).to(torch.float32)
 
 
 @custom_op(

@@ -20,11 +20,7 @@ from fp8_dist.kernels.blocks import dequantize_blocks
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up, transposed_copy
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import (
-    constant_in_graphs,
-    native_scaled_mm,
-    statically_known_true,
-)
+from fp8_dist.torch_internals import constant_in_graphs, native_scaled_mm, statically_known_true
 
 # Options of a GEMM: (use_fast_accum, pad_inner_dim, emulate, any_order).
 GemmOptions = tuple[bool, bool, bool, bool]
@@ -157,10 +153,10 @@ def fusible_scaled_mm(
         return None
     if (scale_a.ndim or scale_b.ndim) and not _has_rowwise_gemm(b, out_dtype):
         return None
-    (rows, inner), (same, columns) = a.shape, b.shape
-    known = [size > 0 for size in (rows, inner, columns)]
-    known += [inner == same, inner % ALIGNMENT == 0, columns % ALIGNMENT == 0]
-    if not all(statically_known_true(each) for each in known):
+    (rows, inner), (depth, columns) = a.shape, b.shape
+    facts = [size > 0 for size in (rows, inner, columns)]
+    facts += [inner == depth, inner % ALIGNMENT == 0, columns % ALIGNMENT == 0]
+    if not all(statically_known_true(fact) for fact in facts):
         return None
     return _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
 
@@ -254,10 +250,7 @@ def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]
 def of_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Leave out the zeros that only one of two operands has at the end of the contracted dim."""
     depth = min(a.shape[1], b.shape[0])
-    return (
-        a if a.shape[1] == depth else a[:, :depth],
-        b if b.shape[0] == depth else b[:depth],
-    )
+    return (a if a.shape[1] == depth else a[:, :depth], b if b.shape[0] == depth else b[:depth])
 
 
 @custom_op(

@@ -146,8 +146,8 @@ def grouped_scaled_mm(
         bf16 ``[R, N]``.
     """
     experts, _, columns = b.shape
-    of_columns = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
-    return _grouped_mm(a, row_major(b.mT).mT, scale_a.reshape(-1), of_columns, groups.ends)
+    column_scales = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
+    return _grouped_mm(a, row_major(b.mT).mT, scale_a.reshape(-1), column_scales, groups.ends)
 
 
 def grouped_scaled_sums(
@@ -163,8 +163,8 @@ def grouped_scaled_sums(
         bf16 ``[E, N, K]``.
     """
     experts, ends = len(groups.counts), groups.padded(ALIGNMENT).ends
-    each = ((scale_a, a), (scale_b, b))
-    scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in each]
+    operands = ((scale_a, a), (scale_b, b))
+    scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in operands]
     return without_empty(_grouped_mm(a, b.t(), *scales, ends), groups)
 
 

@@ -24,11 +24,11 @@ ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
 
 @custom_op(
-    "quantize(Tensor x, Tensor multiplier, ScalarType dtype, *, bool fits=False) -> Tensor",
+    "quantize(Tensor x, Tensor multiplier, ScalarType dtype, *, bool saturate=True) -> Tensor",
     fake=lambda x, multiplier, dtype, **_: x.new_empty(x.shape, dtype=dtype),
 )
 def quantize(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True
 ) -> torch.Tensor:
     """Cast ``saturate(float32(x) * m)`` to ``dtype``.
 
@@ -36,22 +36,22 @@ def quantize(
         x: any shape, floating point, local.
         multiplier: fp32, 0-dim or of size 1 along the dims that it covers.
         dtype: a float8 dtype.
-        fits: the multiplier comes from an amax that no value of ``x`` exceeds. Then no value
-            saturates, because a rounded product exceeds the largest number by less than half a
-            step. The bits are the same, and one pass over the tensor is saved.
+        saturate: values of ``x`` may exceed the amax from which the multiplier comes. Otherwise a
+            rounded product exceeds the largest number by less than half a step: the bits are the
+            same, and one pass over the tensor is saved.
 
     Returns:
         A contiguous tensor of the shape of ``x``.
     """
-    return multiplied(x.contiguous(), multiplier, dtype, fits).to(dtype)
+    return multiplied(x.contiguous(), multiplier, dtype, saturate).to(dtype)
 
 
 def multiplied(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, fits: bool
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, saturate: bool
 ) -> torch.Tensor:
     """Compute the fp32 values that :func:`quantize` rounds to ``dtype``."""
     product = x * multiplier if x.dtype is torch.float32 else x.to(torch.float32).mul_(multiplier)
-    if fits:
+    if not saturate:
         return product
     # Casts to e5m2 on CPU do not always saturate.
     limit = torch.finfo(dtype).max
@@ -75,8 +75,8 @@ def padded(x: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
 
 def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
     """Allocate the float8 copies of a local tensor, uninitialized."""
-    turned = (x.shape[-1] if x.ndim else 1, rounded_up(math.prod(x.shape[:-1])))
-    return [x.new_empty(turned if each else x.shape, dtype=dtype) for each in transposed]
+    shapes = x.shape, (x.shape[-1] if x.ndim else 1, rounded_up(math.prod(x.shape[:-1])))
+    return [x.new_empty(shapes[is_transposed], dtype=dtype) for is_transposed in transposed]
 
 
 def empty_transposed(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
@@ -137,9 +137,11 @@ def cast_copies(
         The scale of each amax, followed by the copies.
     """
     scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
-    made = {i: quantize(x, scalings[i][0], dtype, fits=not saturate) for i in dict.fromkeys(of)}
-    each = zip(of, transposed, strict=True)
-    copies = [transposed_copy(as_matrix(made[i])) if turned else made[i] for i, turned in each]
+    data = {i: quantize(x, scalings[i][0], dtype, saturate=saturate) for i in dict.fromkeys(of)}
+    copies = [
+        transposed_copy(as_matrix(data[i])) if is_transposed else data[i]
+        for i, is_transposed in zip(of, transposed, strict=True)
+    ]
     return [scale for _, scale in scalings] + copies
 
 
@@ -163,14 +165,14 @@ def fusible_copies(
     # the tensor where they are viewed as integers. It leaves out a view and the one back unless
     # something is between them.
     wide = x.view(INTEGERS[x.itemsize]).bitwise_and(-1).view(x.dtype).to(torch.float32)
-    qdata = multiplied(wide, multiplier, dtype, not saturate).to(dtype).contiguous()
+    qdata = multiplied(wide, multiplier, dtype, saturate).to(dtype).contiguous()
     if True not in transposed:
         return [scale, *(qdata for _ in transposed)]
-    turned = as_matrix(qdata).t().contiguous()
+    columns = as_matrix(qdata).t().contiguous()
     # AOTAutograd would cast a parameter again in the backward, unless the forward needs the
     # transposed copy, too. Of an activation it finds out what takes the least memory.
-    rows = turned.t().contiguous() if isinstance(x, torch.nn.Parameter) else qdata
-    return [scale, *(turned if each else rows for each in transposed)]
+    rows = columns.t().contiguous() if isinstance(x, torch.nn.Parameter) else qdata
+    return [scale, *(columns if is_transposed else rows for is_transposed in transposed)]
 
 
 @custom_op(

@@ -95,25 +95,24 @@ def amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
 
 
 @custom_op(
-    "amax_of_each(Tensor first, Tensor[] others, bool of_rows=False) -> Tensor",
-    fake=lambda first, others, of_rows=False: first.new_empty(
-        sum(math.prod(x.shape[:-1]) if of_rows else 1 for x in (first, *others)),
-        dtype=torch.float32,
+    "amax_of_each(Tensor first, Tensor[] others, bool by_row=False) -> Tensor",
+    fake=lambda first, others, by_row=False: first.new_empty(
+        sum(math.prod(x.shape[:-1]) if by_row else 1 for x in (first, *others)), dtype=torch.float32
     ),
 )
 def amax_of_each(
-    first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
+    first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:
     """Compute :func:`amax` for each of many local tensors on one device.
 
     The result is fp32, ``[1 + len(others)]``.
 
     Args:
-        of_rows: compute one amax per row (along the last dim) instead. The result is flat. The rows
+        by_row: compute one amax per row (along the last dim) instead. The result is flat. The rows
             of each tensor follow those of the tensor before.
     """
     tensors = (first, *others)
-    if not of_rows:
+    if not by_row:
         return torch.stack([amax(x) for x in tensors])
     return torch.cat([amax(x, (x.ndim - 1,)).reshape(-1) for x in tensors])
 

@@ -68,7 +68,7 @@ class Recast(NamedTuple):
             qdata, scales = local.unpacked(self.scheme, after), self.statistics
         else:
             plan = CastPlan((self.scheme,))
-            (scales,), (qdata,) = cast(local, plan, [self.statistics], self.start, after=after)
+            (scales,), (qdata,) = cast(local, plan, [self.statistics], self.start, depends_on=after)
         return Quantized(qdata, scales, self.scheme, self.start, self.is_cut)
 
 

@@ -135,7 +135,7 @@ def _fold_distributed(
     rows = (row_amaxes(local, weight_fold),)
     (value,) = reduced_statistics(scheme, rows, layout)
     multipliers, scales = scaling_from_amax(value, dtype, True)
-    qdata = quantize(local, multipliers[..., :1], dtype, fits=True)
+    qdata = quantize(local, multipliers[..., :1], dtype, saturate=False)
     # For each row, its scale in g0 and its multiplier in g1.
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
     if layout.placements != placements:
@@ -158,7 +158,7 @@ def _fold_distributed(
         columns = (amax(folded, column.levels[0].covered_dims(folded.ndim)),)
         (value,) = reduced_statistics(column, columns, layout)
         multiplier, scale = scaling_from_amax(value, dtype, True)
-        copies += [quantize(folded, multiplier, dtype, fits=True), scale / UNIT]
+        copies += [quantize(folded, multiplier, dtype, saturate=False), scale / UNIT]
     return copies
 
 

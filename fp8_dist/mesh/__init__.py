@@ -22,7 +22,7 @@ from fp8_dist.mesh.layout import (
     cuts_blocks as cuts_blocks,
     global_offset as global_offset,
     has_pieces as has_pieces,
-    is_packed as is_packed,
+    has_strided_shards as has_strided_shards,
     layout_over as layout_over,
     local_sizes as local_sizes,
     local_tensor as local_tensor,

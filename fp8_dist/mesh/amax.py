@@ -60,8 +60,8 @@ def groups_over(
     """
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     if len(axes) > 1:
-        for every in ({*axes, *replicated}, axes):
-            if (name := _existing_group(mesh, every)) is not None:
+        for spanned in ({*axes, *replicated}, axes):
+            if (name := _existing_group(mesh, spanned)) is not None:
                 return (name,)
     return tuple(str(mesh.get_group(axis).group_name) for axis in axes)
 
@@ -91,7 +91,7 @@ def make_group(meshes: Collection[DeviceMesh]) -> GroupNames:
         axis: (mesh, i) for mesh in meshes for i, axis in enumerate(axes_of(mesh)) if axis.size > 1
     }
     # A flattened axis stands for those that it covers.
-    own = [
+    finest = [
         by_axis[a]
         for a in sorted(by_axis, reverse=True)
         if not any(b.covers(a) and a != b for b in by_axis)
@@ -99,10 +99,10 @@ def make_group(meshes: Collection[DeviceMesh]) -> GroupNames:
     if len(axes) > 1 and root.size() == world.size() and _is_regular(root):
         groups = _made.setdefault(world, {})
         if frozenset(axes) not in groups:
-            names = "+".join((mesh.mesh_dim_names or "?" * mesh.ndim)[i] for mesh, i in own)
+            names = "+".join((mesh.mesh_dim_names or "?" * mesh.ndim)[i] for mesh, i in finest)
             groups[frozenset(axes)] = _make_beside_each_other(axes, names)
         return (groups[frozenset(axes)],)
-    return tuple(str(mesh.get_group(i).group_name) for mesh, i in own)
+    return tuple(str(mesh.get_group(i).group_name) for mesh, i in finest)
 
 
 def common_groups(
@@ -124,11 +124,11 @@ def common_groups(
     if not axes:
         return (), {}
     if len(axes) == 1:
-        ((mesh, own),) = axes.items()
-        if len(own) > 1:
+        ((mesh, indices),) = axes.items()
+        if len(indices) > 1:
             make_group([mesh])
         # Axes on which a tensor is replicated may be included.
-        return groups_over(mesh, sorted(own), replicated=range(mesh.ndim)), {}
+        return groups_over(mesh, sorted(indices), replicated=range(mesh.ndim)), {}
     union = union_of(axes)
     missing = {}
     for mesh in axes:
@@ -170,16 +170,16 @@ def _existing_group(mesh: DeviceMesh, axes: Iterable[int]) -> str | None:
     if math.prod([mesh.size(axis) for axis in axes]) == world.size():
         return str(world.group_name)
     # Dynamo can't trace a lookup in a WeakKeyDictionary.
-    made = None if torch.compiler.is_compiling() else _made.get(world)
-    if not made or not _is_regular(mesh):
+    groups = None if torch.compiler.is_compiling() else _made.get(world)
+    if not groups or not _is_regular(mesh):
         return None
     digits = axes_of(mesh)
-    return made.get(frozenset(digits[i] for i in axes if digits[i].size > 1))
+    return groups.get(frozenset(digits[i] for i in axes if digits[i].size > 1))
 
 
 def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
     """Create all groups over some axes of the world, and return the name of this rank's group."""
-    size, own = _world().size(), None
+    size, group_of_rank = _world().size(), None
     for rank in range(size):
         if any(axis.coordinate(rank) for axis in axes):
             continue
@@ -189,9 +189,9 @@ def _make_beside_each_other(axes: Sequence[Axis], names: str) -> str:
         # Unlike with use_local_synchronization, ranks outside the group take part.
         group = dist.new_group(ranks, group_desc=f"mesh_{names}")
         if dist.get_rank() in ranks:
-            own = group
-    assert own is not None, f"rank {dist.get_rank()} is in no group over {axes}"
-    return str(own.group_name)
+            group_of_rank = group
+    assert group_of_rank is not None, f"rank {dist.get_rank()} is in no group over {axes}"
+    return str(group_of_rank.group_name)
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:

@@ -45,13 +45,13 @@ def full_tensors(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         layout = Layout.of(tensor)
         groups = () if layout is None else groups_over(layout.mesh, sharded_axes(layout))
         alike.setdefault(groups, []).append(i)
-    made: dict[int, Callable[[], torch.Tensor]] = {}
-    for groups, own in alike.items():
-        same = [tensors[i] for i in own]
-        makers = _gathered(same, groups) if groups else [partial(_on_mesh, each) for each in same]
-        made |= zip(own, makers, strict=True)
+    full: dict[int, Callable[[], torch.Tensor]] = {}
+    for groups, indices in alike.items():
+        shards = [tensors[i] for i in indices]
+        makers = _gathered(shards, groups) if groups else [partial(_on_mesh, t) for t in shards]
+        full |= zip(indices, makers, strict=True)
     tensors.clear()
-    return (made.pop(i)() for i in range(len(made)))
+    return (full.pop(i)() for i in range(len(full)))
 
 
 def _on_mesh(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,8 +72,8 @@ def _gathered(
         _parts(layout, tuple(layout.mesh.get_coordinate() or ()), members) for layout in layouts
     ]
     by_rank = [
-        [_padded(_sizes(own), tensor.dtype) for own, tensor in zip(each, tensors, strict=True)]
-        for each in zip(*parts, strict=True)
+        [_padded(_sizes(pieces), t.dtype) for pieces, t in zip(shards, tensors, strict=True)]
+        for shards in zip(*parts, strict=True)
     ]
     begins = [list(accumulate(sizes, initial=0)) for sizes in by_rank]
     length = max(_ALIGNMENT, *[ends[-1] for ends in begins])

@@ -70,25 +70,25 @@ def layout_over(
     """
     dim, parts = sharded_dim(placement, tensor.ndim), mesh.size()
     shape = torch.Size(n * parts if d == dim else n for d, n in enumerate(tensor.shape))
-    own = Layout.of(tensor)
-    if own is None:
+    layout = Layout.of(tensor)
+    if layout is None:
         return Layout(mesh, (placement,), shape)
-    if own.mesh.ndim > 1 and _has_axis(own.mesh, mesh):
-        return own
+    if layout.mesh.ndim > 1 and _has_axis(layout.mesh, mesh):
+        return layout
     # FSDP2 uses the same placements when it shards a DTensor.
     outer = tuple(
         StridedShard(dim, split_factor=parts)
         if dim is not None and parts > 1 and sharded_dim(p, tensor.ndim) == dim
         else p
-        for p in own.placements
+        for p in layout.placements
     )
     try:
-        joined = _joined(own.mesh, mesh)
+        joined = _joined(layout.mesh, mesh)
     except RuntimeError as error:
         raise ValueError(
-            f"{fqn}: the weight is a DTensor on {own.mesh}, so it can't be a local part on {mesh}. "
-            "Declare another axis of the same init_device_mesh than FSDP2 shards over; leave a "
-            "layer that a parallel style was applied to as it is"
+            f"{fqn}: the weight is a DTensor on {layout.mesh}, so it can't be a local part on "
+            f"{mesh}. Declare another axis of the same init_device_mesh than FSDP2 shards over; "
+            "leave a layer that a parallel style was applied to as it is"
         ) from error
     return Layout(joined, (*outer, placement), shape)
 
@@ -149,7 +149,7 @@ def cuts_blocks(layout: Layout, dim: int, block: int) -> bool:
     return any(begin % block for shard in _shards(layout, dim) for begin, _ in shard)
 
 
-def is_packed(layout: Layout, dim: int) -> bool:
+def has_strided_shards(layout: Layout, dim: int) -> bool:
     """Whether any rank's shard has several pieces along a dim; the same result on all ranks."""
     return any(len(shard) > 1 for shard in _shards(layout, dim))
 
@@ -200,15 +200,15 @@ def pieces_at(layout: Layout, coordinate: Sequence[int]) -> tuple[Pieces, ...]:
     """The part of each dim that the rank at a coordinate has."""
     # torch's compute_local_shape_and_global_offset computes with tensors. That is slow on many
     # ranks, and tensors have no values in a graph.
-    own: list[Pieces] = [((0, size),) for size in layout.shape]
+    pieces: list[Pieces] = [((0, size),) for size in layout.shape]
     for axis, dim, parts in _cuts(layout):
-        own[dim] = _shard(own[dim], layout.mesh.size(axis), coordinate[axis], parts)
-    return tuple(own)
+        pieces[dim] = _shard(pieces[dim], layout.mesh.size(axis), coordinate[axis], parts)
+    return tuple(pieces)
 
 
 def regions(pieces: Sequence[Pieces]) -> list[tuple[tuple[int, ...], ...]]:
     """The boxes of a rank's part, none if it is empty: offset, offset in the part, and size."""
-    boxes = itertools.product(*[_with_local_begin(own) for own in pieces])
+    boxes = itertools.product(*[_with_local_begin(dim_pieces) for dim_pieces in pieces])
     return [tuple(zip(*box, strict=True)) if box else ((), (), ()) for box in boxes]
 
 
@@ -242,12 +242,12 @@ def _cuts(layout: Layout) -> list[tuple[int, int, int]]:
             continue
         parts = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
         # FSDP2 shards the part that tensor parallelism leaves, although its axis comes first.
-        of_fsdp = 1 < parts == inner[dim]
-        if of_fsdp:
+        is_fsdp = 1 < parts == inner[dim]
+        if is_fsdp:
             last.append((axis, dim, 1))
         else:
             cuts.append((axis, dim, parts))
-        inner[dim] *= layout.mesh.size(axis) if of_fsdp or parts == 1 else 0
+        inner[dim] *= layout.mesh.size(axis) if is_fsdp or parts == 1 else 0
     return [*reversed(cuts), *last]
 
 
@@ -285,9 +285,9 @@ def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) ->
 
 def taken(whole: torch.Tensor, pieces: Sequence[Pieces]) -> torch.Tensor:
     """A rank's part of a tensor, given the part of each dim: a view if these are of one piece."""
-    for dim, own in enumerate(pieces):
-        each = [whole.narrow(dim, begin, end - begin) for begin, end in own or ((0, 0),)]
-        whole = each[0] if len(each) == 1 else torch.cat(each, dim)
+    for dim, dim_pieces in enumerate(pieces):
+        parts = [whole.narrow(dim, begin, end - begin) for begin, end in dim_pieces or ((0, 0),)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return whole
 
 

@@ -477,5 +477,5 @@ def entries_of(
 ) -> dict[str, torch.Tensor]:
     """The entries of a checkpoint for a whole float8 weight, or for its scales."""
     if isinstance(weight, ExpertWeight):
-        return weight.kind.entries(model, name, tensor)
+        return weight.adapter.entries(model, name, tensor)
     return {name: tensor}

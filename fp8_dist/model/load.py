@@ -268,7 +268,8 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
         name = without_wrappers(fqn)
         weight = weights.get(name)
         if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
-            name, *_ = experts.kind.entries(module, name, torch.empty(tensor.shape, device="meta"))
+            empty = torch.empty(tensor.shape, device="meta")
+            name, *_ = experts.adapter.entries(module, name, empty)
         entries = _entries_of(module, weight, name, tensor)
         lacking = [entry.key for entry in entries if entry.key not in files]
         missing |= dict.fromkeys(lacking, id(tensor))
@@ -288,7 +289,7 @@ def _entries_of(
     # A small tensor of distinct numbers shows which parts become entries.
     numbers = torch.arange(shape[0] * _PROBE**2).view(shape[0], _PROBE, _PROBE)
     entries = []
-    for key, part in weight.kind.entries(module, name, numbers).items():
+    for key, part in weight.adapter.entries(module, name, numbers).items():
         size = (*(1,) * (3 - part.ndim), *part.shape)
         first = int(part.flatten()[0])
         offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)

@@ -17,13 +17,13 @@ from fp8_dist.kernels import (
     block_scaled_mm,
     cast_blocks,
     dequantize_blocks,
+    fp32_block_scales,
     fp32_scales,
     quantize_block_copies,
     quantize_blocks,
     quantize_by_scales,
     reblock,
     scaled_by,
-    scales_of,
     takes_transposed,
     transposed_copy,
 )
@@ -120,7 +120,7 @@ class BlockScheme(Scheme):
         """
         if not self.is_recast_for_rows:
             return operand
-        matrix, (scales,), *_ = as_matrix(operand)
+        matrix, (scales,), *_ = matrix_operand(operand)
         known = matrix, scales, self._blocks(operand.start)
         axes: list[int] = []  # that shard the rows
         if layout is not None:
@@ -197,7 +197,7 @@ class Blocks(BlockScheme):
         statistics: Statistics | None,
         start: Start,
         transposed: Sequence[bool],
-        fits: bool = False,
+        saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         x, blocks = self._taken(x), self._blocks(start)
         if statistics is None:
@@ -250,13 +250,13 @@ class Fp32Blocks(BlockScheme):
         return (block_amaxes(self._taken(x), self._blocks(start)),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        return (scales_of(statistics[0], self.dtype),)
+        return (fp32_block_scales(statistics[0], self.dtype),)
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
         return quantize_by_scales(self._taken(x), scales[0], self.dtype, self._blocks(start))
 
 
-def as_matrix(operand: Quantized) -> Quantized:
+def matrix_operand(operand: Quantized) -> Quantized:
     """Reshape an operand ``[..., K]`` to a matrix ``[M, K]``."""
     qdata = operand.qdata
     if qdata.ndim == 2 and operand.scales[-1].ndim <= 2:  # no level is finer
@@ -276,9 +276,9 @@ def transposed(operand: Quantized, scheme: Scheme | None = None) -> Quantized:
 
     ``scheme``: that of the result; ``None``: the transposed one of the operand's.
     """
-    qdata, scales, own, start, is_cut = operand
+    qdata, scales, old_scheme, start, is_cut = operand
     scales = tuple([scale.mT if scale.ndim else scale for scale in scales])
-    return Quantized(qdata.mT, scales, scheme or own.of_transposed, start[::-1], is_cut)
+    return Quantized(qdata.mT, scales, scheme or old_scheme.of_transposed, start[::-1], is_cut)
 
 
 # Making a scheme takes 10 us. Float8 data that is cast again is not rounded to bf16 first.

@@ -106,7 +106,7 @@ class Dense(Scheme):
         return (fusible_amax(x),) if self._is_fusible(x) else None
 
     def fusible_cast(
-        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], fits: bool
+        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], saturate: bool
     ) -> tuple[Scales, list[Tensor]] | None:
         if self.power_of_2 or not self._is_fusible(x) or not rounds_to(self.dtype, x.device):
             return None  # the logarithms and conversions of Inductor's kernels have other bits
@@ -116,7 +116,7 @@ class Dense(Scheme):
         ):
             return None
         (value,) = statistics
-        scale, *data = fusible_copies(x, value, self.dtype, transposed, saturate=not fits)
+        scale, *data = fusible_copies(x, value, self.dtype, transposed, saturate=saturate)
         return (scale,), data
 
     def _is_fusible(self, x: Tensor) -> bool:
@@ -128,8 +128,8 @@ class Dense(Scheme):
         if self.per not in ("tensor", "row"):
             return super().measure_each(xs, starts)
         shapes = [self.levels[0].shape(x.shape) for x in xs]
-        flat = amax_of_each(xs[0], list(xs[1:]), self.per == "row")
-        parts = flat.split([math.prod(shape) for shape in shapes])
+        values = amax_of_each(xs[0], list(xs[1:]), self.per == "row")
+        parts = values.split([math.prod(shape) for shape in shapes])
         return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
 
     def scales_from(self, statistics: Statistics) -> Scales:
@@ -141,12 +141,12 @@ class Dense(Scheme):
         statistics: Statistics | None,
         start: Start,
         transposed: Sequence[bool],
-        fits: bool = False,
+        saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         if statistics is None and self.fuses(x):
             value, scale, *data = cast_rows(x, self.dtype, self.power_of_2, transposed)
             return (value,), (scale,), data
-        saturate = not (fits or statistics is None)
+        saturate = saturate and statistics is not None
         (value,) = known = self.measure(x) if statistics is None else statistics
         by_rows = self._is_cast_by_rows(x)
         amaxes = [value.expand(*x.shape[:-1], 1) if by_rows else value]
@@ -167,17 +167,22 @@ class Dense(Scheme):
         kinds = _in_one_pass(schemes)
         if kinds is None:
             return super().measure_with(x, schemes, start)
-        return [(value,) for value in amaxes(x, [each.per for each in kinds])]
+        return [(value,) for value in amaxes(x, [kind.per for kind in kinds])]
 
     def cast_with(
-        self, x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], start: Start, fits: bool
+        self,
+        x: Tensor,
+        plan: CastPlan,
+        statistics: Sequence[Statistics],
+        start: Start,
+        saturate: bool,
     ) -> tuple[list[Scales], list[Tensor]] | None:
         kinds = _in_one_pass(plan.schemes)
-        if kinds is None or len({(each.dtype, each.power_of_2) for each in kinds}) > 1:
+        if kinds is None or len({(kind.dtype, kind.power_of_2) for kind in kinds}) > 1:
             return None
         values, layouts = [value for (value,) in statistics], (plan.of, plan.transposed)
-        flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=not fits)
-        return [(each,) for each in flat[: len(kinds)]], flat[len(kinds) :]
+        flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=saturate)
+        return [(scale,) for scale in flat[: len(kinds)]], flat[len(kinds) :]
 
     def multiply(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
@@ -194,7 +199,7 @@ class Dense(Scheme):
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:
     """The schemes, if one pass over a tensor can serve all of them; else None."""
-    kinds = [each for each in schemes if isinstance(each, Dense) and each.per in _IN_ONE_PASS]
+    kinds = [s for s in schemes if isinstance(s, Dense) and s.per in _IN_ONE_PASS]
     return kinds if len(kinds) == len(schemes) else None
 
 

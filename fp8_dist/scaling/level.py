@@ -74,19 +74,19 @@ class Level:
         """The scales of this rank's part of a tensor, along each dim of the scales of all of it."""
         if self.is_scalar:
             return []
-        found: list[Pieces] = []
-        for dim, own in enumerate(own_pieces(layout)):
+        pieces: list[Pieces] = []
+        for dim, part in enumerate(own_pieces(layout)):
             block = self.block(dim, len(layout.shape))
-            whole = [(0, 1)] if block is None else [(a // block, -(-b // block)) for a, b in own]
-            found.append(tuple(whole) or ((0, 0),))
-        return found
+            spans = [(0, 1)] if block is None else [(a // block, -(-b // block)) for a, b in part]
+            pieces.append(tuple(spans) or ((0, 0),))
+        return pieces
 
     def amax(self, x: Tensor, start: Start = (0, 0)) -> Tensor:
         """The largest magnitude in each block of a local tensor, fp32.
 
         It is NaN if a value is NaN, and 0 for a block without values.
         """
-        found = x.abs().to(torch.float32)
+        largest = x.abs().to(torch.float32)
         for dim, size in enumerate(x.shape):
             block, first, count = self.block(dim, x.ndim), 0, 1
             if block == 1:
@@ -97,9 +97,9 @@ class Level:
                 first = start[dim - x.ndim] % block
                 count = blocks_along(size, block, first)
             missing = [first, count * block - first - size]
-            found = pad(found, [0, 0] * (x.ndim - 1 - dim) + missing)
-            found = found.unflatten(dim, (count, block)).amax(dim + 1)
-        return found.view(self.shape(x.shape, start))
+            largest = pad(largest, [0, 0] * (x.ndim - 1 - dim) + missing)
+            largest = largest.unflatten(dim, (count, block)).amax(dim + 1)
+        return largest.view(self.shape(x.shape, start))
 
     def covered_dims(self, ndim: int) -> tuple[int, ...] | None:
         """The dims that a scale covers completely; ``None`` means all dims."""

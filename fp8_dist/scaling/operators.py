@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
-from fp8_dist.scaling.blocks import as_matrix, transposed
+from fp8_dist.scaling.blocks import matrix_operand, transposed
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics, scheme_named
 from fp8_dist.text import warn_once
@@ -50,8 +50,8 @@ def cast(
     statistics: Sequence[Statistics] | None,
     start: Start,
     *,
-    fits: bool = False,
-    after: Tensor | None = None,
+    saturate: bool = True,
+    depends_on: Tensor | None = None,
 ) -> tuple[list[Scales], list[Tensor]]:
     """Cast a local tensor to copies.
 
@@ -60,49 +60,50 @@ def cast(
     Args:
         statistics: the statistics for each scheme of the plan.
         start: the :func:`common_start` of the schemes.
-        fits: as in :meth:`Scheme.cast`.
-        after: a tensor that a graph must compute before this cast, and that keeps the graph from
-            merging this cast with an earlier one.
+        saturate: as in :meth:`Scheme.cast`.
+        depends_on: a tensor that a graph must compute before this cast, and that keeps the graph
+            from merging this cast with an earlier one.
 
     Returns:
         The scales of each scheme, and the data of the copies.
     """
     if not torch.compiler.is_compiling():
-        return _cast(x, plan, statistics, start, fits)
+        return _cast(x, plan, statistics, start, saturate)
     schemes = plan.schemes
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
         # An operator of its own, because selective checkpointing saves statistics.
-        statistics, fits = measure(x, schemes, start), True
-    if statistics is not None and len(schemes) == 1 and after is None:
-        made = schemes[0].fusible_cast(x, statistics[0], plan.transposed, fits)
+        statistics, saturate = measure(x, schemes, start), False
+    if statistics is not None and len(schemes) == 1 and depends_on is None:
+        made = schemes[0].fusible_cast(x, statistics[0], plan.transposed, saturate)
         if made is not None:
             return [made[0]], made[1]
     known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
-    flat = cast_operator.overload(x, known, keys, start, plan.of, plan.transposed, fits, after)
+    how = plan.of, plan.transposed, saturate, depends_on
+    flat = cast_operator.overload(x, known, keys, start, *how)
     return by_scheme(schemes, flat)
 
 
 def _cast(
-    x: Tensor, plan: CastPlan, statistics: Sequence[Statistics] | None, start: Start, fits: bool
+    x: Tensor, plan: CastPlan, statistics: Sequence[Statistics] | None, start: Start, saturate: bool
 ) -> tuple[list[Scales], list[Tensor]]:
     schemes, of, transposed = plan
     first = schemes[0]
     if len(schemes) == 1:
         known = None if statistics is None else statistics[0]
-        _, scales, data = first.cast(x, known, start, transposed, fits)
+        _, scales, data = first.cast(x, known, start, transposed, saturate)
         return [scales], data
     if statistics is None:
-        statistics, fits = first.measure_with(x, schemes, start), True
-    if (made := first.cast_with(x, plan, statistics, start, fits)) is not None:
+        statistics, saturate = first.measure_with(x, schemes, start), False
+    if (made := first.cast_with(x, plan, statistics, start, saturate)) is not None:
         return made
-    every: list[Scales] = []
+    scales_by_scheme: list[Scales] = []
     copies: dict[int, Tensor] = {}
     for i, (scheme, known) in enumerate(zip(schemes, statistics, strict=True)):
         part, places = plan.part(i)
-        _, scales, data = scheme.cast(x, known, start, part.transposed, fits)
-        every.append(scales)
+        _, scales, data = scheme.cast(x, known, start, part.transposed, saturate)
+        scales_by_scheme.append(scales)
         copies.update(zip(places, data, strict=True))
-    return every, [copies[n] for n in range(len(of))]
+    return scales_by_scheme, [copies[n] for n in range(len(of))]
 
 
 def by_scheme(
@@ -113,26 +114,26 @@ def by_scheme(
     Returns the groups, and the rest of the list.
     """
     rest = iter(flat)
-    found = [tuple([next(rest) for _ in scheme.levels]) for scheme in schemes]
-    return found, list(rest)
+    groups = [tuple([next(rest) for _ in scheme.levels]) for scheme in schemes]
+    return groups, list(rest)
 
 
 def multiply(
     left: Quantized,
     right: Quantized,
-    turn: tuple[bool, bool],
+    transpose: tuple[bool, bool],
     out_dtype: torch.dtype,
     options: GemmOptions,
 ) -> Tensor:
     """Multiply two local operands ``[..., K]`` as matrices; in a graph, by one operator.
 
-    ``turn``: whether to transpose each of them. See :meth:`Scheme.multiply`.
+    ``transpose``: whether to transpose each of them. See :meth:`Scheme.multiply`.
     """
     if not torch.compiler.is_compiling():
-        a, b = matrices(left, right, turn)
+        a, b = matrices(left, right, transpose)
         return a.scheme.multiply(a, b, out_dtype, options)
     run = multiply_operator.overload if is_exporting() else _multiply_in_graph
-    return run(*flat(left), *flat(right), turn, out_dtype, options)
+    return run(*flat(left), *flat(right), transpose, out_dtype, options)
 
 
 @allowed_in_graphs
@@ -172,11 +173,11 @@ def operand_of(
 
 
 def matrices(
-    left: Quantized, right: Quantized, turn: tuple[bool, bool]
+    left: Quantized, right: Quantized, transpose: tuple[bool, bool]
 ) -> tuple[Quantized, Quantized]:
     """The operands of :func:`multiply` as the matrices ``[M, K]`` and ``[K, N]``."""
-    a, b = as_matrix(left), as_matrix(right)
-    return transposed(a) if turn[0] else a, transposed(b) if turn[1] else b
+    a, b = matrix_operand(left), matrix_operand(right)
+    return transposed(a) if transpose[0] else a, transposed(b) if transpose[1] else b
 
 
 def empty_statistics(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
@@ -198,13 +199,13 @@ def _levels(
 @custom_op("measure(Tensor x, str[] schemes, int[] start) -> Tensor[]", fake=empty_statistics)
 def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
     """Operator of :func:`measure`."""
-    each = [scheme_named(key) for key in schemes]
-    return [s for own in _measure(x, each, (start[0], start[1])) for s in own]
+    kinds = [scheme_named(key) for key in schemes]
+    return [s for statistics in _measure(x, kinds, (start[0], start[1])) for s in statistics]
 
 
 @custom_op(
     "cast(Tensor x, Tensor[] statistics, str[] schemes, int[] start, int[] of, bool[] transposed, "
-    "bool fits, Tensor? after) -> Tensor[]",
+    "bool saturate, Tensor? depends_on) -> Tensor[]",
     fake=lambda x, statistics, schemes, start, of, transposed, *_: [
         *(x.new_empty(shape, dtype=level.scale) for level, shape in _levels(x, schemes, start)),
         *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
@@ -217,33 +218,33 @@ def cast_operator(
     start: Sequence[int],
     of: Sequence[int],
     transposed: Sequence[bool],
-    fits: bool,
-    after: Tensor | None,
+    saturate: bool,
+    depends_on: Tensor | None,
 ) -> list[Tensor]:
     """Operator of :func:`cast`. Returns the scales of each scheme, then the data of each copy."""
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
     known = by_scheme(plan.schemes, statistics)[0] if statistics else None
-    scales, data = _cast(x, plan, known, (start[0], start[1]), fits)
+    scales, data = _cast(x, plan, known, (start[0], start[1]), saturate)
     # An operator must not return its arguments, and scales may be statistics or views of them.
     return [*unshared([s for own in scales for s in own], statistics), *data]
 
 
 def unshared(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors, and copies of those that share memory with tensors that are kept."""
-    addresses = {storage_address(each) for each in kept}
+    addresses = {storage_address(tensor) for tensor in kept}
     return [t.clone() if storage_address(t) in addresses else t for t in tensors]
 
 
 def _empty_product(*arguments: Any) -> Tensor:
-    a, b, turn, out_dtype = arguments[0], arguments[4], *arguments[8:10]
-    rows = a.shape[-1] if turn[0] else math.prod(a.shape[:-1])
-    columns = math.prod(b.shape[:-1]) if turn[1] else b.shape[-1]
+    a, b, transpose, out_dtype = arguments[0], arguments[4], *arguments[8:10]
+    rows = a.shape[-1] if transpose[0] else math.prod(a.shape[:-1])
+    columns = math.prod(b.shape[:-1]) if transpose[1] else b.shape[-1]
     return a.new_empty((rows, columns), dtype=out_dtype)
 
 
 @custom_op(
     "multiply(Tensor a, Tensor[] scales_a, str scheme_a, int[] start_a, Tensor b, "
-    "Tensor[] scales_b, str scheme_b, int[] start_b, bool[] turn, ScalarType out_dtype, "
+    "Tensor[] scales_b, str scheme_b, int[] start_b, bool[] transpose, ScalarType out_dtype, "
     "bool[] options) -> Tensor",
     fake=_empty_product,
 )
@@ -272,23 +273,23 @@ def dequantize_operator(
     return scheme_named(scheme).dequantize(x, tuple(scales), (start[0], start[1]))
 
 
-def unpack(packed: Tensor, scheme: Scheme, after: Tensor | None = None) -> Tensor:
+def unpack(packed: Tensor, scheme: Scheme, depends_on: Tensor | None = None) -> Tensor:
     """Unpack data ``[..., K / 2]`` (uint8) to ``[..., K]``; in a graph, by one operator.
 
-    ``after``: as in :func:`cast`.
+    ``depends_on``: as in :func:`cast`.
     """
     run = unpack_operator.overload if torch.compiler.is_compiling() else unpack_operator
-    return run(packed, scheme.key, after)
+    return run(packed, scheme.key, depends_on)
 
 
-def _empty_unpacked(packed: Tensor, scheme: str, after: Tensor | None) -> Tensor:
+def _empty_unpacked(packed: Tensor, scheme: str, depends_on: Tensor | None) -> Tensor:
     size = (*packed.shape[:-1], 2 * packed.shape[-1])
     return packed.new_empty(size, dtype=scheme_named(scheme).dtype)
 
 
-@custom_op("unpack(Tensor packed, str scheme, Tensor? after) -> Tensor", fake=_empty_unpacked)
-def unpack_operator(packed: Tensor, scheme: str, after: Tensor | None) -> Tensor:
+@custom_op("unpack(Tensor packed, str scheme, Tensor? depends_on) -> Tensor", fake=_empty_unpacked)
+def unpack_operator(packed: Tensor, scheme: str, depends_on: Tensor | None) -> Tensor:
     """Operator of :func:`unpack`."""
-    data = _empty_unpacked(packed, scheme, after)
+    data = _empty_unpacked(packed, scheme, depends_on)
     scheme_named(scheme).unpack(packed.contiguous(), data)
     return data

@@ -44,9 +44,9 @@ class Placed(NamedTuple):
         dims = {sharded_dim(layout.placements[axis], ndim) for axis in axes}
         in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
         if in_parts:  # the ranks of a mesh have no values under FakeTensorMode
-            whole, own = level.shape(layout.shape), level.pieces(layout)
+            global_shape, local_pieces = level.shape(layout.shape), level.pieces(layout)
             for dim in in_parts:
-                shape[dim], pieces[dim] = whole[dim], own[dim]
+                shape[dim], pieces[dim] = global_shape[dim], local_pieces[dim]
         return Placed(local, shape, pieces)
 
     @property
@@ -147,19 +147,19 @@ def whole_statistics_of_each(
 
     Collectives: as for one tensor, together for all tensors that the same groups share.
     """
-    found = [local for _, local, _ in parts]
+    results = [local for _, local, _ in parts]
     alike: dict[GroupNames, list[tuple[int, list[Placed]]]] = {}
     for i, (scheme, local, layout) in enumerate(parts):
         if layout is not None:
             axes = sharded_axes(layout)
             levels = zip(local, scheme.levels, strict=True)
-            places = [Placed.of(own, level, layout, axes) for own, level in levels]
+            places = [Placed.of(part, level, layout, axes) for part, level in levels]
             alike.setdefault(groups_over(layout.mesh, axes), []).append((i, places))
-    for groups, own in alike.items():
-        wholes = iter(_reduced([place for _, places in own for place in places], groups))
-        for i, places in own:
-            found[i] = tuple([next(wholes) for _ in places])
-    return found
+    for groups, members in alike.items():
+        reduced = iter(_reduced([place for _, places in members for place in places], groups))
+        for i, places in members:
+            results[i] = tuple([next(reduced) for _ in places])
+    return results
 
 
 def reduction_groups(scheme: Scheme, layout: Layout | None) -> GroupNames:
@@ -169,13 +169,13 @@ def reduction_groups(scheme: Scheme, layout: Layout | None) -> GroupNames:
     over = sorted({axis for axes in scheme.axes(layout) for axis in axes})
     if not over:
         return ()
-    same = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
-    return groups_over(layout.mesh, over, same)
+    replicated = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
+    return groups_over(layout.mesh, over, replicated)
 
 
-def packed(each: Sequence[Statistics]) -> list[Tensor]:
+def packed(by_scheme: Sequence[Statistics]) -> list[Tensor]:
     """The statistics of several schemes as integers of one dtype, 1-D; see :func:`unpacked`."""
-    flat = [statistic for own in each for statistic in own]
+    flat = [statistic for statistics in by_scheme for statistic in statistics]
     dtype = message_dtype(flat)
     return [as_integers(statistic, dtype).reshape(-1) for statistic in flat]
 
@@ -189,11 +189,11 @@ def unpacked(
         integers: what was packed, one after the other.
         shape, start: of the tensor, and the :func:`common_start` of the schemes.
     """
-    found, end = [], 0
+    by_scheme, end = [], 0
     for scheme in schemes:
-        own = []
+        statistics = []
         for level, size in zip(scheme.levels, scheme.scale_shapes(shape, start), strict=True):
             begin, end = end, end + math.prod(size)
-            own.append(from_integers(integers[begin:end], level.statistic).view(size))
-        found.append(tuple(own))
-    return found
+            statistics.append(from_integers(integers[begin:end], level.statistic).view(size))
+        by_scheme.append(tuple(statistics))
+    return by_scheme

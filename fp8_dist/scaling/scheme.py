@@ -25,7 +25,7 @@ from fp8_dist.mesh import (
     Layout,
     cuts_blocks,
     global_offset,
-    is_packed,
+    has_strided_shards,
     local_sizes,
     sharded_axes,
     sharded_dim,
@@ -201,9 +201,9 @@ class Scheme:
     @cached_property
     def of_transposed(self) -> "Scheme":
         """:meth:`transposed`, made once, for a scheme that can be transposed."""
-        found = self.transposed()
-        assert found is not None, f"{self} can't be transposed"
-        return found
+        scheme = self.transposed()
+        assert scheme is not None, f"{self} can't be transposed"
+        return scheme
 
     def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
         """The reason why a layer's operand can't have this scheme in a GEMM, or ``None``.
@@ -317,7 +317,7 @@ class Scheme:
         statistics: Statistics | None,
         start: Start,
         transposed: Sequence[bool],
-        fits: bool = False,
+        saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         """Cast a local tensor to copies in the given memory layouts.
 
@@ -327,7 +327,7 @@ class Scheme:
             start: the offset of ``x`` within its first blocks.
             transposed: for each copy, whether it is written as the matrix ``[K, P]``, see
                 :mod:`fp8_dist.kernels.quantization`.
-            fits: whether no value exceeds the statistics, so that none can saturate.
+            saturate: whether values may exceed the statistics. Otherwise none can saturate.
 
         Returns:
             The statistics, the scales, and the data of each copy.
@@ -357,7 +357,7 @@ class Scheme:
         return None
 
     def fusible_cast(
-        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], fits: bool
+        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], saturate: bool
     ) -> tuple[Scales, list[Tensor]] | None:
         """:meth:`cast` as operators of a graph that Inductor fuses with those that made ``x``.
 
@@ -375,7 +375,12 @@ class Scheme:
         return [scheme.measure(x, start) for scheme in schemes]
 
     def cast_with(
-        self, x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], start: Start, fits: bool
+        self,
+        x: Tensor,
+        plan: CastPlan,
+        statistics: Sequence[Statistics],
+        start: Start,
+        saturate: bool,
     ) -> tuple[list[Scales], list[Tensor]] | None:
         """:meth:`cast` to copies of several schemes, of which ``self`` is the first, in one pass.
 
@@ -465,7 +470,7 @@ class Scheme:
     def local_part(self, whole: Statistics, layout: Layout) -> Statistics:
         """Slice the statistics or scales of a whole tensor for this rank's part."""
         levels = zip(self.levels, whole, strict=True)
-        return tuple([taken(each, level.pieces(layout)) for level, each in levels])
+        return tuple([taken(statistic, level.pieces(layout)) for level, statistic in levels])
 
     def moved(self, start: Start, dim: int, by: int, ndim: int) -> Start:
         """The ``start`` of a part that begins ``by`` indices further along ``dim``."""
@@ -506,7 +511,7 @@ def scheme_named(key: str) -> Scheme:
                 f"the scaling scheme {key} is not defined here; import the module that defines it"
             )
         call: Any = ast.parse(key, mode="eval").body
-        values = {each.arg: _value(ast.literal_eval(each.value)) for each in call.keywords}
+        values = {keyword.arg: _value(ast.literal_eval(keyword.value)) for keyword in call.keywords}
         _BY_KEY[key] = _FAMILIES[family](**values)
     return _BY_KEY[key]
 
@@ -558,14 +563,14 @@ def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
 @cached_but_in_graphs
 def _is_cut(scheme: Scheme, layout: Layout) -> bool:
     return _cuts_blocks(scheme, layout) or any(
-        is_packed(layout, dim) or len(local_sizes(layout, dim)) > 1
+        has_strided_shards(layout, dim) or len(local_sizes(layout, dim)) > 1
         for dim in _blocked_dims(scheme, layout)
     )
 
 
 @cached_but_in_graphs
 def _check_pieces(scheme: Scheme, layout: Layout) -> None:
-    packed = any(is_packed(layout, dim) for dim in _blocked_dims(scheme, layout))
+    packed = any(has_strided_shards(layout, dim) for dim in _blocked_dims(scheme, layout))
     if packed and _cuts_blocks(scheme, layout):
         raise NotImplementedError(
             f"a tensor of shape {tuple(layout.shape)} placed as {list(layout.placements)} can't be "

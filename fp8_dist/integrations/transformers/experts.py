@@ -17,7 +17,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8_dist.linear.weights import weights_of
 from fp8_dist.moe.dispatch import route
-from fp8_dist.moe.experts import Division, Kind, division_of, experts_config, weight_of
+from fp8_dist.moe.experts import (
+    ExpertsAdapter,
+    ExpertsDivision,
+    division_of,
+    experts_config,
+    weight_of,
+)
 from fp8_dist.moe.functions import combined_product, grouped_product, local_part
 from fp8_dist.moe.operators import add_bias
 from fp8_dist.text import warn_once
@@ -44,7 +50,11 @@ def experts_forward(
 
 
 def _forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, division: Division
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    division: ExpertsDivision,
 ) -> Tensor:
     config, (first, second) = self.float8_experts_config, weights_of(self)
     _check_whole(self)
@@ -76,7 +86,7 @@ def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return replicated.to_local(grad_placements=[Partial()])
 
 
-class _Kind(Kind):
+class _TransformersExperts(ExpertsAdapter):
     """Experts of transformers' experts interface."""
 
     def weights(self, module: nn.Module) -> tuple[str, ...]:
@@ -123,7 +133,7 @@ class _Kind(Kind):
         return {n: t.clone() for n, t in revert_weight_conversion(model, {name: tensor}).items()}
 
 
-KIND = _Kind()
+ADAPTER = _TransformersExperts()
 
 
 def _warn_if_set(module: Any) -> None:
@@ -185,7 +195,7 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
             experts = self.num_local_experts * self.ep_mesh.size()
-            division = Division(experts, self.ep_mesh.get_group())
+            division = ExpertsDivision(experts, self.ep_mesh.get_group())
             return _forward(self.experts, hidden_states, top_k_index, top_k_weights, division)
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)

@@ -21,7 +21,7 @@ __all__ = ["HAS_TRITON", "gemm"]
 HAS_TRITON = find_spec("triton") is not None
 
 
-def _noted(portable: Callable[..., Any]) -> Callable[..., Any]:
+def _warns_once(portable: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(portable)
     def run(*args: Any, **kwargs: Any) -> Any:
         warn_once(
@@ -40,8 +40,6 @@ if HAS_TRITON:
 
     __all__ += ["triton"]
 else:
-    # All portable casts call one of these.
-    quantize.register("cuda", _noted(quantize.portable))
-    quantize_blocks.register("cuda", _noted(quantize_blocks.portable))
-    encode_float8.register("cuda", _noted(encode_float8.portable))
-    pack_blocks.register("cuda", _noted(pack_blocks.portable))
+    for op in (quantize, quantize_blocks, encode_float8, pack_blocks):
+        # All portable casts call one of these.
+        op.register("cuda", _warns_once(op.portable))

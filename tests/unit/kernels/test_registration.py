@@ -34,8 +34,8 @@ def test_amaxes_casts_and_copies(shape: tuple[int, ...], dtype: torch.dtype) -> 
         check_operator(kernels.amax, x, dims)
         check_operator(kernels.scaling_from_amax, kernels.amax(x, dims), E4M3, True)
         m, _ = kernels.scaling_from_amax(kernels.amax(x, dims), E4M3, True)
-        for fits in (True, False):
-            check_operator(kernels.quantize, x, m, E4M3, fits=fits)
+        for saturate in (True, False):
+            check_operator(kernels.quantize, x, m, E4M3, saturate=saturate)
     known = torch.tensor(3.0)
     for covers, of, transposed in COPIES:
         check_operator(kernels.amaxes, x, covers)

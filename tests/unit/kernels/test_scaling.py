@@ -132,9 +132,9 @@ def test_amax_and_cast_on_a_cpu_have_the_bits_of_the_portable_ones(
             assert same_bits(found.nan_to_num(), expected.nan_to_num())
             assert torch.equal(found.isnan(), expected.isnan())
             m, _ = scaling_from_amax(found, E4M3)
-            for fits in (False, True):
-                cast = quantize(x, m, E4M3, fits=fits)
-                assert same_bits(cast, quantize.portable(x, m, E4M3, fits=fits))
+            for saturate in (False, True):
+                cast = quantize(x, m, E4M3, saturate=saturate)
+                assert same_bits(cast, quantize.portable(x, m, E4M3, saturate=saturate))
                 assert same_bits(cast, quantize(x, m, E4M3))
 
 

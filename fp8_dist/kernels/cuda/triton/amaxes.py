@@ -60,11 +60,11 @@ def _tiles(
         if rows is not None:
             tl.atomic_max(rows + i, tl.max(bits, 1), mask=i < x[1], sem="relaxed")
         largest = tl.maximum(largest, bits)
-    of_columns = tl.max(largest, 0)
+    column_amaxes = tl.max(largest, 0)
     if columns is not None:
-        tl.atomic_max(columns + j, of_columns, mask=j < x[2], sem="relaxed")
+        tl.atomic_max(columns + j, column_amaxes, mask=j < x[2], sem="relaxed")
     if whole is not None:
-        tl.atomic_max(whole, tl.max(of_columns, 0), sem="relaxed")
+        tl.atomic_max(whole, tl.max(column_amaxes, 0), sem="relaxed")
 
 
 @tuned(*OF_ROWS)
@@ -113,12 +113,12 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
 @fused(amax, _takes)
 def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Compute an amax in two launches, one for rows; 2 bytes per bf16 element."""
-    flat, of_rows = as_matrix(x), dims is not None and tuple(dims) == covered_dims("row", x.ndim)
+    flat, by_row = as_matrix(x), dims is not None and tuple(dims) == covered_dims("row", x.ndim)
     # If columns are contiguous in memory, read the rows of the transpose instead.
     if flat.stride(0) == 1 and flat.stride(1) != 1:
-        flat, of_rows = flat.t(), dims is not None and not of_rows
+        flat, by_row = flat.t(), dims is not None and not by_row
     shape = [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
-    if of_rows:
+    if by_row:
         bits = torch.empty(shape, dtype=torch.int32, device=x.device)
         rows = len(flat)
         _rows(lambda chosen: (programs(rows, chosen["BM"]),), matrix(flat), bits)
@@ -152,20 +152,20 @@ def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
         rows, columns = (torch.empty(n, dtype=torch.int32, device=x.device) for n in flat.shape)
         foreach_zero_([rows, columns])
         _find(flat, rows, columns)
-        found = {
+        results = {
             "row": rows.view(torch.float32).view(*x.shape[:-1], 1),
             "column": columns.view(torch.float32).view(*[1] * (x.ndim - 1), -1),
         }
     else:
-        found = {
+        results = {
             name: find_amax(x, covered_dims(name, x.ndim)) for name in covers if name != "tensor"
         }
-        row = found.get("row")
-        found["tensor"] = find_amax(x) if row is None or not row.numel() else row.amax()
-    return [found[name] for name in covers]
+        row = results.get("row")
+        results["tensor"] = find_amax(x) if row is None or not row.numel() else row.amax()
+    return [results[name] for name in covers]
 
 
-def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False) -> bool:
+def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False) -> bool:
     """Return whether one launch can read all of the tensors by their addresses.
 
     This is not the case while a CUDA graph is captured, because the graph would outlive them.
@@ -176,16 +176,16 @@ def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: boo
 
 @fused(amax_of_each, _are_alike)
 def _amax_of_each(
-    first: torch.Tensor, others: Sequence[torch.Tensor], of_rows: bool = False
+    first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:
     """Compute amaxes in two launches, one for rows, and copy a table; 2 bytes per bf16 element."""
     matrices, device = [as_matrix(x) for x in (first, *others)], first.device
     addresses = [x.data_ptr() for x in matrices]
     rows, columns = [x.shape[0] for x in matrices], [x.shape[1] for x in matrices]
-    counts = rows if of_rows else [1] * len(rows)
+    counts = rows if by_row else [1] * len(rows)
     starts = list(accumulate(counts, initial=0))[:-1]
     table = tuple(zip(addresses, rows, columns, starts, strict=True))
-    allocate = torch.empty if of_rows else torch.zeros
+    allocate = torch.empty if by_row else torch.zeros
     out = allocate(sum(counts), dtype=torch.float32, device=device)
     splits = min(256, programs(max(rows), 32))
     _many(
@@ -193,7 +193,7 @@ def _amax_of_each(
         *(_table_of(table, device, current_stream(device)), out.view(torch.int32)),
         DTYPE=DTYPES[first.dtype],
         ALIGNED=all(n % 16 == 0 for n in (*addresses, *columns)),
-        OF_ROWS=of_rows,
+        OF_ROWS=by_row,
         SPLITS=splits,
     )
     return out

@@ -7,27 +7,18 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.blocks import empty_reblocked, reblock
-from fp8_dist.kernels.cuda.triton.blocks import (
-    exponents_of_codes,
-    multipliers_by,
-    takes_size,
-)
+from fp8_dist.kernels.cuda.triton.blocks import exponents_of_codes, multipliers_by, takes_size
 from fp8_dist.kernels.cuda.triton.launch import (
-    Blocks,
-    as_bytes,
+    BlockSizes,
     blocks,
     float8_constants,
     fused,
     matrix,
     programs,
+    raw,
     tuned,
 )
-from fp8_dist.kernels.cuda.triton.rounding import (
-    from_float8,
-    magnitude,
-    saturated,
-    to_float8,
-)
+from fp8_dist.kernels.cuda.triton.rounding import from_float8, magnitude, saturated, to_float8
 
 
 @triton.jit
@@ -42,7 +33,7 @@ def _reblock(
     x: tl.tuple,
     exponents: tl.tuple,
     qdata: tl.tensor,
-    found: tl.tensor,
+    new_exponents: tl.tensor,
     first_row: tl.tensor,
     first_column: tl.tensor,
     ROWS: tl.constexpr,
@@ -81,8 +72,8 @@ def _reblock(
     data += tl.cast(i, tl.int64) * stride_m + tl.cast(j, tl.int64) * stride_k
     code = tl.load(data, mask=is_element, other=0)
     row, c = row[:, :, :, None], first // COLUMNS + c
-    of_blocks = scales + (first_row + m + row) // ROWS * stride_r + c * stride_c
-    old = tl.load(of_blocks, mask=(row < rows) & (c < across), other=127).to(tl.int32)
+    old_exponents = scales + (first_row + m + row) // ROWS * stride_r + c * stride_c
+    old = tl.load(old_exponents, mask=(row < rows) & (c < across), other=127).to(tl.int32)
     # Where the scale is NaN this is infinity. The new scale is then NaN, too.
     old = tl.maximum(old << 23, 0x400000).to(tl.float32, bitcast=True)
     v = from_float8(code, BIAS, SOFT) * old[:, :, :, :, None, None]
@@ -90,8 +81,8 @@ def _reblock(
     new = exponents_of_codes(tl.max(magnitude(v), 0), RULE, BIAS).to(tl.uint8)
     new = tl.reduce(new, 0, _larger).to(tl.int32)
     r = r[:, None, None, None]
-    found += (m // NEW_ROWS + r) * K + k + j
-    tl.store(found, new.to(tl.uint8), mask=(r * NEW_ROWS < rows) & is_column)
+    new_exponents += (m // NEW_ROWS + r) * K + k + j
+    tl.store(new_exponents, new.to(tl.uint8), mask=(r * NEW_ROWS < rows) & is_column)
     v = v * multipliers_by(new)
     if RULE == "floor":
         v = saturated(v, BIAS)
@@ -121,16 +112,16 @@ def _reblocked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast to other blocks in one launch; 2 bytes per element."""
     (M, K), (old_rows, columns, first_row, first_column) = qdata.shape, blocks
-    result, found = empty_reblocked(qdata, rows, transposed)
+    data, new_exponents = empty_reblocked(qdata, rows, transposed)
 
-    def grid(chosen: Blocks) -> tuple[int, ...]:
+    def grid(chosen: BlockSizes) -> tuple[int, ...]:
         down = programs(M, max(rows, chosen["BM"]))
         return down, programs(first_column + K, chosen["BN"])
 
     if qdata.numel():
         _reblock(
             grid,
-            *(matrix(qdata), matrix(exponents), as_bytes(result), found),
+            *(matrix(qdata), matrix(exponents), raw(data), new_exponents),
             *(first_row, first_column),
             ROWS=old_rows,
             COLUMNS=columns,
@@ -139,4 +130,4 @@ def _reblocked(
             TRANSPOSED=transposed,
             **float8_constants(qdata.dtype, qdata.device),
         )
-    return result, found
+    return data, new_exponents

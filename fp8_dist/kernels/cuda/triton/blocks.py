@@ -18,9 +18,10 @@ from fp8_dist.kernels.blocks import (
     quantize_block_copies,
     quantize_blocks,
 )
-from fp8_dist.kernels.cuda.triton.e2m1 import pack, round_to_e2m1
+from fp8_dist.kernels.cuda.triton.e2m1 import pack, rounded_to_e2m1
 from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
+    BlockSizes,
     as_layouts,
     blocks,
     empty_layouts,
@@ -30,7 +31,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     programs,
     tuned,
 )
-from fp8_dist.kernels.cuda.triton.launch import Blocks as Sizes
 from fp8_dist.kernels.cuda.triton.rounding import (
     as_fp32,
     exponents_above,
@@ -49,7 +49,7 @@ _LONGEST, _LARGEST = 256, 128 * 128
 
 
 @triton.jit
-def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
+def exponents_of_bits(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
     """Compute exponents from the bits of amaxes: int32, 255 for NaN."""
     if BIAS == 1:
         CARRY: tl.constexpr = 0x3FFFFF if RULE == "ceil" else (0x200000 if RULE == "even" else 0)
@@ -68,7 +68,7 @@ def exponents_of(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> 
 
 @triton.jit
 def exponents_of_codes(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """:func:`exponents_of` for amaxes of products of float8 values and powers of two.
+    """:func:`exponents_of_bits` for amaxes of products of float8 values and powers of two.
 
     Their mantissas are so short that the exponent follows from a comparison with the mantissa of
     fp8_max, without a division.
@@ -95,8 +95,8 @@ def largest_of_each(bits: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) 
     """Compute the maximum of each block of a tile."""
     R: tl.constexpr = bits.shape[0] // ROWS
     C: tl.constexpr = bits.shape[1] // COLUMNS
-    found = tl.max(tl.reshape(bits, [R * ROWS, C, COLUMNS]), 2)
-    return tl.max(tl.reshape(found, [R, ROWS, C]), 1)
+    row_maxima = tl.max(tl.reshape(bits, [R * ROWS, C, COLUMNS]), 2)
+    return tl.max(tl.reshape(row_maxima, [R, ROWS, C]), 1)
 
 
 @triton.jit
@@ -141,16 +141,16 @@ def _cast_blocks(
     down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
     r = indices(tl.program_id(0), TILE_M // ROWS)
     c = indices(tl.program_id(1), TILE_N // COLUMNS)
-    of_blocks = exponents + r[:, None] * across + c[None, :]
+    places = exponents + r[:, None] * across + c[None, :]
     is_block = (r < down)[:, None] & (c < across)[None, :]
     if GIVEN:
-        found = tl.load(of_blocks, mask=is_block, other=127).to(tl.int32)
+        exponent = tl.load(places, mask=is_block, other=127).to(tl.int32)
     else:
-        found = exponents_of(largest_of_each(magnitude(v), ROWS, COLUMNS), RULE, BIAS)
-        tl.store(of_blocks, found.to(tl.uint8), mask=is_block)
+        exponent = exponents_of_bits(largest_of_each(magnitude(v), ROWS, COLUMNS), RULE, BIAS)
+        tl.store(places, exponent.to(tl.uint8), mask=is_block)
     if (copies[0] is not None) or (copies[1] is not None) or (packed is not None):
-        v = v * spread(multipliers_by(found), ROWS, COLUMNS)
-        v = round_to_e2m1(v) if BIAS == 1 else saturated(v, BIAS)
+        v = v * spread(multipliers_by(exponent), ROWS, COLUMNS)
+        v = rounded_to_e2m1(v) if BIAS == 1 else saturated(v, BIAS)
         code = to_float8(v, 7 if BIAS == 1 else BIAS, SOFT)
         if copies[0] is not None:
             tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
@@ -195,7 +195,7 @@ def _launch(
     _, M, K, *_ = argument
     rows, columns, first_row, first_column = of
 
-    def grid(chosen: Sizes) -> tuple[int, int]:
+    def grid(chosen: BlockSizes) -> tuple[int, int]:
         down = programs(first_row + rounded_up(M), max(rows, chosen["BM"]))
         return down, programs(first_column + K, max(columns, chosen["BN"]))
 

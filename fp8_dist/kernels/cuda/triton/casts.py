@@ -17,7 +17,6 @@ from fp8_dist.kernels.cuda.triton.launch import (
     DTYPES,
     TILES,
     Layouts,
-    as_bytes,
     as_layouts,
     blocks,
     empty_layouts,
@@ -25,6 +24,7 @@ from fp8_dist.kernels.cuda.triton.launch import (
     fused,
     matrix,
     programs,
+    raw,
     tiles,
     tuned,
 )
@@ -305,10 +305,10 @@ def _cast_to(
 
 @fused(quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
 def _quantize(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, fits: bool = False
+    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True
 ) -> torch.Tensor:
     (qdata,) = empty_layouts(x, dtype, [False])
-    _cast_to((as_bytes(qdata), None), x, multiplier, dtype, saturate=not fits)
+    _cast_to((raw(qdata), None), x, multiplier, dtype, saturate=saturate)
     return qdata
 
 
@@ -335,7 +335,7 @@ def _cast_copies(
         _cast_rows_and_columns(
             tiles(*as_matrix(x).shape),
             *(matrix(x), *(each.contiguous() for each in amaxes)),
-            *(as_bytes(each) for each in copies),
+            *(raw(each) for each in copies),
             *scales,
             POWER_OF_2=round_scales_to_power_of_2,
             **float8_constants(dtype, x.device),
@@ -411,7 +411,7 @@ def _cast_and_measure(
     )
     amax = bits.view(torch.float32)
     # NaN if the amax is not finite.
-    poisoned = [torch.add(each, amax, alpha=0) for each in (known, scale)]
+    poisoned = [torch.add(value, amax, alpha=0) for value in (known, scale)]
     return [amax, *poisoned, *copies]
 
 
@@ -422,7 +422,7 @@ def _transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor
     out = empty_transposed(x, multiple)
     _transpose(
         lambda chosen: (*tiles(out.shape[-1], K)(chosen), math.prod(others)),
-        *(as_bytes(x), as_bytes(out), M, K),
+        *(raw(x), raw(out), M, K),
         MULTIPLE=multiple,
     )
     return out
@@ -433,5 +433,5 @@ def _transposed_groups(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copy rows to columns in one launch; 2 bytes per element."""
     (P,), K = source.shape, x.shape[1]
     out = x.new_empty((K, P))
-    _transpose_groups(tiles(P, K), as_bytes(x), source, as_bytes(out), P, K)
+    _transpose_groups(tiles(P, K), raw(x), source, raw(out), P, K)
     return out

@@ -10,7 +10,7 @@ from fp8_dist.kernels.e2m1 import unpack_e2m1
 
 
 @triton.jit
-def round_to_e2m1(v: tl.tensor) -> tl.tensor:
+def rounded_to_e2m1(v: tl.tensor) -> tl.tensor:
     """Round fp32 to nearest, ties to even. NaN becomes 0."""
     v = tl.where(v == v, v, 0.0)
     bits = v.to(tl.int32, bitcast=True)

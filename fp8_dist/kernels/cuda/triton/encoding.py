@@ -20,13 +20,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     to_float8,
 )
-from fp8_dist.kernels.encoding import (
-    BLOCK,
-    blocks_of,
-    decode_float8,
-    encode_float8,
-    sum_of_rows,
-)
+from fp8_dist.kernels.encoding import BLOCK, blocks_of, decode_float8, encode_float8, sum_of_rows
 from fp8_dist.kernels.quantization import as_matrix
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -36,9 +30,9 @@ _BLOCK = tl.constexpr(BLOCK)
 @triton.jit
 def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
     # Return the indices of this instance's row, blocks and elements. Rows have count blocks.
-    of_row = tl.cdiv(count, BB)
-    row = tl.cast(tl.program_id(0) // of_row, tl.int64)
-    b = indices(tl.program_id(0) % of_row, BB)
+    instances = tl.cdiv(count, BB)
+    row = tl.cast(tl.program_id(0) // instances, tl.int64)
+    b = indices(tl.program_id(0) % instances, BB)
     return row, b, b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
 
 
@@ -84,7 +78,7 @@ def _decoded(
 def _sum(
     rows: tl.tuple,
     exponents: tl.tuple | None,
-    own: tl.tuple,
+    local: tl.tuple,
     total: tl.tensor,
     summands: tl.tensor,
     rank: tl.tensor,
@@ -94,17 +88,18 @@ def _sum(
     BB: tl.constexpr,
 ) -> None:
     # One instance: BB blocks of a row. Rows and exponents come with their strides of summands and
-    # of rows. Rows without exponents are numbers. No row is own's if rank is the number of rows.
+    # of rows. Rows without exponents are numbers. If rank is the number of rows, `local` replaces
+    # none of them.
     count = tl.cdiv(size, _BLOCK)
     row, b, j = _places(count, BB)
     mask = j < size
     # tl.full makes +0.0 of -0.0.
-    found = tl.full([BB, _BLOCK], -(2**31), tl.int32).to(tl.float32, bitcast=True)
+    result = tl.full([BB, _BLOCK], -(2**31), tl.int32).to(tl.float32, bitcast=True)
     if rank < 0:
-        found = as_fp32(tl.load(own[0] + row * own[3] + j, mask=mask, other=0.0))
+        result = as_fp32(tl.load(local[0] + row * local[3] + j, mask=mask, other=0.0))
     for w in range(summands):
         if w == rank:
-            v = as_fp32(tl.load(own[0] + row * own[3] + j, mask=mask, other=0.0))
+            v = as_fp32(tl.load(local[0] + row * local[3] + j, mask=mask, other=0.0))
         else:
             w64 = tl.cast(w, tl.int64)
             given = tl.load(rows[0] + w64 * rows[1] + row * rows[2] + j, mask=mask, other=0)
@@ -114,8 +109,8 @@ def _sum(
                 at = exponents[0] + w64 * exponents[1] + row * exponents[2] + b
                 exponent = tl.load(at, mask=b < count, other=127)
                 v = _decoded(given, exponent, BIAS, SOFT)
-        found = found + v
-    tl.store(total + row * size + j, found, mask=mask)
+        result = result + v
+    tl.store(total + row * size + j, result, mask=mask)
 
 
 @fused(encode_float8, lambda x: x.dtype in DTYPES)
@@ -135,24 +130,24 @@ def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @fused(
     sum_of_rows,
-    lambda rows, exponents, own, rank: (
-        (own is None or own.dtype in DTYPES) and (exponents is not None or rows.dtype in DTYPES)
+    lambda rows, exponents, local, rank: (
+        (local is None or local.dtype in DTYPES) and (exponents is not None or rows.dtype in DTYPES)
     ),
 )
 def _sum_of_rows(
-    rows: torch.Tensor, exponents: torch.Tensor | None, own: torch.Tensor | None, rank: int
+    rows: torch.Tensor, exponents: torch.Tensor | None, local: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
     """Sum rows in one launch."""
     shape, size, summands = rows.shape[1:], rows.shape[-1], len(rows)
     total = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    if own is None:
-        own, rank = total, summands
+    if local is None:
+        local, rank = total, summands
     if total.numel():
         _sum(
             lambda chosen: (total.numel() // size * programs(blocks_of(size), chosen["BB"]),),
             _stacked(rows),
             None if exponents is None else _stacked(exponents),
-            *(matrix(_rows(as_matrix(own))), total, summands, rank, size),
+            *(matrix(_rows(as_matrix(local))), total, summands, rank, size),
             **float8_constants(_FLOAT8, rows.device),
         )
     return total

@@ -15,12 +15,12 @@ from fp8_dist.kernels.cuda.triton.launch import (
     OF_ROWS,
     STEPS,
     TILES,
-    as_bytes,
     blocks,
     float8_constants,
     fused,
     matrix,
     programs,
+    raw,
     tiles,
     tuned,
 )
@@ -39,7 +39,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
 from fp8_dist.kernels.folding import UNIT as FOLDED_UNIT
 from fp8_dist.kernels.folding import empty_folds, empty_group_folds, fold_gradient, fold_groups
 
-UNIT = tl.constexpr(FOLDED_UNIT)
+_UNIT = tl.constexpr(FOLDED_UNIT)
 
 
 @tuned(*OF_ROWS)
@@ -47,7 +47,7 @@ UNIT = tl.constexpr(FOLDED_UNIT)
 def _multipliers(
     grad: tl.tuple,
     weight_scale: tl.tensor | None,
-    of_rows: tl.tuple,
+    multipliers: tl.tuple,
     scale: tl.tensor | None,
     BIAS: tl.constexpr,
     BM: tl.constexpr,
@@ -64,14 +64,14 @@ def _multipliers(
         v = load_tile(grad, i, j)
         largest = tl.maximum(largest, magnitude(v))
         if weight_scale is not None:
-            s = tl.load(weight_scale + j, mask=j < N, other=0.0) * UNIT
+            s = tl.load(weight_scale + j, mask=j < N, other=0.0) * _UNIT
             folded = tl.maximum(folded, magnitude(v * s[None, :]))
     m = multiplier_of(tl.max(largest, 1).to(tl.float32, bitcast=True), True, BIAS)
-    tl.store(of_rows[0] + i, m, mask=i < M)
+    tl.store(multipliers[0] + i, m, mask=i < M)
     if weight_scale is not None:
         m = multiplier_of(tl.max(folded, 1).to(tl.float32, bitcast=True), True, BIAS)
-        tl.store(of_rows[1] + i, m, mask=i < M)
-        tl.store(scale + i, reciprocal(m * UNIT), mask=i < M)
+        tl.store(multipliers[1] + i, m, mask=i < M)
+        tl.store(scale + i, reciprocal(m * _UNIT), mask=i < M)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _g0(
 @triton.jit
 def _fold_rows(
     grad: tl.tuple,
-    of_rows: tl.tuple,
+    multipliers: tl.tuple,
     weight_scale: tl.tensor | None,
     input_scale: tl.tensor | None,
     g1: tl.tensor | None,
@@ -105,17 +105,17 @@ def _fold_rows(
     j = indices(tl.program_id(1), BN)
     largest = tl.zeros([BM, BN], tl.int32)
     if weight_scale is not None:
-        s = tl.load(weight_scale + j, mask=j < N, other=0.0) * UNIT
+        s = tl.load(weight_scale + j, mask=j < N, other=0.0) * _UNIT
     for step in range(STEPS):
         i = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BM)
-        m = tl.load(of_rows[0] + i, mask=i < M, other=1.0)
+        m = tl.load(multipliers[0] + i, mask=i < M, other=1.0)
         g0 = _g0(grad, m, i, j, BIAS, SOFT)
         if weight_scale is not None:
-            m1 = tl.load(of_rows[1] + i, mask=i < M, other=1.0)
+            m1 = tl.load(multipliers[1] + i, mask=i < M, other=1.0)
             v = saturated(g0 * s[None, :] * m1[:, None], BIAS)
             store_tile(g1, to_float8(v, BIAS, SOFT), i, j, M, N)
         if input_scale is not None:
-            t = tl.load(input_scale + i, mask=i < M, other=0.0) * UNIT
+            t = tl.load(input_scale + i, mask=i < M, other=0.0) * _UNIT
             largest = tl.maximum(largest, magnitude(g0 * t[:, None]))
     if input_scale is not None:
         tl.atomic_max(column_amax + j, tl.max(largest, 0), mask=j < N, sem="relaxed")
@@ -140,10 +140,10 @@ def _fold_columns(
     i = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
     m = tl.load(multiplier + i, mask=i < M, other=1.0)
-    t = tl.load(input_scale + i, mask=i < M, other=0.0) * UNIT
+    t = tl.load(input_scale + i, mask=i < M, other=0.0) * _UNIT
     m2 = multiplier_of(tl.load(column_amax + j, mask=j < N, other=0.0), True, BIAS)
     if tl.program_id(0) == 0:
-        tl.store(scale + j, reciprocal(m2) * (1 / UNIT), mask=j < N)
+        tl.store(scale + j, reciprocal(m2) * (1 / _UNIT), mask=j < N)
     folded = _g0(grad, m, i, j, BIAS, SOFT) * t[:, None]
     store_transposed(g2_t, to_float8(folded * m2[None, :], BIAS, SOFT), i, j, M, N)
 
@@ -161,30 +161,30 @@ def _fold_gradient(
     It moves 8 bytes per bf16 element, 7 without ``weight_scale``, and 5 without ``input_scale``.
     """
     (M, N), device = grad.shape, grad.device
-    made = empty_folds(grad, dtype, weight_scale, input_scale, transposed)
-    first = made[:2] if weight_scale is not None else (None, None)
-    of_rows = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
+    results = empty_folds(grad, dtype, weight_scale, input_scale, transposed)
+    first = results[:2] if weight_scale is not None else (None, None)
+    multipliers = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     bits = None if input_scale is None else torch.zeros(N, dtype=torch.int32, device=device)
     _multipliers(
         lambda chosen: (programs(M, chosen["BM"]),),
-        *(matrix(grad), weight_scale, of_rows, first[1]),
+        *(matrix(grad), weight_scale, multipliers, first[1]),
         BIAS=BIAS[dtype],
     )
     _fold_rows(
         lambda chosen: (programs(M, chosen["BM"] * STEPS), programs(N, chosen["BN"])),
-        *(matrix(grad), of_rows, weight_scale, input_scale),
-        *(None if first[0] is None else as_bytes(first[0]), bits),
+        *(matrix(grad), multipliers, weight_scale, input_scale),
+        *(None if first[0] is None else raw(first[0]), bits),
         STEPS=STEPS,
         **float8_constants(dtype, device),
     )
     if bits is not None:
-        column_amax, (qdata, scale) = bits.view(torch.float32), made[-2:]
+        column_amax, (qdata, scale) = bits.view(torch.float32), results[-2:]
         _fold_columns(
             tiles(M, N),
-            *(matrix(grad), of_rows[0], input_scale, column_amax, as_bytes(qdata), scale),
+            *(matrix(grad), multipliers[0], input_scale, column_amax, raw(qdata), scale),
             **float8_constants(dtype, device),
         )
-    return made
+    return results
 
 
 # A thread has W adjacent columns of all rows of a tile: threads share no column.
@@ -215,7 +215,7 @@ def _fold_rows_of_groups(
     of_row, i = of_row[:, None, None], i[:, None, None]
     r = tl.load(scale0 + i, mask=i < M, other=0.0)
     if input_scale is not None:
-        t = tl.load(input_scale + i, mask=i < M, other=0.0) * UNIT
+        t = tl.load(input_scale + i, mask=i < M, other=0.0) * _UNIT
     j0 = tl.arange(0, BN // W)[:, None] * W + tl.arange(0, W)
     last = tl.load(group + tl.minimum(begin + BM, M) - 1)
     for e in range(tl.load(group + begin), last + 1):
@@ -226,21 +226,21 @@ def _fold_rows_of_groups(
             code = tl.load(g0 + i * N + j, mask=is_row & (j < N), other=0)
             v = from_float8(code, BIAS, SOFT) * r
             if weight_scale is not None:
-                s = tl.load(weight_scale + e * N + j, mask=j < N, other=0.0) * UNIT
+                s = tl.load(weight_scale + e * N + j, mask=j < N, other=0.0) * _UNIT
                 largest = tl.maximum(largest, tl.where(is_row, magnitude(v * s), 0))
             if input_scale is not None:
-                found = tl.max(tl.where(is_row, magnitude(v * t), 0), 0)
-                tl.atomic_max(column_amax + e * N + j, found, mask=j < N, sem="relaxed")
+                column_max = tl.max(tl.where(is_row, magnitude(v * t), 0), 0)
+                tl.atomic_max(column_amax + e * N + j, column_max, mask=j < N, sem="relaxed")
         if weight_scale is not None:
             largest = tl.max(tl.reshape(largest, [BM, BN]), 1)[:, None, None]
             m = multiplier_of(largest.to(tl.float32, bitcast=True), True, BIAS)
-            tl.store(scale + i, reciprocal(m * UNIT), mask=is_row)
+            tl.store(scale + i, reciprocal(m * _UNIT), mask=is_row)
             for block in range(tl.cdiv(N, BN)):
                 j = block * BN + j0
                 mask = is_row & (j < N)
                 code = tl.load(g0 + i * N + j, mask=mask, other=0)
                 v = from_float8(code, BIAS, SOFT) * r
-                s = tl.load(weight_scale + e * N + j, mask=j < N, other=0.0) * UNIT
+                s = tl.load(weight_scale + e * N + j, mask=j < N, other=0.0) * _UNIT
                 v = saturated(v * s * m, BIAS)
                 tl.store(g1 + i * N + j, to_float8(v, BIAS, SOFT), mask=mask)
 
@@ -268,7 +268,7 @@ def _fold_columns_of_groups(
     i = tl.load(source + p, mask=p < P, other=-1)
     e = tl.load(group + i, mask=i >= 0, other=0)
     r = tl.load(scale0 + i, mask=i >= 0, other=0.0)
-    t = tl.load(input_scale + i, mask=i >= 0, other=0.0) * UNIT
+    t = tl.load(input_scale + i, mask=i >= 0, other=0.0) * _UNIT
     mask = (i[:, None] >= 0) & (j[None, :] < N)
     m = tl.load(multiplier + e[:, None] * N + j[None, :], mask=mask, other=0.0)
     code = tl.load(g0 + i[:, None] * N + j[None, :], mask=mask, other=0)
@@ -297,25 +297,25 @@ def _fold_groups(
     It moves 3 bytes per element without ``input_scale`` or without ``weight_scale``.
     """
     (M, N), device, dtype = g0.shape, g0.device, g0.dtype
-    made = empty_group_folds(g0, scale, weight_scale, input_scale, group, groups, source)
-    first = made[:2] if weight_scale is not None else (None, None)
+    results = empty_group_folds(g0, scale, weight_scale, input_scale, group, groups, source)
+    first = results[:2] if weight_scale is not None else (None, None)
     scales = [None if s is None else s.contiguous() for s in (weight_scale, input_scale)]
     bits = None if input_scale is None else torch.zeros(groups, N, dtype=torch.int32, device=device)
     _fold_rows_of_groups(
         lambda chosen: (programs(M, chosen["BM"]),),
-        *(as_bytes(g0), scale, *scales, group),
-        *(None if t is None else as_bytes(t) for t in first),
+        *(raw(g0), scale, *scales, group),
+        *(None if t is None else raw(t) for t in first),
         *(bits, M, N),
         **float8_constants(dtype, device),
     )
     if bits is not None and source is not None:
-        P, (qdata, of_columns), column_amax = len(source), made[-2:], bits.view(torch.float32)
+        P, (qdata, column_scale), column_amax = len(source), results[-2:], bits.view(torch.float32)
         multiplier = torch.empty_like(column_amax)
-        find_scaling(column_amax, multiplier, of_columns, dtype, True, 1 / FOLDED_UNIT)
+        find_scaling(column_amax, multiplier, column_scale, dtype, True, 1 / FOLDED_UNIT)
         _fold_columns_of_groups(
             tiles(P, N),
-            *(as_bytes(g0), scale, scales[1], group, source, multiplier, as_bytes(qdata)),
+            *(raw(g0), scale, scales[1], group, source, multiplier, raw(qdata)),
             *(P, N),
             **float8_constants(dtype, device),
         )
-    return made
+    return results

@@ -14,8 +14,8 @@ from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype
 from fp8_dist.kernels.quantization import Tensors, as_matrix, rounded_up
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # With TRITON_INTERPRET=1, set before its import, Triton runs kernels in Python on CPU tensors.
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -35,13 +35,13 @@ BIAS = {
 # Without fused multiply-add, every operation rounds, as in torch.
 _OPTIONS = {"enable_fp_fusion": False}
 
-Blocks = dict[str, int]
+BlockSizes = dict[str, int]
 Layouts = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def fused(
-    op: CustomOp[P, R], takes: Callable[..., bool] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    op: CustomOp[_P, _R], takes: Callable[..., bool] | None = None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorate a function as the implementation of an operator on CUDA devices.
 
     Args:
@@ -49,9 +49,9 @@ def fused(
             portable implementation runs.
     """
 
-    def register(run: Callable[P, R]) -> Callable[P, R]:
+    def register(run: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(run)
-        def implementation(*args: P.args, **kwargs: P.kwargs) -> R:
+        def implementation(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if takes is None or takes(*args, **kwargs):
                 return run(*args, **kwargs)
             return op.portable(*args, **kwargs)
@@ -91,7 +91,7 @@ class Tuned:
         self._fastest: dict[Hashable, dict[str, Any]] = {}
 
     def __call__(
-        self, grid: Callable[[Blocks], tuple[int, ...]], *args: object, **constants: object
+        self, grid: Callable[[BlockSizes], tuple[int, ...]], *args: object, **constants: object
     ) -> None:
         """Launch on the current stream of the device of the first tensor.
 
@@ -106,7 +106,7 @@ class Tuned:
         kind = device, *sizes, *map(_kind, leaves), *constants.values()
         chosen = self._fastest.get(kind)
         if chosen is None:
-            tuner = triton.autotune(list(self.configs), key=[], do_bench=measure)(self.kernel)
+            tuner = triton.autotune(list(self.configs), key=[], do_bench=time_launches)(self.kernel)
             tuner[grid](*args, **constants, **_OPTIONS)
             self._fastest[kind] = tuner.best_config.all_kwargs()
         else:
@@ -125,7 +125,7 @@ def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
     return lambda kernel: Tuned(kernel, configs)
 
 
-def measure(call: Callable[[], None], quantiles: list[float]) -> Any:
+def time_launches(call: Callable[[], None], quantiles: list[float]) -> Any:
     """Measure quantiles of the time of a launch, waiting for the device.
 
     Where nothing can be measured all choices are equal, and Triton takes the first: in the
@@ -155,18 +155,18 @@ def programs(size: int, block: int) -> int:
     return max(1, -(-size // block))  # triton.cdiv takes 2 us
 
 
-def tiles(M: int, K: int) -> Callable[[Blocks], tuple[int, int]]:
+def tiles(M: int, K: int) -> Callable[[BlockSizes], tuple[int, int]]:
     """Return a grid with one instance for each tile ``[BM, BN]`` of a matrix."""
     return lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"]))
 
 
 def matrix(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
     """Return ``[..., K]`` as an argument of a kernel: the data, M, K, and the strides."""
-    x = as_bytes(as_matrix(x))
+    x = raw(as_matrix(x))
     return (x, *x.shape, *x.stride())
 
 
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
+def raw(x: torch.Tensor) -> torch.Tensor:
     """View float8 data as uint8; return other tensors unchanged."""
     return x.view(torch.uint8) if x.itemsize == 1 else x
 
@@ -180,8 +180,8 @@ def empty_layouts(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool
     *leading, columns = x.shape
     rows = math.prod(leading)
     padded, copies = rounded_up(rows), []
-    for each in transposed:
-        if each:
+    for is_transposed in transposed:
+        if is_transposed:
             copies.append(x.new_empty((columns, padded), dtype=dtype))
         elif padded == rows:
             copies.append(x.new_empty(x.shape, dtype=dtype))
@@ -202,8 +202,8 @@ def as_layouts(
     ``of``: take the copies whose number here is ``index``. A copy that is not there is None.
     """
     layouts: list[torch.Tensor | None] = [None, None]
-    for i, (copy, turned) in enumerate(zip(copies, transposed, strict=True)):
+    for i, (copy, is_transposed) in enumerate(zip(copies, transposed, strict=True)):
         if of is None or of[i] == index:
-            assert layouts[turned] is None, "two copies are the same"
-            layouts[turned] = copy.view(torch.uint8)
+            assert layouts[is_transposed] is None, "two copies are the same"
+            layouts[is_transposed] = copy.view(torch.uint8)
     return layouts[0], layouts[1]
