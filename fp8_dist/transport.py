@@ -167,20 +167,20 @@ def all_reduce(
     Collectives: an all-to-all of the encoded ``x``, and an all-gather of the sums.
     """
     ranks = group.size()
-    own_parts = [part._replace(size=-(-part.size // ranks), row=0) for part in parts]
+    shares = [part._replace(size=-(-part.size // ranks), row=0) for part in parts]
     pieces = [
-        pad(piece, (0, ranks * own.size - len(piece))).view(ranks, own.size)
-        for piece, own in zip(x.split([part.size for part in parts]), own_parts, strict=True)
+        pad(piece, (0, ranks * part.size - len(piece))).view(ranks, part.size)
+        for piece, part in zip(x.split([part.size for part in parts]), shares, strict=True)
     ]
     x_of_ranks, rank = torch.cat(pieces, -1), group.rank()
-    runs = runs_of(own_parts)
+    runs = runs_of(shares)
     received = exchanged(x_of_ranks, runs, group)
-    own = sum_of(received, runs, x.dtype, x_of_ranks[rank], rank)
-    sum_parts = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in own_parts)
+    total = sum_of(received, runs, x.dtype, x_of_ranks[rank], rank)
+    sum_parts = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in shares)
     runs = runs_of(sum_parts)
-    wire = encode(own.div_(divisor), runs, x.dtype)
+    wire = encode(total.div_(divisor), runs, x.dtype)
     rows = decode(_gathered(wire.unsqueeze(0), group), runs, x.dtype)
-    columns = rows.split([part.size for part in own_parts], -1)
+    columns = rows.split([part.size for part in shares], -1)
     return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
 
 
@@ -188,7 +188,7 @@ class Reduction(NamedTuple):
     """A sum in flight, which :func:`finish_reduction` completes."""
 
     received: torch.Tensor  # [W, ..., bytes], in flight: the pieces of all ranks for this one
-    own: torch.Tensor  # this rank's own summand, padded to the size of the first piece
+    local: torch.Tensor  # this rank's summand, padded to the size of the first piece
     runs: tuple[Part, ...]
     rank: int
     layout: Layout  # of the result
@@ -201,7 +201,7 @@ def start_reduction(
 
     A reduce-scatter, from Partial to Shard, becomes an all-to-all of encoded pieces, one for each
     rank, with blocks along the last dim. The rank that owns a shard sums in fp32, in the order of
-    ranks, and rounds once to the dtype of the tensor. Its own piece is not encoded. An all-reduce,
+    ranks, and rounds once to the dtype of the tensor. Its piece is not encoded. An all-reduce,
     from Partial to Replicate, becomes such a reduce-scatter of rows and an all-gather of the sums,
     which are encoded from fp32, so that all ranks have the same bits. All other redistributions are
     left to torch.
@@ -240,16 +240,16 @@ def finish_reduction(started: DTensor | Reduction) -> DTensor:
     """Return the result of :func:`start_reduction`, in flight if torch redistributes it."""
     if isinstance(started, DTensor):
         return started
-    received, own, runs, rank, layout = started
-    total = sum_of(funcol.wait_tensor(received), runs, own.dtype, own, rank)
+    received, local, runs, rank, layout = started
+    total = sum_of(funcol.wait_tensor(received), runs, local.dtype, local, rank)
     dim = sharded_dim(layout.placements[0], len(layout.shape))
     if dim is None:
-        wire = _gathered(encode(total, runs, own.dtype), layout.mesh.get_group())
-        rows = decode(wire, runs, own.dtype).to(own.dtype)
+        wire = _gathered(encode(total, runs, local.dtype), layout.mesh.get_group())
+        rows = decode(wire, runs, local.dtype).to(local.dtype)
         return layout.wrap(rows[: layout.shape[:-1].numel()].view(layout.shape))
     chunk = total.shape[dim]
     kept = max(0, min(chunk, layout.shape[dim] - rank * chunk))
-    return layout.wrap(total.narrow(dim, 0, kept).to(own.dtype).contiguous())
+    return layout.wrap(total.narrow(dim, 0, kept).to(local.dtype).contiguous())
 
 
 def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> DTensor:

@@ -84,7 +84,7 @@ def scaled_mm_with(
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
         # Autocast would narrow the wider type. If it is off, disabling it again would cost time.
-        a, b = of_same_depth(a, b)
+        a, b = trimmed_to_same_depth(a, b)
         autocast = torch.is_autocast_enabled(a.device.type)
         with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
             out = emulated(a, b, scale_a, scale_b, out_dtype, any_order)
@@ -247,7 +247,7 @@ def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]
     return padded(a, (0, inner - a.shape[1])), b.t()
 
 
-def of_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def trimmed_to_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Leave out the zeros that only one of two operands has at the end of the contracted dim."""
     depth = min(a.shape[1], b.shape[0])
     return (a if a.shape[1] == depth else a[:, :depth], b if b.shape[0] == depth else b[:depth])
@@ -290,7 +290,7 @@ def block_scaled_mm(
     """
     narrow = out_dtype is torch.bfloat16 and scales_a.dtype is torch.uint8
     wide = torch.bfloat16 if narrow else torch.float32
-    a, b = of_same_depth(a, b)
+    a, b = trimmed_to_same_depth(a, b)
     left = dequantize_blocks(a, scales_a, blocks_a, wide)
     right = dequantize_blocks(b, scales_b, blocks_b, wide)
     with torch.autocast(a.device.type, enabled=False):

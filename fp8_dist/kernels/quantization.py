@@ -136,7 +136,7 @@ def cast_copies(
     Returns:
         The scale of each amax, followed by the copies.
     """
-    scalings = [scaling_from_amax(each, dtype, round_scales_to_power_of_2) for each in amaxes]
+    scalings = [scaling_from_amax(value, dtype, round_scales_to_power_of_2) for value in amaxes]
     data = {i: quantize(x, scalings[i][0], dtype, saturate=saturate) for i in dict.fromkeys(of)}
     copies = [
         transposed_copy(as_matrix(data[i])) if is_transposed else data[i]

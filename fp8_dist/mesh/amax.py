@@ -91,7 +91,7 @@ def make_group(meshes: Collection[DeviceMesh]) -> GroupNames:
         axis: (mesh, i) for mesh in meshes for i, axis in enumerate(axes_of(mesh)) if axis.size > 1
     }
     # A flattened axis stands for those that it covers.
-    finest = [
+    coarsest = [
         by_axis[a]
         for a in sorted(by_axis, reverse=True)
         if not any(b.covers(a) and a != b for b in by_axis)
@@ -99,10 +99,10 @@ def make_group(meshes: Collection[DeviceMesh]) -> GroupNames:
     if len(axes) > 1 and root.size() == world.size() and _is_regular(root):
         groups = _made.setdefault(world, {})
         if frozenset(axes) not in groups:
-            names = "+".join((mesh.mesh_dim_names or "?" * mesh.ndim)[i] for mesh, i in finest)
+            names = "+".join((mesh.mesh_dim_names or "?" * mesh.ndim)[i] for mesh, i in coarsest)
             groups[frozenset(axes)] = _make_beside_each_other(axes, names)
         return (groups[frozenset(axes)],)
-    return tuple(str(mesh.get_group(i).group_name) for mesh, i in finest)
+    return tuple(str(mesh.get_group(i).group_name) for mesh, i in coarsest)
 
 
 def common_groups(

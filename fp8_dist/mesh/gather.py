@@ -109,7 +109,7 @@ def _gathered(
 
 
 def _sizes(pieces: Sequence[Pieces]) -> list[int]:
-    return [sum(end - begin for begin, end in own) for own in pieces]
+    return [sum(end - begin for begin, end in dim_pieces) for dim_pieces in pieces]
 
 
 def _padded(sizes: Sequence[int], dtype: torch.dtype) -> int:
@@ -126,14 +126,14 @@ def _parts(
         coordinate: this rank's.
         members: the ranks of each group that messages are gathered over, one after the other.
     """
-    mesh, found = layout.mesh.mesh, [coordinate]
-    at = dict(zip(mesh.flatten().tolist(), product(*map(range, mesh.shape)), strict=True))
+    mesh, senders = layout.mesh.mesh, [coordinate]
+    coordinates = dict(zip(mesh.flatten().tolist(), product(*map(range, mesh.shape)), strict=True))
     for ranks in members:
-        every = [at[rank] for rank in ranks]
-        moves = [len({*along}) > 1 for along in zip(*every, strict=True)]
-        found = [
-            tuple([new if m else old for new, old, m in zip(other, own, moves, strict=True)])
-            for other in every
-            for own in found
+        group_coordinates = [coordinates[rank] for rank in ranks]
+        moves = [len({*along}) > 1 for along in zip(*group_coordinates, strict=True)]
+        senders = [
+            tuple([new if m else old for new, old, m in zip(member, sender, moves, strict=True)])
+            for member in group_coordinates
+            for sender in senders
         ]
-    return tuple([pieces_at(layout, each) for each in found])
+    return tuple([pieces_at(layout, sender) for sender in senders])

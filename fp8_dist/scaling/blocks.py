@@ -84,7 +84,7 @@ class BlockScheme(Scheme):
         if x.ndim > 2 and (x.shape[-2] % self.rows or blocks[2]):
             return self.dequantize(x, (scales,), operand.start).bfloat16()
         # Matrices of whole blocks are one matrix.
-        a, b = (each if each.ndim == 2 else each.flatten(0, -2) for each in (x, scales))
+        a, b = (t if t.ndim == 2 else t.flatten(0, -2) for t in (x, scales))
         return dequantize_blocks(a, b, blocks, torch.bfloat16).view(x.shape)
 
     def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
@@ -128,18 +128,19 @@ class BlockScheme(Scheme):
             axes = [axis for axis in sharded_axes(layout) if dims[axis] != operand.qdata.ndim - 1]
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
-            data, found = self._reblocked(known, transposed)
+            data, new_scales = self._reblocked(known, transposed)
             scheme = _resized(self, self.columns, 1)
-            return Quantized(data.t() if transposed else data, (found,), scheme)
+            return Quantized(data.t() if transposed else data, (new_scales,), scheme)
         leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
         tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
         tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
         new, values = _resized(self, 1, 1), dequantize_blocks(*known, torch.float32)
-        own = new.scales_of_amaxes(amaxes_of_groups(values, group, count))
-        each = all_reduce_max(own, groups_over(layout.mesh, axes)).index_select(0, group)
-        return Quantized(new.quantize(values, (each,), (0, 0)), (each,), new)
+        new_scales = new.scales_of_amaxes(amaxes_of_groups(values, group, count))
+        new_scales = all_reduce_max(new_scales, groups_over(layout.mesh, axes))
+        row_scales = (new_scales.index_select(0, group),)
+        return Quantized(new.quantize(values, row_scales, (0, 0)), row_scales, new)
 
     def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
         """The scales of blocks with these amaxes, a matrix. A larger amax has no smaller scale."""

@@ -74,10 +74,10 @@ def cast(
         # An operator of its own, because selective checkpointing saves statistics.
         statistics, saturate = measure(x, schemes, start), False
     if statistics is not None and len(schemes) == 1 and depends_on is None:
-        made = schemes[0].fusible_cast(x, statistics[0], plan.transposed, saturate)
-        if made is not None:
-            return [made[0]], made[1]
-    known, keys = [each for own in statistics or () for each in own], [s.key for s in schemes]
+        fused = schemes[0].fusible_cast(x, statistics[0], plan.transposed, saturate)
+        if fused is not None:
+            return [fused[0]], fused[1]
+    known, keys = [s for part in statistics or () for s in part], [s.key for s in schemes]
     how = plan.of, plan.transposed, saturate, depends_on
     flat = cast_operator.overload(x, known, keys, start, *how)
     return by_scheme(schemes, flat)
@@ -94,8 +94,8 @@ def _cast(
         return [scales], data
     if statistics is None:
         statistics, saturate = first.measure_with(x, schemes, start), False
-    if (made := first.cast_with(x, plan, statistics, start, saturate)) is not None:
-        return made
+    if (copies_at_once := first.cast_with(x, plan, statistics, start, saturate)) is not None:
+        return copies_at_once
     scales_by_scheme: list[Scales] = []
     copies: dict[int, Tensor] = {}
     for i, (scheme, known) in enumerate(zip(schemes, statistics, strict=True)):
@@ -226,7 +226,7 @@ def cast_operator(
     known = by_scheme(plan.schemes, statistics)[0] if statistics else None
     scales, data = _cast(x, plan, known, (start[0], start[1]), saturate)
     # An operator must not return its arguments, and scales may be statistics or views of them.
-    return [*unshared([s for own in scales for s in own], statistics), *data]
+    return [*unshared([s for levels in scales for s in levels], statistics), *data]
 
 
 def unshared(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:

@@ -81,7 +81,7 @@ class CastPlan(NamedTuple):
     def begins(self, other: "CastPlan") -> bool:
         """Whether the copies are the first ones of another plan."""
         pairs = zip(self, other, strict=True)
-        return self is other or all(own == others[: len(own)] for own, others in pairs)
+        return self is other or all(mine == others[: len(mine)] for mine, others in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,8 +218,8 @@ class Scheme:
                 f"{operand} has one scale per {self.covers}, a scheme that layers can't transpose; "
                 f"define {type(self).__name__}.transposed, or use another scaling_granularity"
             )
-        of_tokens = [(level.leading, level.rows) for level in self.levels]
-        if operand == "weight" or all(block in ((1, 1), (None, None)) for block in of_tokens):
+        token_blocks = [(level.leading, level.rows) for level in self.levels]
+        if operand == "weight" or all(block in ((1, 1), (None, None)) for block in token_blocks):
             return None
         return (
             f"{operand} has one scale per {self.covers}, but blocks of tokens must be one row, or "
@@ -439,9 +439,7 @@ class Scheme:
 
         ``self`` is the scheme of ``left``. The default multiplies in fp32.
         """
-        a, b = (
-            each.scheme.dequantize(each.qdata, each.scales, each.start) for each in (left, right)
-        )
+        a, b = (x.scheme.dequantize(x.qdata, x.scales, x.start) for x in (left, right))
         with torch.autocast(a.device.type, enabled=False):
             return torch.mm(a, b).to(out_dtype)
 

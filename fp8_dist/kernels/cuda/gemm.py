@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
 from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
-from fp8_dist.kernels.gemm import block_scaled_mm, in_tiles, of_same_depth, row_major
+from fp8_dist.kernels.gemm import block_scaled_mm, in_tiles, row_major, trimmed_to_same_depth
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up
 from fp8_dist.text import warn_once
 
@@ -38,7 +38,7 @@ def block_mm(
     if _obstacle(a, b, scales_a, blocks_a, blocks_b, out_dtype) is not None:
         return None
     rows, columns = a.shape[0], b.shape[1]
-    a, b = of_same_depth(a, b)
+    a, b = trimmed_to_same_depth(a, b)
     a = _with_whole_rows(row_major(_in_whole_blocks(a, blocks_a)))
     b = row_major(_in_whole_blocks(b, blocks_b).t()).t()
     scaling = _hopper_scaling if device_kind(a.device) == "hopper" else _blackwell_scaling

@@ -324,28 +324,28 @@ def _cast_copies(
     saturate: bool = False,
 ) -> Tensors:
     """Cast copies in one launch for each amax, or in one for amaxes of rows and of columns."""
-    scales = [torch.empty_like(each) for each in amaxes]
+    scales = [torch.empty_like(amax) for amax in amaxes]
     copies = empty_layouts(x, dtype, transposed)
     if (
         len(amaxes) > 1
         and not saturate
         and [*zip(of, transposed, strict=True)] == [(0, False), (1, True)]
-        and [tuple(each.shape) for each in amaxes] == _shapes_of_scales(x)
+        and [tuple(amax.shape) for amax in amaxes] == _shapes_of_scales(x)
     ):
         _cast_rows_and_columns(
             tiles(*as_matrix(x).shape),
-            *(matrix(x), *(each.contiguous() for each in amaxes)),
-            *(raw(each) for each in copies),
+            *(matrix(x), *(amax.contiguous() for amax in amaxes)),
+            *(raw(copy) for copy in copies),
             *scales,
             POWER_OF_2=round_scales_to_power_of_2,
             **float8_constants(dtype, x.device),
         )
         return scales + copies
-    for i, each in enumerate(amaxes):
+    for i, amax in enumerate(amaxes):
         _cast_to(
             as_layouts(copies, transposed, of, i),
             x,
-            each,
+            amax,
             dtype,
             scale=scales[i],
             power_of_2=round_scales_to_power_of_2,

@@ -98,7 +98,7 @@ class Tuned:
         ``grid`` returns the numbers of program instances for the chosen block sizes.
         """
         leaves = [leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))]
-        device = next(each.device for each in leaves if isinstance(each, torch.Tensor))
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(grid, *args, **constants)
