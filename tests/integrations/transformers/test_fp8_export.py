@@ -38,7 +38,7 @@ from fp8_dist import (
     iter_float8_weights,
     skip_head,
 )
-from fp8_dist.integrations.transformers.experts import KIND
+from fp8_dist.integrations.transformers.experts import ADAPTER
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.moe.experts import weight_of
 from fp8_dist.tensor_parallel import Float8ExpertParallel, Float8ExpertTensorParallel
@@ -271,7 +271,7 @@ def test_experts_in_mxfp4_are_entries_of_their_own(monkeypatch: pytest.MonkeyPat
         read = convert_moe_packed_tensors(blocks[None], exponents[None], dtype=torch.float32)[0]
         assert same_bits(read.t().contiguous(), plain[name].float() * scales)
     assert not any("experts" in name for name in state)
-    monkeypatch.setattr(type(KIND), "entries", lambda _, __, name, x: {name: x.transpose(1, 2)})
+    monkeypatch.setattr(type(ADAPTER), "entries", lambda _, __, name, x: {name: x.transpose(1, 2)})
     text = raised(ValueError, lambda: float8_state_dict(model, format="mxfp4"))
     assert "experts.gate_up_proj, [4, 320, 128], is transposed as it is saved" in text
 
