@@ -13,12 +13,12 @@ from typing import Any
 
 
 class AfterImport(MetaPathFinder):
-    """A finder that calls a function after the imports of some modules, until it returns True.
+    """A finder that calls a function after imports of some modules, until it returns True.
 
-    An import within another one counts with it: the function is called after the outer one.
+    For nested imports, the function is called after the outermost one.
 
     Args:
-        is_meant: whether a name is that of one of the modules.
+        is_meant: a function of a name: whether it is one of the modules.
         call: the function.
     """
 
@@ -51,13 +51,12 @@ class AfterImport(MetaPathFinder):
 def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[[], None]:
     """Give a package the names in ``__all__`` of a module that needs torch.
 
-    They are attributes from now on if torch is imported, else from the first use of one of them.
+    They become attributes now if torch is imported, otherwise when one of them is first used.
 
     Args:
         package: the name of the package, which is being imported.
         home: the name of the module.
-        submodules: modules of the package that are imported when they are used, whatever ``home``
-            imports.
+        submodules: modules of the package that are imported when they are used.
 
     Returns:
         A function that imports ``home`` now.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import is_dataclass
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # Path segments that wrappers add and ``state_dict`` keys leave out.
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -20,12 +20,12 @@ def without_wrappers(fqn: str) -> str:
 
 
 def is_part(name: str, fqn: str) -> bool:
-    """Whether the path segments of ``name`` occur in ``fqn``, one after the other."""
+    """Whether the path segments of ``name`` occur consecutively in ``fqn``."""
     return f".{name}." in f".{fqn}."
 
 
 def aligned(lines: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Format cells as a table. Lines of one cell don't count for the widths of columns.
+    """Format cells as a table. Lines of one cell don't widen columns.
 
     Args:
         lines: the cells of each line.
@@ -42,8 +42,8 @@ def aligned(lines: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
 
 
 def alike(
-    items: Iterable[T], facts: Callable[[T], tuple[str, Hashable]]
-) -> list[tuple[str, list[T]]]:
+    items: Iterable[_T], facts: Callable[[_T], tuple[str, Hashable]]
+) -> list[tuple[str, list[_T]]]:
     """Group items that differ only in the numbers in their names.
 
     The name of a group has ``*`` in place of the numbers, and ends with the number of items.
@@ -52,7 +52,7 @@ def alike(
         items: the items.
         facts: the name of an item, and what else the items of a group have in common.
     """
-    groups: dict[tuple[str, Hashable], list[T]] = {}
+    groups: dict[tuple[str, Hashable], list[_T]] = {}
     for item in items:
         name, others = facts(item)
         pattern = re.sub(r"(?<![^.'])\d+(?![^.'])", "*", name)
@@ -64,18 +64,18 @@ def alike(
 
 
 def alike_names(names: Iterable[str]) -> list[str]:
-    """Return names, or lines with a name in each, those alike as one: ``layers.*.wq (32)``."""
+    """Merge names that differ only in numbers, such as ``layers.*.wq (32)``."""
     return [name for name, _ in alike(names, lambda name: (name, None))]
 
 
 def wrong_type(value: object, expected: Iterable[type]) -> str:
-    """Text about a value of a wrong type: its repr, or whose type it has.
+    """Describe a value of a wrong type: by its repr, or by its type and package.
 
     torchao's types have the names of the library's.
     """
     kind = type(value)
     name, package = kind.__name__, kind.__module__.partition(".")[0]
-    if name in [each.__name__ for each in expected]:
+    if name in [cls.__name__ for cls in expected]:
         return f"{package}'s {name}; import {name} from fp8_dist"
     is_instance = is_dataclass(value) and not isinstance(value, type)
     return f"{package}'s {name}" if is_instance else repr(value)
@@ -87,13 +87,13 @@ def is_torchaos(kind: type) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """The name of the type of a value, and whether it is torchao's, whose names are the same."""
+    """Name the type of a value, and mark torchao's types, whose names are the library's."""
     name = type(value).__name__
     return f"torchao's {name}" if is_torchaos(type(value)) else f"a {name}"
 
 
 def warn_once(kind: str, message: str) -> None:
-    """Issue a warning unless one of the same kind was issued before, as in an earlier step."""
+    """Issue a warning once for each kind."""
     if kind not in _warned:
         _warned.add(kind)
         warnings.warn(message, stacklevel=3)

@@ -1,8 +1,8 @@
 """Every private name of torch that the library uses, under a public name.
 
-A release of torch may rename any of them. An ImportError then names it, and the release, when the
-library is imported. Attributes that FSDP2's objects set when they are made are the exception: where
-one is missing, an AttributeError names it.
+A release of torch may rename any of them. Importing the library then raises an ImportError that
+names it and the release. The exception are attributes of FSDP2's objects: an AttributeError names
+one that is missing when it is read.
 """
 
 import gc
@@ -28,14 +28,15 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParalle
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.module_tracker import ModuleTracker
 
 
 def _missing(owner: Any, names: str) -> list[str]:
     """The attributes that an object or a class of torch neither has nor declares."""
-    kind = owner if isinstance(owner, type) else type(owner)
-    known = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
-    known |= {*dir(kind), *getattr(owner, "__dict__", ())}
-    return [f"{kind.__name__}.{name}" for name in names.split() if name not in known]
+    cls = owner if isinstance(owner, type) else type(owner)
+    declared = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
+    declared |= {*dir(cls), *getattr(owner, "__dict__", ())}
+    return [f"{cls.__name__}.{name}" for name in names.split() if name not in declared]
 
 
 try:
@@ -64,8 +65,8 @@ try:
 
     StridedShard = _StridedShard
     resolve_process_group: Any = _resolve_process_group
-    has_functorch_transforms = torch._C._are_functorch_transforms_active
     without_dispatch_modes = _disable_current_modes
+    has_functorch_transforms = torch._C._are_functorch_transforms_active
     unnoticed_writes = torch.autograd._unsafe_preserve_version_counter
     _current_graph_task_id = torch._C._current_graph_task_id
     _will_execute = torch._C._will_engine_execute_node
@@ -75,10 +76,8 @@ try:
     native_scaled_grouped_mm: Any = torch._scaled_grouped_mm
     foreach_zero_ = torch._foreach_zero_
     _disable_dynamo: Any = torch._disable_dynamo
-    _has_avx512, _has_avx512_bf16 = (
-        torch.cpu._is_avx512_supported,
-        torch.cpu._is_avx512_bf16_supported,
-    )
+    _has_avx512 = torch.cpu._is_avx512_supported
+    _has_avx512_bf16 = torch.cpu._is_avx512_bf16_supported
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
     concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
     _init_extensions = FSDPParam._init_extensions
@@ -92,11 +91,16 @@ try:
     _refuse_address = torch._C._set_throw_on_mutable_data_ptr
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
-    # What the library reads from objects, calls, or overrides in subclasses.
-    _given = ["fsdp_params", "unsharded_grads", "reduce_scatter_comm", "all_reduce_group"]
-    _given += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
+    # Attributes and methods that the library reads, calls, or overrides in subclasses.
+    _announced = [
+        "fsdp_params",
+        "unsharded_grads",
+        "reduce_scatter_comm",
+        "all_reduce_group",
+    ]
+    _announced += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
     if _renamed := [
-        *(f"foreach_reduce({n}=)" for n in _given if n not in _reduction.parameters),
+        *(f"foreach_reduce({n}=)" for n in _announced if n not in _reduction.parameters),
         *_missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
         *_missing(torch.UntypedStorage, "_cdata"),
         *_missing(torch.ops.aten.mm.default, "_schema"),
@@ -111,6 +115,7 @@ try:
         *_missing(Optimizer, "_optimizer_step_post_hooks"),
         *_missing(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn"),
         *_missing(PrepareModuleInput, "_apply _prepare_input_arg"),
+        *_missing(ModuleTracker, "_fw_pre_hook _fw_post_hook"),
     ]:
         raise AttributeError(f"it has no {', '.join(_renamed)}")
 except (ImportError, AttributeError) as error:
@@ -127,16 +132,16 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 # An operator of torch > 2.11 that wraps a collective's result as an AsyncCollectiveTensor.
 wrapped_in_flight = getattr(getattr(funcol, "_wrap_tensor_autograd", None), "default", None)
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+def cached_but_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Cache a function's results, except while dynamo traces it: dynamo warns about lru_cache."""
-    cached: Callable[..., R] = lru_cache(maxsize=4096)(function)
+    cached: Callable[..., _R] = lru_cache(maxsize=4096)(function)
 
     @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         return cached(*args, **kwargs)
@@ -144,23 +149,20 @@ def cached_but_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.assume_constant_result``, which imports dynamo, without the import.
+def constant_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``torch.compiler.assume_constant_result`` without its import of dynamo.
 
-    Dynamo then calls a function while it traces, and takes the result for a constant.
+    Dynamo calls the function while it traces, and treats the result as a constant.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """``torch.compiler.disable``, which imports dynamo only when the function is called.
+def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """``torch.compiler.disable`` that imports dynamo when the function is called."""
 
-    As torch's optimizers do, so a training loop imports it anyhow.
-    """
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        disabled: Callable[P, R] = _disable_dynamo(function)
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        disabled: Callable[_P, _R] = _disable_dynamo(function)
         # Dynamo reads these where a graph would call the function.
         vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
         return disabled
@@ -168,8 +170,8 @@ def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[P, R]], 
     return decorate
 
 
-def allowed_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """``torch.compiler.allow_in_graph``, which imports dynamo, without the import.
+def allowed_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``torch.compiler.allow_in_graph`` without its import of dynamo.
 
     AOTAutograd traces the function, and dynamo does not.
     """
@@ -179,7 +181,7 @@ def allowed_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
         return bool(torch.compiler.allow_in_graph(function))
 
     @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_dynamo_compiling():
             allow()  # before dynamo looks at the function
         return function(*args, **kwargs)
@@ -228,12 +230,12 @@ def make_wrapper(
 ) -> Any:
     """Make a tensor of the subclass ``cls`` with the layout of ``inner``.
 
-    It is on the memory of ``inner`` if that is a plain tensor of this dtype and shape, so that its
-    address is that of the values. Otherwise it has no memory.
+    It shares the storage of a plain ``inner`` of the same dtype and shape, so its address is that
+    of the values. Otherwise it has no storage.
 
     ``shape``: another size, and strides.
     """
-    if type(inner) in (torch.Tensor, nn.Parameter) and shape is None and dtype is inner.dtype:
+    if is_plain(inner) and shape is None and dtype is inner.dtype:
         return _make_subclass(cls, inner)
     size, strides = shape or (inner.size(), inner.stride())
     tensor = _make_wrapper_subclass(
@@ -253,7 +255,7 @@ def make_wrapper(
 def stable_hash(tensor: torch.Tensor) -> str:
     """Key of a tensor subclass in torch's cache of compiled graphs.
 
-    torch adds nothing to it, so it contains everything that a graph may depend on, including the
+    torch adds nothing to the key, so it contains everything that a graph may depend on, including
     shapes and dtypes of inner tensors. A subclass uses this function as its method
     ``_stable_hash_for_caching``.
     """
@@ -271,9 +273,9 @@ if torch.__version__ >= "2.13":  # tensors of earlier releases make no keys
     def _hash_with_local(self: DTensor) -> str:
         """The key of a DTensor in torch's cache of compiled graphs, with its local tensor.
 
-        The key of torch 2.13 has only the placements and the shape of a DTensor. A compiled
-        optimizer that was traced with plain shards would therefore also run on shards of another
-        class, which have no address for it to read. A graph of e4m3 data would run on e5m2 data.
+        The key of torch 2.13 has only the placements and the shape. A compiled optimizer that was
+        traced with plain shards would also run on shards of a subclass, which have no address to
+        read. A graph of e4m3 data would run on e5m2 data.
         """
         local = self._local_tensor
         is_plain = type(local) in (torch.Tensor, *STAND_INS)
@@ -283,12 +285,12 @@ if torch.__version__ >= "2.13":  # tensors of earlier releases make no keys
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:
-    """The local tensor, which may be in flight. (``to_local()`` waits, and is differentiable.)"""
+    """The local tensor, possibly in flight. (``to_local()`` waits, and is differentiable.)"""
     return tensor._local_tensor
 
 
 def dtensor_spec(tensor: DTensor) -> object:
-    """The object that describes mesh, placements and shape; another one after a change of them."""
+    """The DTensorSpec, which is replaced when mesh, placements or shape change."""
     return tensor._spec
 
 
@@ -298,7 +300,7 @@ def set_dtensor_local(tensor: DTensor, local: torch.Tensor) -> None:
 
 
 def in_forward_ad() -> bool:
-    """Whether code runs in a level of forward-mode differentiation, where tensors have tangents."""
+    """Whether a level of forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
@@ -320,8 +322,8 @@ def backward_id() -> int:
 def backward_runs(node: Any) -> bool | None:
     """Whether the current backward runs a node; None for a leaf of ``torch.autograd.grad``.
 
-    For a leaf, which AccumulateGrad stands for, this says whether its gradient is accumulated. In
-    ``torch.autograd.grad`` the gradients of the given leaves are returned instead.
+    For a leaf (AccumulateGrad): whether its gradient is accumulated. ``torch.autograd.grad``
+    returns the gradients of the given leaves instead.
     """
     try:
         return bool(_will_execute(node))
@@ -401,14 +403,14 @@ def carry_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
 
     The handles of the hooks remove them from both.
     """
-    vars(new).update({name: each for name, each in vars(old).items() if name != "_is_param"})
+    vars(new).update({name: value for name, value in vars(old).items() if name != "_is_param"})
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(old, name)) is not None:
             setattr(new, name, hooks)
 
 
 def own_load_hooks(module: nn.Module) -> None:
-    """Let load_state_dict pre-hooks that were copied from another module be given this one."""
+    """Rebind load_state_dict pre-hooks that were copied from another module to this one."""
     hooks: Any = module._load_state_dict_pre_hooks
     for number, hook in hooks.items():
         if hook.with_module:
@@ -417,55 +419,54 @@ def own_load_hooks(module: nn.Module) -> None:
 
 def remove_state_hooks(module: nn.Module, hooks: set[Any]) -> None:
     """Remove hooks of ``state_dict`` and ``load_state_dict`` from a module."""
-    for held in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
-        for number, hook in list(held.items()):
+    for registered in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for number, hook in list(registered.items()):
             if getattr(hook, "hook", hook) in hooks:  # torch wraps some
-                del held[number]
+                del registered[number]
 
 
 def parameters_of_ddp() -> set[int]:
     """The ids of the parameters of all modules that DistributedDataParallel wraps."""
     if not (is_available() and is_initialized()):
         return set()
-    kinds = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
-    # An object refers to its class. To ask all objects for their classes takes four times as long.
-    models = [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
-    inner = [model._modules.get("module") for model in models]
-    return {id(p) for module in inner if module is not None for p in module.parameters()}
+    classes = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
+    # An object refers to its class. Asking all objects for their classes takes four times as long.
+    wrappers = [ddp for ddp in gc.get_referrers(*classes) if type(ddp) in classes]
+    modules = [ddp._modules.get("module") for ddp in wrappers]
+    return {id(p) for module in modules if module is not None for p in module.parameters()}
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class _LeftOutOfDDP:
-    """The names of the parameters that DDP ignores: those of other code, and those found now."""
+    """FQNs of the parameters that DDP ignores, computed when it is constructed."""
 
     def __init__(self, module: nn.Module, find: Callable[[nn.Module], list[str]]) -> None:
         self.module, self.find = module, find
-        self.others = getattr(module, _IGNORED, ())
-        self.is_new = _IGNORED not in vars(module)
+        self.others = vars(module).get(_IGNORED)  # those of other code
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self.others, *self.find(self.module)]))
+        return iter(dict.fromkeys([*(self.others or ()), *self.find(self.module)]))
 
 
 def leave_out_of_ddp(module: nn.Module, find: Callable[[nn.Module], list[str]]) -> None:
-    """Let DistributedDataParallel(module) neither broadcast nor reduce some parameters.
+    """Exclude parameters of a module from DistributedDataParallel(module).
 
-    ``find`` returns their FQNs in a module. It is called whenever a DDP is made.
+    ``find`` returns their FQNs in a module. It is called when a DDP is constructed.
     """
     if not isinstance(vars(module).get(_IGNORED), _LeftOutOfDDP):
         setattr(module, _IGNORED, _LeftOutOfDDP(module, find))
 
 
 def give_back_to_ddp(module: nn.Module) -> None:
-    """Undo :func:`leave_out_of_ddp` in a module and its parts, where nothing is found any more."""
+    """Undo :func:`leave_out_of_ddp` in modules where ``find`` returns nothing any more."""
     for part in module.modules():
-        found = vars(part).get(_IGNORED)
-        if isinstance(found, _LeftOutOfDDP) and not found.find(part):
+        ignored = vars(part).get(_IGNORED)
+        if isinstance(ignored, _LeftOutOfDDP) and not ignored.find(part):
             delattr(part, _IGNORED)
-            if not found.is_new:
-                setattr(part, _IGNORED, found.others)
+            if ignored.others is not None:
+                setattr(part, _IGNORED, ignored.others)
 
 
 def op_name(op: OpOverload) -> str:
@@ -488,7 +489,7 @@ def written_arguments(
 ) -> Sequence[Any]:
     """The arguments that an operator writes to.
 
-    For a collective these are all arguments, because c10d schemas do not mark mutated ones.
+    All arguments of a collective, because c10d schemas do not mark mutated ones.
     """
     if op.namespace == "c10d":
         return args
@@ -500,7 +501,7 @@ def written_arguments(
 
 
 def is_selectively_checkpointed() -> bool:
-    """Whether code runs in selective activation checkpointing, including its recomputation."""
+    """Whether selective activation checkpointing is active, including its recomputation."""
     return bool(_len_torch_dispatch_stack()) and any(
         type(mode).__module__ == create_selective_checkpoint_contexts.__module__
         for mode in _get_current_dispatch_mode_stack()
@@ -508,7 +509,7 @@ def is_selectively_checkpointed() -> bool:
 
 
 def outside_of_modes() -> AbstractContextManager[Any]:
-    """Run operators, on the host, as if no dispatch mode were active (such as FakeTensorMode)."""
+    """Disable dispatch modes, such as FakeTensorMode, for operators on the host."""
     return without_dispatch_modes() if is_in_torch_dispatch_mode() else nullcontext()
 
 
@@ -527,6 +528,26 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
     )
 
 
+class EagerModuleTracker(ModuleTracker):
+    """ModuleTracker that ignores compiled code and leaves.
+
+    Its hooks of leaves would raise in ``torch.autograd.grad``, and without gradients.
+    """
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super()._fw_pre_hook(mod, _without_leaves(input))
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super()._fw_post_hook(mod, input, _without_leaves(output))
+
+
+def _without_leaves(values: Any) -> list[torch.Tensor]:
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in tensors if not tensor.is_leaf]
+
+
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
     """The parameter groups of a module that ``fully_shard`` was called on."""
     state: Any = module._get_fsdp_state()
@@ -538,8 +559,8 @@ def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
 
 def fsdp_groups() -> list[Any]:
     """The parameter groups of all modules that ``fully_shard`` was called on."""
-    of_modules = map(fsdp_groups_of_module, _fsdp_modules())
-    return list(dict.fromkeys(group for groups in of_modules for group in groups))
+    groups = [group for module in _fsdp_modules() for group in fsdp_groups_of_module(module)]
+    return list(dict.fromkeys(groups))
 
 
 def _fsdp_modules() -> list[FSDPModule]:
@@ -557,10 +578,10 @@ def fsdp_roots_of(group: Any) -> list[nn.Module]:
 
 
 def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
-    """Let FSDP2 run ``call`` with each parameter that ``fully_shard`` has sharded.
+    """Call a function with each parameter that ``fully_shard`` shards.
 
-    It runs again before the first gather, because a loader may have replaced the parameter, and
-    each time before FSDP2 looks at the local tensor for hooks of the all-gather.
+    It runs before FSDP2 looks for all-gather hooks of the local tensor: when the parameter is
+    sharded, and before the first gather, because a loader may have replaced the parameter.
     """
 
     @wraps(_init_extensions)
@@ -572,7 +593,7 @@ def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
 
 
 def fsdp_init_shards(module: FSDPModule) -> None:
-    """Let FSDP2 replace the shards of a module (padded, pinned) now, not at its first gather."""
+    """Make FSDP2 replace the shards of a module (padded, pinned) now, not at its first gather."""
     for group in fsdp_groups_of_module(module):
         is_done = group._reset_sharded_params
         if not (is_done or any(p.sharded_param.is_meta for p in group.fsdp_params)):
@@ -582,13 +603,13 @@ def fsdp_init_shards(module: FSDPModule) -> None:
 class FsdpParameter:
     """A parameter that FSDP2 shards."""
 
-    def __init__(self, own: Any) -> None:
-        self.own = own  # FSDP2's object
+    def __init__(self, fsdp_param: Any) -> None:
+        self.own = fsdp_param  # FSDP2's object
 
     @cached_property
     def group(self) -> Any:
         """The parameter group."""
-        return next(g for g in fsdp_groups() if any(each is self.own for each in g.fsdp_params))
+        return next(g for g in fsdp_groups() if any(param is self.own for param in g.fsdp_params))
 
     @property
     def led_group(self) -> Any:
@@ -597,7 +618,7 @@ class FsdpParameter:
 
     @property
     def users(self) -> list[tuple[nn.Module, str]]:
-        """The modules that have it, each with its name there; hooks are given the first."""
+        """The modules that share the parameter, with its names; hooks are given the first."""
         info = self.own._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         return [(info.module, info.param_name), *shared]
@@ -624,7 +645,7 @@ class FsdpParameter:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether its local tensor had hooks for the all-gather when FSDP2 looked."""
+        """Whether FSDP2 found all-gather hooks of its local tensor."""
         return hasattr(self.own, "_extensions_data")
 
     def replace_local(self, local: Any) -> None:
@@ -636,9 +657,9 @@ class FsdpParameter:
         self.own._sharded_param_data = local.like(getattr(data, "plain", data))
 
     def forget_hooks(self) -> None:
-        """Let FSDP2 gather a parameter whose local tensor was wrapped until now as a plain one."""
+        """Make FSDP2 gather the parameter as a plain one, after its local tensor was unwrapped."""
         self.own.reset_sharded_param()
-        # What it keeps of earlier gathers.
+        # State of earlier gathers.
         for name in ("_extensions_data", "_unsharded_param"):
             self.own.__dict__.pop(name, None)
         self.own.all_gather_outputs, self.own._unsharded_inner_tensors = [], []
@@ -655,24 +676,24 @@ class FsdpParameter:
 
     def has_unreduced(self) -> bool:
         """Whether FSDP2 has a gradient that waits for a reduction."""
-        of_replicas = getattr(self.group, "_partial_reduce_output", None)
-        return of_replicas is not None or self.has_gradient()
+        partial_output = getattr(self.group, "_partial_reduce_output", None)
+        return partial_output is not None or self.has_gradient()
 
 
 def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
     """The parameters of FSDP2's parameter groups, in their order."""
     for group in groups:
-        for own in group.fsdp_params:
-            parameter = FsdpParameter(own)
-            parameter.group = group  # to search for it would be slow
+        for fsdp_param in group.fsdp_params:
+            parameter = FsdpParameter(fsdp_param)
+            parameter.group = group  # cached: searching for it is slow
             yield parameter
 
 
 def fill_fsdp_gradients(parameters: Iterable[FsdpParameter], value: float) -> None:
-    """Give unsharded parameters gradients of one value, which share memory."""
+    """Set gradients of one value, which share memory, on unsharded parameters."""
     numbers: torch.Tensor | None = None
-    unsharded = [each.unsharded for each in parameters if each.unsharded is not None]
-    for parameter in sorted(unsharded, key=lambda each: -each.numel()):
+    unsharded = [param.unsharded for param in parameters if param.unsharded is not None]
+    for parameter in sorted(unsharded, key=lambda param: -param.numel()):
         local = dtensor_local(parameter) if isinstance(parameter, DTensor) else parameter
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         if numbers is None or numbers.dtype != dtype or len(numbers) < local.numel():
@@ -685,7 +706,7 @@ def fill_fsdp_gradients(parameters: Iterable[FsdpParameter], value: float) -> No
 
 
 class _Untouched:
-    """Stand-in, in FSDP2, for a sharded parameter that is to have no gradient."""
+    """Stand-in, in FSDP2, for a sharded parameter whose gradient is dropped."""
 
     grad: torch.Tensor | None = None
     _post_accumulate_grad_hooks = None
@@ -698,7 +719,7 @@ class _Untouched:
 
 
 def without_fsdp_gradient(parameter: Any) -> Any:
-    """A stand-in for FSDP2's object of a parameter, which takes its gradient and drops it."""
+    """A stand-in for FSDP2's object of a parameter that drops its gradient."""
     stand_in = copy(parameter)
     stand_in.sharded_param = _Untouched(parameter.sharded_param)
     return stand_in
@@ -706,15 +727,15 @@ def without_fsdp_gradient(parameter: Any) -> Any:
 
 def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether any of these parameters may have a gradient, also one that FSDP or a hook holds."""
-    held = {
-        id(each.unsharded): each.sharded.grad is not None or each.has_unreduced()
-        for each in fsdp_parameters(fsdp_groups())
+    in_fsdp = {
+        id(param.unsharded): param.sharded.grad is not None or param.has_unreduced()
+        for param in fsdp_parameters(fsdp_groups())
     }
     return any(
         leaf.grad is not None
         or has_hooks_after_accumulation(leaf)
         or getattr(leaf, "_saved_grad_shard", None) is not None  # of FSDP1
-        or held.get(id(leaf), False)
+        or in_fsdp.get(id(leaf), False)
         for leaf in leaves
     )
 
@@ -730,11 +751,8 @@ def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
 
 
 def fsdp_padded_shapes(group: Any) -> dict[Any, torch.Size]:
-    """Shape of what a rank has of each parameter in the group's reduce-scatter.
-
-    The keys are FSDP2's objects for its parameters, in their order.
-    """
-    return {each: each.padded_sharded_param_size for each in group.fsdp_params}
+    """Padded shapes of the shards in a group's reduce-scatter, by FSDP2's parameter objects."""
+    return {param: param.padded_sharded_param_size for param in group.fsdp_params}
 
 
 def fsdp_reduce_scatter_group(group: Any) -> Any:
@@ -746,8 +764,8 @@ def fsdp_reduce_scatter_group(group: Any) -> Any:
 
 def fsdp_reduction(group: Any) -> Any:
     """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
-    found = group._reduce_scatter_comm
-    return None if type(found) is DefaultReduceScatter else found
+    comm = group._reduce_scatter_comm
+    return None if type(comm) is DefaultReduceScatter else comm
 
 
 def set_fsdp_reduction(group: Any, comm: Any) -> None:
@@ -756,28 +774,27 @@ def set_fsdp_reduction(group: Any, comm: Any) -> None:
 
 
 @cache
-def announce_fsdp_reductions(kind: type) -> None:
-    """Let FSDP2 announce each reduction to the custom reduce-scatter, if that is of a class.
+def announce_fsdp_reductions(comm_class: type) -> None:
+    """Make FSDP2 announce each reduction to custom reduce-scatters of a class.
 
     FSDP2 tells a custom reduce-scatter neither which parameters have gradients in its buffer nor
-    of what follows, and does not call it for a single rank. So FSDP2 calls two of its methods:
+    what follows, and does not call it for a single rank. With this patch it calls two methods:
 
-    ``complete(runs)``, before it looks for gradients. It may add some. ``runs``: whether the
-    backward of the group's modules runs, as it does on all ranks or on none.
+    ``complete(runs)``, before it looks for gradients. The method may add some. ``runs``: whether
+    the backward of the group's modules runs, alike on all ranks.
 
-    ``prepare(parameters, gradients, replicas, hook)``, before the reduction. ``parameters`` are
-    keys of :func:`fsdp_padded_shapes`, in the order of the buffer. ``gradients`` are lists of
-    the same length, to which tensors of the buffer may be appended that are of no parameter, and
-    which are left in the reduced buffer. ``replicas`` is the process group of HSDP's all-reduce,
-    and ``hook`` a function of the reduced buffer, or they are None. The results take the places of
-    the two. A hook where there was none runs on the stream of the last reduction. It may replace
-    ``parameters`` by :func:`without_fsdp_gradient`.
+    ``prepare(parameters, gradients, replicas, hook)``, before the reduction; returns new
+    ``replicas`` and ``hook``. ``parameters`` are keys of :func:`fsdp_padded_shapes`, in the order
+    of the buffer; the method may replace them by :func:`without_fsdp_gradient`. ``gradients`` has
+    the same length; tensors that are appended to it stay in the reduced buffer. ``replicas`` is
+    the process group of HSDP's all-reduce, ``hook`` a function of the reduced buffer; either may
+    be None. A new hook runs on the stream of the last reduction.
     """
 
     @disabled_in_graphs()
     @wraps(_post_backward)
     def completed(self: Any, *unused: Any) -> Any:
-        if isinstance(self._reduce_scatter_comm, kind) and self.reduce_grads:
+        if isinstance(self._reduce_scatter_comm, comm_class) and self.reduce_grads:
             runs = self._training_state.name in ("FORWARD", "PRE_BACKWARD")
             self._reduce_scatter_comm.complete(runs)  # type: ignore[attr-defined]
         return _post_backward(self, *unused)
@@ -785,32 +802,32 @@ def announce_fsdp_reductions(kind: type) -> None:
     @disabled_in_graphs()
     @wraps(_foreach_reduce)
     def announced(*args: Any, **kwargs: Any) -> Any:
-        given = _reduction.bind(*args, **kwargs)
+        bound = _reduction.bind(*args, **kwargs)
         parameters, grads, comm, replicas, hook, stream, dtype = (
-            given.arguments[name] for name in _given
+            bound.arguments[name] for name in _announced
         )
-        if isinstance(comm, kind):
-            if dtype is not None and len({each.dtype for each in grads}) > 1:
+        if isinstance(comm, comm_class):
+            if dtype is not None and len({grad.dtype for grad in grads}) > 1:
                 # FSDP2 converts gradients that it accumulates, and refuses to mix dtypes.
-                grads[:] = [each.to(dtype) for each in grads]
-            group, own = comm.prepare(parameters, grads, replicas, hook)  # type: ignore[attr-defined]
-            given.arguments |= {"all_reduce_group": group, "all_reduce_hook": own}
-            if replicas is None and hook is None and own is not None:
+                grads[:] = [grad.to(dtype) for grad in grads]
+            group, new_hook = comm.prepare(parameters, grads, replicas, hook)  # type: ignore[attr-defined]
+            bound.arguments |= {"all_reduce_group": group, "all_reduce_hook": new_hook}
+            if replicas is None and hook is None and new_hook is not None:
                 # FSDP2 frees the buffer, which is of this stream, without waiting for another one.
-                given.arguments["all_reduce_stream"] = stream
-        return _foreach_reduce(*given.args, **given.kwargs)
+                bound.arguments["all_reduce_stream"] = stream
+        return _foreach_reduce(*bound.args, **bound.kwargs)
 
     _fsdp_param_group.FSDPParamGroup.post_backward = completed  # type: ignore[method-assign]
     _fsdp_param_group.foreach_reduce = announced
 
 
 def fsdp_has_second_reduction(group: Any) -> bool:
-    """Whether sums over shards are reduced over replicas (HSDP), or by ``set_all_reduce_hook``."""
+    """Whether a second reduction follows: HSDP's, or that of ``set_all_reduce_hook``."""
     return group.mesh_info.replicate_mesh_dim is not None or group._all_reduce_hook is not None
 
 
 def fsdp_reduces_unused(group: Any) -> bool:
-    """Whether gradients of 0 are asked for of parameters that no rank has used."""
+    """Whether parameters that no rank has used get gradients of 0."""
     return getattr(group, "reduce_scatter_unused_params", False)  # torch > 2.12
 
 

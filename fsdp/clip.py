@@ -89,7 +89,7 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of gradients, in fp64: the sum of squares is exact in each of several folds.
 
     The square of an fp32 number is exact in fp64. A fold takes from all squares the bits above a
-    unit, so large that fp64 holds any sum of N such numbers without rounding. What is left of the
+    unit, so large that fp64 holds any sum of N such numbers without rounding. The rest of the
     squares is for the next fold, with a smaller unit, and in the end too little to matter in fp32.
     So the order and the grouping of the sums do not matter. (Demmel and Nguyen, "Parallel
     Reproducible Summation", 2015.)
@@ -107,16 +107,16 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     amaxes = []
     for groups, pieces in shards.items():
         largest = [p.abs().amax().float() if p.numel() else p.new_zeros(()).float() for p in pieces]
-        amax = torch.stack([each.to(pieces[0].device) for each in largest]).amax()
+        amax = torch.stack([x.to(pieces[0].device) for x in largest]).amax()
         amaxes.append(all_reduce_max(amax, groups).to(device))
     amax = torch.stack(amaxes).amax()
     room = sum(gradient.numel() for gradient in gradients).bit_length() + 1
     # All squares are less than 2 ** top.
     top = 2 * torch.frexp(amax.double()).exponent.long()
-    # So many that N times what is left of a square is at most 2 ** -26 of the sum.
+    # As many as leave, of N squares, a rest of at most 2 ** -26 of the sum.
     folds = 1 + max(1, -(-(2 * room - 26) // (_SIGNIFICAND - room)))
     units = [top + room - fold * (_SIGNIFICAND - room) for fold in range(folds)]
-    # 1.5 * 2 ** unit: its last bit is what a sum with it is rounded to.
+    # 1.5 * 2 ** unit: adding it rounds a number to its last bit.
     anchors = [((unit + 1023) << 52 | 1 << 51).view(torch.float64) for unit in units]
     total = amax.new_zeros(folds, dtype=torch.float64)
     for groups, pieces in shards.items():

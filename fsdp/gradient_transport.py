@@ -72,8 +72,8 @@ class EncodedReduction:
     FSDP2 calls it on a stream of its own.
     """
 
-    # What the running loop of micro_batches asks of each reduction: whether this rank's gradients
-    # are part of the sum.
+    # A check by the running loop of micro_batches, which returns whether this rank's gradients are
+    # part of the sum.
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
     def __init__(self, module: str, number: int, group: Any, encodings: Sequence[Encoding]) -> None:
@@ -85,16 +85,16 @@ class EncodedReduction:
         self.module = module
         self.number = number % 256  # which bf16 can represent
         self.group = group
-        # Of the current reduction.
-        self.used: set[Any] = set()  # the parameters that this rank has gradients of
-        self.parameters: list[Any] = []  # those of the message
-        self.is_final = False  # no other reduction follows: sums begin with what is accumulated
-        self.has_gradients = False  # the buffer that FSDP2 allocates first
+        # State of the current reduction.
+        self.used: set[Any] = set()  # the parameters for which this rank has gradients
+        self.parameters: list[Any] = []  # the parameters of the message
+        self.is_final = False  # no other reduction follows: sums start from accumulated gradients
+        self.has_gradients = False  # FSDP2 has allocated the buffer for gradients
 
     @property
     def parts(self) -> list[Part]:
         """The parts of the current reduction's message."""
-        parts = [self.parts_of[each] for each in self.parameters]
+        parts = [self.parts_of[parameter] for parameter in self.parameters]
         if fsdp_ranks(self.group) > 1:
             parts.append(Part(len(parts) + 1, None))
         return parts
@@ -102,7 +102,7 @@ class EncodedReduction:
     def complete(self, runs: bool) -> None:
         """Add gradients of -0, see Note [Ranks that use different parameters]."""
         parameters = list(fsdp_parameters([self.group]))
-        self.used = {each.own for each in parameters if each.has_gradient()}
+        self.used = {p.own for p in parameters if p.has_gradient()}
         keeps_unused = fsdp_reduces_unused(self.group)
         is_filled = keeps_unused or fsdp_ranks(self.group) > 1
         if not self.used and not (is_filled and (runs or keeps_unused)):
@@ -111,8 +111,8 @@ class EncodedReduction:
         if not counts:
             self.used.clear()
         if is_filled:
-            trained = [each for each in parameters if each.is_trained or each.has_gradient()]
-            fill_fsdp_gradients([each for each in trained if each.own not in self.used], -0.0)
+            trained = [p for p in parameters if p.is_trained or p.has_gradient()]
+            fill_fsdp_gradients([p for p in trained if p.own not in self.used], -0.0)
 
     def prepare(
         self,
@@ -121,7 +121,10 @@ class EncodedReduction:
         replicas: dist.ProcessGroup | None,
         hook: Hook | None,
     ) -> tuple[Any, Hook | None]:
-        """Note what FSDP2 is about to reduce; return what all-reduces the sums, and follows."""
+        """Record what FSDP2 is about to reduce, and return the replicas' group and the hook.
+
+        ``replicas`` all-reduces the sums, and ``hook`` runs afterwards.
+        """
         self.parameters, self.has_gradients = parameters, False
         self.is_final = replicas is None and hook is None
         if fsdp_ranks(self.group) == 1:
@@ -131,8 +134,8 @@ class EncodedReduction:
         encoded = EncodedReplicas(replicas, self) if replicas and replicas.size() > 1 else replicas
         unused = [
             i
-            for i, each in enumerate(parameters)
-            if each not in self.used and FsdpParameter(each).sharded.grad is None
+            for i, p in enumerate(parameters)
+            if p not in self.used and FsdpParameter(p).sharded.grad is None
         ]
         if not unused or fsdp_reduces_unused(self.group):
             return encoded, hook
@@ -140,8 +143,8 @@ class EncodedReduction:
 
     def _flags(self, ones: torch.Tensor) -> torch.Tensor:
         ones[:, -1] = self.number
-        for i, each in enumerate(self.parameters):
-            if each not in self.used:
+        for i, parameter in enumerate(self.parameters):
+            if parameter not in self.used:
                 ones[:, i] = 0
         return ones
 
@@ -205,29 +208,28 @@ class EncodedReduction:
     def _check_modules(self, numbers: torch.Tensor) -> None:
         """Raise ValueError if the pieces of ranks are those of several modules."""
         group = fsdp_reduce_scatter_group(self.group)
-        ranks, own = dist.get_process_group_ranks(group), numbers[group.rank()]
-        if others := [r for r, each in zip(ranks, numbers, strict=True) if each != own]:
+        ranks, expected = dist.get_process_group_ranks(group), numbers[group.rank()]
+        if others := [r for r, number in zip(ranks, numbers, strict=True) if number != expected]:
             raise ValueError(
                 f"{_CALLER}: rank {dist.get_rank()} reduces the gradients of {self.module} while "
-                f"ranks {others} reduce those of other modules. All ranks must run the modules "
-                "that fully_shard was called on in one order, forward and backward; shard what "
-                "only some of them run (heads, experts) as one module"
+                f"ranks {others} reduce those of other modules. All ranks must run FSDP modules in "
+                "one order; shard what only some of them run (heads, experts) as one module"
             )
 
     def _accumulated(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Move what this rank's shards have accumulated to fp32 ``[S]``; None if they have nothing.
+        """Move the accumulated gradients of this rank's shards to fp32 ``[S]``; None without any.
 
-        FSDP2 adds the sum to what is left: -0.
+        -0 is left in their place, to which FSDP2 adds the sum.
         """
         total, begin = None, 0
         for parameter in self.parameters:
             grad = FsdpParameter(parameter).sharded.grad
             if grad is not None and grad.device == rows.device:
-                own = local_tensor(grad)
+                shard = local_tensor(grad)
                 if total is None:
                     total = rows.new_full(rows.shape[1:], -0.0, dtype=torch.float32)
-                total.narrow(0, begin, own.numel()).copy_(own.flatten())
-                own.fill_(-0.0)
+                total.narrow(0, begin, shard.numel()).copy_(shard.flatten())
+                shard.fill_(-0.0)
             begin += self.parts_of[parameter].size
         return total
 
@@ -306,8 +308,9 @@ def set_gradient_transport(
     announce_fsdp_reductions(EncodedReduction)
     for number, (module, group) in enumerate(groups.items()):
         if transport is not None:
-            each, shown = list(encodings[module].values()), module or "the root module"
-            set_fsdp_reduction(group, EncodedReduction(shown, number, group, each))
+            name = module or "the root module"
+            reduction = EncodedReduction(name, number, group, [*encodings[module].values()])
+            set_fsdp_reduction(group, reduction)
         elif isinstance(fsdp_reduction(group), EncodedReduction):  # not one of other code
             set_fsdp_reduction(group, None)
 
@@ -323,21 +326,26 @@ def _encodings(
     names = {id(p): without_wrappers(name) for name, p in model.named_parameters()}
     encodings: dict[str, dict[str, Encoding]] = {}
     for module, group in groups.items():
-        of_group = encodings[module] = {}
-        for p in (getattr(*each.users[0]) for each in fsdp_parameters([group])):
+        by_name = encodings[module] = {}
+        for p in _parameters(group):
             if (name := names.get(id(p))) is None:
                 raise ValueError(
                     f"{_CALLER}: a parameter group of FSDP2 (fully_shard of a list) has parameters "
                     "outside of the module that was passed; pass one that holds all of them"
                 )
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
-            of_group[name] = None if is_kept or transport == "fp32" else transport
-    if transport in _ENCODED and not any(any(how.values()) for how in encodings.values()):
+            by_name[name] = None if is_kept or transport == "fp32" else transport
+    if transport in _ENCODED and not any(any(e.values()) for e in encodings.values()):
         raise ValueError(
             f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
             "fewer than 2 dims, or high_precision is true for them"
         )
     return encodings
+
+
+def _parameters(group: Any) -> list[nn.Parameter]:
+    """The parameters of a parameter group, in its order, as their modules have them."""
+    return [getattr(*parameter.users[0]) for parameter in fsdp_parameters([group])]
 
 
 def _check_agreement(
@@ -347,12 +355,11 @@ def _check_agreement(
     facts = Facts()
     for module, group in groups.items():
         # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
-        parameters = [getattr(*each.users[0]) for each in fsdp_parameters([group])]
-        of_parameters = (p.device_mesh for p in parameters if isinstance(p, DTensor))
-        for mesh in {group.mesh_info.mesh, *of_parameters}:
-            of_mesh = facts.of(mesh)
-            for name, how in encodings[module].items():
-                of_mesh[f"the transport of the gradient of {name}"] = str(how)
+        meshes = (p.device_mesh for p in _parameters(group) if isinstance(p, DTensor))
+        for mesh in {group.mesh_info.mesh, *meshes}:
+            mesh_facts = facts.of(mesh)
+            for name, encoding in encodings[module].items():
+                mesh_facts[f"the transport of the gradient of {name}"] = str(encoding)
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
 
 
@@ -381,10 +388,10 @@ def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
     """Return the model's parameter groups that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
     for name, module in model.named_modules():
-        of_module = fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else []
+        module_groups = fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else []
         if transport is not None:
-            _check_takes_transport(of_module, name or "the root module")
-        for group in of_module:
+            _check_takes_transport(module_groups, name or "the root module")
+        for group in module_groups:
             is_known = group in groups.values()  # several modules may share it
             if not is_known and fsdp_reduce_scatter_group(group) is not None:
                 groups[name] = group
@@ -410,10 +417,10 @@ def _check_takes_transport(groups: Sequence[Any], module: str) -> None:
                 f"{_CALLER}: {module} is replicated (replicate, not fully_shard): its gradients "
                 "are all-reduced, and there is no reduce-scatter"
             )
-        own = fsdp_reduction(group)
-        if not isinstance(own, EncodedReduction | None):
+        reduction = fsdp_reduction(group)
+        if not isinstance(reduction, EncodedReduction | None):
             raise ValueError(
-                f"{_CALLER}: {module} has a reduce-scatter of its own ({type(own).__name__}, of "
-                "set_custom_reduce_scatter or of memory from the process group), which would be "
-                "replaced"
+                f"{_CALLER}: {module} has a reduce-scatter of its own "
+                f"({type(reduction).__name__}, of set_custom_reduce_scatter or of memory from the "
+                "process group), which would be replaced"
             )

@@ -60,11 +60,12 @@ def share_input(
     declared, scheme = first.local_placements, first.config.recipe.gather_scheme["input"]
     placed: Any = input if declared is None else as_dtensor(input, declared.mesh, (declared.input,))
     if scheme is not None:
-        at, mesh, history = placed.placements[0], placed.device_mesh, first.histories.get("input")
+        layout, mesh = placed.placements[0], placed.device_mesh
+        history = first.histories.get("input")
         for layer in layers:
             if layer.prepared_input is not history:
                 layer.prepared_input = history
-        placed = cast_input(placed, at, mesh, scheme, history, first.float8_weight)
+        placed = as_float8_input(placed, layout, mesh, scheme, history, first.float8_weight)
     transport = reduce_transport if declared is None else first.reduce_transport
     return gathered(placed, transport, "share_input")
 
@@ -76,10 +77,10 @@ class ModuleInput(PrepareModuleInput):
         super().__init__(**arguments)
         self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
         pairs = [*zip(self.input_layouts or (), self.desired_input_layouts or (), strict=False)]
-        by_name = self.desired_input_kwarg_layouts
-        pairs += [(at, by_name.get(name)) for name, at in self.input_kwarg_layouts.items()]
-        whole = any(at is not None and then == Replicate() for at, then in pairs)
-        if reduce_transport is not None and (self.use_local_output or not whole):
+        desired = self.desired_input_kwarg_layouts
+        pairs += [(layout, desired.get(name)) for name, layout in self.input_kwarg_layouts.items()]
+        is_gathered = any(layout is not None and to == Replicate() for layout, to in pairs)
+        if reduce_transport is not None and (self.use_local_output or not is_gathered):
             raise ValueError(
                 f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
                 "sum of the gradients of an input that the module reads whole: to Replicate(), "
@@ -103,7 +104,7 @@ def check_transport(transport: Any, who: str) -> Encoding:
     return transport  # type: ignore[no-any-return]
 
 
-def cast_input(
+def as_float8_input(
     x: Any,
     layout: Placement | None,
     mesh: DeviceMesh,
@@ -125,8 +126,8 @@ def cast_input(
         return x
     x = autocast(x)
     x = as_dtensor(x, mesh, (layout,))
-    whole = (Replicate(),) * x.device_mesh.ndim
-    how = (scheme,), whole, owner.config, owner.fqn
+    replicated = (Replicate(),) * x.device_mesh.ndim
+    how = (scheme,), replicated, owner.config, owner.fqn
     if checked_scheme_of_move(x, "input", *how) is None:
         return x
     shared = number if torch.is_grad_enabled() else 0  # for layers whose backward may follow
@@ -220,10 +221,10 @@ def _check_shared(
         for m in layers
     }
     if len(settings) != 1 or (declared is not None and declared.weight != Shard(0)):
-        found = "".join(f"\n  - {m.fqn}: {m.local_placements}, {m.extra_repr()}" for m in layers)
+        listed = "".join(f"\n  - {m.fqn}: {m.local_placements}, {m.extra_repr()}" for m in layers)
         raise ValueError(
             f"share_input: {names} must be column-parallel layers (declare_placements with "
-            f"weight=Shard(0)), with one mesh, input placement and cast of the input; found{found}"
+            f"weight=Shard(0)), with one mesh, input placement and cast of the input; found{listed}"
         )
     check_transport(reduce_transport, "share_input")
     if reduce_transport is not None and declared is not None:
@@ -231,17 +232,12 @@ def _check_shared(
             f"share_input: reduce_transport={reduce_transport!r}, but {names} declared how their "
             "input stands; give it to declare_placements"
         )
-    if isinstance(input, DTensor) and declared is not None:
+    if isinstance(input, DTensor) != (declared is None):
         raise TypeError(
-            f"share_input: {names} declared a local input, but got a DTensor, {input.placements} "
-            f"on {input.device_mesh}; pass its to_local()"
+            f"share_input: the input of {names} is a {type(input).__name__}; layers with "
+            "declare_placements take a plain tensor, others a DTensor"
         )
     if isinstance(input, DTensor) and input.device_mesh.ndim != 1:
         raise ValueError(
             f"share_input: the input of {names} is on {input.device_mesh}; it must be on a 1-D mesh"
-        )
-    if not isinstance(input, DTensor) and declared is None:
-        raise TypeError(
-            f"share_input: the input of {names} is a plain tensor; declare where it stands "
-            "(declare_placements), or pass a DTensor"
         )

@@ -1,8 +1,8 @@
 """Check of the lengths of sequences that a plan divides between ranks as plain tensors.
 
 A style that reads such parts (``input_layouts=Shard(1)``) can't know the lengths of other ranks'
-parts, and takes all of them to be equal. Its gather of unequal parts aborts, or never ends. The
-whole length is known where a tensor is divided, and there it is the same on all ranks.
+parts, and assumes equal ones. Its gather of unequal parts aborts, or never ends. The whole length
+is known where a tensor is divided, and there it is the same on all ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,32 +28,31 @@ def check_lengths(model: nn.Module, size: int, styles: Mapping[str, ParallelStyl
     Only dims are checked along which styles read plain parts. The last dim has features, whose
     number the layers know. Call this before the styles are applied, so that the check runs first.
     """
-    simple = {name: list(_simple(style)) for name, style in styles.items()}
-    read = (at for each in simple.values() for style in each for at in _read(style))
-    dims = {at.dim for at in read if isinstance(at, Shard)}
+    parts = {name: list(_simple_styles(style)) for name, style in styles.items()}
+    layouts = (layout for part in parts.values() for style in part for layout in _read(style))
+    dims = {layout.dim for layout in layouts if isinstance(layout, Shard)}
     if not dims or size == 1:
         return
 
-    def check(name: str, tensors: Any, given: Iterable[Any], then: Iterable[Any]) -> None:
+    def check(name: str, tensors: Any, layouts: Iterable[Any], desired: Iterable[Any]) -> None:
         tensors = tensors if isinstance(tensors, tuple) else (tensors,)
-        for x, at, divided in zip(tensors, given, then, strict=False):
-            if not isinstance(x, torch.Tensor) or not isinstance(divided, Shard):
+        for x, layout, target in zip(tensors, layouts, desired, strict=False):
+            if not isinstance(x, torch.Tensor) or not isinstance(target, Shard):
                 continue
             ndim = x.ndim + (not x.is_floating_point())  # tokens get features later
-            dim = divided.dim % x.ndim
-            is_whole = isinstance(x, DTensor) or at != divided
-            is_read = dim in {each % ndim for each in dims} and dim != ndim - 1
+            dim = target.dim % x.ndim
+            is_whole = isinstance(x, DTensor) or layout != target
+            is_read = dim in {read_dim % ndim for read_dim in dims} and dim != ndim - 1
             if is_whole and is_read and x.shape[dim] % size:
                 raise ValueError(
                     f"{name or 'the model'}: the plan divides dim {dim} of a tensor of shape "
-                    f"{tuple(x.shape)} between {size} tensor-parallel ranks, as plain tensors of "
-                    "which other styles take all to be equal. Pad the sequence to a multiple of "
-                    f"{size}, or give use_local_output=False to each style that divides it, so "
-                    "that the parts are DTensors"
+                    f"{tuple(x.shape)} into unequal plain tensors on {size} tensor-parallel ranks; "
+                    f"pad the sequence to a multiple of {size}, or let the styles that divide it "
+                    "return DTensors (use_local_output=False)"
                 )
 
-    for name, each in simple.items():
-        for style in each:
+    for name, part in parts.items():
+        for style in part:
             _add_check(name, model.get_submodule(name), style, check)
 
 
@@ -67,12 +66,12 @@ def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
         pairs = style.output_layouts, style.desired_output_layouts
         module.register_forward_hook(lambda _, args, output: check(name, output, *pairs))
     elif isinstance(style, ColwiseParallel | RowwiseParallel):
-        layouts: Any = style.output_layouts  # of what is a DTensor, whatever its placement
+        layouts: Any = style.output_layouts  # of a DTensor with any placement
         module.register_forward_hook(lambda _, args, output: check(name, output, (None,), layouts))
 
 
-def _simple(style: Any) -> Iterator[Any]:
-    """The styles of which a style consists."""
+def _simple_styles(style: Any) -> Iterator[Any]:
+    """Yield the styles of which a style consists."""
     if isinstance(style, PrepareModuleInputOutput):
         yield from (style.prepare_module_input, style.prepare_module_output)
     else:
@@ -80,7 +79,7 @@ def _simple(style: Any) -> Iterator[Any]:
 
 
 def _read(style: Any) -> Iterable[Placement | None]:
-    """The placements that a style takes plain inputs to have."""
+    """The placements that a style assumes for plain inputs."""
     if isinstance(style, SequenceParallel):
         return style.sequence_sharding
     if isinstance(style, PrepareModuleInput):

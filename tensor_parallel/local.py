@@ -85,9 +85,8 @@ def declare_placements(
     if reduce_transport is not None and (weight == Replicate() or output == Partial()):
         raise ValueError(
             f"{layer.fqn}: reduce_transport={reduce_transport!r} applies to the sum of the output "
-            "of a row-parallel layer (weight=Shard(1)), or of grad_input of a column-parallel one "
-            f"(weight=Shard(0)). There is none with weight={weight!r}, input={input!r}, "
-            f"output={output!r}"
+            "of a row-parallel layer (weight=Shard(1)), or of grad_input of a column-parallel one, "
+            f"not to {weight=}, {input=}, {output=}"
         )
     _check_shapes(layer, mesh, weight)
     layer.local_placements = LocalPlacements(mesh, weight, input)
@@ -133,6 +132,5 @@ def _check_shapes(layer: Float8Linear, mesh: DeviceMesh, weight: Placement) -> N
             raise ValueError(
                 f"{layer.fqn}: {name}={features} fits neither the weight's local size, {part}, "
                 f"nor the global one, {whole}, of a weight declared as {weight!r} on {mesh.size()} "
-                "ranks. Parts must be equal: pad the layer, or use the parallel styles, which "
-                "take uneven ones"
+                "ranks. Pad the layer to equal parts, or use the parallel styles"
             )

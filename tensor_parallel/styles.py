@@ -26,7 +26,7 @@ from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weights import float8_modules, float8_weights, hold_known
 from fp8_dist.mesh import check_axis
 from fp8_dist.scaling import Scheme
-from fp8_dist.tensor_parallel.inputs import ModuleInput, cast_input, check_transport
+from fp8_dist.tensor_parallel.inputs import ModuleInput, as_float8_input, check_transport
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 
@@ -118,13 +118,12 @@ class _Float8LinearStyle(CheckedStyle):
 
     def _check_gathers(self, module: Any, input: DTensor) -> None:
         """Raise ValueError for a transport if the input of a column-parallel layer is whole."""
-        whole = isinstance(self, ColwiseParallel) and input.placements[0].is_replicate()
-        if whole and self.reduce_transport is not None:
+        is_gathered = isinstance(self, ColwiseParallel) and input.placements[0].is_replicate()
+        if is_gathered and self.reduce_transport is not None:
             raise ValueError(
                 f"{module.fqn}: reduce_transport={self.reduce_transport!r} applies to the "
-                "reduction of grad_input, which a layer leaves to what gathered its input. Give "
-                "the argument to that (PrepareFloat8ModuleInput, share_input), or pass the input "
-                "as a plain tensor"
+                "reduction of grad_input, which is left to what gathered the input. Give it to "
+                "that (PrepareFloat8ModuleInput, share_input), or pass the input as a plain tensor"
             )
 
     def _partition(self, name: str, module: Any, mesh: DeviceMesh) -> None:
@@ -269,9 +268,9 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         name, cast = min(casts.items(), key=lambda item: item[1] is not None)
         if cast is None:
             yield (
-                f"PrepareFloat8ModuleInput: {', '.join(casts)} take their input in two different "
-                "casts, or in high precision in some GEMM, which no single float8 copy can serve "
-                f"({name}: {layers[name].extra_repr()}); use torch's PrepareModuleInput"
+                f"PrepareFloat8ModuleInput: no single float8 copy of the input serves all GEMMs of "
+                f"{', '.join(casts)} ({name}: {layers[name].extra_repr()}); use torch's "
+                "PrepareModuleInput"
             )
         elif len(set(casts.values())) > 1:
             yield (
@@ -293,14 +292,14 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         recipe, length = first.config.recipe, first.config.amax_history_len
         scheme = recipe.gather_scheme["input"]
         assert scheme is not None
-        for each in layers.values():
-            each.prepared_by |= {first.fqn}
+        for layer in layers.values():
+            layer.prepared_by |= {first.fqn}
         if "input" in recipe.delayed:
-            # It is one of the layer's histories, so that sync reduces it and a state_dict has it.
+            # A history of the first layer, so that sync reduces it and a state_dict has it.
             history = AmaxHistory(recipe.delayed["input"], length, device_mesh)
             first.histories[PREPARED_INPUT] = history
-            for each in layers.values():
-                each.prepared_input = history
+            for layer in layers.values():
+                layer.prepared_input = history
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -310,12 +309,16 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             if not isinstance(layer, Float8Linear):  # convert_to_linear
                 return args, kwargs
             history, owner = layer.histories.get(PREPARED_INPUT), layer.float8_weight
-            how = (device_mesh, scheme, history, owner)
+            cast = (device_mesh, scheme, history, owner)
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
-            each = enumerate(zip(args, layouts, strict=False), 1)
-            cast_args = [cast_input(x, at, *how, n) for n, (x, at) in each]
-            named = enumerate(kwargs.items(), len(cast_args) + 1)
-            cast_kwargs = {k: cast_input(x, by_name.get(k), *how, n) for n, (k, x) in named}
+            cast_args = [
+                as_float8_input(x, layout, *cast, number)
+                for number, (x, layout) in enumerate(zip(args, layouts, strict=False), 1)
+            ]
+            cast_kwargs = {
+                name: as_float8_input(x, by_name.get(name), *cast, number)
+                for number, (name, x) in enumerate(kwargs.items(), len(cast_args) + 1)
+            }
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
@@ -336,5 +339,5 @@ def input_cast(layer: nn.Module) -> tuple[Scheme, bool] | None:
 
 def described(style: ParallelStyle) -> str:
     """Describe a style as text, so that ranks can compare it."""
-    known = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
-    return f"{type(style).__name__} {known}"
+    values = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
+    return f"{type(style).__name__} {values}"

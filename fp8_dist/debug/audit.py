@@ -1,13 +1,14 @@
 """``comm_audit``: a record of every collective.
 
-Terms: *collective* and *buffer* are defined in ``collectives``. In a *mixed gather*, FSDP2 copies
+Terms: ``collectives`` defines *collective* and *buffer*. In a *mixed gather*, FSDP2 copies
 parameters of several dtypes into one uint8 buffer, and gathers the buffer. Float8 is sent as uint8:
 the *payload dtype* of a uint8 tensor is the dtype of the tensor that it is a view of.
 
-A message may contain float8 rows and their scales (``pack_rows``), or the parts of encoded
-summands. Each of these parts is counted under its own dtype.
+The parts of a message, such as float8 rows and their scales (``pack_rows``), count under their own
+dtypes.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,45 +20,48 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8_dist.debug.collectives import Collective, read_collective
-from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.device import is_float8
 from fp8_dist.kernels import E2M1_X2
 from fp8_dist.kernels.encoding import encode_float8, pack_rows
 from fp8_dist.linear.runtime_ops import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.text import aligned
-from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode, storage_address
+from fp8_dist.text import aligned, without_wrappers
+from fp8_dist.torch_internals import (
+    STAND_INS,
+    EagerModuleTracker,
+    OpOverload,
+    TorchDispatchMode,
+    storage_address,
+)
 
 
 @dataclass(frozen=True)
 class CommRow:
-    """The sum of all collectives that differ only in size.
+    """Sum of the collectives that differ only in size.
 
     Attributes:
         op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"``, ...; the
-            qualified name, such as ``"symm_mem::one_shot_all_reduce"``, if this library doesn't
-            know the arguments of the communication op.
+            qualified name of an op whose arguments this library doesn't know, such as
+            ``"symm_mem::one_shot_all_reduce"``.
         axis: the mesh axis of the process group; ``"world"`` for the default group,
             ``"group NAME"`` for a group of no mesh, ``"unknown"`` if the op does not name a group.
-        dtype: the dtype of the payload; float8, also if it is sent as uint8; float4_e2m1fn_x2 for
-            packed values of MXFP4.
-        module: the FQN of the innermost module that was running, in forward or backward; ``""`` for
-            the outermost module and for code outside of modules. Submodules of a compiled module
+        dtype: the payload dtype; float4_e2m1fn_x2 for packed values of MXFP4.
+        module: the FQN of the innermost module that was running, in forward or backward, as torch's
+            ``ModuleTracker`` follows them; ``""`` for the outermost module and for code outside of
+            modules. A module ends before its forward hooks run. Submodules of a compiled module
             count as the compiled module.
-        in_mixed_gather: whether these elements were sent in messages of several dtypes (FSDP2's
-            gathers, packed rows, encoded summands), and the row of another dtype counts these
-            messages.
+        in_mixed_gather: whether the row of another dtype counts the messages that contained these
+            elements (FSDP2's gathers, packed rows, encoded summands).
         count: the number of collectives; 0 if ``in_mixed_gather``.
         elements: the number of elements in the buffers, summed over the collectives. Packed values
             count one by one.
         bytes: the size of these elements in bytes. The buffer is the output of an all-gather, the
             input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
             of an op that this library doesn't know.
-        bf16_bytes: the size of these elements if nothing were in float8. Each element of float8 or
-            MXFP4 counts 2 bytes, also of gradients, which may otherwise be reduced in fp32. Amaxes
-            (all-reduces of int32 or uint8) and scales of blocks (uint8 in a message with float8)
-            count 0. All else counts as it is, also scales of rows: 4 bytes for each row of float8,
-            which can't be told from fp32 parameters in the same message.
+        bf16_bytes: the size without float8. An element of float8 or MXFP4 counts 2 bytes, also of
+            gradients, which may otherwise be reduced in fp32. Amaxes (all-reduces of int32 or
+            uint8) and scales of blocks (uint8 in a message with float8) count 0. All else counts
+            its size, also fp32 scales of rows, which look like fp32 parameters.
     """
 
     op: str
@@ -106,8 +110,8 @@ class CommTable:
     def add(self, row: CommRow) -> None:
         """Add a row to the table, or its numbers to the row with the same key if there is one."""
         key = replace(row, **_NUMBERS)
-        known = self._rows.get(key, key)
-        sums = {name: getattr(known, name) + getattr(row, name) for name in _NUMBERS}
+        total = self._rows.get(key, key)
+        sums = {name: getattr(total, name) + getattr(row, name) for name in _NUMBERS}
         self._rows[key] = replace(row, **sums)
 
     def count(
@@ -122,12 +126,10 @@ class CommTable:
         A mixed gather is counted under its float8 dtype, or under its first dtype if it has no
         float8.
         """
-        wanted = {"op": op, "axis": axis, "dtype": dtype, "module": module}
-        return sum(
-            row.count
-            for row in self.rows
-            if all(v is None or getattr(row, name) == v for name, v in wanted.items())
-        )
+        fields = {"op": op, "axis": axis, "dtype": dtype, "module": module}
+        given = {name: value for name, value in fields.items() if value is not None}
+        rows = [r for r in self.rows if all(getattr(r, n) == v for n, v in given.items())]
+        return sum(row.count for row in rows)
 
     def without_modules(self) -> "CommTable":
         """Return a table of the same collectives, summed over modules."""
@@ -136,8 +138,8 @@ class CommTable:
     def table(self, by_module: bool = False, baseline: bool = False) -> str:
         """Return the rows as text, with totals.
 
-        A ``+`` in place of a count marks data that was sent in the collectives of another line of
-        the same op and axis, because FSDP2 gathers tensors of several dtypes in one message.
+        A ``+`` in place of a count marks data in the messages of another line of the same op and
+        axis.
 
         Args:
             by_module: one line per module.
@@ -169,59 +171,60 @@ class CommAudit(CommTable):
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self._axes = {} if mesh is None else _axes_by_group_name(mesh)
-        self._path = ModulePath()
+        self._tracker: EagerModuleTracker | None = None  # while it is recording
         self._recorder = _Recorder(self)
-        self._is_recording = False
-        # The payload dtypes of the storages that were viewed as uint8, by the storage's address.
-        # The weak references prevent an address from being given to another storage.
+        # The payload dtypes of storages that were viewed as uint8, by the storage's address. The
+        # weak references keep an address from being reused.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # For messages that consist of several tensors, such as the inputs of FSDP2's all-gathers,
-        # the bytes by payload dtype. The key is the address of the message's storage.
-        self._joined: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
+        # Bytes by payload dtype of messages of several tensors, such as the inputs of FSDP2's
+        # all-gathers, by the address of the message's storage.
+        self._messages: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
 
     def __enter__(self) -> Self:
-        if self._is_recording:
+        if self._tracker is not None:
             raise RuntimeError(
                 "this comm_audit is already recording; use a new one for a nested block"
             )
-        self._is_recording = True
-        self._path.__enter__()
+        self._tracker = EagerModuleTracker().__enter__()
+        # Graphs leave the tracker's hooks out.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         self._recorder.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._recorder.__exit__(*error)
-        self._path.__exit__()
+        if self._tracker is not None:
+            self._tracker.__exit__(*error)
+        self._tracker = None
         self._payload_dtypes.clear()
-        self._joined.clear()
-        self._is_recording = False
+        self._messages.clear()
 
     def __repr__(self) -> str:
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
 
-    def _note_payload(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Note that uint8 tensors on the storage of ``tensor`` hold numbers of this dtype."""
+    def _register_payload(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Register the payload dtype of uint8 views of a tensor's storage."""
         reference = StorageWeakRef(tensor.untyped_storage())
         self._payload_dtypes[storage_address(tensor)] = (reference, dtype)
 
-    def _note_joined(
+    def _register_message(
         self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
     ) -> None:
-        """Note the payload dtypes of a message of ``parts`` that is padded to ``nbytes``."""
+        """Register the payload dtypes of a message of ``parts`` that is padded to ``nbytes``."""
         sizes = self._bytes_by_dtype(parts)
         if sizes.keys() - {torch.uint8}:
             # Padding counts as the first dtype.
             sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
             reference = StorageWeakRef(message.untyped_storage())
-            self._joined[storage_address(message)] = (reference, sizes)
+            self._messages[storage_address(message)] = (reference, sizes)
 
-    def _note_collective(self, collective: Collective) -> None:
+    def _record(self, collective: Collective) -> None:
         shares = self._bytes_by_dtype(collective.tensors).items()
         # The row of the first dtype counts the collective, so float8 comes first.
         by_dtype = sorted(shares, key=lambda item: not _is_low(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
-        op, axis, module = collective.op, self._axis(collective.group), self._path.current
+        op, axis, module = collective.op, self._axis(collective.group), self._module()
         for position, (dtype, share) in enumerate(by_dtype):
             is_first, nbytes = position == 0, share * collective.factor
             elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize
@@ -238,12 +241,20 @@ class CommAudit(CommTable):
             for part in parts:
                 address = storage_address(part)
                 _, viewed = self._payload_dtypes.get(address, (None, part.dtype))
-                if address in self._joined:
+                if address in self._messages:
                     # Remove the entry, because a graph may reuse the memory for another message.
-                    sizes.update(self._joined.pop(address)[1])
+                    sizes.update(self._messages.pop(address)[1])
                 else:
                     sizes[viewed if part.dtype == torch.uint8 else part.dtype] += part.nbytes
         return sizes
+
+    def _module(self) -> str:
+        """Return the FQN of the innermost module that is running."""
+        assert self._tracker is not None
+        # The names begin with the class of the outermost module. In the backward, modules that
+        # share an input run until all of its gradient is known.
+        name = max(sorted(self._tracker.parents), key=lambda name: name.count("."))
+        return without_wrappers(name.partition(".")[2])
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
@@ -251,8 +262,8 @@ class CommAudit(CommTable):
         # torch's descriptions: of the default group, of a group without one, and of a mesh axis.
         nameless, described = f"group {group.group_name}", group.group_desc
         known = {"default_pg": "world", "": nameless, "undefined": nameless}
-        own = known.get(described, described.removeprefix("mesh_"))
-        return self._axes.get(group.group_name, own)
+        name = known.get(described, described.removeprefix("mesh_"))
+        return self._axes.get(group.group_name, name)
 
 
 def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
@@ -268,11 +279,12 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     barriers, waits and signals, which move no data, and the comparison of a model's layers between
     ranks (16 bytes per axis, when a plan is applied and at the first update of scales).
 
-    Compiled code is not recompiled. Its collectives, including those of submodules, are recorded
-    under the compiled module. Float8 that this library sends is shown as float8. Float8 that other
-    code sends as uint8 is shown as uint8 if inductor fuses the view into a kernel. Three things are
-    not recorded: communication inside the kernel of a custom op, graphs that run without Python
-    (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
+    Code that was compiled before the block is not recompiled; a graph that is made inside of it
+    serves this block alone. Collectives of compiled code, including those of submodules, are
+    recorded under the compiled module. Float8 that this library sends is shown as float8. Float8
+    that other code sends as uint8 is shown as uint8 if inductor fuses the view into a kernel. Three
+    things are not recorded: communication inside the kernel of a custom op, graphs that run without
+    Python (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
 
     The bytes are the sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends
     on the algorithm and on the size of the group.
@@ -301,7 +313,7 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
 
 
 def _is_low(dtype: torch.dtype) -> bool:
-    """Return whether a payload is counted as float8; packed values of four bits are, too."""
+    """Return whether a dtype is float8, or that of packed values of four bits."""
     return is_float8(dtype) or dtype is E2M1_X2
 
 
@@ -322,7 +334,7 @@ def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
 
 
 class _Recorder(TorchDispatchMode):
-    """A dispatch mode that reports communication ops to an audit."""
+    """Dispatch mode that records communication ops in an audit."""
 
     def __init__(self, audit: CommAudit) -> None:
         super().__init__()
@@ -342,30 +354,29 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = read_collective(func, args, kwargs) if isinstance(func, OpOverload) else None
-        # A Float8Tensor is recorded here, as float8. Its handler then sends the same message as
-        # uint8, which is not recorded again, because this mode is off inside this method. Any other
-        # subclass runs its handler first, and the ops that the handler issues are recorded.
+        # A Float8Tensor is recorded here, as float8: this mode is off while its handler sends the
+        # message as uint8. Other subclasses run their handlers first, whose ops are recorded.
         if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
             return NotImplemented
         if call is not None:
-            self._audit._note_collective(call)
+            self._audit._record(call)
         elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
             with self:  # the query may communicate
                 return QUERIES[func](*args, **kwargs)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
-            self._audit._note_payload(args[0], args[0].dtype)
+            self._audit._register_payload(args[0], args[0].dtype)
         elif str(func) == "fsdp.all_gather_copy_in.default":
             # FSDP2 copies all its inputs into the buffer of the next all-gather.
-            self._audit._note_joined(message=args[1], parts=args[0])
+            self._audit._register_message(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
-            self._audit._note_joined(found, [args[0], *args[1]], found.nbytes)
+            self._audit._register_message(result, [args[0], *args[1]], result.nbytes)
         elif func is encode_float8.overload:
-            self._audit._note_payload(found[0], torch.float8_e4m3fn)
-        return found
+            self._audit._register_payload(result[0], torch.float8_e4m3fn)
+        return result
 
 
 def _rewrites_ops(kind: Any) -> bool:
     """Return whether a tensor type turns an op into other ops. Modes handle ops on fake tensors."""
-    handled = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return handled and not issubclass(kind, STAND_INS)
+    has_handler = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return has_handler and not issubclass(kind, STAND_INS)

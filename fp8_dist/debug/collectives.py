@@ -107,9 +107,9 @@ class Collective(NamedTuple):
 def read_collective(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Collective | None:
-    """Return the collective that a call of an op makes; None if it makes none.
+    """Return the collective that a call of an op issues, or None.
 
-    For an op that is not in ``SCHEMAS``, the buffer is assumed to be its largest tensor argument.
+    The buffer of an op that is not in ``SCHEMAS`` is assumed to be its largest tensor argument.
     """
     if func.namespace not in NAMESPACES or (name := op_name(func)) in IGNORED_OPS:
         return None
@@ -129,7 +129,7 @@ def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _group(group: Any) -> dist.ProcessGroup | None:
-    """Return the group of an argument: boxed in a c10d op, or its name in a functional op."""
+    """Return the group of an argument, which is boxed in c10d ops, and a name in functional ops."""
     if isinstance(group, torch.ScriptObject):
         return dist.ProcessGroup.unbox(group)
     if group is None or isinstance(group, dist.ProcessGroup):

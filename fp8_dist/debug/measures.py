@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
 
 from fp8_dist.kernels import magnitudes
 from fp8_dist.kernels.cpu import upcast
-from fp8_dist.mesh import local_tensor
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import funcol
 
-# An operand is read in parts of so many elements. On a CPU a part fits into a cache. On a GPU the
-# fp32 copy of a part takes little memory.
+# Elements that are read at a time. A part fits into a CPU's cache. Its fp32 copy takes little of a
+# GPU's memory.
 _CPU_PART, _PART = 2**18, 2**24
 
 
@@ -28,8 +26,8 @@ class Measures(NamedTuple):
     amax: float  # of the operand
     scale: float  # the largest
     minus_scale: float  # the smallest scale, negated
-    minus_rank: float  # the first rank with a value that is not finite, negated; -inf without one
-    minus_position: float  # the first place among the casts of a step, negated; -inf: not known
+    minus_rank: float  # the first rank with a value that is not finite, negated; -inf: none
+    minus_position: float  # the first place among the casts of a step, negated; -inf: unknown
     values: float  # the number of values that are not zero in high precision
     underflow: float  # the number of those values that are zero in float8
     saturated: float  # the number of values that saturate
@@ -52,11 +50,6 @@ def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
     """Add the measures of more casts of the same operands, ``[..., 11]``, to a total in place."""
     total[..., :MAXIMA] = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
     total[..., MAXIMA:] += more[..., MAXIMA:]
-
-
-def measure(high: torch.Tensor, low: Quantized, rank: int) -> torch.Tensor:
-    """Return the :class:`Measures` of one cast, fp64 ``[11]``. See :func:`measure_casts`."""
-    return measure_casts(high, [low], rank)[0]
 
 
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
@@ -98,12 +91,12 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
 def matrix_scales(low: Quantized) -> torch.Tensor:
     """Return the scales of a cast as a matrix: 0-dim, or ``[1 or M, 1 or K]`` for ``[M, K]``."""
     scales = tuple([scale.detach() for scale in low.scales])
-    found = low.scheme.element_scales(scales, low.qdata.shape, low.start)
-    if found.ndim in (0, 2):
-        return found
-    *leading, columns = found.shape
+    wide = low.scheme.element_scales(scales, low.qdata.shape, low.start)
+    if wide.ndim in (0, 2):
+        return wide
+    *leading, columns = wide.shape
     rows = leading if set(leading) <= {1} else low.qdata.shape[:-1]
-    return found.expand(*rows, columns).reshape(-1, columns)
+    return wide.expand(*rows, columns).reshape(-1, columns)
 
 
 def _losses(
@@ -111,25 +104,24 @@ def _losses(
 ) -> tuple[torch.Tensor, ...]:
     """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
 
-    For each scale, the squares of the values that it covers are summed in units of the scale, so
-    that they neither overflow nor vanish in fp32.
+    Squares are summed in units of the scale, so that they neither overflow nor vanish in fp32.
     """
     units = x * scale.reciprocal()
     largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
     saturated = torch.zeros_like(values)
     if not largest <= limit:
         saturated = torch.count_nonzero(units.abs() > limit)
-    left = torch.count_nonzero(magnitudes(qdata))
+    kept = torch.count_nonzero(magnitudes(qdata))
     is_finite = largest < math.inf
     low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
     # Each scale covers all of a dim, or one index of it.
     dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
     unit = scale.to(torch.float64).square()
+    squares = units.square(), (low - units).square()
     signal, noise = (
-        ((each.square().sum(dims, keepdim=True) if dims else each.square()).double() * unit).sum()
-        for each in (units, low - units)
+        ((x.sum(dims, keepdim=True) if dims else x).double() * unit).sum() for x in squares
     )
-    return values - left, saturated, signal, noise
+    return values - kept, saturated, signal, noise
 
 
 def measure_gemm(
@@ -137,63 +129,20 @@ def measure_gemm(
 ) -> torch.Tensor | None:
     """Return the :class:`Measures` of a float8 GEMM's result: only ``signal`` and ``noise``.
 
-    They compare it with the product of the whole operands in fp32. The result is None without
-    tokens, or if ``left`` is not the input that the layer was given, so that shapes don't match.
-    The arguments are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
-
-    Collectives: those of :func:`whole_matrix` for each tensor.
+    They compare it with the product of the operands in fp32. The result is None without tokens, or
+    if ``left`` is not the input that the layer was given, so that shapes don't match. The arguments
+    are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
     """
-    a, b, found = (whole_matrix(tensor) for tensor in (left, right, result))
+    a, b, product = (x.reshape(-1, x.shape[-1]).to(torch.float32) for x in (left, right, result))
     a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
-    if not a.numel() or a.shape[1] != b.shape[0] or found.shape != (len(a), b.shape[1]):
+    if not a.numel() or a.shape[1] != b.shape[0] or product.shape != (len(a), b.shape[1]):
         return None
     exact = torch.mm(a, b)
     total = nothing(exact.device)
     total[1] = total[2] = 0.0
     total[9] = exact.to(torch.float64).square().sum()
-    total[10] = (found - exact).to(torch.float64).square().sum()
+    total[10] = (product - exact).to(torch.float64).square().sum()
     return total
-
-
-def whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh.
-
-    The ranks exchange the sizes of their shards, because the shape of a DTensor can be wrong. For a
-    DTensor from local tensors, as tensor-parallel styles make it, torch computes the shape as if
-    all ranks had equal shards.
-
-    Collectives: for each mesh axis on which a DTensor is sharded, an all-gather of the sizes
-    (8 bytes) and an all-gather of the shards; for each axis on which it is Partial, an all-reduce.
-    """
-    whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
-    return whole.reshape(-1, whole.shape[-1]).to(torch.float32)
-
-
-def _whole(tensor: DTensor) -> torch.Tensor:
-    mesh, whole = tensor.device_mesh, local_tensor(tensor)
-    plain = all(p.is_replicate() or p.is_partial() or type(p) is Shard for p in tensor.placements)
-    if not plain:  # a parameter that FSDP2 and tensor parallelism shard; its shape is right
-        return tensor.full_tensor()
-    # In reverse order, because a later axis divides the shards of the axes before it.
-    for axis in reversed(range(mesh.ndim)):
-        placement, group = tensor.placements[axis], str(mesh.get_group(axis).group_name)
-        if placement.is_partial():
-            reduced = funcol.all_reduce(whole, placement.reduce_op, group)  # type: ignore[attr-defined]
-            whole = funcol.wait_tensor(reduced)
-        elif isinstance(placement, Shard):
-            whole = _gathered(whole, placement.dim, mesh.size(axis), group)
-    return whole
-
-
-def _gathered(part: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Concatenate the parts of all ranks of a group along ``dim``; their sizes may differ."""
-    rows = part.movedim(dim, 0)
-    sizes = all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
-    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    parts = all_gather(padded, ranks, group).view(ranks, *padded.shape)
-    filled = [each[:size] for each, size in zip(parts, sizes, strict=True)]
-    return torch.cat(filled).movedim(0, dim)
 
 
 def all_gather(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:

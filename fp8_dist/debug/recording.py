@@ -1,14 +1,15 @@
 """``record``: the last steps' casts and GEMMs, which ranks write when something goes wrong.
 
-A rank writes a dictionary with ``torch.save``. Its ``"records"`` are dictionaries too: casts, with
-the tensor before the cast (``"high"``), and GEMMs, with a ``"result"``. A float8 tensor has the
-entries of a :class:`Quantized`, and its place: the ``"ranks"`` of its mesh, the ``"shape"`` of the
-whole tensor, and for each dim the (begin, end) of the ``"pieces"`` that the rank has.
+A rank writes a dictionary with ``torch.save``. Its ``"records"`` are dictionaries: casts, with the
+tensor before the cast (``"high"``), and GEMMs, with a ``"result"``. A float8 tensor has the entries
+of a :class:`Quantized`, the ``"ranks"`` of its mesh, the global ``"shape"``, and for each dim the
+(begin, end) of the ``"pieces"`` of this rank.
 """
 
 import atexit
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -39,8 +40,8 @@ from fp8_dist.scaling import Quantized, Scales
 from fp8_dist.torch_internals import in_backward, tree_map_only, version_of, when_backward_ends
 
 VERSION = 2
-ON_CPU = 128  # allocating new memory takes time there: this part of max_bytes holds passing casts
-MOST = 16  # recordings that anomalies cause; later ones write none
+ON_CPU = 128  # passing casts take 1/128 of max_bytes there, because allocation is slow
+MOST = 16  # recordings that anomalies cause
 
 Record = dict[str, Any]
 
@@ -52,8 +53,8 @@ class Recorder(StepObserver):
         step: the number of the last step that began.
         rows: the statistics of the last steps, as far as scales show them.
         anomalies: the first anomaly of each kind in each layer.
-        dropped: the number of casts and GEMMs of recorded layers that ``max_bytes`` left no room
-            for on this rank.
+        dropped: the number of casts and GEMMs of recorded layers that exceeded ``max_bytes`` on
+            this rank.
     """
 
     def __init__(
@@ -69,23 +70,23 @@ class Recorder(StepObserver):
         self._kept_bytes = self._passing_bytes = self.dropped = 0
         self._layers = matching("record", layers, [*dict.fromkeys(self._names.values())])
         self._folder, self._steps = folder, steps
-        self._max = self._window = max_bytes  # of all tensors, and of those that pass
+        self._max = self._window = max_bytes  # of all tensors, and of passing ones
         # The layers that are recorded in this step, and in the next one, with the reason.
         self._armed, self._next = dict[str, str](), dict[str, str]()
         self._kept: deque[Record] = deque()  # of recorded layers: copies
-        # Of other layers in this step, without copies: the arguments of _record_of, their tensors
-        # with the state of each, and the size.
+        # Passing casts, those of other layers in this step, are not copied: the arguments of
+        # _record_of, their tensors with the state of each, and the size.
         self._passing: deque[tuple[Any, list[tuple[Tensor, Any]], int]] = deque()
         # The scales of each cast of this step, or the largest one, in the order of the casts.
         self._scales: dict[Any, list[Scales]] = {}
         self._positions: dict[Any, float] = {}  # of recorded GEMMs among these
         self._written = Counter[int]()  # recordings of each step
-        # Those of the start: when the program ends, there may be no process group any more.
+        # Read now, because the process group may be gone when the program ends.
         self._rank = own_rank()
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._left, self._undo = MOST, ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
-        # Remove what this rank has written of recordings that a killed run did not complete.
+        # Remove this rank's files of recordings that a killed run did not complete.
         for path in folder.glob("*.incomplete/rank*.pt"):
             if path.name == _file_name(self._rank) or path.name >= _file_name(self._world):
                 path.unlink(missing_ok=True)
@@ -154,7 +155,7 @@ class Recorder(StepObserver):
         of the same name that an earlier run left is replaced. If the disk is full, a warning says
         so. Collectives: none.
         """
-        self._written[self.step] += 1  # alike on all ranks, which may not wait for each other
+        self._written[self.step] += 1  # the same on all ranks, without communication
         again = f"-{self._written[self.step]}" if self._written[self.step] > 1 else ""
         folder = self._folder / f"step{self.step:06d}{again}"
         unfinished, name = folder.with_suffix(".incomplete"), _file_name(self._rank)
@@ -202,21 +203,20 @@ class Recorder(StepObserver):
             else:
                 if source.folds is not None:  # FSDP2 frees the scales that it has gathered
                     cast = slot, source._replace(folds=source.folds.clone()), *cast[2:]
-                tensors = [each for each in (high, cast[1].folds, low.qdata) if each is not None]
-                states = [(tensor, _state_of(tensor)) for tensor in (*tensors, *low.scales)]
+                tensors = high, cast[1].folds, low.qdata, *low.scales
+                states = [(t, _state_of(t)) for t in tensors if t is not None]
                 size = sum([nbytes for _, (_, nbytes) in states])
                 self._passing.append((cast, states, size))
                 self._passing_bytes += size
                 self._window = self._max // ON_CPU if high.is_cpu else self._max
                 self._make_room()
 
-    def takes_products_of(self, owner: Owner) -> bool:
-        return self._is_recorded(self._names.get(owner, ""))
-
     def on_multiply(self, owner: Owner, product: Product) -> None:
         gemm, left, right, result, options, layouts, groups = product
+        if not self._is_recorded(self._names.get(owner, "")):
+            return
         if gemm != "output" or not in_backward():  # activation checkpointing repeats a forward
-            # It comes after its operands.
+            # After its operands.
             position = self._positions.setdefault((owner, gemm), len(self._scales) - 0.5)
             record = self._new_record(self._names[owner], position)
             record |= {"gemm": gemm, "result": result, "options": [*options]}
@@ -263,39 +263,39 @@ class Recorder(StepObserver):
             self._forget()
 
     def _forget(self) -> None:
-        """Forget the step that ended, but for what is kept."""
+        """Clear the state of the step that ended, except for copies."""
         self._passing_bytes = 0
-        for of_step in (self._passing, self._scales, self._positions):
-            of_step.clear()
+        for state in (self._passing, self._scales, self._positions):
+            state.clear()
 
     def _end_step(self) -> None:
-        self._measured, known, due = self._measures_of_scales(), len(self.anomalies), self._armed
+        self._measured, count, armed = self._measures_of_scales(), len(self.anomalies), self._armed
         super()._end_step()
         if not self._last:
-            self.step -= 1  # no rank has cast anything: an optimizer's step has ended the last one
+            self.step -= 1  # an optimizer's step has ended it: no rank has cast anything since
             return
         new: dict[str, str] = {}
-        for a in self.anomalies[known:]:
+        for a in self.anomalies[count:]:
             new.setdefault(a.row.fqn, f"step {self.step}: {a.row.fqn}: {text_of(a)}")
         self._armed, self._next = self._next | new, {}
         oldest = self.step - self._steps
         self.rows = [row for row in self.rows if row.step > oldest]
         while self._kept and self._kept[0]["step"] <= oldest:
             self._kept_bytes -= self._kept.popleft()["bytes"]
-        reasons = [*new.values(), *due.values()]
+        reasons = [*new.values(), *armed.values()]
         if reasons and self._left:
             self._left -= 1
             self.write(reasons[0])
 
     def _measures_of_scales(self) -> dict[Any, Tensor]:
-        """Return the measures that scales show of the casts of this step, fp64 ``[11]`` each."""
+        """Return measures of this step's casts as far as scales show them, fp64 ``[11]`` each."""
         if not self._scales:
             return {}
-        calls = [[_largest(scales) for scales in each] for each in self._scales.values()]
-        scale = torch.stack([reduce(torch.maximum, each) for each in calls]).to(torch.float64)
+        largest = [[_largest(scales) for scales in calls] for calls in self._scales.values()]
+        scale = torch.stack([reduce(torch.maximum, calls) for calls in largest]).to(torch.float64)
         schemes = [self._slots[key].scheme for key in self._scales]
         limits = [scheme.largest for scheme in schemes if scheme is not None]
-        is_known = scale != -math.inf  # else the casts had no values
+        is_known = scale != -math.inf  # casts without values have no scale
         is_bad = is_known & ~scale.isfinite()
         table = nothing(scale.device).repeat(len(scale), 1)
         table[:, 0] = scale * scale.new_tensor(limits)
@@ -306,10 +306,18 @@ class Recorder(StepObserver):
         return dict(zip(self._scales, table, strict=True))
 
 
+def recordings_in(folder: Path) -> list[Path]:
+    """Return the recordings in a folder, and in folders of it, by step; also incomplete ones."""
+    files = [path for depth in ("", "*/") for path in folder.glob(f"{depth}step*/rank*.pt")]
+    folders = {path.parent for path in files}
+    return sorted(folders, key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path))
+
+
 def text_of(anomaly: Anomaly) -> str:
-    """Return what is unusual about a cast whose scale alone is known."""
-    what = str(anomaly).split(": ", 3)[3]  # without the step, the layer and the operand
-    return "a scale that is not finite" if anomaly.what == "non-finite" else what
+    """Return the text of an anomaly of a scale, without the step, the layer and the operand."""
+    if anomaly.what == "non-finite":
+        return "a scale that is not finite"
+    return str(anomaly).split(": ", 3)[3]
 
 
 def _largest(scales: Scales) -> Tensor:
@@ -320,7 +328,7 @@ def _largest(scales: Scales) -> Tensor:
 
 
 def _state_of(tensor: Tensor) -> tuple[int | None, int]:
-    """The version and storage size of a tensor, which a write or a freed storage changes."""
+    """Version and storage size of a tensor; a write or a freed storage changes them."""
     return version_of(tensor), tensor.untyped_storage().nbytes()
 
 
@@ -341,11 +349,11 @@ def _low(low: Quantized, layout: Layout | None, rank: int) -> Record:
     ranks, shape = [rank], [*low.qdata.shape]
     pieces = [[[0, n]] for n in shape]
     if layout is not None:
-        ranks, whole = layout.mesh.mesh.flatten().tolist(), [*layout.shape]
-        parts = [[[*piece] for piece in dim] for dim in own_pieces(layout)]
-        if len(whole) > len(shape):  # it was cast again by rows: a matrix, with all rows
-            whole, parts = [shape[0], whole[-1]], [pieces[0], parts[-1]]
-        shape, pieces = whole, parts
+        ranks, global_shape = layout.mesh.mesh.flatten().tolist(), [*layout.shape]
+        local_pieces = [[[*piece] for piece in dim] for dim in own_pieces(layout)]
+        if len(global_shape) > len(shape):  # it was cast again by rows: a matrix, with all rows
+            global_shape, local_pieces = [shape[0], global_shape[-1]], [pieces[0], local_pieces[-1]]
+        shape, pieces = global_shape, local_pieces
     place = {"ranks": ranks, "shape": shape, "pieces": pieces, "start": [*low.start]}
     return place | {"qdata": low.qdata, "scales": [*low.scales], "scheme": low.scheme.key}
 

@@ -141,9 +141,9 @@ def append_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Append rows to a file, one JSON object per line, with NaN and infinities as strings."""
     with path.open("a") as stream:
         for row in rows:
-            others = {k: v for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-            strict = row | {key: json.dumps(value) for key, value in others.items()}
-            stream.write(json.dumps(strict, allow_nan=False) + "\n")
+            floats = {key: value for key, value in row.items() if isinstance(value, float)}
+            texts = {k: json.dumps(v) for k, v in floats.items() if not math.isfinite(v)}
+            stream.write(json.dumps(row | texts, allow_nan=False) + "\n")
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -224,7 +224,7 @@ class Anomaly:
             place = product(row.operand, row.folded) + gemms
         else:
             place = f"the GEMM of {row.gemm}"
-        found = {
+        text = {
             "non-finite": f"{value} % of the values are NaN or infinite, first on rank {self.rank}",
             "jump": f"the amax is {value} octaves above the largest of the last steps (limit: "
             f"{limit})",
@@ -233,7 +233,7 @@ class Anomaly:
             "lag": f"the amax is {value} octaves above what the delayed scale was made for (limit: "
             f"{limit}): values saturate until the history has caught up",
         }[self.what]
-        return f"step {row.step}: {row.fqn}: {place}: {found}"
+        return f"step {row.step}: {row.fqn}: {place}: {text}"
 
 
 def summarized(anomalies: Sequence[Anomaly]) -> str:
@@ -245,7 +245,7 @@ def summarized(anomalies: Sequence[Anomaly]) -> str:
     if not others:
         return str(first)
     kinds = defaultdict[str, list[str]](list)
-    for name, group in alike(others, lambda each: (each.row.fqn, each.what)):
+    for name, group in alike(others, lambda anomaly: (anomaly.row.fqn, anomaly.what)):
         kinds[group[0].what].append(name)
     then = "; ".join(f"{what} in {', '.join(names)}" for what, names in kinds.items())
     return f"{first}. Then {len(others)} more: {then}"
@@ -267,7 +267,7 @@ def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
 
 
 class FirstAnomalies:
-    """The first anomaly of each kind in each layer, in rows that come in the order of casts."""
+    """Filter that yields the first anomaly of each kind in each layer."""
 
     def __init__(self, limits: AnomalyLimits) -> None:
         self._limits = limits
@@ -276,7 +276,7 @@ class FirstAnomalies:
         self._amaxes = defaultdict[tuple[str, ...], deque[float]](partial(deque, maxlen=RECENT))
 
     def of(self, row: Row) -> Iterator[Anomaly]:
-        """Yield the anomalies of the next row that are the first. Causes come before effects."""
+        """Yield the first anomalies that the next row shows. Rows come in the order of casts."""
         for anomaly in self._all(row):
             key = row.fqn, anomaly.what
             if key not in self._known:
@@ -296,11 +296,11 @@ class FirstAnomalies:
                 yield Anomaly("jump", math.log2(row.amax / usual), limits.jump, row)
             if limits.underflow is not None and row.underflow > limits.underflow:
                 yield Anomaly("underflow", row.underflow, limits.underflow, row)
-            fits = row.scale * torch.finfo(row.dtype).max if row.delayed else math.inf
-            if limits.lag is not None and fits < row.amax < math.inf:
-                if fits * 2**limits.lag < row.amax:
-                    yield Anomaly("lag", math.log2(row.amax / fits), limits.lag, row)
-                return  # what saturates by a lag has a low SQNR, within the limit too
+            largest = row.scale * torch.finfo(row.dtype).max if row.delayed else math.inf
+            if limits.lag is not None and largest < row.amax < math.inf:
+                if largest * 2**limits.lag < row.amax:
+                    yield Anomaly("lag", math.log2(row.amax / largest), limits.lag, row)
+                return  # values that saturate lower the SQNR
         # The mantissa of E2M1 has two bits less than that of e4m3.
         less = 12.0 if isinstance(row, CastStats) and row.dtype is E2M1_X2 else 0.0
         if limits.sqnr is not None and row.sqnr < limits.sqnr - less:

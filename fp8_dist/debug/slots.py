@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from fp8_dist.linear.observing import Owner
 from fp8_dist.linear.weight import Float8Weight
@@ -38,17 +38,17 @@ class Slot(NamedTuple):
 def slots_of(weights: Mapping[str, Float8Weight], gemms: bool = False) -> Iterator[Slot]:
     """Yield the casts, and with ``gemms`` the float8 GEMMs, of each layer in order."""
     for name, weight in weights.items():
-        of, config = (without_wrappers(name) or weight.fqn, weight), weight.config
+        fqn, config = without_wrappers(name) or weight.fqn, weight.config
         for operand in get_args(Operand):
-            for taken_by, scheme in weight.casts_of(operand).items():
+            for cast_for, scheme in weight.casts_of(operand).items():
                 is_delayed, folded = operand in config.recipe.delayed, None
-                if config.recipe.folds and operand == "grad_output" and len(taken_by) == 1:
-                    # (Experts fold scales into the float8 copy instead, of which there is one.)
-                    folded = next(o for o in GEMM_OPERANDS[taken_by[0]] if o != operand)
-                yield Slot(*of, operand, taken_by, scheme, is_delayed, folded)
+                if config.recipe.folds and operand == "grad_output" and len(cast_for) == 1:
+                    # Experts have one float8 copy, into which they fold scales.
+                    folded = next(o for o in GEMM_OPERANDS[cast_for[0]] if o != operand)
+                yield Slot(fqn, weight, operand, cast_for, scheme, is_delayed, folded)
         for gemm in get_args(Gemm):
             if gemms and config.gemm_enabled(gemm):
-                yield Slot(*of, None, (gemm,))
+                yield Slot(fqn, weight, None, (gemm,))
 
 
 def matching(caller: str, patterns: Patterns, names: Sequence[str]) -> set[str]:
@@ -58,18 +58,19 @@ def matching(caller: str, patterns: Patterns, names: Sequence[str]) -> set[str]:
         TypeError: the patterns are neither a string nor several strings.
         ValueError: a pattern matches no layer.
     """
-    several = [patterns] if isinstance(patterns, str) else patterns
-    several = list(several) if isinstance(several, Iterable) else [several]
-    if not all(isinstance(pattern, str) for pattern in several):
+    listed: list[Any] = [patterns]
+    if isinstance(patterns, Iterable) and not isinstance(patterns, str):
+        listed = list(patterns)
+    if not all(isinstance(pattern, str) for pattern in listed):
         raise TypeError(f"{caller}: layers={patterns!r} must be a string or a list of strings")
     chosen: set[str] = set()
-    for pattern in several:
-        found = {name for name in names if fnmatchcase(name, pattern)}
-        if not found:
+    for pattern in listed:
+        matches = {name for name in names if fnmatchcase(name, pattern)}
+        if not matches:
             near = get_close_matches(pattern, names, n=5, cutoff=0.5) or names[:5]
             raise ValueError(
                 f"{caller}: layers={pattern!r} matches no converted layer. Near names: "
                 f"{', '.join(near)} (in patterns, * stands for any characters)"
             )
-        chosen |= found
+        chosen |= matches
     return chosen

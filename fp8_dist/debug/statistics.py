@@ -73,13 +73,20 @@ class StepObserver(Observer):
         self._block: AbstractContextManager[None] | None = None
         self._first = FirstAnomalies(limits)
         self._measured: dict[_Key, torch.Tensor] = {}
-        self._ranks = RanksOfLayers(mesh)
+        self._ranks = _Ranks(mesh)
         self._look()
 
     def _look(self) -> None:
         """Find the casts and GEMMs that the model makes now."""
         weights = weights_by_layer(self._model)
-        self._ranks.look(weights)
+        for name, weight in weights.items():
+            if self._gemms and weight.meshes():
+                raise ValueError(
+                    f"float8_stats: gemms=True compares GEMMs on one device, and {name} is on a "
+                    "mesh; compare them in a model that is not distributed, or record and replay"
+                )
+        self._ranks.update(weights)
+        self._owners = {*weights.values()}
         self._slots = {slot.key: slot for slot in slots_of(weights, self._gemms)}
 
     def at(self, step: int) -> Self:
@@ -111,23 +118,22 @@ class StepObserver(Observer):
 
     def _end_step(self) -> None:
         """Combine what the ranks have measured, and look for anomalies."""
-        measured, self._measured = self._measured, {}
-        found = self._ranks.combined([*self._slots.values()], measured).items()
-        # Some rank has measured those that have a scale.
-        rows = [row_of(slot, each, self.step) for slot, each in found if each.scale != -math.inf]
+        local, self._measured = self._measured, {}
+        measures = self._ranks.combined([*self._slots.values()], local)
+        # A slot without a scale was measured on no rank.
+        rows = [row_of(s, m, self.step) for s, m in measures.items() if m.scale != -math.inf]
         self._last = rows
         self.rows += rows
         # Alarms are raised in the order of the casts, so that causes come before effects.
-        known = len(self.anomalies)
+        count = len(self.anomalies)
         for row in sorted(rows, key=lambda row: row.position):
             for anomaly in self._first.of(row):
                 self.anomalies.append(anomaly)
                 if callable(self._on_anomaly):
                     self._on_anomaly(anomaly)  # on all ranks
-        if self._on_anomaly == "warn":
-            own = [a for a in self.anomalies[known:] if self._ranks.is_first(a.row.fqn)]
-            if own:
-                warnings.warn(f"float8_stats: {summarized(own)}", stacklevel=3)
+        new = self.anomalies[count:]
+        if new and self._on_anomaly == "warn" and self._ranks.is_first():
+            warnings.warn(f"float8_stats: {summarized(new)}", stacklevel=3)
 
 
 class Float8Stats(StepObserver):
@@ -141,18 +147,15 @@ class Float8Stats(StepObserver):
         limits: the limits beyond which statistics are anomalous.
     """
 
-    def takes_products_of(self, owner: Owner) -> bool:
-        return False
-
     def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
-        if owner in self._ranks.names:
-            measured = measure_casts(source.product(), [*lows.values()], own_rank())
-            for gemms, found in zip(lows, measured, strict=True):
-                self._add((owner, operand, gemms), found)
+        if owner in self._owners:
+            all_measures = measure_casts(source.product(), [*lows.values()], own_rank())
+            for gemms, measures in zip(lows, all_measures, strict=True):
+                self._add((owner, operand, gemms), measures)
 
     def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
-        if owner in self._ranks.names and (found := measure_gemm(gemm, *tensors)) is not None:
-            self._add((owner, None, (gemm,)), found)
+        if owner in self._owners and (measures := measure_gemm(gemm, *tensors)) is not None:
+            self._add((owner, None, (gemm,)), measures)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain Python values. ``kind`` is ``"cast"`` or ``"gemm"``."""
@@ -196,19 +199,19 @@ class Float8Stats(StepObserver):
             run.log(scalars, step=step)
 
     def _take_scalars(self, caller: str, layers: Patterns | None) -> dict[int, dict[str, float]]:
-        """Remove the rows, and return the numbers of those of some layers by step and name."""
+        """Remove all rows, and return the numbers of the chosen layers by step and name."""
         names = [*dict.fromkeys(slot.fqn for slot in self._slots.values())]
         chosen = set(names) if layers is None or not names else matching(caller, layers, names)
         rows, self.rows = [row for row in self.rows if row.fqn in chosen], []
-        found: dict[int, dict[str, float]] = defaultdict(dict)
+        scalars: dict[int, dict[str, float]] = defaultdict(dict)
         for row in rows:
             if isinstance(row, CastStats):
                 tag = f"float8/{row.operand}_for_{'_'.join(row.gemms)}/{row.fqn}"
                 for name in ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr"):
-                    found[row.step][f"{tag}/{name}"] = getattr(row, name)
+                    scalars[row.step][f"{tag}/{name}"] = getattr(row, name)
             else:
-                found[row.step][f"float8/{row.gemm}/{row.fqn}/sqnr"] = row.sqnr
-        return found
+                scalars[row.step][f"float8/{row.gemm}/{row.fqn}/sqnr"] = row.sqnr
+        return scalars
 
     def table(self) -> str:
         """Return the rows of the last recorded step as text, also if they were removed."""
@@ -219,111 +222,87 @@ class Float8Stats(StepObserver):
     def __repr__(self) -> str:
         return f"Float8Stats({len(self.rows)} rows, {len(self.anomalies)} anomalies)"
 
-    def _add(self, key: _Key, found: torch.Tensor) -> None:
-        total = self._measured.setdefault(key, nothing(found.device))
-        combine_(total, found.to(total.device))
+    def _add(self, key: _Key, measures: torch.Tensor) -> None:
+        total = self._measured.setdefault(key, nothing(measures.device))
+        combine_(total, measures.to(total.device))
 
 
-def row_of(slot: Slot, found: Measures, step: int) -> Row:
+def row_of(slot: Slot, measures: Measures, step: int) -> Row:
     """Return the row of a cast or a GEMM."""
     if slot.operand is None or slot.scheme is None:
-        sqnr = decibels(found.signal, found.noise)
-        return GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-found.minus_position))
+        sqnr = decibels(measures.signal, measures.noise)
+        return GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-measures.minus_position))
     cast = {"step": step, "fqn": slot.fqn, "operand": slot.operand, "gemms": slot.gemms}
-    return CastStats.of(found, slot.scheme, **cast, delayed=slot.delayed, folded=slot.folded)
+    return CastStats.of(measures, slot.scheme, **cast, delayed=slot.delayed, folded=slot.folded)
 
 
-class RanksOfLayers:
-    """The ranks whose measures are combined, for each layer.
+class _Ranks:
+    """The ranks whose measures are combined.
 
-    These are the ranks of ``mesh`` if it is given, otherwise of the largest mesh that the layer's
-    operands have been on. For a layer that is on no mesh, they are the ranks of the largest mesh of
-    any layer, or all ranks if there is no mesh.
+    These are the ranks of ``mesh`` if it is given, otherwise of the largest mesh that an operand of
+    any layer has been on, or all ranks if there is no mesh.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
-        self._given = mesh
-        self._meshes: dict[str, DeviceMesh] = {}
-        self._agrees = False
-        self._groups_of: dict[str, GroupNames] = {}  # by the layer's name in rows
+        self._mesh, self._is_given = mesh, mesh is not None
+        self._is_checked = False  # whether the ranks have the same layers
+        self._groups: GroupNames = ()
 
-    def look(self, weights: Mapping[str, Float8Weight]) -> None:
-        """Update the layers and their meshes. FSDP2 may swap in parameters that are on no mesh."""
+    def update(self, weights: Mapping[str, Float8Weight]) -> None:
+        """Update the layers and the mesh. FSDP2 may swap in parameters that are on no mesh."""
         self._weights = weights
-        self.names: dict[Owner, str] = {weight: name for name, weight in weights.items()}
-        for name, weight in weights.items():
-            for mesh in weight.meshes() if self._given is None else [self._given]:
-                if name not in self._meshes or mesh.size() > self._meshes[name].size():
-                    self._meshes[name] = mesh
+        for mesh in [mesh for weight in weights.values() for mesh in weight.meshes()]:
+            if not self._is_given and (self._mesh is None or mesh.size() > self._mesh.size()):
+                self._mesh = mesh
 
-    def combined(self, slots: list[Slot], own: dict[_Key, torch.Tensor]) -> dict[Slot, Measures]:
+    def combined(self, slots: list[Slot], local: dict[_Key, torch.Tensor]) -> dict[Slot, Measures]:
         """Combine the measures of all ranks. All ranks call this method for the same slots.
 
         Args:
-            own: this rank's measures, fp64 ``[11]``, of those that it has measured, in the order
-                of the first ones. Positions are added.
+            local: this rank's measures, fp64 ``[11]``, in the order of the first ones. Positions
+                are added.
 
-        Collectives: for each process group, an all-gather of 88 bytes for each slot whose layer is
-        on it.
+        Collectives: an all-gather of 88 bytes for each slot, or one for each axis of the mesh if no
+        group spans it. The first time, if no layer is on a mesh, also an all-reduce of 16 bytes.
         """
-        self.look(self._weights)
-        groups = self._groups()
-        self._groups_of = {slot.fqn: groups[self.names[slot.owner]] for slot in slots}
-        alike: defaultdict[GroupNames, list[Slot]] = defaultdict(list)
-        for slot in slots:
-            alike[self._groups_of[slot.fqn]].append(slot)
-        none, found = nothing(self._device()), dict[Slot, Measures]()
-        places = {key: -float(place) for place, key in enumerate(own)}
-        for names, members in alike.items():
-            rows = torch.stack([own.get(slot.key, none).to(none.device) for slot in members])
-            of_members = [places.get(slot.key, -math.inf) for slot in members]
-            rows[:, Measures._fields.index("minus_position")] = rows.new_tensor(of_members)
-            for name in names:
-                size = resolve_process_group(name).size()
-                rows, *others = all_gather(rows, size, name).view(size, *rows.shape).clone()
-                for other in others:
-                    combine_(rows, other)
-            found |= zip(members, (Measures(*row) for row in rows.tolist()), strict=True)
-        return {slot: found[slot] for slot in slots}
+        self.update(self._weights)
+        self._groups = self._find_groups()
+        none = nothing(self._device())
+        rows = torch.stack([local.get(slot.key, none).to(none.device) for slot in slots])
+        positions = {key: -float(position) for position, key in enumerate(local)}
+        minus_positions = [positions.get(slot.key, -math.inf) for slot in slots]
+        rows[:, Measures._fields.index("minus_position")] = rows.new_tensor(minus_positions)
+        for name in self._groups:
+            size = resolve_process_group(name).size()
+            rows, *others = all_gather(rows, size, name).view(size, *rows.shape).clone()
+            for other in others:
+                combine_(rows, other)
+        return dict(zip(slots, (Measures(*row) for row in rows.tolist()), strict=True))
 
-    def is_first(self, fqn: str) -> bool:
-        """Return whether this rank is the first one whose measures of a layer were combined."""
-        return all(resolve_process_group(group).rank() == 0 for group in self._groups_of[fqn])
+    def is_first(self) -> bool:
+        """Return whether this rank is the first one whose measures were combined."""
+        return all(resolve_process_group(group).rank() == 0 for group in self._groups)
 
     def _device(self) -> torch.device:
-        # That of a mesh if there is one, because FSDP2 may offload weights to the CPU.
-        for mesh in self._meshes.values():
-            return torch.device(mesh.device_type)
+        # That of the mesh if there is one, because FSDP2 may offload weights to the CPU.
+        if self._mesh is not None:
+            return torch.device(self._mesh.device_type)
         return next(iter(self._weights.values())).parameter().device
 
-    def _groups(self) -> dict[str, GroupNames]:
-        """Return the process groups of each layer.
-
-        Collectives: the first time, if no layer is on a mesh, an all-reduce of 16 bytes.
-        """
-        made = {mesh: make_group([mesh]) for mesh in dict.fromkeys(self._meshes.values())}
-        others: GroupNames = ()
-        if made:
-            others = made[max(made, key=lambda mesh: mesh.size())]
-        elif dist.is_initialized() and dist.get_world_size() > 1:
-            assert dist.group.WORLD is not None
-            others = (str(dist.group.WORLD.group_name),)
-            if not self._agrees:
-                self._check_same_layers(dist.group.WORLD)
-            self._agrees = True
-        known = {name: made[mesh] for name, mesh in self._meshes.items()}
-        return dict.fromkeys(self._weights, others) | known
+    def _find_groups(self) -> GroupNames:
+        if self._mesh is not None:
+            return make_group([self._mesh])
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return ()
+        assert dist.group.WORLD is not None
+        if not self._is_checked:
+            self._check_same_layers(dist.group.WORLD)
+        self._is_checked = True
+        return (str(dist.group.WORLD.group_name),)
 
     def _check_same_layers(self, world: dist.ProcessGroup) -> None:
         facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
-        try:
-            difference = first_difference(facts, [world], self._device().type)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "float8_stats: another rank did not come here, or has no converted layer. Weights "
-                "on no mesh do not tell which ranks belong together: convert the model on all "
-                f"ranks, or give mesh=. The communication failed with: {error}"
-            ) from error
+        difference = first_difference(facts, [world], self._device().type)
         if difference is not None:
             raise ValueError(
                 f"float8_stats: the ranks have different layers ({difference}), and weights on no "
@@ -366,15 +345,14 @@ def float8_stats(
         model: a model that is already converted and parallelized.
         every: record only steps whose numbers are multiples of this.
         gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
-            float8 GEMM's result. Then every rank gathers full operands and results; the rows of
-            experts are sent in high precision too. Of experts of which ranks have parts, only
-            grad_weight is measured. Inputs, including those of checkpointed blocks, are kept in
-            high precision until the backward.
-        mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
-            weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
-            a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
-            layer on one of several axes, pipeline stages without FSDP2. Ranks without a converted
-            layer take no part, so there must be none where layers are on no mesh.
+            float8 GEMM's result. The layers must be on no mesh: on one, :func:`record` and its
+            replay check each GEMM. Inputs, including those of checkpointed blocks, are kept in high
+            precision until the backward.
+        mesh: the mesh whose ranks' measures are combined. Default: the largest mesh of a weight; if
+            no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass a mesh if
+            the weights do not show the parallelism: tensor parallelism inside DDP, layers on
+            several axes one by one, pipeline stages without FSDP2. Ranks without a converted layer
+            take no part, so there must be none where layers are on no mesh.
         on_anomaly: a function that is called on all ranks when a block ends, with the first
             :class:`Anomaly` of each kind in each layer. ``"warn"``: issue one warning of a block's
             anomalies instead, on the first of the ranks whose measures are combined.
@@ -383,18 +361,16 @@ def float8_stats(
     Returns:
         A context manager with ``rows``, which grows with each recorded step, and ``anomalies``.
 
-    Collectives: when a recorded block ends without an error, one all-gather on all ranks for each
-    mesh, of 88 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If
-    no layer is on a mesh, also an all-reduce of 16 bytes before the first of them. With ``gemms``,
-    also all-gathers of operands and results in high precision, and of their sizes (8 bytes), in the
-    forward and the backward, and for experts all-to-alls of their rows in high precision. None
-    without converted layers.
+    Collectives: when a recorded block ends without an error, one all-gather of 88 bytes per layer
+    and cast (or one for each mesh axis, if no group spans the mesh). If no layer is on a mesh, also
+    an all-reduce of 16 bytes before the first of them. None without converted layers.
 
     Raises:
         TypeError: ``model`` is not a module, ``on_anomaly`` is not callable, ``limits`` is not an
             AnomalyLimits, or ``mesh`` is not a DeviceMesh.
-        ValueError: ``every`` is not a positive integer. When the first recorded block ends: no
-            layer is on a mesh, and the ranks have different layers.
+        ValueError: ``every`` is not a positive integer, or with ``gemms`` a layer is on a mesh.
+            When the first recorded block ends: no layer is on a mesh, and the ranks have different
+            layers.
         RuntimeError: the context manager is entered again inside its own block.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:

@@ -7,8 +7,8 @@ which of them would gain::
     python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --tp 2
 
 ``function`` takes no arguments and returns the model, an nn.Module that is not converted yet. It
-is called on the meta device, and if it fails there, on the CPU. In a checkout, a model can also be
-one of ``python -m scripts.plan``, such as ``8b``. The exit status is 0, or 2 for wrong arguments.
+is called on the meta device, and if it fails there, on the CPU. The exit status is 0, or 2 for
+wrong arguments.
 """
 
 import argparse
@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="What this machine, and a model, would do in float8.",
         allow_abbrev=False,
     )
-    made = "makes the model to look at; in a checkout also the name of one, such as 8b"
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help=made)
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model to look at")
     recipes = [recipe.value for recipe in Float8LinearRecipeName]
     parser.add_argument("--recipe", choices=recipes, default="tensorwise")
     parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")

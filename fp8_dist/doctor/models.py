@@ -9,21 +9,18 @@ import torch
 from torch import nn
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.device import device_has_float8_gemm
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
-from fp8_dist.model.report import ConversionSummary, WeightSummary, alike_rows, conversion_summary
+from fp8_dist.model.report import WeightSummary, alike_rows, conversion_summary
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
-
-_NAMED = "scripts.common.llama:named"  # of a checkout
 
 
 def build_model(path: str) -> tuple[nn.Module, str]:
     """Build the model of an option ``--model``.
 
     Args:
-        path: ``"MODULE:FUNCTION"``, or the name of a model of ``scripts.plan``.
+        path: ``"MODULE:FUNCTION"``.
 
     Returns:
         The model, and a description of the device it was built on.
@@ -31,14 +28,12 @@ def build_model(path: str) -> tuple[nn.Module, str]:
     Raises:
         ValueError: there is no such model.
     """
-    is_name = ":" not in path
+    if ":" not in path:
+        raise ValueError(f"--model {path}: it is not MODULE:FUNCTION")
     try:
-        function = pkgutil.resolve_name(_NAMED if is_name else path)
+        function = pkgutil.resolve_name(path)
     except Exception as error:  # whatever the import of the module raises
-        if is_name:
-            raise ValueError(f"--model {path}: it is not MODULE:FUNCTION") from error
-        raise ValueError(f"--model {path}: it can't be imported: {_told(error)}") from error
-    function = partial(function, path) if is_name else function
+        raise ValueError(f"--model {path}: it can't be imported: {_describe(error)}") from error
     if isinstance(function, nn.Module) or not callable(function):
         raise ValueError(f"--model {path}: it is a {type(function).__name__}, not a function")
     where = "the meta device"
@@ -46,18 +41,17 @@ def build_model(path: str) -> tuple[nn.Module, str]:
         with torch.device("meta"):
             model = function()
     except Exception as meta_error:  # code that reads values of tensors fails there
-        where = f"the CPU; on the meta device: {_told(meta_error)}"
+        where = f"the CPU; on the meta device: {_describe(meta_error)}"
         try:
             model = function()
         except Exception as error:
-            said = str(error) if is_name else f"the function raised {_told(error)}"
-            raise ValueError(f"--model {path}: {said}") from error
+            raise ValueError(f"--model {path}: the function raised {_describe(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"--model {path}: it returned a {type(model).__name__}, not an nn.Module")
     return model, where
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -86,7 +80,10 @@ def model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
         out, in_ = first.shape[-2:]
         yield f"  {name}, {out} x {in_}: {why_small(first)}"
     yield "" if small else "  none\n"
-    yield from _verdict(summary, {row: why_small(row) for row in summary.converted})
+    gaining = [row for row in summary.converted if not why_small(row)]
+    counts = f"{len(gaining)} of {len(summary.converted)} float8 layers"
+    share = f"{summary.share(gaining):.1%} of the parameters"
+    yield f"verdict: {counts} ({share}) are large enough to gain"
 
 
 def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
@@ -103,30 +100,8 @@ def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
 
 
 def _why_small(row: WeightSummary, recipe: str, tp: int) -> str:
-    """The reasons why the shards of a layer gain nothing; empty if they do."""
+    """Return why the shards of a layer gain nothing, or ``""``."""
     *experts, out, in_ = row.shape
     # Expert parallelism moves whole experts.
     parts = smallest_parts(recipe, (out, in_), ranks=1 if experts else tp)
     return "; ".join(dict.fromkeys(reason for _, reason in parts if reason))
-
-
-def _verdict(summary: ConversionSummary, small: dict[WeightSummary, str]) -> Iterator[str]:
-    """Lines about the layers that gain, and whether they do so on this machine.
-
-    ``small``: the reason why a float8 layer does not; empty if it does.
-    """
-    count, gaining = len(small), [row for row, why in small.items() if not why]
-    if not gaining:
-        layers = "the layer is" if count == 1 else f"all {count} layers are"
-        misaligned = any("multiple" in why for why in small.values())
-        reason = f"{layers} too small{' or misaligned' if misaligned else ''}"
-        yield f"verdict: {reason if count else 'no layer is in float8'}: expect no gain"
-        return
-    names = ", ".join(name for name, _ in alike_rows(gaining))
-    yield (
-        f"verdict: {len(gaining)} of {count} float8 layers, {summary.share(gaining):.1%} of the "
-        f"parameters, are large enough to gain: {names}"
-    )
-    devices = range(torch.cuda.device_count())
-    if not any(device_has_float8_gemm(torch.device("cuda", index)) for index in devices):
-        yield "  (this machine has no float8 GEMM, and emulates it: no gain here but for messages)"

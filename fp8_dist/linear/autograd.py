@@ -24,7 +24,6 @@ from fp8_dist.linear.observing import (
     Product,
     Source,
     are_gemms_observed,
-    high_precision,
     is_observed,
     observe,
     observe_gemm,
@@ -338,8 +337,8 @@ class _LinearFunction(torch.autograd.Function):
             shape = torch.Size((*input.shape[:-1], weight.shape[0]))
             output = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
         if are_gemms_observed():
-            ctx.high = high = high_precision(spec.owner, input, weight)
-            observe_gemm(spec.owner, "output", high[0], high[1], output)
+            ctx.high = high = input.detach(), spec.owner.high_precision(weight)
+            observe_gemm(spec.owner, "output", *high, output)
         if not isinstance(output, DTensor):
             return output if bias is None else output + bias.to(output.dtype)
         return _finished(output, bias, spec) if torch.compiler.is_compiling() else output
@@ -404,8 +403,6 @@ class _LinearFunction(torch.autograd.Function):
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
-        # Observers get the result of the GEMM, before a transport encodes it.
-        observed = moving if isinstance(moving, DTensor) else grad_input
         # Finish late, so that the transport overlaps with the GEMM of grad_weight.
         grad_input = grad_input if moving is None else finish_reduction(moving)
         if are_gemms_observed():
@@ -413,7 +410,7 @@ class _LinearFunction(torch.autograd.Function):
             # long as the graph.
             high_input, high_weight = getattr(ctx, "high", (None, None))
             ctx.high = None, None
-            observe_gemm(spec.owner, "grad_input", grad, high_weight, observed)
+            observe_gemm(spec.owner, "grad_input", grad, high_weight, grad_input)
             observe_gemm(spec.owner, "grad_weight", grad, high_input, grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 

@@ -20,7 +20,8 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
         w, x = (f"on the mesh {mesh}" if mesh else "not a DTensor" for mesh in (w_mesh, x_mesh))
         raise ValueError(
             f"{fqn}: the weight is {w}, the input is {x}; parallelize the layer with "
-            "Float8ColwiseParallel or Float8RowwiseParallel, or pass an input on the weight's mesh"
+            "Float8ColwiseParallel or Float8RowwiseParallel, pass an input on the weight's mesh, "
+            "or call the module that fully_shard was called on"
         )
 
 

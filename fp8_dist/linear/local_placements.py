@@ -42,18 +42,9 @@ class LocalPlacements(NamedTuple):
         """Check operands against the declared placements.
 
         Raises:
-            TypeError: the weight is a DTensor, or the input is a DTensor that ``share_input`` did
-                not return.
             ValueError: the input's features don't fit, or the input or output lacks the declared
                 dim.
         """
-        if isinstance(weight, DTensor):
-            raise TypeError(
-                f"{fqn}: the weight was declared as a local tensor, {self.weight!r} on "
-                f"{self.mesh}, but it is a DTensor on {weight.device_mesh}; call the module that "
-                "fully_shard was called on, which gathers it, or leave the layer to the parallel "
-                "styles"
-            )
         for name, placement in ("input", self.input), *(("output", p) for p in output or ()):
             if isinstance(placement, Shard) and not -input.ndim <= placement.dim < input.ndim:
                 raise ValueError(
@@ -63,15 +54,8 @@ class LocalPlacements(NamedTuple):
         features, last = weight.shape[1], input.ndim - 1
         if self.weight == Shard(1):
             features *= self.mesh.size()
-        if isinstance(input, DTensor):
-            shared = self.weight == Shard(0) and tuple(input.placements) == (Replicate(),)
-            if not shared or input.device_mesh != self.mesh:
-                raise TypeError(
-                    f"{fqn}: the input was declared as a local tensor, {self.input!r} on "
-                    f"{self.mesh}, but it is a DTensor, {input.placements} on {input.device_mesh}; "
-                    "pass its to_local() at the declared placement, or what share_input returns"
-                )
-        elif input.ndim and sharded_dim(self.input, input.ndim) == last:
+        is_local = input.ndim > 0 and not isinstance(input, DTensor)
+        if is_local and sharded_dim(self.input, input.ndim) == last:
             features //= self.mesh.size()
         if input.ndim == 0 or input.shape[-1] != features:
             raise ValueError(

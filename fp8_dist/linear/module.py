@@ -181,8 +181,7 @@ class Float8Linear(nn.Linear):
         """Compute ``input @ weight^T + bias`` in float8. See the class for shapes and collectives.
 
         Raises:
-            TypeError: the input is not floating point, or a tensor that was declared as local is a
-                DTensor (and not an input that ``share_input`` returned).
+            TypeError: the input is not floating point.
             ValueError: the input's last dim is not ``in_features``; the input and the weight are
                 neither DTensors on one mesh nor both plain; features are misaligned
                 (``pad_inner_dim``); a float8 input or gathered weight has another cast than the

@@ -25,7 +25,7 @@ from fp8_dist.linear.module import (
 )
 from fp8_dist.linear.weights import float8_weights, weights_of
 from fp8_dist.mesh import Placements, redistributed
-from fp8_dist.model.filters import LEFT_OUT, why_misaligned
+from fp8_dist.model.filters import LEFT_OUT, LayerFilter, why_misaligned
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.routers import routers
 from fp8_dist.moe.experts import (
@@ -36,7 +36,7 @@ from fp8_dist.moe.experts import (
     float8_experts,
     why_not_convertible_back,
 )
-from fp8_dist.text import alike
+from fp8_dist.text import alike, alike_names
 
 
 def convert_to_float8_training(
@@ -87,20 +87,19 @@ def convert_to_float8_training(
         check_config("convert_to_float8_training", config, Float8LinearConfig)
     chosen = _choose(module, module_filter_fn, config)
     config = config or Float8LinearConfig()
-    late = {fqn or "the module": "" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)}
-    if late:
+    distributed = [fqn for fqn, layer in chosen.items() if isinstance(layer.weight, DTensor)]
+    if distributed:
         raise ValueError(
             "convert_to_float8_training: these weights are distributed already: "
-            f"{', '.join(name for name, _ in _grouped(late))}. {CONVERT_BEFORE}"
+            f"{', '.join(alike_names(distributed)) or 'that of the module'}. {CONVERT_BEFORE}"
         )
-    own = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
+    weights = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
     # FSDP2 would gather a weight in float8 for an unconverted module, too.
-    if shared := config.fsdp_float8_all_gather and other_users(module, own, chosen.values()):
+    if shared := config.fsdp_float8_all_gather and other_users(module, weights, chosen.values()):
         raise ValueError(
-            "convert_to_float8_training: enable_fsdp_float8_all_gather="
-            f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "
-            f"users, but {'; '.join(shared)}. Leave these layers unconverted (module_filter_fn), "
-            "or untie them"
+            "convert_to_float8_training: enable_fsdp_float8_all_gather gathers a weight in float8 "
+            f"for all of its users, but {'; '.join(shared)}. Leave these layers unconverted "
+            "(module_filter_fn), or untie them"
         )
     for fqn, layer in chosen.items():
         become_float8(layer, config, fqn)
@@ -153,10 +152,11 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
             )
     reshard(module, "convert_to_linear")
     names = {layer.fqn for layer in layers.values()}
-    why_not = {fqn: _why_not_linear(layer, names) for fqn, layer in layers.items()}
-    weights = {fqn: weights_of(part).values() for fqn, part in experts.items()}
-    why_not |= {fqn: _STORED for fqn, each in weights.items() if any(w.is_stored for w in each)}
-    for fqn, why in why_not.items():
+    reasons = {fqn: _why_not_linear(layer, names) for fqn, layer in layers.items()}
+    for fqn, part in experts.items():
+        is_stored = any(weight.is_stored for weight in weights_of(part).values())
+        reasons[fqn] = _STORED if is_stored else ""
+    for fqn, why in reasons.items():
         if why:
             raise ValueError(
                 f"convert_to_linear: {fqn or 'the module'} can't become an nn.Linear: it {why}"
@@ -193,7 +193,7 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
     if why_forward_is_kept(layer):
         return "has a forward that was replaced after the conversion; delete the attribute first"
     users = [] if weight.fsdp is None else weight.fsdp.users
-    sharing = {each.fqn for m, name in users if (each := weights_of(m).get(name))}
+    sharing = {shared.fqn for m, name in users if (shared := weights_of(m).get(name))}
     if outside := (layer.prepared_by | sharing) - names:
         return f"shares its input or weight with {min(outside)}; pass the block that has both"
     return ""
@@ -216,14 +216,15 @@ def _choose(
     """Return the layers to convert, by name, and warn about layers that can't be converted."""
     chosen: dict[str, nn.Linear] = {}
     reasons: dict[str, str] = {}  # why the others are not converted
-    unfit: list[str] = []
+    unfit: dict[str, str] = {}  # those that no filter excludes
     for fqn, layer in module.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            reason_of = getattr(module_filter_fn, "reason", None)
-            default = "module_filter_fn returned False"
-            LEFT_OUT[layer] = reasons[fqn] = reason_of(fqn) if callable(reason_of) else default
+            reason = "module_filter_fn returned False"
+            if isinstance(module_filter_fn, LayerFilter):
+                reason = module_filter_fn.reason(fqn)
+            LEFT_OUT[layer] = reasons[fqn] = reason
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
                 raise ValueError(
@@ -233,52 +234,58 @@ def _choose(
                 )
             reasons[fqn] = "it is a Float8Linear already"
         elif reason := why_unconvertible(layer):
-            LEFT_OUT[layer] = reasons[fqn] = reason
-            unfit.append(fqn)
+            LEFT_OUT[layer] = reasons[fqn] = unfit[fqn] = reason
         else:
             chosen[fqn] = layer
     not_linear = [*_not_linear(module)]
-    if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
+    if not chosen and not float8_layers(module):
         kind = type(module).__name__
         title = f"no layer of {kind} was converted:"
         if not reasons:
             title = f"{kind} contains no nn.Linear, so nothing was converted"
         lines = [f"  {name or '(the module itself)'}: {why}" for name, why in _grouped(reasons)]
         raise ValueError("\n".join([f"convert_to_float8_training: {title}", *lines, *not_linear]))
-    notes = []
-    if unfit:
-        names: dict[str, list[str]] = {}
-        for name, why in _grouped({fqn: reasons[fqn] for fqn in unfit}):
-            names.setdefault(why, []).append(name)
-        listed = "; ".join(f"{', '.join(some)} ({why})" for why, some in names.items())
-        notes.append(
-            f"these layers stay in high precision: {listed}. Exclude them in module_filter_fn to "
-            "say that this is meant"
-        )
-    sizes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
-    deciding = set(routers(module))
-    if found := [(fqn, shape) for fqn, shape in sizes.items() if chosen[fqn] in deciding]:
-        notes.append(
-            "These converted layers are routers, so float8 changes which experts compute: "
-            f"{_listed(found)}. module_filter_fn=skip_head(model) leaves them in high precision"
-        )
-    bad = [(fqn, shape) for fqn, shape in sizes.items() if why_misaligned(*shape)]
-    if bad and not takes_any_size(config or Float8LinearConfig()):
-        notes.append(
-            "A GPU will refuse these converted layers, whose out_features or in_features is not a "
-            f"multiple of {ALIGNMENT}: {_listed(bad)}. Leave them in high precision "
-            "(module_filter_fn=skip_head(model) does), or set "
-            "Float8LinearConfig.pad_inner_dim=True"
-        )
-    notes += not_linear if chosen else []
+    notes = [*_notes(module, chosen, unfit, config), *(not_linear if chosen else [])]
     if notes:
         warnings.warn("convert_to_float8_training: " + "\n".join(notes), stacklevel=3)
     return chosen
 
 
-def _grouped(facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return layers with what is known of them; layers alike are one."""
-    return [(name, group[0][1]) for name, group in alike(facts.items(), lambda item: item)]
+def _grouped(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return layers with their reasons; layers whose names differ in numbers alone are one."""
+    return [(name, group[0][1]) for name, group in alike(reasons.items(), lambda item: item)]
+
+
+def _notes(
+    module: nn.Module,
+    chosen: dict[str, nn.Linear],
+    unfit: dict[str, str],
+    config: Float8LinearConfig | None,
+) -> Iterator[str]:
+    """Yield messages about layers that can't be converted, or had better not be."""
+    if unfit:
+        names: dict[str, list[str]] = {}
+        for name, reason in _grouped(unfit):
+            names.setdefault(reason, []).append(name)
+        listed = "; ".join(f"{', '.join(layers)} ({reason})" for reason, layers in names.items())
+        yield (
+            f"these layers stay in high precision: {listed}. Exclude them in module_filter_fn to "
+            "say that this is meant"
+        )
+    shapes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
+    known_routers = set(routers(module))
+    if deciding := [item for item in shapes.items() if chosen[item[0]] in known_routers]:
+        yield (
+            "These converted layers are routers, so float8 changes which experts compute: "
+            f"{_listed(deciding)}. module_filter_fn=skip_head(model) leaves them in high precision"
+        )
+    misaligned = [item for item in shapes.items() if why_misaligned(*item[1])]
+    if misaligned and not takes_any_size(config or Float8LinearConfig()):
+        yield (
+            "A GPU will refuse these converted layers, whose out_features or in_features is not a "
+            f"multiple of {ALIGNMENT}: {_listed(misaligned)}. Leave them in high precision "
+            "(module_filter_fn=skip_head(model)), or set Float8LinearConfig.pad_inner_dim=True"
+        )
 
 
 def _not_linear(module: nn.Module) -> Iterator[str]:

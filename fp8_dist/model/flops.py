@@ -16,44 +16,44 @@ from fp8_dist.kernels import block_scaled_mm, scaled_mm
 from fp8_dist.moe.operators import grouped_gradients_operator, grouped_mm_operator
 from fp8_dist.scaling.operators import multiply_operator
 
-Shape = Sequence[int]
+_Shape = Sequence[int]
 
 
-def _of_matrices(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
-    # Zeros that only one of the operands has at the end of the contracted dim are left out.
+def _matmul_flops(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:
+    # Without the zeros that pad the contracted dim of one operand.
     return 2 * a[0] * min(a[1], b[0]) * b[1]
 
 
-def _of_operands(*arguments: Any, **_: Any) -> int:
-    (*rows, depth), (*others, columns), turn = arguments[0], arguments[4], arguments[8]
+def _multiply_flops(*arguments: Any, **_: Any) -> int:
+    (*rows, depth), (*others, columns), transposed = arguments[0], arguments[4], arguments[8]
     left, right = (prod(rows), depth), (prod(others), columns)
-    return _of_matrices(left[:: -1 if turn[0] else 1], right[:: -1 if turn[1] else 1])
+    return _matmul_flops(left[:: -1 if transposed[0] else 1], right[:: -1 if transposed[1] else 1])
 
 
-def _of_rows(rows: Shape, *arguments: Any, **_: Any) -> int:
+def _grouped_mm_flops(rows: _Shape, *arguments: Any, **_: Any) -> int:
     return 2 * rows[0] * prod(arguments[3][1:])
 
 
-def _of_gradients(rows: Shape, *arguments: Any, **_: Any) -> int:
+def _grouped_gradients_flops(rows: _Shape, *arguments: Any, **_: Any) -> int:
     weights, needs = arguments[7], arguments[18]
     return sum(needs) * 2 * rows[0] * prod(weights[1:])
 
 
-def _of_groups(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
+def _aten_grouped_mm_flops(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:
     # Each row, or column of the left operand, is multiplied by the matrix of its group.
     return 2 * prod(a[-len(b) :]) * b[-1]
 
 
 aten = torch.ops.aten
 _FORMULAS: dict[Any, Any] = {
-    scaled_mm.packet: _of_matrices,
-    block_scaled_mm.packet: _of_matrices,
-    multiply_operator.packet: _of_operands,
-    grouped_mm_operator.packet: _of_rows,
-    grouped_gradients_operator.packet: _of_gradients,
-    # What eager code calls for experts on a GPU. A release of torch may have these formulas.
-    aten._grouped_mm: _of_groups,
-    aten._scaled_grouped_mm: _of_groups,
+    scaled_mm.packet: _matmul_flops,
+    block_scaled_mm.packet: _matmul_flops,
+    multiply_operator.packet: _multiply_flops,
+    grouped_mm_operator.packet: _grouped_mm_flops,
+    grouped_gradients_operator.packet: _grouped_gradients_flops,
+    # Called by eager code for experts on a GPU. A release of torch may have these formulas.
+    aten._grouped_mm: _aten_grouped_mm_flops,
+    aten._scaled_grouped_mm: _aten_grouped_mm_flops,
 }
 
 

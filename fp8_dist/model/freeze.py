@@ -93,9 +93,9 @@ def freeze_to_float8(
             f"freeze_to_float8: {'; '.join(shared)}, which stays in high precision, and both "
             "together would take more memory; leave the layer out (module_filter_fn)"
         )
-    made: dict[int, Float8Weight] = {}
+    firsts: dict[int, Float8Weight] = {}
     for weight in chosen.values():
-        first = made.setdefault(id(weight.parameter()), weight)
+        first = firsts.setdefault(id(weight.parameter()), weight)
         if first is weight:
             (cast,) = weight.casts(weight.parameter(), CastPlan(weight.schemes))
             dtype = weight.parameter().dtype
@@ -140,13 +140,13 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
                 "bytes; unfreeze before fully_shard, or load its state dict into another model"
             )
     warn_of_ddp(weight for weight, _ in stored.values())
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for weight, parts in stored.values():
         key = id(parts.data)
-        if key not in made:  # layers may share a weight
-            made[key] = nn.Parameter(parts.dequantized(), requires_grad=False)
+        if key not in parameters:  # layers may share a weight
+            parameters[key] = nn.Parameter(parts.dequantized(), requires_grad=False)
         del weight.module._parameters[weight.scales_name]
-        weight.replace(made[key])
+        weight.replace(parameters[key])
     give_back_to_ddp(module)
     return list(stored)
 

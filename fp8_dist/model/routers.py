@@ -1,9 +1,9 @@
 """Routers and gates of mixtures: the layers that decide which experts compute.
 
 A rounding error in their few outputs sends a token to other experts, and their GEMM is too small
-for a gain. No class or attribute says what they are, but their names do, or the experts beside
-them. The gate of a gated MLP is none of them: it has as many outputs as the MLP is wide, and its
-neighbors are not experts.
+for a gain. No class or attribute marks them; they are recognized by their names, or by the experts
+beside them. The gate of a gated MLP is not a router: it has as many outputs as the MLP is wide, and
+its neighbors are not experts.
 """
 
 import re
@@ -29,7 +29,7 @@ _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList
 def is_called_router(fqn: str, out_features: int, in_features: int) -> bool:
     """Return whether a layer is a router by its name, or a gate by its name and few outputs.
 
-    This is all that can be known of a layer whose neighbors are not known.
+    This serves layers whose neighbors are unknown.
     """
     is_gate = bool(_GATE.fullmatch(fqn.rpartition(".")[2]))
     return _is_in_router(fqn) or (is_gate and 4 * out_features <= in_features)
@@ -46,19 +46,19 @@ def _is_in_router(fqn: str) -> bool:
 
 
 def routers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that are called routers, and those beside experts that decide.
+    """Yield the modules that are called routers, and those beside experts that look like routers.
 
-    A layer, or up to three in a module, decide if two of these hold: the last has as many outputs
-    as there are experts; it has few outputs; it is called a gate. Few are fewer than inputs if
-    something is called experts, else at most a quarter. Any list may be one of experts; if it is
-    none, no more is lost than a head of few outputs. A layer needs no second sign if its outputs
-    are as many as what is called experts.
+    A layer, or a module of up to three, is a router if two of these hold: the last layer has as
+    many outputs as there are experts; it has few outputs; it is called a gate. "Few" means fewer
+    than inputs beside modules that are called experts, otherwise at most a quarter of them. Any
+    list may be a list of experts: at worst, a head of few outputs stays in high precision. A layer
+    with as many outputs as modules that are called experts needs no second sign.
     """
     for fqn, parent in model.named_modules():
         if _is_in_router(fqn):
             yield parent
         places = (fqn.rpartition(".")[2], parent), *parent.named_children()
-        beside = {each for name, module in places for each in _experts(name, module)}
+        beside = {facts for name, module in places for facts in _experts(name, module)}
         known = any(named for named, _ in beside)
         numbers = {number for _, number in beside}
         for name, child in parent.named_children():
@@ -85,21 +85,22 @@ def _layers(module: nn.Module) -> Iterator[Any]:
 
 
 def _experts(name: str, module: nn.Module) -> Iterator[tuple[bool, int]]:
-    """Yield what may be experts in a module: whether a name says so, and their number or 0.
+    """Yield possible experts in a module: whether their name says so, and their number or 0.
 
     The first dim of matrices that are called experts may be another than that of experts.
     """
     if not isinstance(module, _NO_EXPERTS) and not hasattr(module, "out_features"):
-        for own, parameter in module.named_parameters(recurse=False):
+        for attribute, parameter in module.named_parameters(recurse=False):
             if not is_lazy(parameter) and parameter.ndim in (2, 3) and len(parameter) > 1:
-                called = bool(_EXPERTS.match(f"{name} {type(module).__name__} {own}"))
+                called = bool(_EXPERTS.match(f"{name} {type(module).__name__} {attribute}"))
                 if called or parameter.ndim == 3:
                     yield called and parameter.ndim == 3, len(parameter)
-    numbered = sum(bool(_NUMBERED_EXPERT.fullmatch(own)) for own, _ in module.named_children())
+    children = dict(module.named_children())
+    numbered = sum(bool(_NUMBERED_EXPERT.fullmatch(child)) for child in children)
     if numbered > 1:
         yield True, numbered
-    for own, child in module.named_children():
-        if isinstance(child, _LISTS):
-            yield bool(_EXPERTS.match(own)), len(child)
-        elif _EXPERTS.match(own) and not hasattr(child, "out_features"):
+    for child, part in children.items():
+        if isinstance(part, _LISTS):
+            yield bool(_EXPERTS.match(child)), len(part)
+        elif _EXPERTS.match(child) and not hasattr(part, "out_features"):
             yield True, 0

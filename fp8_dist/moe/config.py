@@ -51,13 +51,13 @@ class Float8ExpertsConfig:
         if self.recipe == "tensorwise" and self.weight_format == "e4m3":
             schemes = [Dense(e4m3(), per, True) for per in ("row", "matrix")]
             row, matrix = (CastConfig(scaling_granularity=scheme) for scheme in schemes)
-            found = Float8LinearConfig(row, None, matrix, None, row)
+            linear = Float8LinearConfig(row, None, matrix, None, row)
         else:
             name, weight_format = self.recipe, self.weight_format
-            found = Float8LinearConfig.from_recipe_name(name, weight_format=weight_format)
+            linear = Float8LinearConfig.from_recipe_name(name, weight_format=weight_format)
         gather = self.enable_fsdp_float8_all_gather
-        found = replace(found, enable_fsdp_float8_all_gather=gather, emulate=self.emulate)
-        object.__setattr__(self, "linear", found)
+        linear = replace(linear, enable_fsdp_float8_all_gather=gather, emulate=self.emulate)
+        object.__setattr__(self, "linear", linear)
 
     @staticmethod
     def from_recipe_name(recipe_name: str, **fields: Any) -> "Float8ExpertsConfig":

@@ -1,9 +1,9 @@
 """Moving tokens to their experts and back.
 
 A *slot* is a token and one of the ``top_k`` experts that it was routed to. Ranks of expert
-parallelism own equal numbers of experts. Each slot's row travels to the rank of its expert, with
-its scales in one message, and is multiplied as it arrives. There, rows are sorted by expert, and
-those of an expert by rank and slot: as one device sorts the slots of all ranks.
+parallelism have equal numbers of experts. The row of a slot is sent to the rank of its expert, with
+its scales in one message, and multiplied as it arrives. Rows are sorted by expert, and those of an
+expert by rank and slot, as one device sorts the slots of all ranks.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from fp8_dist.torch_internals import funcol
 
 
 class Routing(NamedTuple):
-    """The way of each slot to its expert and back, for one batch of tokens.
+    """The routes of slots to their experts and back, for one batch of tokens.
 
     Attributes:
-        slots: int64 ``[S]``, the slots (``token * top_k + k``) by expert. Slots whose expert is
-            ``num_experts`` are left out.
+        slots: int64 ``[S]``, the slots (``token * top_k + k``) by expert, without those whose
+            expert is ``num_experts``.
         tokens, top_k: the number of tokens, and of slots per token.
         expert_ids: int64 ``[tokens, top_k]``, the expert of each slot.
         groups: the rows of this rank's experts.
@@ -76,20 +76,20 @@ class Routing(NamedTuple):
 
 
 def _placed(to: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """``to`` with the rows in their places."""
+    """Write rows to their places in ``to``."""
     if torch.compiler.is_compiling():  # torch 2.11 gives the result of index_copy_ no gradient
         return to.index_copy(0, places, rows)
     return to.index_copy_(0, places, rows)
 
 
 def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None = None) -> Routing:
-    """Find the way of each slot to its expert.
+    """Compute the routes of slots to their experts.
 
     Args:
         expert_ids: int64 ``[T, top_k]``, from 0 to ``num_experts - 1``. A slot with the id
             ``num_experts`` is left out: its output is 0.
         num_experts: the number of experts of all ranks.
-        group: the ranks of expert parallelism, which own equal numbers of experts, in order.
+        group: the ranks of expert parallelism, which have equal numbers of experts, in order.
             ``None`` if this rank has all of them.
 
     Collectives: with a group, an all-to-all of 8 bytes per expert. The host waits once, for the
@@ -112,9 +112,9 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
         )
     flat = expert_ids.reshape(-1)
     slots, sent = slots_by_expert(flat, num_experts)
-    own = num_experts // ranks
-    received = _exchange(sent, [own] * ranks, [own] * ranks, group)
-    sent, received = sent.view(ranks, own), received.view(ranks, own)
+    local_experts = num_experts // ranks
+    received = _exchange(sent, [local_experts] * ranks, [local_experts] * ranks, group)
+    sent, received = sent.view(ranks, local_experts), received.view(ranks, local_experts)
     numbers = numbers_of_rows(sent, received, flat)
     to, back = numbers[:ranks].tolist(), numbers[ranks : 2 * ranks].tolist()
     groups = Groups.of(received.sum(0), numbers[2 * ranks :], sum(back))
@@ -130,8 +130,8 @@ def _exchange(
     if group is None:
         return rows
     # A functional collective, because graphs and selective checkpointing know these.
-    found = funcol.all_to_all_single(rows.contiguous(), receive, send, str(group.group_name))
-    return funcol.wait_tensor(found)
+    result = funcol.all_to_all_single(rows.contiguous(), receive, send, str(group.group_name))
+    return funcol.wait_tensor(result)
 
 
 @custom_op(
@@ -144,10 +144,10 @@ def slots_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     Returns:
         The slots, and the number of slots of each expert; -1 if an id is out of range.
     """
-    known = (ids >= 0) & (ids <= num_experts)
-    sizes = torch.bincount(ids.where(known, num_experts), minlength=num_experts + 1)[:-1]
-    # All ranks learn of an id that is out of range by negative numbers of rows.
-    return torch.argsort(ids, stable=True), torch.where(known.all(), sizes, -1)
+    is_valid = (ids >= 0) & (ids <= num_experts)
+    sizes = torch.bincount(ids.where(is_valid, num_experts), minlength=num_experts + 1)[:-1]
+    # Negative numbers of rows tell all ranks of an id that is out of range.
+    return torch.argsort(ids, stable=True), torch.where(is_valid.all(), sizes, -1)
 
 
 def _numbers(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _numbers(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
 
 @custom_op("numbers_of_rows(Tensor sent, Tensor received, Tensor ids) -> Tensor", fake=_numbers)
 def numbers_of_rows(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
-    """Return the numbers of rows on the host: to and from each rank, then of each own expert.
+    """Return the numbers of rows on the host: to and from each rank, then of each local expert.
 
     ``sent``, ``received``: ``[ranks, E]``, the rows for each expert to and from each rank.
 
@@ -164,21 +164,21 @@ def numbers_of_rows(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
         ValueError: a number is negative, because an id is out of range.
     """
     # The host waits here, and nowhere else in a layer. An operator waits once in a graph, too.
-    found = torch.cat([sent.sum(1), received.sum(1), received.sum(0)]).to("cpu", copy=True)
+    counts = torch.cat([sent.sum(1), received.sum(1), received.sum(0)]).to("cpu", copy=True)
     ranks, experts = len(sent), sent.numel()
-    back = found[ranks : 2 * ranks].tolist()
-    if min(found[: 2 * ranks].tolist()) < 0:
+    back = counts[ranks : 2 * ranks].tolist()
+    if min(counts[: 2 * ranks].tolist()) < 0:
         wrong = [f"rank {rank} of {ranks}" for rank, count in enumerate(back) if count < 0]
         others = ids[(ids < 0) | (ids > experts)].tolist()[:5]
         raise ValueError(
             f"route: expert ids must be from 0 to {experts}; {' and '.join(wrong)} has others"
             + (f", such as {others}" if others else "")
         )
-    return found
+    return counts
 
 
 def _arrivals(received: Tensor, rows: int) -> Tensor:
-    """The place of each row, sorted by expert and rank, among rows sorted by rank and expert.
+    """Return the index of each row, sorted by expert and rank, among rows by rank and expert.
 
     ``received``: the number of rows from each rank for each expert, ``[ranks, E]``.
     """
@@ -195,27 +195,27 @@ def send_rows(rows: Quantized, places: Tensor, routing: Routing) -> Quantized:
 
     ``places``: the row of each of ``routing.slots``.
     """
-    rows = _each(rows, lambda x: x.index_select(0, places))
-    return rows if routing.arrivals is None else _in_one(rows, routing.to_experts)
+    rows = _moved(rows, lambda x: x.index_select(0, places))
+    return rows if routing.arrivals is None else _moved_together(rows, routing.to_experts)
 
 
 def return_rows(rows: Quantized, routing: Routing) -> Quantized:
     """Send float8 rows with their scales back to their slots, in one message."""
-    rows = _each(rows, routing.as_received)
+    rows = _moved(rows, routing.as_received)
     if routing.arrivals is not None:
-        rows = _in_one(rows, routing.returned)
-    return _each(rows, routing.placed)
+        rows = _moved_together(rows, routing.returned)
+    return _moved(rows, routing.placed)
 
 
-def _each(rows: Quantized, move: Callable[[Tensor], Tensor]) -> Quantized:
+def _moved(rows: Quantized, move: Callable[[Tensor], Tensor]) -> Quantized:
     """Move the bytes and each of the scales of float8 rows."""
     qdata = move(as_bytes(rows.qdata)).view(rows.qdata.dtype)
     return rows._replace(qdata=qdata, scales=tuple([move(scale) for scale in rows.scales]))
 
 
-def _in_one(rows: Quantized, move: Callable[[Tensor], Tensor]) -> Quantized:
+def _moved_together(rows: Quantized, move: Callable[[Tensor], Tensor]) -> Quantized:
     """Move the bytes and the scales of float8 rows in one message."""
     message = move(as_bytes(pack_rows(rows.qdata, rows.scales)))
     numbers = [(scale.shape[-1], scale.dtype) for scale in rows.scales]
     qdata, scales = unpack_rows(message, rows.qdata.dtype, rows.qdata.shape[1], numbers)
-    return _each(rows._replace(qdata=qdata, scales=tuple(scales)), lambda x: x.contiguous())
+    return _moved(rows._replace(qdata=qdata, scales=tuple(scales)), lambda x: x.contiguous())

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8_dist.cast import quantize
@@ -39,7 +38,7 @@ from fp8_dist.mesh import Layout, local_tensor, own_rank, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.operators import (
-    Operands,
+    GroupedOperands,
     add_bias,
     grouped_gradients,
     grouped_mm,
@@ -96,14 +95,14 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
                 f"experts: FSDP2 gathered a weight as {local.scheme}, and the config has "
                 f"{scheme}; pass the module's float8_experts_config"
             )
-        found = quantized_as(local, scheme)
+        cast = quantized_as(local, scheme)
     else:
         high, shard = weight.detach(), KnownWeight.unwrap(local).detach()
         if is_stored_transposed(shard):
-            found = transposed(quantize(high.mT, stored_transposed(scheme), shard.mT), scheme)
+            cast = transposed(quantize(high.mT, stored_transposed(scheme), shard.mT), scheme)
         else:
-            found = quantize(high, scheme, shard)
-    return Weight(local_part(weight), WeightCasts(found, found))
+            cast = quantize(high, scheme, shard)
+    return Weight(local_part(weight), WeightCasts(cast, cast))
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -111,8 +110,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _save(ctx: Any, rows: Quantized, weights: Sequence[Weight], dtype: torch.dtype) -> None:
-    ctx.high = None
+def _multiply(
+    ctx: Any, x: Tensor, rows: Quantized, weights: Sequence[Weight], places: Tensor | None = None
+) -> list[Tensor]:
+    """Multiply rows by the weights of their experts, and save the operands for the backward.
+
+    Args:
+        x: the rows before their cast, or tokens of which ``places`` has the indices.
+        rows: the rows of ``ctx.groups``.
+    """
     # FSDP2 frees a weight that it gathered in high precision, and gathers it again.
     operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
     tensors, ctx.forms = flattened(rows, *operands)  # of the rows, then of each weight
@@ -120,14 +126,30 @@ def _save(ctx: Any, rows: Quantized, weights: Sequence[Weight], dtype: torch.dty
     ctx.recasts = tuple([weight.casts.recast for weight in weights])
     # Those of the gradient of each product.
     ctx.layouts = tuple([weight.layout_of_rows(rows.qdata.shape[0], 1) for weight in weights])
-    ctx.dtypes = dtype, weights[0].tensor.dtype
+    ctx.dtypes = x.dtype, weights[0].tensor.dtype
     ctx.owners = tuple([weight.owner for weight in weights])
+    ctx.high = None  # the rows and the weights in high precision, for observers
+    is_whole = ctx.routing is None or ctx.routing.group is None
+    if is_whole and are_gemms_observed():
+        high = x.detach() if places is None else x.detach().index_select(0, places)
+        ctx.high = [high, *[KnownWeight.unwrap(weight.tensor).detach() for weight in weights]]
+    products = []
+    for i, weight in enumerate(weights):
+        cast = weight.casts.output
+        assert cast is not None
+        product = grouped_mm(rows, cast, True, ctx.groups, x.dtype, ctx.config)
+        _observe_multiply(ctx, weight.owner, "output", rows, cast, product, cast)
+        if ctx.high is not None:
+            left, right = ctx.high[0], ctx.high[1 + i]
+            _observe_gemm(weight.owner, "output", ctx.groups, left, right, product)
+        products.append(product)
+    return products
 
 
 def _gradients(
     ctx: Any, grads: Sequence[Quantized], needs: Sequence[bool], high: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradient of the rows, and of each weight.
+    """Compute the gradients of the rows and of each weight.
 
     Args:
         grads: the gradient of each product, by rows.
@@ -139,23 +161,23 @@ def _gradients(
     tensors = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
     rows, *weights = (form and form.operand(tensors) for form in ctx.forms)
     assert isinstance(rows, Quantized)
-    of_rows: Tensor | None = None
-    of_weights: list[Tensor | None] = []
-    each = zip(grads, weights, ctx.recasts, ctx.layouts, needs[1:], strict=True)
-    shown = zip(ctx.owners, high, high_weights, strict=True)
-    for (grad, weight, recast, layout, need), (owner, left, right) in zip(each, shown, strict=True):
+    sum_of_rows: Tensor | None = None
+    grad_weights: list[Tensor | None] = []
+    for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+        recast, owner = ctx.recasts[i], ctx.owners[i]
         if isinstance(weight, Tensor) and recast is not None:
             weight = recast.cast(weight.detach())
         assert isinstance(weight, Quantized)
-        arguments = ctx.groups, (needs[0], need), ctx.dtypes, ctx.config, layout
-        one, of_weight = grouped_gradients(Operands(grad, rows, weight), *arguments)
-        of_rows = one if of_rows is None else of_rows if one is None else of_rows + one
-        of_weights.append(of_weight)
-        _observe_multiply(ctx, owner, "grad_input", grad, weight, one, weight)
-        _observe_multiply(ctx, owner, "grad_weight", grad, rows, of_weight, weight)
-        _observe_gemm(owner, "grad_input", ctx.groups, left, right, one)
-        _observe_gemm(owner, "grad_weight", ctx.groups, left, high_rows, of_weight)
-    return of_rows, of_weights
+        arguments = ctx.groups, (needs[0], needs[1 + i]), ctx.dtypes, ctx.config, ctx.layouts[i]
+        grad_rows, grad_weight = grouped_gradients(GroupedOperands(grad, rows, weight), *arguments)
+        grad_weights.append(grad_weight)
+        if grad_rows is not None:
+            sum_of_rows = grad_rows if sum_of_rows is None else sum_of_rows + grad_rows
+        _observe_multiply(ctx, owner, "grad_input", grad, weight, grad_rows, weight)
+        _observe_multiply(ctx, owner, "grad_weight", grad, rows, grad_weight, weight)
+        _observe_gemm(owner, "grad_input", ctx.groups, high[i], high_weights[i], grad_rows)
+        _observe_gemm(owner, "grad_weight", ctx.groups, high[i], high_rows, grad_weight)
+    return sum_of_rows, grad_weights
 
 
 def _observe_multiply(
@@ -170,43 +192,15 @@ def _observe_multiply(
     """Show observers a grouped GEMM of a ``weight`` that has an owner."""
     if not is_observed() or owner is None or result is None:
         return
-    config, layout, turns = ctx.config, owner.layout(), is_stored_transposed(weight.qdata)
-    if turns and layout is not None:
+    config, layout = ctx.config, owner.layout()
+    is_transposed = is_stored_transposed(weight.qdata)
+    if is_transposed and layout is not None:
         experts, k, n = layout.shape
         layout = layout._replace(shape=torch.Size((experts, n, k)))
     layouts = None, layout if right is weight else None
-    options = config.recipe, config.pad_token_groups_for_grouped_mm, config.emulate, turns
+    padded = config.pad_token_groups_for_grouped_mm
+    options = config.recipe, padded, config.emulate, is_transposed
     observe_multiply(owner, Product(gemm, left, right, result, options, layouts, ctx.groups))
-
-
-def _observe_products(
-    ctx: Any, rows: Tensor, weights: Sequence[Weight], products: Sequence[Tensor]
-) -> None:
-    """Show observers the products of ``rows`` in high precision.
-
-    Those of the gradient GEMMs, the rows and each weight, are kept in ``ctx.high``.
-
-    Collectives: all-gathers of the weights that FSDP2 gathered in float8.
-    """
-    group = ctx.routing and ctx.routing.group
-    ctx.high = [rows, *[_high_precision(weight, group) for weight in weights]]
-    for weight, right, product in zip(weights, ctx.high[1:], products, strict=True):
-        _observe_gemm(weight.owner, "output", ctx.groups, rows, right, product)
-
-
-def _high_precision(weight: Weight, group: ProcessGroup | None) -> Tensor | None:
-    """This rank's experts ``[E, N, K]``; None if it has parts of them, or they have no owner."""
-    local = KnownWeight.unwrap(local_tensor(weight.tensor)).detach()
-    owner = weight.owner
-    if owner is None or weight.layout is not None:
-        return None
-    if not isinstance(local, Float8Tensor):
-        return local
-    sharded = owner.high_precision()
-    whole = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
-    first = 0 if group is None else dist.get_rank(group) * len(local)
-    whole = whole.narrow(0, first, len(local))
-    return whole.mT if is_stored_transposed(local.qdata) else whole
 
 
 def _observe_gemm(
@@ -217,8 +211,8 @@ def _observe_gemm(
     if owner is None or len(known) < len(tensors):
         return
     for expert, begin, count in groups.slices():
-        own = [x[expert] if x.ndim == 3 else x.narrow(0, begin, count) for x in known]
-        observe_gemm(owner, gemm, *own)
+        parts = [x[expert] if x.ndim == 3 else x.narrow(0, begin, count) for x in known]
+        observe_gemm(owner, gemm, *parts)
 
 
 def _cast_rows(
@@ -261,15 +255,6 @@ def _dispatch(routing: Routing, rows: int) -> Dispatch:
     return Dispatch(ids if rows == routing.tokens else ids.reshape(rows, 1), ranks)
 
 
-def _product(ctx: Any, rows: Quantized, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Multiply rows by the weights of their experts, and show the GEMM to observers."""
-    own = weight.casts.output
-    assert own is not None
-    product = grouped_mm(rows, own, True, ctx.groups, dtype, ctx.config)
-    _observe_multiply(ctx, weight.owner, "output", rows, own, product, own)
-    return product
-
-
 class _Up(torch.autograd.Function):
     """The first grouped linear layers. Without a ``routing``, x has the rows of the groups."""
 
@@ -285,31 +270,25 @@ class _Up(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         owners = [weight.owner for weight in weights]
         rows = _cast_rows(x, config, "input", owners, routing=routing)
-        if routing is not None:
-            rows = send_rows(rows, routing.slots // routing.top_k, routing)
+        places = None if routing is None else routing.slots // routing.top_k
+        if routing is not None and places is not None:
+            rows = send_rows(rows, places, routing)
         ctx.groups, ctx.config, ctx.routing = groups, config, routing
-        _save(ctx, rows, weights, x.dtype)
-        products = [_product(ctx, rows, weight, x.dtype) for weight in weights]
-        if are_gemms_observed():
-            high = x.detach()
-            if routing is not None:
-                high = routing.to_experts(high.index_select(0, routing.slots // routing.top_k))
-            _observe_products(ctx, high, weights, products)
-        return tuple(products)
+        return tuple(_multiply(ctx, x, rows, weights, places))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         config, routing, count = ctx.config, ctx.routing, 5 + len(grads)
         needs, unused = ctx.needs_input_grad[:count], ctx.needs_input_grad[count:]
-        each = zip(grads, ctx.owners, ctx.layouts, strict=True)
-        rows = [_cast_rows(g, config, "grad_output", [owner], own) for g, owner, own in each]
-        of_rows, of_weights = _gradients(ctx, rows, (needs[0], *needs[5:]), grads)
-        if of_rows is not None and routing is not None:
-            slots = _returned(of_rows, routing, config)
-            of_slots = slots.view(routing.tokens, routing.top_k, slots.shape[1])
-            of_rows = of_slots.to(torch.float32).sum(1).to(slots.dtype)
-        return of_rows, None, None, None, None, *of_weights, *[None for _ in unused]
+        facts = zip(grads, ctx.owners, ctx.layouts, strict=True)
+        rows = [_cast_rows(g, config, "grad_output", [owner], layout) for g, owner, layout in facts]
+        grad_x, grad_weights = _gradients(ctx, rows, (needs[0], *needs[5:]), grads)
+        if grad_x is not None and routing is not None:
+            slots = _returned(grad_x, routing, config)
+            by_token = slots.view(routing.tokens, routing.top_k, slots.shape[1])
+            grad_x = by_token.to(torch.float32).sum(1).to(slots.dtype)
+        return grad_x, None, None, None, None, *grad_weights, *[None for _ in unused]
 
 
 def grouped_product(
@@ -348,14 +327,11 @@ class _Down(torch.autograd.Function):
         config: Float8ExpertsConfig,
         weight: Weight,
     ) -> tuple[Tensor, Tensor]:
-        layout, dtype = weight.layout_of_rows(hidden.shape[0], 2), hidden.dtype
+        layout = weight.layout_of_rows(hidden.shape[0], 2)
         rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
         ctx.groups, ctx.config, ctx.routing = routing.groups, config, routing
-        product = _product(ctx, rows, weight, dtype)
+        (product,) = _multiply(ctx, hidden, rows, [weight])
         output = product if bias is None else add_bias(product, bias.detach(), routing.groups)
-        _save(ctx, rows, [weight], dtype)
-        if are_gemms_observed():
-            _observe_products(ctx, hidden.detach(), [weight], [product])
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
         ctx.set_materialize_grads(False)  # that of the output
@@ -367,17 +343,17 @@ class _Down(torch.autograd.Function):
     def backward(ctx: Any, _: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         assert grad is not None  # Combine's backward returns one on every rank.
         routing, config = ctx.routing, ctx.config
-        of_slots = _cast_rows(grad, config, "grad_output", ctx.owners, routing=routing)
-        rows = send_rows(of_slots, routing.slots, routing)
-        high = ctx.high and routing.to_experts(grad.index_select(0, routing.slots))
-        of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2], [high])
-        of_bias = None
+        slots = _cast_rows(grad, config, "grad_output", ctx.owners, routing=routing)
+        rows = send_rows(slots, routing.slots, routing)
+        high = ctx.high and grad.index_select(0, routing.slots)
+        grad_hidden, (grad_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2], [high])
+        grad_bias = None
         if ctx.needs_input_grad[2]:
             # The rows that arrived are those in float8.
             values = dequantize(rows)
             sums = values.new_zeros(len(routing.groups.ends), values.shape[1])
-            of_bias = sums.index_add_(0, routing.groups.of_row, values).to(ctx.bias_dtype)
-        return of_hidden, of_weight, of_bias, None, None, None
+            grad_bias = sums.index_add_(0, routing.groups.of_row, values).to(ctx.bias_dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 class _Combine(torch.autograd.Function):

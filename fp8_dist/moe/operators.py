@@ -45,7 +45,7 @@ from fp8_dist.scaling import BlockScheme, Quantized, dequantize, flat, multiply,
 from fp8_dist.text import warn_once
 
 
-class Operands(NamedTuple):
+class GroupedOperands(NamedTuple):
     """The operands of a backward: g ``[R, N]`` and x ``[R, K]``, by rows, and w ``[E, N, K]``."""
 
     grad: Quantized
@@ -64,7 +64,7 @@ def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
 def grouped_mm(
     rows: Quantized,
     weights: Quantized,
-    turn: bool,
+    transpose: bool,
     groups: Groups,
     out_dtype: torch.dtype,
     config: Float8ExpertsConfig,
@@ -72,23 +72,23 @@ def grouped_mm(
     """Multiply the rows of each expert by its weight.
 
     Args:
-        rows: ``[R, K]``; ``[R, N]`` without ``turn``.
+        rows: ``[R, K]``; ``[R, N]`` without ``transpose``.
         weights: ``[E, N, K]``.
-        turn: whether to transpose the weights.
+        transpose: whether to transpose the weights.
 
     Returns:
-        ``[R, N]``; ``[R, K]`` without ``turn``.
+        ``[R, N]``; ``[R, K]`` without ``transpose``.
     """
     if torch.compiler.is_compiling():
         operands = *flat(rows), *flat(weights), *_flat(groups, config)
-        return grouped_mm_operator.overload(*operands, turn, out_dtype)
-    return _grouped_mm(rows, weights, turn, groups, out_dtype, config)
+        return grouped_mm_operator.overload(*operands, transpose, out_dtype)
+    return _grouped_mm(rows, weights, transpose, groups, out_dtype, config)
 
 
 def _grouped_mm(
     rows: Quantized,
     weights: Quantized,
-    turn: bool,
+    transpose: bool,
     groups: Groups,
     out_dtype: torch.dtype,
     config: Float8ExpertsConfig,
@@ -96,22 +96,22 @@ def _grouped_mm(
     n, k = dims = weights.qdata.shape[1:]
     if has_grouped_gemm(rows.qdata, dims, out_dtype, config.emulate):
         data, scale = weights.qdata, weights.scales[0]
-        if turn:
+        if transpose:
             data, scale = data.mT, scale.mT
         if rows.scheme.is_recast_for_rows:
             wide = _as_bf16(weights)
-            return F.grouped_mm(_as_bf16(rows), wide.mT if turn else wide, offs=groups.ends)
+            return F.grouped_mm(_as_bf16(rows), wide.mT if transpose else wide, offs=groups.ends)
         return grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
-    product = rows.qdata.new_empty((len(rows.qdata), n if turn else k), dtype=out_dtype)
+    product = rows.qdata.new_empty((len(rows.qdata), n if transpose else k), dtype=out_dtype)
     for group in groups.slices():
-        own = _own(rows, *group), _own(weights, *group)
-        part = product.narrow(0, *group[1:])
-        part.copy_(multiply(*own, (False, turn), out_dtype, _options(config)))
+        left, right = _part_of_expert(rows, *group), _part_of_expert(weights, *group)
+        result = multiply(left, right, (False, transpose), out_dtype, _options(config))
+        product.narrow(0, *group[1:]).copy_(result)
     return product
 
 
 def grouped_gradients(
-    of: Operands,
+    operands: GroupedOperands,
     groups: Groups,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -127,46 +127,47 @@ def grouped_gradients(
     Collectives: with a layout and the recipe ``rowwise_folded``, an all-reduce of 4 bytes per row.
     """
     if layout is not None and config.folds and needs[0]:
-        operands = _folded_parts(of.grad, of.weights, groups, layout)
-        _, of_weights = grouped_gradients(of, groups, (False, needs[1]), dtypes, config)
-        return grouped_mm(*operands, False, groups, dtypes[0], config), of_weights
+        left, right = _folded_parts(operands.grad, operands.weights, groups, layout)
+        _, grad_weights = grouped_gradients(operands, groups, (False, needs[1]), dtypes, config)
+        return grouped_mm(left, right, False, groups, dtypes[0], config), grad_weights
     if torch.compiler.is_compiling():
-        operands = *[each for operand in of for each in flat(operand)], *_flat(groups, config)
-        made = iter(grouped_gradients_operator.overload(*operands, needs, *dtypes))
-        return next(made) if needs[0] else None, next(made) if needs[1] else None
-    return _grouped_gradients(of, groups, needs, dtypes, config)
+        grad, input, weights = map(flat, operands)
+        tensors = *grad, *input, *weights, *_flat(groups, config)
+        gradients = iter(grouped_gradients_operator.overload(*tensors, needs, *dtypes))
+        return next(gradients) if needs[0] else None, next(gradients) if needs[1] else None
+    return _grouped_gradients(operands, groups, needs, dtypes, config)
 
 
 def _grouped_gradients(
-    of: Operands,
+    operands: GroupedOperands,
     groups: Groups,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
     config: Float8ExpertsConfig,
 ) -> tuple[Tensor | None, Tensor | None]:
-    grad, _, weights = of
+    grad, _, weights = operands
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
     at_once = has_grouped_gemm(grad.qdata, dims, dtypes[1], config.emulate) and (
         blocks or config.pad_token_groups_for_grouped_mm or groups.is_aligned(ALIGNMENT)
     )
     source = groups.padded(ALIGNMENT).source if at_once and needs[1] and not blocks else None
-    of_gemm = _gradient_operands(of, groups, needs, source, config)
-    of_rows = of_weights = None
+    by_gemm = _gradient_operands(operands, groups, needs, source, config)
+    grad_rows = grad_weights = None
     if needs[0]:
-        of_rows = _grouped_mm(*of_gemm["grad_input"], False, groups, dtypes[0], config)
+        grad_rows = _grouped_mm(*by_gemm["grad_input"], False, groups, dtypes[0], config)
     if needs[1]:
-        turns = is_stored_transposed(weights.qdata)
-        left, right = of_gemm["grad_weight"][:: -1 if turns else 1]
+        is_transposed = is_stored_transposed(weights.qdata)
+        left, right = by_gemm["grad_weight"][:: -1 if is_transposed else 1]
         if source is not None:
-            of_weights = grouped_scaled_sums(
+            grad_weights = grouped_scaled_sums(
                 left.qdata, right.qdata, left.scales[0], right.scales[0], groups
             )
         elif at_once:
-            of_weights = _sums_of_blocks(left, right, groups)
+            grad_weights = _sums_of_blocks(left, right, groups)
         else:
-            of_weights = _sums(left, right, groups, dtypes[1], config)
-        of_weights = of_weights.mT if turns else of_weights
-    return of_rows, of_weights
+            grad_weights = _sums(left, right, groups, dtypes[1], config)
+        grad_weights = grad_weights.mT if is_transposed else grad_weights
+    return grad_rows, grad_weights
 
 
 def is_stored_transposed(weights: Tensor) -> bool:
@@ -185,8 +186,8 @@ def _sums(
     shape = len(groups.counts), left.qdata.shape[1], right.qdata.shape[1]
     sums = without_empty(left.qdata.new_empty(shape, dtype=out_dtype), groups)
     for group in groups.slices():
-        own = [_own(each, *group) for each in (left, right)]
-        a, b = (each.scheme.for_rows(each, None) for each in own)
+        parts = [_part_of_expert(operand, *group) for operand in (left, right)]
+        a, b = (part.scheme.for_rows(part, None) for part in parts)
         sums[group[0]] = multiply(a, b, (True, False), out_dtype, _options(config))
     return sums
 
@@ -198,17 +199,17 @@ def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor
     """
     (level,) = left.scheme.levels
     source, ends = groups.padded(level.columns or 1)
-    pads, taken = (source < 0).unsqueeze(1), source.clamp(min=0)
+    is_padding, rows = (source < 0).unsqueeze(1), source.clamp(min=0)
 
-    def again(operand: Quantized) -> Quantized:
+    def reblocked(operand: Quantized) -> Quantized:
         data, scale = (
-            each.index_select(0, taken).masked_fill_(pads, 0)
-            for each in (operand.qdata.view(torch.uint8), operand.scales[0])
+            tensor.index_select(0, rows).masked_fill_(is_padding, 0)
+            for tensor in (operand.qdata.view(torch.uint8), operand.scales[0])
         )
         padded = operand._replace(qdata=data.view(operand.qdata.dtype), scales=(scale,))
         return padded.scheme.for_rows(padded, None)
 
-    a, b = again(left), again(right)
+    a, b = reblocked(left), reblocked(right)
     return without_empty(F.grouped_mm(_as_bf16(a).t(), _as_bf16(b), offs=ends), groups)
 
 
@@ -223,18 +224,18 @@ def _as_bf16(operand: Quantized) -> Tensor:
 
 
 def _gradient_operands(
-    of: Operands,
+    operands: GroupedOperands,
     groups: Groups,
     needs: tuple[bool, bool],
     source: Tensor | None,
     config: Float8ExpertsConfig,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
-    """The operands of both gradient GEMMs, with scales that these can apply.
+    """Return the operands of both gradient GEMMs, with scales folded where they must be.
 
-    ``source``: transpose those of grad_weight, as :func:`transposed_groups`.
+    ``source``: transpose the operands of grad_weight, as :func:`transposed_groups`.
     """
-    grad, input, weights = of
-    operands: dict[Gemm, tuple[Quantized, Quantized]] = {
+    grad, input, weights = operands
+    by_gemm: dict[Gemm, tuple[Quantized, Quantized]] = {
         "grad_input": (grad, weights),
         "grad_weight": (grad, input),
     }
@@ -242,25 +243,25 @@ def _gradient_operands(
     s = weights.scales[0].flatten(1) if config.folds and needs[0] else None
     t = input.scales[0].view(-1) if needs[1] and not scheme.is_recast_for_rows else None
     if s is None and t is None:
-        return operands
-    # The scales of the other operand are 1, because they were folded in.
+        return by_gemm
+    # Scales that were folded into the gradient are 1.
     ones = (unit_scales(input.qdata),)
-    of_row, experts = groups.of_row, len(groups.counts)
-    made = iter(fold_groups(grad.qdata, grad.scales[0], s, t, of_row, experts, source))
+    expert_of_row, experts = groups.of_row, len(groups.counts)
+    folded = iter(fold_groups(grad.qdata, grad.scales[0], s, t, expert_of_row, experts, source))
     if s is not None:
         right = weights._replace(scales=ones, scheme=weights.scheme.for_row_contraction)
-        operands["grad_input"] = Quantized(next(made), (next(made),), scheme), right
+        by_gemm["grad_input"] = Quantized(next(folded), (next(folded),), scheme), right
     if t is not None:
-        left = Quantized(next(made), (next(made).unsqueeze(1),), scheme.for_row_contraction)
+        left = Quantized(next(folded), (next(folded).unsqueeze(1),), scheme.for_row_contraction)
         data = input.qdata if source is None else transposed_groups(input.qdata, source)
-        operands["grad_weight"] = left, Quantized(data, ones, scheme.for_row_contraction)
-    return operands
+        by_gemm["grad_weight"] = left, Quantized(data, ones, scheme.for_row_contraction)
+    return by_gemm
 
 
 def _folded_parts(
     grad: Quantized, weights: Quantized, groups: Groups, layout: Layout
 ) -> tuple[Quantized, Quantized]:
-    """The operands of grad_input for gradients of which this rank has a part of each row."""
+    """Return the operands of grad_input if this rank has a part of each row of the gradient."""
     fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.of_row)
     folded = quantize(layout.wrap(dequantize(grad) * fold), grad.scheme)
     ones = (unit_scales(weights.qdata),)
@@ -268,8 +269,8 @@ def _folded_parts(
     return folded._replace(scales=(folded.scales[0] / UNIT,)), right
 
 
-def _own(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
-    """An expert's part of rows ``[R, K]``, or of weights ``[E, N, K]``.
+def _part_of_expert(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
+    """Return an expert's part of rows ``[R, K]``, or of weights ``[E, N, K]``.
 
     Scales of three dims are those of experts.
     """
@@ -279,8 +280,8 @@ def _own(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
         scales = operand.scheme.part_of_scales(scales, operand.start, 0, begin, count, 2)
     else:
         data = data[expert]
-    own = tuple([scale[expert] if scale.ndim > 2 else scale for scale in scales])
-    return operand._replace(qdata=data, scales=own)
+    scales = tuple([scale[expert] if scale.ndim > 2 else scale for scale in scales])
+    return operand._replace(qdata=data, scales=scales)
 
 
 def _options(config: Float8ExpertsConfig) -> tuple[bool, bool, bool, bool]:
@@ -295,8 +296,8 @@ _GROUPS = (
 
 
 def _flat(groups: Groups, config: Float8ExpertsConfig) -> tuple[Any, ...]:
-    of_config = config.recipe, config.pad_token_groups_for_grouped_mm, config.emulate
-    return groups.on_host, groups.sizes, groups.of_row, groups.ends, *of_config
+    options = config.recipe, config.pad_token_groups_for_grouped_mm, config.emulate
+    return groups.on_host, groups.sizes, groups.of_row, groups.ends, *options
 
 
 @lru_cache
@@ -305,13 +306,13 @@ def _config(recipe: Any, pads: bool, emulate: bool) -> Float8ExpertsConfig:
 
 
 def _empty_product(*arguments: Any) -> Tensor:
-    rows, weights, turn, out_dtype = arguments[0], arguments[4], *arguments[15:]
-    return rows.new_empty((rows.shape[0], weights.shape[1 if turn else 2]), dtype=out_dtype)
+    rows, weights, transpose, out_dtype = arguments[0], arguments[4], *arguments[15:]
+    return rows.new_empty((rows.shape[0], weights.shape[1 if transpose else 2]), dtype=out_dtype)
 
 
 @custom_op(
     "grouped_mm(Tensor a, Tensor[] scales_a, str scheme_a, int[] start_a, Tensor b, "
-    f"Tensor[] scales_b, str scheme_b, int[] start_b, {_GROUPS}, bool turn, "
+    f"Tensor[] scales_b, str scheme_b, int[] start_b, {_GROUPS}, bool transpose, "
     "ScalarType out_dtype) -> Tensor",
     fake=_empty_product,
 )
@@ -323,9 +324,9 @@ def grouped_mm_operator(*arguments: Any) -> Tensor:
 
 
 def _empty_gradients(*arguments: Any) -> list[Tensor]:
-    likes, (needs, *dtypes) = (arguments[4], arguments[8]), arguments[19:]
-    each = zip(likes, needs, dtypes, strict=True)
-    return [torch.empty_like(like, dtype=dtype) for like, need, dtype in each if need]
+    operands, (needs, *dtypes) = (arguments[4], arguments[8]), arguments[19:]
+    gradients = zip(operands, needs, dtypes, strict=True)
+    return [torch.empty_like(like, dtype=dtype) for like, need, dtype in gradients if need]
 
 
 @custom_op(
@@ -337,8 +338,8 @@ def _empty_gradients(*arguments: Any) -> list[Tensor]:
 )
 def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     """Operator of :func:`grouped_gradients`. Returns the gradients that are needed."""
-    of = Operands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
+    operands = GroupedOperands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
     groups, config = Groups(*arguments[12:16]), _config(*arguments[16:19])
     needs, *dtypes = arguments[19:]
-    made = _grouped_gradients(of, groups, needs, tuple(dtypes), config)
-    return [gradient for gradient in made if gradient is not None]
+    gradients = _grouped_gradients(operands, groups, needs, tuple(dtypes), config)
+    return [gradient for gradient in gradients if gradient is not None]

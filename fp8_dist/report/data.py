@@ -7,7 +7,6 @@ notes: what remains is still worth seeing.
 import dataclasses
 import json
 import math
-import re
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ import torch
 
 from fp8_dist.debug import AnomalyLimits, CommRow
 from fp8_dist.debug.audit import CommTable
+from fp8_dist.debug.recording import recordings_in
 from fp8_dist.debug.rows import product
 from fp8_dist.report.writer import (
     ANOMALIES,
@@ -30,8 +30,8 @@ from fp8_dist.report.writer import (
     STATS,
 )
 
-Row = dict[str, Any]
-T = TypeVar("T")
+JsonRow = dict[str, Any]
+_T = TypeVar("_T")
 
 # Numbers of a float8 cast. Percentages are of the elements that are not zero.
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
@@ -47,7 +47,7 @@ def progress(text: str) -> None:
 
 
 class NoRun(Exception):
-    """A folder has none of the files of a run."""
+    """A folder without any file of a run."""
 
 
 @dataclasses.dataclass
@@ -59,21 +59,20 @@ class Run:
         config: config.json, with the limits of anomalies as AnomalyLimits.
         metrics: one row for each step of metrics.jsonl.
         comm: the collectives of comm.json; None if there is no such file.
-        stats: of float8_stats.jsonl, each with a "label" of what it is about and "finite", in the
-            order of layers.
-        anomalies: of anomalies.jsonl.
-        recordings: those of ``fp8_dist.debug.record`` in the run's folder, or in a folder of it, by
-            step. Those that an earlier run left are not among them.
+        stats: the rows of float8_stats.jsonl, in the order of layers, with a "label" and "finite".
+        anomalies: the rows of anomalies.jsonl.
+        recordings: the recordings of ``fp8_dist.debug.record`` in the run's folder, or in a folder
+            of it, by step, without those of an earlier run.
         notes: sentences about what could not be read.
     """
 
     name: str
-    config: Row = dataclasses.field(default_factory=lambda: {LIMITS: AnomalyLimits()})
-    metrics: list[Row] = dataclasses.field(default_factory=list)
+    config: JsonRow = dataclasses.field(default_factory=lambda: {LIMITS: AnomalyLimits()})
+    metrics: list[JsonRow] = dataclasses.field(default_factory=list)
     comm: CommTable | None = None
-    stats: list[Row] = dataclasses.field(default_factory=list)
-    anomalies: list[Row] = dataclasses.field(default_factory=list)
-    recordings: list[Row] = dataclasses.field(default_factory=list)
+    stats: list[JsonRow] = dataclasses.field(default_factory=list)
+    anomalies: list[JsonRow] = dataclasses.field(default_factory=list)
+    recordings: list[JsonRow] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -93,7 +92,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read several runs; those whose folders have the same name are named by the whole path."""
+    """Read several runs. Runs whose folders have the same name are named by the whole path."""
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
     for run, folder in zip(runs, folders, strict=True):
@@ -108,13 +107,13 @@ def read_run(folder: Path) -> Run:
     Raises:
         NoRun: it holds none of `FILES`, and no recording.
     """
-    recordings = _recordings_in(folder)
+    recordings = recordings_in(folder.absolute())
     if not recordings and not any((folder / name).is_file() for name in FILES):
         raise NoRun(f"{folder} has none of the files of a run: {', '.join(FILES)}")
     progress(f"reading {folder}")
     run = Run(folder.resolve().name)
 
-    def rows(name: str, parse: Callable[[Row], T]) -> list[T]:
+    def rows(name: str, parse: Callable[[JsonRow], _T]) -> list[_T]:
         """Return the rows of a file, which has one per line or is a list of them."""
         path = folder / name
         if not path.is_file():
@@ -126,18 +125,18 @@ def read_run(folder: Path) -> Run:
         except ValueError as error:
             run.notes.append(f"{path} can't be read: {error}")
             return []
-        found, bad = [], []
-        for at, each in enumerate(whole if isinstance(whole, list) else [whole], 1):
+        parsed, errors = [], []
+        for number, row in enumerate(whole if isinstance(whole, list) else [whole], 1):
             try:
-                found.append(parse(json.loads(each) if is_lines else each))
+                parsed.append(parse(json.loads(row) if is_lines else row))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                bad.append(f"row {at}: {error!r}")
-        if bad:
-            run.notes.append(f"{path}: {len(bad)} passed over, the first of them {bad[0]}")
-        return found
+                errors.append(f"row {number}: {error!r}")
+        if errors:
+            run.notes.append(f"{path}: {len(errors)} passed over, the first of them {errors[0]}")
+        return parsed
 
     run.config = next(iter(rows(CONFIG, _config)), run.config)
-    steps: dict[int, Row] = {}
+    steps: dict[int, JsonRow] = {}
     for row in rows(METRICS, _metrics_row):
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
@@ -149,22 +148,15 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _recordings_in(folder: Path) -> list[Path]:
-    """Return the recordings in a folder, also those that a rank did not complete, by step."""
-    found = [path for depth in ("", "*/") for path in folder.glob(f"{depth}step*/rank*.pt")]
-    folders = {path.parent.absolute() for path in found}
-    return sorted(folders, key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path))
-
-
 def _read_recording(run: Run, folder: Path) -> None:
     path = min(folder.glob("rank*.pt"))
     try:
-        # Tensors are not read.
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        layers = [*dict.fromkeys(record["fqn"] for record in found["records"])]
-        row = {"step": int(found["step"]), "reason": found["reason"], "layers": layers}
-        rows = [{name: row[name] for name in RECORDED} for row in found["rows"]]
-        row |= {"rows": rows, "world": found["world"], "folder": folder}
+        # With mmap, tensors are not read.
+        file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        layers = [*dict.fromkeys(record["fqn"] for record in file["records"])]
+        row = {"step": int(file["step"]), "reason": file["reason"], "layers": layers}
+        rows = [{name: row[name] for name in RECORDED} for row in file["rows"]]
+        row |= {"rows": rows, "world": file["world"], "folder": folder}
         written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         is_older = written < datetime.fromisoformat(run.config.get(STARTED, written.isoformat()))
         is_left = is_older and row["step"] >= run.config.get(FIRST, 0)
@@ -179,11 +171,10 @@ def _read_recording(run: Run, folder: Path) -> None:
 
 def differences(run: Run, baseline: Run, metric: str = "loss") -> dict[int, float]:
     """Return a metric of a run minus the baseline's, by step, where both are finite."""
-    known = {row["step"]: row.get(metric, math.nan) for row in baseline.metrics}
-    found = {
-        r["step"]: r.get(metric, math.nan) - known.get(r["step"], math.nan) for r in run.metrics
-    }
-    return {step: value for step, value in found.items() if math.isfinite(value)}
+    baselines = {row["step"]: row[metric] for row in baseline.metrics if metric in row}
+    rows = [row for row in run.metrics if metric in row and row["step"] in baselines]
+    values = {row["step"]: row[metric] - baselines[row["step"]] for row in rows}
+    return {step: value for step, value in values.items() if math.isfinite(value)}
 
 
 def _number(value: Any) -> float:
@@ -191,37 +182,36 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _config(row: Row) -> Row:
+def _config(row: JsonRow) -> JsonRow:
     return row | {LIMITS: AnomalyLimits(**row.get(LIMITS, {}))}
 
 
-def _metrics_row(row: Row) -> Row:
+def _metrics_row(row: JsonRow) -> JsonRow:
     return {name: _number(value) for name, value in row.items()} | {"step": int(row["step"])}
 
 
-def _comm_row(row: Row) -> CommRow:
-    known = {f.name: row[f.name] for f in dataclasses.fields(CommRow) if f.name in row}
-    return CommRow(**known | {"dtype": getattr(torch, row["dtype"].removeprefix("torch."))})
+def _comm_row(row: JsonRow) -> CommRow:
+    fields = {f.name: row[f.name] for f in dataclasses.fields(CommRow) if f.name in row}
+    return CommRow(**fields | {"dtype": getattr(torch, row["dtype"].removeprefix("torch."))})
 
 
-def stats_row(row: Row) -> Row:
+def stats_row(row: JsonRow) -> JsonRow:
     """Return a row of float8_stats.jsonl, with its numbers, "label" and "finite"."""
-    found = row | {name: _number(row[name]) for name in MEASURES if name in row}
-    found |= {"step": int(row["step"]), "position": int(row.get("position", 0))}
+    parsed = row | {name: _number(row[name]) for name in MEASURES if name in row}
+    parsed |= {"step": int(row["step"]), "position": int(row.get("position", 0))}
     if row["kind"] == "gemm":
-        finite = found["sqnr"] > -math.inf
-        return found | {"label": f"result of the {row['gemm']} GEMM", "finite": finite}
-    operand = product(row["operand"], row.get("folded"))
-    label = f"{operand} as {row['dtype']}, scaled per {row['granularity']}"
-    finite = math.isfinite(found["amax"]) and row["nonfinite"] == 0
-    gemms = " and ".join(row["gemms"])
-    return found | {"label": f"{label}, for {gemms}" if gemms else label, "finite": finite}
+        finite = parsed["sqnr"] > -math.inf
+        return parsed | {"label": f"result of the {row['gemm']} GEMM", "finite": finite}
+    operand, gemms = product(row["operand"], row.get("folded")), " and ".join(row["gemms"])
+    label = f"{operand} as {row['dtype']}, scaled per {row['granularity']}, for {gemms}"
+    finite = math.isfinite(parsed["amax"]) and row["nonfinite"] == 0
+    return parsed | {"label": label, "finite": finite}
 
 
-def _anomaly_row(row: Row) -> Row:
-    ranks = ", ".join(map(str, row["ranks"] or ())) or "all"
+def _anomaly_row(row: JsonRow) -> JsonRow:
+    ranks = row["ranks"] or []
     text = row["message"].removeprefix(f"step {row['step']}: {row['fqn']}: ")
     cast, _, message = text.partition(": ")
-    known = {name: row[name] for name in ("step", "fqn", "what")}
-    rank = next(iter(row["ranks"] or ()), None)
-    return known | {"cast": cast, "message": message, "ranks": ranks, "rank": rank}
+    parsed = {name: row[name] for name in ("step", "fqn", "what")}
+    parsed |= {"cast": cast, "message": message, "rank": ranks[0] if ranks else None}
+    return parsed | {"ranks": ", ".join(map(str, ranks)) or "all"}

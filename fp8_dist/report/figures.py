@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fp8_dist.debug import AnomalyLimits
 from fp8_dist.debug.rows import RECENT
-from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, progress
+from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, progress
 from fp8_dist.report.writer import LIMITS
 
 Array = npt.NDArray[np.float64]
@@ -48,25 +48,21 @@ _STYLE = {
 }
 
 
-class Kind(NamedTuple):
+class HeatMaps(NamedTuple):
     """The heat maps of one kind of cast, of all runs."""
 
     label: str
-    loud: list[str]  # pictures
-    quiet: list[str]
-    worst: str  # what the quiet ones show, in words
+    pictures: list[str]
+    is_loud: bool  # whether a cell is nearly anomalous
 
 
-def charts(runs: Sequence[Run]) -> list[list[str]]:
-    """Return two pictures of each metric, with a linear and with a logarithmic axis.
-
-    Of several runs, the loss minus that of the first run comes before them.
-    """
+def charts(runs: Sequence[Run]) -> list[str]:
+    """Return a picture of each metric; before them, the loss minus that of the first run."""
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
     with mpl.rc_context(_STYLE):
-        minus = [_difference_chart(runs)] * 2
-        each = [[_line_chart(runs, name, log) for log in (False, True)] for name in names]
-    return [minus, *each] if minus[0] else each
+        difference = _difference_chart(runs)
+        metrics = [_line_chart(runs, name) for name in names]
+    return [difference, *metrics] if difference else metrics
 
 
 def layer_chart(run: Run, fqn: str) -> str:
@@ -81,27 +77,26 @@ def layer_chart(run: Run, fqn: str) -> str:
                 _plot(axes, [row for row in rows if row["label"] == label], measure, label)
             _mark(axes, [row for row in run.anomalies if row["fqn"] == fqn])
             axes.set(title=title, xlabel="step")
-        _log_scale(left)
+        if left.dataLim.minposy < math.inf:
+            left.set_yscale("log")
         if rows:
             figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=10)
         return _picture(figure)
 
 
-def heat_maps(runs: Sequence[Run]) -> Iterator[Kind]:
+def heat_maps(runs: Sequence[Run]) -> Iterator[HeatMaps]:
     """Yield the heat maps of each kind of cast, a map for each measure and run.
 
-    A map without a cell that is nearly anomalous is quiet. Maps other than those of SQNR are left
-    out if nothing is above zero.
+    Maps other than those of SQNR are left out if nothing is above zero.
     """
     for label in dict.fromkeys(row["label"] for run in runs for row in run.stats):
         progress(f"drawing all layers: {label}")
         with mpl.rc_context(_STYLE):
-            yield _kind(label, runs)
+            yield _heat_maps_of(label, runs)
 
 
-def _kind(label: str, runs: Sequence[Run]) -> Kind:
-    loud, quiet = list[str](), list[str]()
-    of_quiet: dict[str, list[Array]] = {}  # the values of quiet maps, also of those left out
+def _heat_maps_of(label: str, runs: Sequence[Run]) -> HeatMaps:
+    pictures, is_loud = list[str](), False
     for measure, title in HEATS.items():
         for run in runs:
             rows = [row for row in run.stats if row["label"] == label]
@@ -111,15 +106,11 @@ def _kind(label: str, runs: Sequence[Run]) -> Kind:
             begin, end = ends = colored(measure, run.config[LIMITS])
             part = (values - begin) / (end - begin)  # of the way to an anomaly
             largest = np.fmax.reduce(part, axis=None, initial=0.0)
-            is_loud = largest >= LOUD or (measure == "sqnr" and bad.any())
-            if not is_loud:
-                of_quiet.setdefault(measure, []).append(values[np.isfinite(values)])
+            is_loud |= bool(largest >= LOUD or bad.any())
             if largest > 0 or measure == "sqnr":
                 named = f"{run.name}: {title}" if len(runs) > 1 else title
-                picture = _heat_map(layers, steps, part, bad, named, ends)
-                (loud if is_loud else quiet).append(picture)
-    worst = [_worst(measure, np.concatenate(values)) for measure, values in of_quiet.items()]
-    return Kind(label, loud, quiet, ", ".join(worst))
+                pictures.append(_heat_map(layers, steps, part, bad, named, ends))
+    return HeatMaps(label, pictures, is_loud)
 
 
 def colored(measure: str, limits: AnomalyLimits) -> Ends:
@@ -128,18 +119,9 @@ def colored(measure: str, limits: AnomalyLimits) -> Ends:
     A measure without a limit has the default's. Saturation has none of its own.
     """
     name = {"amax": "jump", "saturation": "underflow"}.get(measure, measure)
-    given: float | None = getattr(limits, name)
-    limit = float(getattr(AnomalyLimits(), name) if given is None else given)
+    value: float | None = getattr(limits, name)
+    limit = float(getattr(AnomalyLimits(), name) if value is None else value)
     return (limit + 15, limit) if measure == "sqnr" else (0.0, limit or 1e-9)
-
-
-def _worst(measure: str, values: Array) -> str:
-    if measure == "sqnr":
-        return f"SQNR at least {_number(values.min())} dB" if values.size else "SQNR exact"
-    largest = float(values.max(initial=0.0))
-    if measure == "amax":
-        return f"amax at most {_number(largest)} octaves up"
-    return f"{measure} at most {_number(largest)} %" if largest else f"{measure} 0 %"
 
 
 def _difference_chart(runs: Sequence[Run]) -> str:
@@ -162,7 +144,7 @@ def _difference_chart(runs: Sequence[Run]) -> str:
     return _picture(figure)
 
 
-def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
+def _line_chart(runs: Sequence[Run], metric: str) -> str:
     """Draw a metric over steps, with a gap where it is not finite."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
@@ -172,14 +154,14 @@ def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
             _mark(axes, run.anomalies)
     unit = next(filter(None, (run.config.get("units", {}).get(metric) for run in runs)), "")
     axes.set(title=f"{metric}, {unit}" if unit else metric, xlabel="step")
-    if log:
-        _log_scale(axes)
     if len(runs) > 1:
         axes.legend(fontsize=8)
     return _picture(figure)
 
 
-def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | None = None) -> None:
+def _plot(
+    axes: Axes, rows: Sequence[JsonRow], name: str, label: str, color: str | None = None
+) -> None:
     values = [row[name] if math.isfinite(row[name]) else math.nan for row in rows]
     marker = "." if len(rows) <= 30 else ""
     steps = [row["step"] for row in rows]
@@ -187,27 +169,12 @@ def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | N
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _log_scale(axes: Axes) -> None:
-    """Make the axis of values logarithmic, with numbers as labels: the default are formulas.
-
-    The axis stays linear if no value is positive.
-    """
-    if axes.dataLim.minposy == math.inf:
-        return
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    digits = "1235" if high < 30 * low else "1"
-    shown = FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in digits else "")
-    axes.yaxis.set_major_formatter(shown)
-    axes.yaxis.set_minor_formatter(shown)
-
-
-def _mark(axes: Axes, anomalies: Sequence[Row]) -> None:
+def _mark(axes: Axes, anomalies: Sequence[JsonRow]) -> None:
     for step in sorted({row["step"] for row in anomalies})[:20]:
         axes.axvline(step, color=BAD, linewidth=1, linestyle=":")
 
 
-def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array, Mask]:
+def grid(rows: Sequence[JsonRow], measure: str) -> tuple[list[str], list[int], Array, Mask]:
     """Return the layers, the steps, the value of each cell, and whether it is bad.
 
     A cell without a row is NaN. Of several rows of a cell the worst value counts: the largest, or
@@ -215,7 +182,8 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
     """
     layers = list(dict.fromkeys(row["fqn"] for row in rows))
     steps = sorted({row["step"] for row in rows})
-    columns, lines = ({each: i for i, each in enumerate(axis)} for axis in (steps, layers))
+    columns = {step: i for i, step in enumerate(steps)}
+    lines = {fqn: i for i, fqn in enumerate(layers)}
     values = np.full((len(layers), len(steps)), np.nan)
     bad = np.zeros(values.shape, bool)
     worst = np.fmin if measure == "sqnr" else np.fmax
@@ -228,8 +196,8 @@ def grid(rows: Sequence[Row], measure: str) -> tuple[list[str], list[int], Array
         for step in range(len(steps)):
             before = octaves[:, max(0, step - RECENT) : step]
             above = octaves[:, step] - np.fmax.reduce(before, axis=1, initial=np.nan)
-            known = np.where(np.isfinite(values[:, step]), 0.0, np.nan)
-            values[:, step] = np.where(np.isnan(above), known, above)
+            first = np.where(np.isfinite(values[:, step]), 0.0, np.nan)
+            values[:, step] = np.where(np.isnan(above), first, above)
     return layers, steps, values, bad
 
 

@@ -1,7 +1,7 @@
-"""The first bad thing that any file of a run shows: its step, rank and layer, and how to replay it.
+"""The first fault that any file of a run shows: its step, rank and layer, and how to replay it.
 
-Metrics, statistics and recordings see different steps, and different parts of a step. What the
-earliest of them saw leads. What is not known, because no source was looking, is said to be unknown.
+Metrics, statistics and recordings see different steps, and different parts of a step. The earliest
+fault leads. What no source shows is said to be unknown.
 """
 
 import dataclasses
@@ -13,23 +13,23 @@ from pathlib import Path
 from fp8_dist.debug.replay.comparisons import rank_names
 from fp8_dist.debug.replay.findings import Replay
 from fp8_dist.debug.rows import product
-from fp8_dist.report.data import Row, Run, progress
+from fp8_dist.report.data import JsonRow, Run, progress
 
 MAX_REPLAYED = 2 << 30  # bytes of a recording that a report replays
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The first bad thing that one source shows.
+    """The first fault that one source shows.
 
     Attributes:
         step: the step in which the source shows it.
-        before: the last step in which it looked and showed nothing; None if there is none.
+        before: the last step for which the source shows nothing wrong; None if there is none.
         text: what is wrong, or unusual.
         source: what shows it.
         is_wrong: whether values are not finite, or not those that they should be.
         fqn: the layer; None of metrics.
-        ranks: the first rank that has it, or the candidates; empty if that is not known.
+        ranks: the first rank that has it, or the candidates; empty if unknown.
         folder: the recording that shows it.
     """
 
@@ -65,18 +65,15 @@ class Headline:
 def headline(run: Run) -> Headline | None:
     """Return the headline of a run, or None if nothing is wrong or unusual."""
     faults = [*_of_recordings(run), *_of_statistics(run), *_of_metrics(run)]
-    # What is wrong comes before what is unusual, and of one step what names a layer.
+    # Wrong before unusual; in one step, faults that name a layer first.
     faults.sort(key=lambda fault: (not fault.is_wrong, fault.step, fault.fqn is None))
     if not faults:
         return None
     first = faults[0]
-    if not first.ranks and first.fqn is not None:  # another source may know them
+    if not first.ranks and first.fqn is not None:  # another source may have them
         same = [f for f in faults if (f.step, f.fqn, f.is_wrong) == (first.step, first.fqn, True)]
         first = dataclasses.replace(first, ranks=next((f.ranks for f in same if f.ranks), ()))
     sentences = [f"{first.text}.", *_gap(first, run)]
-    if first.fqn is None:
-        located = next((f for f in faults if f.fqn is not None and f.is_wrong), None)
-        sentences += _casts_behind(first, located, run)
     recorded = [row["folder"] for row in run.recordings if row["step"] >= first.step]
     folder = first.folder or next(iter(recorded), None)
     commands = []
@@ -96,29 +93,13 @@ def _where(fault: Fault) -> str:
 
 
 def _gap(fault: Fault, run: Run) -> Iterator[str]:
-    """Say that the steps before a fault were not looked at."""
+    """Say which steps before a fault the source does not show."""
     if fault.before is None:
         if any(row["step"] < fault.step for row in run.metrics):
             yield f"It may have begun before: {fault.source} have no earlier step."
     elif fault.before < fault.step - 1:
         begin = f"It may have begun in step {fault.before + 1}"
         yield f"{begin}: {fault.source} show nothing wrong up to step {fault.before}."
-
-
-def _casts_behind(first: Fault, located: Fault | None, run: Run) -> Iterator[str]:
-    """Say what casts show of a step whose metrics are not finite."""
-    steps = {row["step"] for row in run.stats}
-    steps |= {row["step"] for recording in run.recordings for row in recording["rows"]}
-    if first.step in steps:
-        yield (
-            f"The casts of step {first.step} are finite: look at what is not in float8, such as "
-            "the head and the loss."
-        )
-    else:
-        yield f"No casts of step {first.step} were recorded."
-    if located is not None:
-        seen = f"{_where(located)}: {located.text}"
-        yield f"The first bad cast that was seen may be an effect: {seen}."
 
 
 def _of_metrics(run: Run) -> Iterator[Fault]:
@@ -134,8 +115,8 @@ def _of_metrics(run: Run) -> Iterator[Fault]:
         before = [_last_before(step, [r for r in run.metrics if name in r]) for name in together]
         verb = "is" if len(together) == 1 else "are"
         text = f"{' and '.join(together)} {verb} not finite"
-        known = max((each for each in before if each is not None), default=None)
-        yield Fault(step, known, text, "metrics", lasts)
+        last = max((number for number in before if number is not None), default=None)
+        yield Fault(step, last, text, "metrics", lasts)
 
 
 def _of_statistics(run: Run) -> Iterator[Fault]:
@@ -148,18 +129,19 @@ def _of_statistics(run: Run) -> Iterator[Fault]:
         before, text = _last_before(step, run.stats), f"{_operand(row)}: {_share(row)}"
         yield Fault(step, before, text, "statistics", True, row["fqn"], ranks)
     for row in run.anomalies:
-        is_wrong, text = row["what"] == "non-finite", f"{row['cast']}: {row['message']}"
-        known = row["step"], _last_before(row["step"], run.stats), text, "statistics", is_wrong
-        yield Fault(*known, row["fqn"], () if row["rank"] is None else (row["rank"],))
+        step, text = row["step"], f"{row['cast']}: {row['message']}"
+        before, is_wrong = _last_before(step, run.stats), row["what"] == "non-finite"
+        ranks = () if row["rank"] is None else (row["rank"],)
+        yield Fault(step, before, text, "statistics", is_wrong, row["fqn"], ranks)
 
 
-def _operand(row: Row) -> str:
+def _operand(row: JsonRow) -> str:
     if row.get("kind") == "gemm":
         return f"the result of the GEMM of {row['gemm']}"
     return f"{product(row['operand'], row.get('folded'))} (for {', '.join(row['gemms'])})"
 
 
-def _share(row: Row) -> str:
+def _share(row: JsonRow) -> str:
     share = f"{row['nonfinite']:.4g} % of the values are " if row["kind"] == "cast" else ""
     return f"{share}NaN or infinite"
 
@@ -173,7 +155,7 @@ def _of_recordings(run: Run) -> Iterator[Fault]:
                 return
 
 
-def _of_recording(recording: Row, notes: list[str]) -> Iterator[Fault]:
+def _of_recording(recording: JsonRow, notes: list[str]) -> Iterator[Fault]:
     folder, rows = recording["folder"], recording["rows"]
     only = (0,) if recording["world"] == 1 else ()
     try:
@@ -190,17 +172,17 @@ def _of_recording(recording: Row, notes: list[str]) -> Iterator[Fault]:
             before = _last_before(row["step"] - row["delayed"], rows)
             yield Fault(row["step"], before, text, "recordings", True, row["fqn"], only, folder)
         return
-    for found in findings:
+    for f in findings:
         # Delayed scales are those of the step before.
-        is_late = found.element is None and any(row["delayed"] for row in rows)
-        element = "" if found.element is None else f", element {[*found.element]}"
-        text = f"{found.operand} (for {', '.join(found.gemms)}){element}: {found.text}"
-        if found.is_wrong and not element:
-            keeps = f"record(model, folder, layers={found.fqn!r}) keeps those of each step"
+        is_late = f.element is None and any(row["delayed"] for row in rows)
+        element = "" if f.element is None else f", element {[*f.element]}"
+        text = f"{f.operand} (for {', '.join(f.gemms)}){element}: {f.text}"
+        if f.is_wrong and not element:
+            keeps = f"record(model, folder, layers={f.fqn!r}) keeps those of each step"
             text += f". Its tensors were not kept: {keeps}"
-        known = found.step, _last_before(found.step - is_late, rows), text, "recordings"
-        yield Fault(*known, found.is_wrong, found.fqn, found.ranks or only, folder)
+        before, ranks = _last_before(f.step - is_late, rows), f.ranks or only
+        yield Fault(f.step, before, text, "recordings", f.is_wrong, f.fqn, ranks, folder)
 
 
-def _last_before(step: int, rows: Iterable[Row]) -> int | None:
+def _last_before(step: int, rows: Iterable[JsonRow]) -> int | None:
     return max((row["step"] for row in rows if row["step"] < step), default=None)

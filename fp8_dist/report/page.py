@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
-from fp8_dist.report.data import LAST_STEPS, Row, Run, differences, progress, read_runs
+from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, progress, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
 from fp8_dist.report.headline import Headline, headline
 from fp8_dist.report.writer import FIRST, LIMITS, STARTED
@@ -20,7 +20,7 @@ HIDDEN = {"float8_layers", "units", LIMITS, STARTED, FIRST}  # of config.json
 
 
 def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
-    """Write the page of runs at once: nobody sees half of one. Progress goes to stderr.
+    """Write the page of runs atomically. Progress goes to stderr.
 
     Returns:
         The headlines of runs as text, and what could not be read.
@@ -32,13 +32,13 @@ def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
     new = path.with_name(f".{path.name}.new")
     new.write_text(render(runs, headlines), encoding="utf-8")
     new.replace(path)
-    pairs = [(run.name, found) for run, found in zip(runs, headlines, strict=True) if found]
+    pairs = [(run.name, h) for run, h in zip(runs, headlines, strict=True) if h is not None]
     texts = ["\n  ".join((f"{n}: {h.where}: {h.what}", *h.commands)) for n, h in pairs]
     return texts, [note for run in runs for note in run.notes]
 
 
 def render(runs: Sequence[Run], headlines: Sequence[Headline | None]) -> str:
-    """Return the page of runs, of which each has a headline if anything is wrong or unusual."""
+    """Return the page of runs. A run has a headline if anything is wrong or unusual."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Template(
         text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -47,15 +47,15 @@ def render(runs: Sequence[Run], headlines: Sequence[Headline | None]) -> str:
     pairs = [*zip(runs, headlines, strict=True)]
     return template.render(
         runs=runs,
-        verdicts=[(run.name, found, [*verdict(run, runs[0])]) for run, found in pairs],
-        is_wrong=any(found.is_wrong for found in headlines if found),
+        verdicts=[(run.name, first, [*verdict(run, runs[0])]) for run, first in pairs],
+        is_wrong=any(first.is_wrong for first in headlines if first is not None),
         summary=summary(runs),
-        anomalies=[row for i, (run, found) in enumerate(pairs) for row in anomalies(i, run, found)],
+        anomalies=[row for i, (run, first) in enumerate(pairs) for row in anomalies(i, run, first)],
         max_anomalies=MAX_ANOMALIES,
         layers=[
             (anchor, run, fqn, layer_chart(run, fqn))
-            for i, (run, found) in enumerate(pairs)
-            for fqn, anchor in anchors(i, run, found).items()
+            for i, (run, first) in enumerate(pairs)
+            for fqn, anchor in anchors(i, run, first).items()
         ],
         charts=charts(runs),
         heat_maps=list(heat_maps(runs)),
@@ -72,9 +72,7 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     header = ["run", "logged steps", *(f"{n}, {units[n]}" if n in units else n for n in names)]
     rows = []
     for run in runs:
-        cells = [run.name, _logged(run)]
-        for name in names:
-            cells.append(shown_metric(run, name))
+        cells = [run.name, _logged(run), *[shown_metric(run, name) for name in names]]
         layers = len({row["fqn"] for row in run.stats} or run.config.get("float8_layers", ()))
         cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
         comm = run.comm.rows if run.comm else []
@@ -88,7 +86,7 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _logged(run: Run) -> str:
-    """Say how many steps were logged, and how far the run is."""
+    """Format the number of logged steps, and the progress of the run."""
     count, total = len(run.metrics), run.config.get("steps")
     if not total:
         return f"{count:,}"
@@ -99,16 +97,14 @@ def _logged(run: Run) -> str:
 
 def shown_metric(run: Run, name: str) -> str:
     """Format a metric: the median of the last steps, or since when it is not finite."""
-    known = [row[name] for row in run.metrics if name in row][-LAST_STEPS:]
+    last = [row[name] for row in run.metrics if name in row][-LAST_STEPS:]
     if (since := run.not_finite_since(name)) is not None:
-        return f"{'NaN' if math.isnan(known[-1]) else 'infinite'} since step {since}"
-    values = [value for value in known if math.isfinite(value)]
-    return shown_number(median(values)) if values else ""
-
-
-def shown_number(value: float) -> str:
-    """Format a metric for people."""
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}"
+        return f"{'NaN' if math.isnan(last[-1]) else 'infinite'} since step {since}"
+    values = [value for value in last if math.isfinite(value)]
+    if not values:
+        return ""
+    middle = median(values)
+    return f"{middle:,.0f}" if abs(middle) >= 1e4 else f"{middle:.5g}"
 
 
 def plain(value: Any) -> str:
@@ -129,9 +125,9 @@ def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
         if bad := [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]:
             yield True, f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
     last = [*differences(run, baseline).values()][-LAST_STEPS:]
-    losses = [row.get("loss", 0) for each in (run, baseline) for row in each.metrics[-LAST_STEPS:]]
-    if last and run is not baseline and all(map(math.isfinite, losses)):
-        yield False, _loss_sentence(last, baseline.name)
+    if last and run is not baseline:
+        over = f"Over the last {len(last)} common steps"
+        yield False, f"{over} the loss is {baseline.name}'s {median(last):+.2g} (median)."
     if run.anomalies:
         first = run.anomalies[0]
         count = "1 anomaly," if len(run.anomalies) == 1 else f"{len(run.anomalies):,} anomalies,"
@@ -144,35 +140,17 @@ def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
         yield False, "No casts were recorded."
 
 
-def _loss_sentence(last: list[float], baseline: str) -> str:
-    """Compare the median of paired differences with two of its standard errors.
-
-    The error is that of the median of normal numbers, 1.2533 sigma / sqrt(n), with sigma from the
-    median of absolute deviations (times 1.4826). One step with a high loss changes neither much.
-    """
-    middle = median(last)
-    if not any(last):
-        return f"Over the last {len(last)} steps the loss equals {baseline}'s."
-    than = "above" if middle > 0 else "below"
-    begin = f"Over the last {len(last)} steps the loss is {abs(middle):.2g} {than} {baseline}'s"
-    if len(last) < 3:
-        return f"{begin}: too few steps to tell from their scatter."
-    deviation = median(abs(each - middle) for each in last)
-    scatter = 2 * 1.2533 * 1.4826 * deviation / math.sqrt(len(last))
-    how = "beyond" if abs(middle) > scatter else "within"
-    return f"{begin}, {how} the scatter of these steps (± {scatter:.2g})."
+def anchors(index: int, run: Run, first: Headline | None) -> dict[str, str]:
+    """Return the anchors of pictures by layer: that of the headline, then those with anomalies."""
+    layers = [row["fqn"] for row in run.anomalies]
+    if first is not None and first.fqn in {row["fqn"] for row in run.stats}:
+        layers.insert(0, first.fqn)
+    layers = list(dict.fromkeys(layers))[:MAX_LAYERS]
+    return {fqn: f"layer-{index}-{j}" for j, fqn in enumerate(layers)}
 
 
-def anchors(index: int, run: Run, found: Headline | None) -> dict[str, str]:
-    """Return the anchors of the pictures of layers: that of the headline, then with anomalies."""
-    measured = {row["fqn"] for row in run.stats}
-    first = [found.fqn] if found is not None and found.fqn in measured else []
-    layers = list(dict.fromkeys([*first, *(row["fqn"] for row in run.anomalies)]))[:MAX_LAYERS]
-    return {fqn: f"layer-{index}-{j}" for j, fqn in enumerate(layers) if fqn is not None}
-
-
-def anomalies(index: int, run: Run, found: Headline | None) -> Iterator[Row]:
+def anomalies(index: int, run: Run, first: Headline | None) -> Iterator[JsonRow]:
     """Yield the first anomalies of a run, with links to the pictures of their layers."""
-    pictures = anchors(index, run, found)
+    pictures = anchors(index, run, first)
     for row in run.anomalies[:MAX_ANOMALIES]:
         yield row | {"run": run.name, "picture": pictures.get(row["fqn"])}

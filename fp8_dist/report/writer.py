@@ -81,7 +81,7 @@ class RunWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, COMM):
             (self.folder / name).unlink(missing_ok=True)
-        # Of an earlier run until the first step of this one, which may have forgotten ``first``.
+        # Files of an earlier run are removed in the first step: this run may lack ``first``.
         self._others = [self.folder / name for name in GROWING]
         self._told: set[tuple[str, str]] = set()
         if first is not None:

@@ -75,13 +75,13 @@ def _fingerprint_of(valid: int) -> int:
     return valid >> 2
 
 
-def _is_written(valid: Any) -> Any:
-    """Whether the weight was written to since statistics were computed."""
+def _is_invalid(valid: Any) -> Any:
+    """Whether there are no statistics, or the weight was written to after they were computed."""
     return valid < 0
 
 
-def _written(valid: Any) -> Any:
-    """The value of ``valid`` after the first write."""
+def _invalidated(valid: Any) -> Any:
+    """The value of ``valid`` after a write."""
     return -1 - (valid & 3)
 
 
@@ -176,7 +176,7 @@ class KnownWeight(WrapperParameter):
     def check(self, parameter: Tensor) -> Self:
         """Drop the statistics if the parameter that has this tensor has another version."""
         # (Loaders write so to tensors of a state dict. Other writes have been noticed.)
-        if self.seen != (version_of(parameter) or 0) and not _is_written(self._state()):
+        if self.seen != (version_of(parameter) or 0) and not _is_invalid(self._state()):
             self.forget_to_load()
         return self
 
@@ -213,7 +213,7 @@ class KnownWeight(WrapperParameter):
 
     def note_training(self) -> None:
         """Record that a forward of training has computed statistics without caching them."""
-        if _is_written(self._state()):
+        if _is_invalid(self._state()):
             self._set_state(_valid(TRAINED))
 
     def _fingerprint(self, kept: Kept) -> int:
@@ -224,9 +224,9 @@ class KnownWeight(WrapperParameter):
     def forget(self) -> None:
         """Invalidate the statistics after a write."""
         if type(valid := self.valid) is not Tensor:  # traced: the graph does it when it runs
-            valid.copy_(torch.where(_is_written(valid), valid, _written(valid)))
-        elif not _is_written(state := self._state()):
-            self._set_state(_written(state))
+            valid.copy_(torch.where(_is_invalid(valid), valid, _invalidated(valid)))
+        elif not _is_invalid(state := self._state()):
+            self._set_state(_invalidated(state))
 
     def forget_to_load(self) -> None:
         """Drop the statistics before a state dict is loaded, which does not warn."""

@@ -18,16 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from scripts.common.mixture import MixtureOfExperts
-from scripts.common.sizes import MODELS, Latent, LlamaConfig
+from scripts.common.sizes import MODELS as MODELS
+from scripts.common.sizes import Latent, LlamaConfig
 
 INIT_STD = 0.02
-
-
-def named(name: str) -> nn.Module:
-    """The model of a name in `MODELS`, for options `--model`."""
-    if name not in MODELS:
-        raise ValueError(f"it is not MODULE:FUNCTION or one of {', '.join(MODELS)}")
-    return Llama(MODELS[name])
 
 
 def rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:

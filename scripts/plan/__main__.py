@@ -93,6 +93,9 @@ def _check_reference(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Checks the options for a model MODULE:FUNCTION, which must convert in each recipe."""
+    if ":" not in args.model:
+        names = ", ".join(MODELS)
+        parser.error(f"--model {args.model}: it is not MODULE:FUNCTION or one of {names}")
     if args.layers is not None or args.mesh["ep"] > 1:
         parser.error(f"--layers and ep are for {', '.join(MODELS)}")
     tp, own_model = args.mesh["tp"], import_module("scripts.plan.own_model")

@@ -83,7 +83,7 @@ def test_lines_are_cast_as_on_one_device_and_travel_whole_or_not_at_all(ranks: R
             one_row = shape[0] == 1 and now == f"S({len(shape) - 1})"
             may_refuse = (dim != len(shape) - 1 or one_row) and now not in (then, "R")
             refused = may_refuse and result.startswith("NotImplementedError: ")
-            expected = result == "same" or (refused and "redistribute the high-prec" in result)
+            expected = result == "same" or (refused and "redistribute it before the cast" in result)
             assert expected, f"{shape}, {dim}, {move}: {result}"
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gemm_records import GemmRecord, record_gemms
+from gemm_records import GemmRecord, record_gemms, scaled_mm
 from recipe_algebra import GEMMS, config_of
 from reference import sqnr
 
@@ -38,21 +38,10 @@ def gemms_of_a_step(recipe: str, m: int, k: int, n: int) -> list[GemmRecord]:
     return records
 
 
-def scaled_mm(
-    a: Float8Tensor,
-    b: Float8Tensor,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
-    pad_inner_dim: bool = False,
-    emulate: bool = False,
-) -> torch.Tensor:
-    options = use_fast_accum, pad_inner_dim, emulate, False
-    return a.scheme.multiply(a.quantized, b.quantized, out_dtype, options)
-
-
 def check(a: Float8Tensor, b: Float8Tensor, out_dtype: torch.dtype, fast: bool) -> None:
-    native = scaled_mm(a, b, out_dtype, fast, pad_inner_dim=True)
-    emulated = scaled_mm(a, b, out_dtype, pad_inner_dim=True, emulate=True)
+    options = {"out_dtype": out_dtype, "pad_inner_dim": True}
+    native = scaled_mm(a, b, use_fast_accum=fast, **options)
+    emulated = scaled_mm(a, b, emulate=True, **options)
     assert native.dtype is out_dtype
     assert native.shape == emulated.shape == (a.shape[0], b.shape[1])
     assert native.is_contiguous()

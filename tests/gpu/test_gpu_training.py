@@ -19,7 +19,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import CastStats, float8_stats
-from fp8_dist.debug.measures import Measures, measure
+from fp8_dist.debug.measures import Measures, measure_casts
 from fp8_dist.debug.rows import decibels
 from fp8_dist.linear.observing import Observer, Owner, Source, observed_by
 from fp8_dist.recipe import Gemm, Operand
@@ -218,5 +218,5 @@ class CastsOnCpu(Observer):
         for gemms, low in lows.items():
             scales = tuple(scale.cpu() for scale in low.scales)
             copied = low._replace(qdata=low.qdata.cpu(), scales=scales)
-            measured = measure(source.product().cpu(), copied, 0)
+            (measured,) = measure_casts(source.product().cpu(), [copied], 0)
             self.found[owner.fqn, operand, gemms] = Measures(*measured.tolist())

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 from fp8_dist import Float8Tensor
 from fp8_dist.kernels import GemmOptions
 from fp8_dist.linear.observing import Observer, Owner, Product, observed_by
@@ -19,6 +21,20 @@ class GemmRecord(NamedTuple):
     a: Float8Tensor  # [M, K]
     b: Float8Tensor  # [K, N]
     options: GemmOptions
+
+
+def scaled_mm(
+    a: Float8Tensor,
+    b: Float8Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+    pad_inner_dim: bool = False,
+    emulate: bool = False,
+) -> torch.Tensor:
+    """Multiply two float8 matrices with the options of a layer's GEMMs."""
+    options = use_fast_accum, pad_inner_dim, emulate, False
+    return a.scheme.multiply(a.quantized, b.quantized, out_dtype, options)
 
 
 class _Recorder(Observer):

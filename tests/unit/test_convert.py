@@ -125,7 +125,7 @@ def test_layers_that_a_gpu_would_refuse_are_named_once() -> None:
         text,
         """\
 convert_to_float8_training: these layers stay in high precision: 8 (its class OwnForward has a forward of its own). Exclude them in module_filter_fn to say that this is meant
-A GPU will refuse these converted layers, whose out_features or in_features is not a multiple of 16: 1 (32 x 24), 2 (24 x 32), 3 (8 x 16), 4 (8 x 16), and 3 more. Leave them in high precision (module_filter_fn=skip_head(model) does), or set Float8LinearConfig.pad_inner_dim=True""",
+A GPU will refuse these converted layers, whose out_features or in_features is not a multiple of 16: 1 (32 x 24), 2 (24 x 32), 3 (8 x 16), 4 (8 x 16), and 3 more. Leave them in high precision (module_filter_fn=skip_head(model)), or set Float8LinearConfig.pad_inner_dim=True""",
     )
     for config in ({"pad_inner_dim": True}, {"emulate": True}):
         (text,) = warned(model(), config=Float8LinearConfig(**config))

@@ -43,10 +43,10 @@ class Finding(NamedTuple):
         step, position: when, in the order of the casts and GEMMs.
         fqn, operand, gemms: the layer, the operand (or ``"result"``), and the GEMMs that take it.
         text: what is wrong.
-        element: the global index of the first element that is wrong (of a result, and of rows of
-            experts, the index in the rank's part); None if tensors were not recorded.
-        ranks: the rank that has it. If copies differ, those whose copies are not like most, or all
-            of them if it can't be told which copies are right.
+        element: the global index of the first wrong element (of a result, and of rows of experts,
+            the index in the rank's part); None if tensors were not recorded.
+        ranks: the rank that has the element. If copies differ, the ranks outside of the largest
+            group of equal copies, or all of them if no group is the largest.
         cast: the cast of the operand; None if parts of it were not recorded.
     """
 
@@ -72,8 +72,8 @@ class Replay:
 
     Attributes:
         files: what the ranks wrote, without records.
-        findings: what is wrong or unusual, in the order of the casts and GEMMs; at the end what was
-            unusual before the first step with something wrong, or else before the recorded step.
+        findings: what is wrong or unusual, in the order of the casts and GEMMs. What is unusual in
+            steps before the first wrong one, or before the recorded one, comes last.
         checked: how many casts, operands and GEMMs were compared, by what came out.
         casts: the casts that could be repeated.
 
@@ -91,19 +91,19 @@ class Replay:
         try:
             # The bits of a GEMM may depend on it.
             torch.set_num_threads(min(self.files[0]["threads"], os.cpu_count() or 1))
-            found = self._findings([r for file in self.files for r in file.pop("records")])
+            findings = self._find([r for file in self.files for r in file.pop("records")])
         except Exception as error:  # tensors that do not fit together may raise anything
             raise ValueError(f"{folder}: the records do not fit together: {error!r}") from error
         finally:
             torch.set_num_threads(threads)
-        wrong = min((each.step for each in found if each.is_wrong), default=self.files[0]["step"])
-        once: dict[Any, Finding] = {}
-        for each in sorted(found, key=lambda f: (f.step < wrong, f.step, f.position)):
-            once.setdefault((each.step, each.fqn, each.operand, *each.gemms), each)
-        self.findings = [*once.values()]
+        wrong = min((f.step for f in findings if f.is_wrong), default=self.files[0]["step"])
+        unique: dict[Any, Finding] = {}
+        for f in sorted(findings, key=lambda f: (f.step < wrong, f.step, f.position)):
+            unique.setdefault((f.step, f.fqn, f.operand, *f.gemms), f)
+        self.findings = [*unique.values()]
         self.casts = [cast for casts in self._casts.values() for cast in casts]
 
-    def _findings(self, records: list[Record]) -> list[Finding]:
+    def _find(self, records: list[Record]) -> list[Finding]:
         self._limits = AnomalyLimits(**self.files[0]["limits"])
         self._casts: dict[Any, list[Cast]] = defaultdict(list)  # by step, layer and operand
         groups: dict[Any, list[Record]] = {}
@@ -111,38 +111,35 @@ class Replay:
             if "high" in record:
                 key = *_key(record), *record["gemms"], record["call"], *record["low"]["ranks"]
                 groups.setdefault(key, []).append(record)
-        found = [each for parts in groups.values() for each in self._of_cast(parts)]
         gemms = [record for record in records if "result" in record]
-        found += [each for gemm in gemms for each in self._of_operands(gemm)]
-        found += [each for gemm in gemms for each in self._of_result(gemm)]
-        return [*found, *self._of_statistics()]
+        findings = [f for parts in groups.values() for f in self._check_cast(parts)]
+        findings += [f for gemm in gemms for f in self._check_operands(gemm)]
+        findings += [f for gemm in gemms for f in self._check_result(gemm)]
+        return [*findings, *self._check_statistics()]
 
-    def _of_cast(self, parts: list[Record]) -> Iterator[Finding]:
+    def _check_cast(self, parts: list[Record]) -> Iterator[Finding]:
         copies = group_copies(parts)
-        first, cast = parts[0], cast_again(parts, [alike[0][0] for alike in copies])
-        of = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
+        first, cast = parts[0], cast_again(parts, [groups[0][0] for groups in copies])
+        place = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
         if cast is not None:
             self._casts[_key(first)].append(cast)
-        found = find_not_finite(parts) or find_different_copies(copies)
-        if cast is not None and found is None:
-            found = find_different_scales(parts) or find_different_cast(parts, cast.low)
+        wrong = find_not_finite(parts) or find_different_copies(copies)
+        if cast is not None and wrong is None:
+            wrong = find_different_scales(parts) or find_different_cast(parts, cast.low)
             others = self._casts[first["step"], first["fqn"], first["folded"]]
-            found = found or find_wrong_folds(parts, others)
-        if found is not None:
-            yield Finding(True, *of, *found, cast)
+            wrong = wrong or find_wrong_folds(parts, others)
+        if wrong is not None:
+            yield Finding(True, *place, *wrong, cast)
             return
         if cast is None:
             self.checked["casts can't be repeated, because parts are missing or not finite"] += 1
             return
         self.checked["casts equal those of one device, bit for bit"] += 1
         texts = [text_of(anomaly) for anomaly in FirstAnomalies(self._limits).of(cast.stats())]
-        lost = cast.largest_loss() if first["operand"] == "weight" and cast.high.numel() else 0.0
-        if self._limits.underflow is not None and lost > self._limits.underflow:
-            texts.append(f"{lost:.4g} % of the values of one scale become zero: an outlier")
         if texts:
-            yield Finding(False, *of, "; ".join(texts), *cast.largest(), cast)
+            yield Finding(False, *place, "; ".join(texts), *cast.largest(), cast)
 
-    def _of_operands(self, record: Record) -> Iterator[Finding]:
+    def _check_operands(self, record: Record) -> Iterator[Finding]:
         gemm, rank = record["gemm"], record["rank"]
         for operand, side in zip(GEMM_OPERANDS[gemm], ("left", "right"), strict=True):
             low, key = record[side], (record["step"], record["fqn"], operand)
@@ -152,24 +149,24 @@ class Replay:
                 found = [compare(low, as_taken(cast.low, record, low)) for cast in own]
             else:
                 found = [compare_rows(record, low, *rows) for rows in sent_rows(record, casts)]
-            # Micro-batches have an operand each.
-            bad, text = min(found, key=lambda each: int(each[0].sum()), default=(None, ""))
+            # The nearest of the micro-batches.
+            bad, text = min(found, key=lambda pair: int(pair[0].sum()), default=(None, ""))
             if bad is None:
                 self.checked["operands lack a cast to compare with"] += 1
             elif bad.any():
                 text = f"what arrived for the GEMM is not what was cast: {text}"
-                of = record["step"], record["position"], record["fqn"], operand, [gemm]
+                place = record["step"], record["position"], record["fqn"], operand, [gemm]
                 if record["groups"] is None or operand == "weight":
                     element = first_element(bad, low)
                     if record["groups"] is not None and record["options"][3]:
                         element = element[0], element[2], element[1]  # it is stored as [E, K, N]
                 else:  # some may not have arrived
                     element = tuple(bad.nonzero()[0].tolist())
-                yield Finding(True, *of, text, element, (rank,), own[0] if own else None)
+                yield Finding(True, *place, text, element, (rank,), own[0] if own else None)
             else:
                 self.checked["operands equal what was cast, bit for bit"] += 1
 
-    def _of_result(self, record: Record) -> Iterator[Finding]:
+    def _check_result(self, record: Record) -> Iterator[Finding]:
         again, sizes = multiply_again(record), multiply_again(record, magnitudes=True)
         if again is None or sizes is None:
             self.checked["GEMMs need parts of other ranks"] += 1
@@ -181,29 +178,28 @@ class Replay:
         if bad.any():
             at = tuple(bad.nonzero()[0].tolist())
             text = f"{result[at].item():g} where the GEMM is {again[at].item():g}"
-            of = record["step"], record["position"], record["fqn"], "result", [record["gemm"]]
-            yield Finding(True, *of, text, at, (record["rank"],))
+            place = record["step"], record["position"], record["fqn"], "result", [record["gemm"]]
+            yield Finding(True, *place, text, at, (record["rank"],))
         else:
             how = "within their rounding" if differs.any() else "bit for bit"
             self.checked[f"GEMMs are equal {how}"] += 1
 
-    def _of_statistics(self) -> Iterator[Finding]:
-        anomalies, every = FirstAnomalies(self._limits), [r for f in self.files for r in f["rows"]]
-        # Ranks have the same rows, but for those of pipeline stages.
-        rows = {(r["step"], r["fqn"], r["operand"], r["gemms"]): CastStats(**r) for r in every}
+    def _check_statistics(self) -> Iterator[Finding]:
+        anomalies = FirstAnomalies(self._limits)
+        # Ranks have the same rows, except for those of pipeline stages.
+        all_rows = [row for file in self.files for row in file["rows"]]
+        rows = {(r["step"], r["fqn"], r["operand"], r["gemms"]): CastStats(**r) for r in all_rows}
         for row in sorted(rows.values(), key=attrgetter("step", "position")):
-            of_operand = self._casts[row.step, row.fqn, row.operand]
-            casts = [
-                c for c in of_operand if c.parts[0]["gemms"] == [*row.gemms] and c.high.numel()
-            ]
+            casts = self._casts[row.step, row.fqn, row.operand]
+            casts = [c for c in casts if c.parts[0]["gemms"] == [*row.gemms] and c.high.numel()]
             for anomaly in anomalies.of(row):
                 is_wrong = anomaly.what == "non-finite"
-                of = is_wrong, row.step, row.position, row.fqn, row.operand, row.gemms
+                place = row.step, row.position, row.fqn, row.operand, row.gemms
                 if not casts:
-                    yield Finding(*of, text_of(anomaly))
-                elif not is_wrong:  # else it is a finding of the cast, too
+                    yield Finding(is_wrong, *place, text_of(anomaly))
+                elif not is_wrong:  # otherwise it is a finding of the cast, too
                     cast = max(casts, key=lambda cast: cast.stats().amax)
-                    yield Finding(*of, text_of(anomaly), *cast.largest(), cast)
+                    yield Finding(is_wrong, *place, text_of(anomaly), *cast.largest(), cast)
 
 
 def _load(folder: Path) -> list[dict[str, Any]]:
@@ -219,9 +215,9 @@ def _load(folder: Path) -> list[dict[str, Any]]:
             for name, kind in _HEADER.items():
                 if not isinstance(files[-1][name], kind):
                     raise ValueError(f"{name} is {files[-1][name]!r}")
-            alike = {(each["version"], each["world"], each["step"]) for each in files}
-            if len(alike) > 1 or VERSION not in {version for version, *_ in alike}:
-                raise ValueError(f"the versions, worlds and steps of the files are {alike}")
+            headers = {(file["version"], file["world"], file["step"]) for file in files}
+            if len(headers) > 1 or VERSION not in {version for version, *_ in headers}:
+                raise ValueError(f"the versions, worlds and steps of the files are {headers}")
         except OSError:
             raise
         except Exception as error:  # reading unknown bytes may raise anything

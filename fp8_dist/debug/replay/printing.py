@@ -1,15 +1,14 @@
-"""The text and the plot of a replay's findings."""
+"""The text of a replay's findings."""
 
-import importlib
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
+from fp8_dist.debug.recording import recordings_in
 from fp8_dist.debug.replay.comparisons import Cast, rank_names
 from fp8_dist.debug.replay.findings import Finding, Replay
 from fp8_dist.debug.rows import table
 
-__all__ = ["Cast", "Finding", "Replay", "draw", "page"]
+__all__ = ["Cast", "Finding", "Replay", "page", "recordings_in"]
 
 _FURTHER = 9  # findings after the first one that are printed
 
@@ -61,16 +60,3 @@ def _described(cast: Cast) -> Iterator[str]:
         yield f"  {f'2^{exponent}':>6} {sum(counts[exponent]):>10,} {bar}"
     if counts:
         yield "  (magnitudes in units of their scales: # kept, . becomes zero, ! saturates)"
-
-
-def draw(cast: Cast, path: Path) -> None:
-    """Draw the histogram of a cast, with matplotlib."""
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(9, 4), layout="tight")
-    counts, axes = cast.octaves(), figure.subplots()
-    for kind, label in reversed([*enumerate(("kept", "becomes zero", "saturates"), 1)]):
-        heights = [sum(count[:kind]) for count in counts.values()]  # the next kinds hide a part
-        axes.bar([*counts], heights, 1.0, align="edge", label=label)
-    axes.set(title=f"{cast.parts[0]['fqn']}: {cast.parts[0]['operand']}", ylabel="values")
-    axes.set(xlabel="octave of the magnitude, in units of its scale", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=130)

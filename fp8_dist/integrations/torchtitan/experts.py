@@ -27,7 +27,7 @@ _DISPATCHERS = (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config)
 
 
 class TitanFloat8GroupedExperts(GroupedExperts):
-    """Grouped experts with float8 weights, which get tokens before these are dispatched."""
+    """Grouped experts with float8 weights, which take tokens before the dispatch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -63,9 +63,8 @@ class TitanFloat8GroupedExperts(GroupedExperts):
         if parallel_dims.tp_enabled and not parallel_dims.ep_enabled:
             raise NotImplementedError(
                 f"{self.float8_weights[_DOWN].fqn}: torchtitan's tensor parallelism divides each "
-                "expert between ranks, which this integration does not support; set "
-                "parallelism.expert_parallel_degree, or leave the experts unconverted "
-                "(filter_fqns)"
+                "expert between ranks, which is not supported; set "
+                "parallelism.expert_parallel_degree, or name the experts in filter_fqns"
             )
         super().parallelize(parallel_dims)
 
@@ -94,7 +93,7 @@ class TitanFloat8RoutedExperts(RoutedExperts):
 
 def fields_of(config: Any) -> dict[str, Any]:
     """The fields of a dataclass, for a config of a subclass."""
-    return {each.name: getattr(config, each.name) for each in fields(config)}
+    return {f.name: getattr(config, f.name) for f in fields(config)}
 
 
 class Float8ExpertsConverter(QuantizationConverter):
@@ -121,11 +120,12 @@ class Float8ExpertsConverter(QuantizationConverter):
                 known here.
         """
         float8 = Float8ExpertsConfig(self.config.recipe_name, self.config.combine)  # type: ignore[arg-type]
-        found = False
+        has_converted = False
         for fqn, routed, parent, name in list(model_config.traverse(RoutedExperts.Config)):
             if any(text in fqn for text in self.config.filter_fqns):
                 continue
-            found, inner, dispatcher = True, routed.inner_experts, routed.token_dispatcher
+            has_converted = True
+            inner, dispatcher = routed.inner_experts, routed.token_dispatcher
             is_known = type(routed) is RoutedExperts.Config and type(dispatcher) in _DISPATCHERS
             if not is_known or type(inner) is not GroupedExperts.Config:
                 raise NotImplementedError(
@@ -138,7 +138,7 @@ class Float8ExpertsConverter(QuantizationConverter):
             )
             changed = fields_of(routed) | {"inner_experts": experts}
             setattr(parent, name, TitanFloat8RoutedExperts.Config(**changed))
-        if not found:
+        if not has_converted:
             raise ValueError(
                 "Float8ExpertsConverter: the model has no routed experts to convert, or "
                 f"all have one of {self.config.filter_fqns} in their names"

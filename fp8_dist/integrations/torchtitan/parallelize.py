@@ -74,19 +74,19 @@ class Float8Converter(QuantizationConverter):
         """
         recipe = Float8LinearConfig.from_recipe_name(self.config.recipe_name)
         float8 = replace(recipe, enable_fsdp_float8_all_gather="auto")
-        found = False
+        has_converted = False
         for fqn, linear, parent, name in list(model_config.traverse(Linear.Config)):
             # Subclasses of the config belong to layers that compute something else.
             is_linear = type(linear) is Linear.Config
             if not (is_linear and module_filter_fn(linear, fqn, self.config.filter_fqns)):
                 continue
-            found = True
+            has_converted = True
             new = TitanFloat8Linear.Config(**fields_of(linear), float8=float8, fqn=fqn)
             if isinstance(parent, list):
                 parent[name] = new
             else:
                 setattr(parent, name, new)
-        if not found:
+        if not has_converted:
             raise ValueError(
                 "Float8Converter: the model has no linear layer to convert; its layers are not "
                 f"torchtitan's Linear, have sizes that are no multiples of 16, or have one of "
@@ -195,9 +195,9 @@ def _check_local_layers(model: nn.Module) -> None:
         if isinstance(module, TitanFloat8Linear):
             dim = _weight_dim(module)
             if dim is None or (dim == 1 and module.bias is not None):
-                what = "weight" if dim is None else "bias"
+                name = "weight" if dim is None else "bias"
                 raise NotImplementedError(
-                    f"{module.fqn}: the {what} is replicated over the tensor-parallel ranks, which "
+                    f"{module.fqn}: the {name} is replicated over the tensor-parallel ranks, which "
                     "fp8_dist does not handle with spmd_types; leave the layer unconverted "
                     "(filter_fqns), or use parallelism.spmd_backend=partial_dtensor"
                 )
@@ -206,7 +206,7 @@ def _check_local_layers(model: nn.Module) -> None:
 def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> None:
     mesh, is_local = parallel_dims.get_mesh("tp"), parallel_dims.spmd_backend == "spmd_types"
     # With local tensors, the layers declare the transport themselves (_place).
-    of_inputs = None if is_local else transport
+    input_transport = None if is_local else transport
     inputs: dict[nn.Module, Any] = {}  # the placement of each layer's input before the gather
     for fqn, module in model.named_modules():
         sharding = getattr(module, "_sharding_config", None)
@@ -218,7 +218,7 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
             source = sharding.in_src_shardings[name]
             inputs |= dict.fromkeys(layers, resolve_placements(source, mesh)[0])
             module._sharding_config = replace(sharding, in_dst_shardings=None)
-            share = partial(share_input, layers=layers, reduce_transport=of_inputs)
+            share = partial(share_input, layers=layers, reduce_transport=input_transport)
             module.forward = _with_prepared_input(module, name, share)
     for module in model.modules():
         if isinstance(module, TitanFloat8Linear):
@@ -248,15 +248,15 @@ def _weight_dim(layer: Any) -> int | None:
 
 def _column_parallel(module: nn.Module, fqn: str) -> list[TitanFloat8Linear]:
     """Return the column-parallel float8 layers, which take the input that ``module`` gathers."""
-    every = {
+    layers = {
         name: child
         for name, child in module.named_modules()
         if child is not module
         and isinstance(child, Linear | TitanFloat8Linear)
         and _weight_dim(child) == 0
     }
-    converted = {name: m for name, m in every.items() if isinstance(m, TitanFloat8Linear)}
-    others = [name for name in every if name not in converted]
+    converted = {name: m for name, m in layers.items() if isinstance(m, TitanFloat8Linear)}
+    others = [name for name in layers if name not in converted]
     if converted and others:
         raise ValueError(
             f"{fqn}: {list(converted)} are converted to float8 and {others} are not, but they "

@@ -17,7 +17,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8_dist.linear.weights import weights_of
 from fp8_dist.moe.dispatch import route
-from fp8_dist.moe.experts import Division, Kind, division_of, experts_config, weight_of
+from fp8_dist.moe.experts import (
+    ExpertsAdapter,
+    ExpertsDivision,
+    division_of,
+    experts_config,
+    weight_of,
+)
 from fp8_dist.moe.functions import combined_product, grouped_product, local_part
 from fp8_dist.moe.operators import add_bias
 from fp8_dist.text import warn_once
@@ -44,7 +50,11 @@ def experts_forward(
 
 
 def _forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, division: Division
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    division: ExpertsDivision,
 ) -> Tensor:
     config, (first, second) = self.float8_experts_config, weights_of(self)
     _check_whole(self)
@@ -71,18 +81,18 @@ def _forward(
 
 
 def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A tensor that all ranks have, each of which computes a part of its gradient."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
+    """A replicated tensor of whose gradient each rank computes a summand."""
+    replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return replicated.to_local(grad_placements=[Partial()])
 
 
-class _Kind(Kind):
+class _TransformersExperts(ExpertsAdapter):
     """Experts of transformers' experts interface."""
 
     def weights(self, module: nn.Module) -> tuple[str, ...]:
         first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-        found = [module._parameters.get(name) for name in (first, "down_proj")]
-        is_experts = all(parameter is not None and parameter.ndim == 3 for parameter in found)
+        parameters = [module._parameters.get(name) for name in (first, "down_proj")]
+        is_experts = all(p is not None and p.ndim == 3 for p in parameters)
         return (first, "down_proj") if is_experts else ()
 
     def is_transposed(self, module: Any) -> bool:
@@ -123,14 +133,14 @@ class _Kind(Kind):
         return {n: t.clone() for n, t in revert_weight_conversion(model, {name: tensor}).items()}
 
 
-KIND = _Kind()
+ADAPTER = _TransformersExperts()
 
 
 def _warn_if_set(module: Any) -> None:
     """Warn if the implementation of the model's experts was set after the conversion."""
-    shared, then = module.config.float8_replaces
+    shared, former = module.config.float8_replaces
     now = shared._experts_implementation
-    if now not in (then, IMPLEMENTATION):
+    if now not in (former, IMPLEMENTATION):
         warn_once(
             "experts implementation",
             f"{next(iter(weights_of(module).values())).fqn}: the experts are in float8, so "
@@ -140,15 +150,13 @@ def _warn_if_set(module: Any) -> None:
 
 
 def _check_whole(module: Any) -> None:
-    """Refuse a rank's parts of experts as plain tensors, whose scales would be those of parts."""
+    """Raise for plain tensors that are a rank's parts of experts, with scales of the parts."""
     for name, features in module.config.float8_features.items():
-        if (found := getattr(module, name).shape[1:]) != features:
+        if (shape := getattr(module, name).shape[1:]) != features:
             raise NotImplementedError(
-                f"{weights_of(module)[name].fqn}: the forward was given {tuple(found)} of the "
-                f"features {tuple(features)} of {name}, as transformers' tensor parallelism "
-                "(moe_tp_experts) passes them. Leave converted experts out of the plan of "
-                "apply_tensor_parallelism, and divide them by Float8ExpertParallel or "
-                "Float8ExpertTensorParallel"
+                f"{weights_of(module)[name].fqn}: the forward was given {tuple(shape)} of the "
+                f"features {tuple(features)} of {name}, as moe_tp_experts passes them; leave "
+                "converted experts out of its plan, and divide them by Float8ExpertTensorParallel"
             )
 
 
@@ -187,7 +195,7 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
             experts = self.num_local_experts * self.ep_mesh.size()
-            division = Division(experts, self.ep_mesh.get_group())
+            division = ExpertsDivision(experts, self.ep_mesh.get_group())
             return _forward(self.experts, hidden_states, top_k_index, top_k_weights, division)
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)

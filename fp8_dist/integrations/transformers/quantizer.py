@@ -128,8 +128,7 @@ class Fp8DistQuantizer(HfQuantizer):
             raise NotImplementedError(
                 "Fp8DistConfig: transformers' tensor parallelism (tp_size) does not tell float8 "
                 "layers what their scales cover; load the model without it, and call "
-                "apply_tp_plan(model, mesh, hf_tp_plan(model)). ep_size divides experts, and "
-                "fsdp_size shards all weights"
+                "apply_tp_plan(model, mesh, hf_tp_plan(model))"
             )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:

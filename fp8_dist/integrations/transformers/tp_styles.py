@@ -24,7 +24,7 @@ from fp8_dist.tensor_parallel.styles import CheckedStyle
 
 _Places = tuple[Placement, ...]
 _SEQUENCE: _Places = (Shard(1),)
-_WHOLE: _Places = (Replicate(),)
+_REPLICATED: _Places = (Replicate(),)
 
 
 class SequenceEmbedding(EmbeddingRowwiseParallel):
@@ -46,7 +46,7 @@ class StreamInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(x: torch.Tensor) -> torch.Tensor:
-            return local_if_even(_moved(x, device_mesh, _WHOLE, _SEQUENCE))
+            return local_if_even(_moved(x, device_mesh, _REPLICATED, _SEQUENCE))
 
         _pass_first_argument_alone(module, enter)
         return module
@@ -66,7 +66,7 @@ class StreamNorm(SequenceParallel):
         module, returned = super()._apply(module, device_mesh), self.returned
 
         def convert(module: nn.Module, args: Any, output: DTensor) -> torch.Tensor:
-            # torch replicates what some norms compute of fewer tokens than ranks.
+            # With fewer tokens than ranks, torch replicates the output of some norms.
             return returned(output.redistribute(placements=_SEQUENCE))
 
         module.register_forward_hook(convert)
@@ -123,12 +123,12 @@ class ReplicatedBlock(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(x: torch.Tensor) -> torch.Tensor:
-            return _moved(x, device_mesh, _SEQUENCE, _WHOLE).to_local()
+            return _moved(x, device_mesh, _SEQUENCE, _REPLICATED).to_local()
 
         def keep_part(module: nn.Module, args: Any, output: Any) -> Any:
             first, *others = output if isinstance(output, tuple) else (output,)
             first = first.view(args[0].shape)  # Llama 4's experts return a list of tokens
-            part = local_if_even(_moved(first, device_mesh, _WHOLE, _SEQUENCE))
+            part = local_if_even(_moved(first, device_mesh, _REPLICATED, _SEQUENCE))
             return (part, *others) if isinstance(output, tuple) else part
 
         _pass_first_argument_alone(module, gather)
@@ -153,7 +153,7 @@ def _pass_first_argument_alone(
     names = list(inspect.signature(module.forward).parameters)
 
     def rearrange(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return (change(given.pop(names[0])),), given
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        return (change(arguments.pop(names[0])),), arguments
 
     module.register_forward_pre_hook(rearrange, with_kwargs=True)

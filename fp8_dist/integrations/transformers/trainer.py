@@ -1,6 +1,5 @@
 """A callback for transformers' Trainer, which converts the model and updates the scales."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.debug import Float8Stats, float8_stats
 from fp8_dist.fsdp import attach_update, update_float8_scales
 from fp8_dist.linear import float8_layers
-from fp8_dist.linear.amax_history import load_histories
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head
 from fp8_dist.model.state import Float8State
 from fp8_dist.moe.experts import FilterFn
 from fp8_dist.report import RunWriter
-from fp8_dist.text import warn_once, without_wrappers
+from fp8_dist.text import warn_once
 
 
 class Float8Callback(TrainerCallback, ExportableState):
@@ -33,8 +31,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     are saved in ``trainer_state.json``, and ``resume_from_checkpoint`` restores them.
 
     A warning is issued once if the Trainer is asked for FSDP where accelerate does not use it (on
-    CPUs), and if torchrun started several ranks but the Trainer sees only one (on CPUs without
-    ``use_cpu=True``).
+    CPUs).
 
     Args:
         config: the config of the layers. Default: the ``tensorwise`` recipe, whose weights FSDP2
@@ -78,8 +75,8 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state that the Trainer saves with its own state: rank 0's amax histories."""
-        kept = {} if self._model is None else Float8State(self._model).state_dict()
-        histories = {layer: rows for layer, rows in kept.items() if any(rows.values())}
+        layers = {} if self._model is None else Float8State(self._model).state_dict()
+        histories = {layer: rows for layer, rows in layers.items() if any(rows.values())}
         return {"args": {}, "attributes": {"histories": histories}}
 
     def on_init_end(self, args: TrainingArguments, *_: Any, model: nn.Module, **kw: Any) -> None:
@@ -119,9 +116,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             raise ValueError(
                 "Float8Callback: the model was wrapped for training before the callback could "
                 "convert it. Pass the callback when the Trainer is made (callbacks=[...], not "
-                "add_callback), and convert in model_init if you use that: the Trainer calls it "
-                "again for each training. (Or load the model with "
-                "quantization_config=Fp8DistConfig(...))"
+                "add_callback), and convert in model_init if you use that"
             )
         # Only for its checks. The scales are updated in the Trainer's event instead, because a
         # hook of the optimizer does not run for steps that a GradScaler skips.
@@ -132,14 +127,11 @@ class Float8Callback(TrainerCallback, ExportableState):
             raise ValueError(
                 f"Float8Callback: the Trainer has {len(saved)} of these callbacks; leave one"
             )
-        histories = saved.get("attributes", {}).get("histories", {})
-        for name, layer in layers.items():
-            if histories:
-                rows, device = histories.get(without_wrappers(name), {}), layer.weight.device
-                load_histories(layer.histories, rows, layer.float8_weight.meshes(), device)
-            elif state.global_step == 0:  # a new training restores none, whatever was loaded
-                for history in layer.histories.values():
-                    history.restored = False
+        if histories := saved.get("attributes", {}).get("histories", {}):
+            Float8State(model).load_state_dict(histories)
+        elif state.global_step == 0:  # a new training restores none, whatever was loaded
+            for history in (h for layer in layers.values() for h in layer.histories.values()):
+                history.restored = False
         update_float8_scales(model)
         if self.run is not None:
             self._stats = float8_stats(model, every=self.stats_every, on_anomaly="warn")
@@ -180,7 +172,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
 
 def _check_back_end(args: TrainingArguments) -> None:
-    """Raise for unsupported back ends, which change parameters unnoticed; warn of lone ranks."""
+    """Raise for unsupported back ends, which change parameters unnoticed; warn without FSDP."""
     state = AcceleratorState()
     fsdp = getattr(state, "fsdp_plugin", None)
     if args.fsdp and fsdp is None:
@@ -189,19 +181,12 @@ def _check_back_end(args: TrainingArguments) -> None:
             "Float8Callback: the Trainer was asked for FSDP, but accelerate shards on GPUs only. "
             "Here nothing is gathered, in float8 or otherwise",
         )
-    launched = os.environ.get("WORLD_SIZE") or "1"
-    if launched != "1" and args.world_size == 1:
-        warn_once(
-            "a Trainer of one rank",
-            f"Float8Callback: WORLD_SIZE is {launched}, but the Trainer knows of one rank: each "
-            "rank trains a model of its own. On CPUs, pass TrainingArguments(use_cpu=True)",
-        )
-    found, remedy = "", ""
+    unsupported = ""
     if getattr(state, "deepspeed_plugin", None) is not None:
-        found, remedy = "DeepSpeed", "use FSDP2: fsdp=True, fsdp_config={'version': 2}"
+        unsupported = "DeepSpeed; use FSDP2: fsdp=True, fsdp_config={'version': 2}"
     elif fsdp is not None and fsdp.fsdp_version != 2:
-        found, remedy = "FSDP1", "set fsdp_config={'version': 2}"
+        unsupported = "FSDP1; set fsdp_config={'version': 2}"
     elif args.n_gpu > 1:
-        found, remedy = "nn.DataParallel", "start one process for each GPU with torchrun"
-    if found:
-        raise NotImplementedError(f"Float8Callback: the Trainer uses {found}; {remedy}")
+        unsupported = "nn.DataParallel; start one process for each GPU with torchrun"
+    if unsupported:
+        raise NotImplementedError(f"Float8Callback: the Trainer uses {unsupported}")

@@ -130,5 +130,5 @@ def test_what_is_refused() -> None:
         """\
 Float8ExpertsConverter: layers.0.moe.routed_experts has GroupedExperts.Config and DeepEPTokenDispatcher.Config, but only torchtitan's GroupedExperts with its "standard" moe_comm_backend can be converted; name it in filter_fqns
 Float8ExpertsConverter: the model has no routed experts to convert, or all have one of ['routed'] in their names
-layers.0.moe.routed_experts.inner_experts: torchtitan's tensor parallelism divides each expert between ranks, which this integration does not support; set parallelism.expert_parallel_degree, or leave the experts unconverted (filter_fqns)""",
+layers.0.moe.routed_experts.inner_experts: torchtitan's tensor parallelism divides each expert between ranks, which is not supported; set parallelism.expert_parallel_degree, or name the experts in filter_fqns""",
     )

@@ -197,6 +197,6 @@ parallelize_module: Float8ExpertTensorParallel is for experts, but a Linear has 
 parallelize_module: model.layers.0.mlp.experts: the features of a GptOssExperts can't be divided; use Float8ExpertParallel
 a tensor of shape (8, 192, 160) placed as [_StridedShard(dim=1, sf=2)] can't be cast with one scale per block of 32 x 32 (MX): ranks have several pieces of it (_StridedShard), and some begin inside of a block; redistribute it to Shard or Replicate first, or choose sizes of which all pieces have whole blocks
 experts: gate_up_proj is placed as [Shard(dim=1)] on DeviceMesh((tp=2), 'cpu', stride=(1,)) in the forward; experts are divided by Float8ExpertParallel or Float8ExpertTensorParallel on one axis, and FSDP2 shards them over others
-experts: the forward was given (96, 160) of the features (192, 160) of gate_up_proj, as transformers' tensor parallelism (moe_tp_experts) passes them. Leave converted experts out of the plan of apply_tensor_parallelism, and divide them by Float8ExpertParallel or Float8ExpertTensorParallel
+experts: the forward was given (96, 160) of the features (192, 160) of gate_up_proj, as moe_tp_experts passes them; leave converted experts out of its plan, and divide them by Float8ExpertTensorParallel
 experts: FSDP2 shards dim 1 of gate_up_proj, of which tensor parallelism has given each rank several pieces, and torch would save them in another order; shard another dim (shard_placement_fn)""",
     )

@@ -183,5 +183,5 @@ def test_transformers_own_tensor_parallelism_is_refused() -> None:
     model.config.distributed_config = DistributedConfig(tp_size=2)
     assert_expected_inline(
         raised(NotImplementedError, lambda: quantizer.update_parallel_plan(model, {})),
-        """Fp8DistConfig: transformers' tensor parallelism (tp_size) does not tell float8 layers what their scales cover; load the model without it, and call apply_tp_plan(model, mesh, hf_tp_plan(model)). ep_size divides experts, and fsdp_size shards all weights""",
+        """Fp8DistConfig: transformers' tensor parallelism (tp_size) does not tell float8 layers what their scales cover; load the model without it, and call apply_tp_plan(model, mesh, hf_tp_plan(model))""",
     )

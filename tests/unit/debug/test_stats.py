@@ -30,7 +30,7 @@ from fp8_dist import (
 )
 from fp8_dist.cast import quantize
 from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
-from fp8_dist.debug.measures import Measures, combine_, measure, measure_casts, nothing
+from fp8_dist.debug.measures import Measures, combine_, measure_casts, nothing
 from fp8_dist.debug.rows import summarized
 from fp8_dist.scaling import Dense, Quantized
 
@@ -85,7 +85,7 @@ def expected(x: torch.Tensor, low: Quantized) -> Measures:
 
 def check(x: torch.Tensor, low: Quantized) -> Measures:
     """What is measured is what the reference finds; the latter."""
-    found, exact = Measures(*measure(x, low, 0).tolist()), expected(x, low)
+    found, exact = Measures(*measure_casts(x, [low], 0)[0].tolist()), expected(x, low)
     assert found[:-2] == exact[:-2]
     assert found.signal == pytest.approx(exact.signal, rel=1e-4)
     assert found.noise == pytest.approx(exact.noise, rel=1e-4)
@@ -125,7 +125,7 @@ def test_casts_of_one_operand() -> None:
     small = torch.tensor(1e-3)
     lows.append(of_tensor((x.float() / small).clamp(-448, 448).to(E4M3), small))
     together = torch.stack(measure_casts(x, lows, 0))
-    assert torch.equal(together, torch.stack([measure(x, low, 0) for low in lows]))
+    assert torch.equal(together, torch.stack([measure_casts(x, [low], 0)[0] for low in lows]))
     assert check(x, lows[-1]).saturated
 
 
@@ -136,7 +136,7 @@ def test_saturation(transposed: bool) -> None:
     qdata = x.clamp(-448, 448).to(E4M3)
     if transposed:
         qdata = qdata.t().contiguous().t()
-    found = Measures(*measure(x, of_tensor(qdata, torch.tensor(1.0)), 0).tolist())
+    found = Measures(*measure_casts(x, [of_tensor(qdata, torch.tensor(1.0))], 0)[0].tolist())
     assert (found.saturated, found.nonfinite) == (3, 0)
 
 
@@ -145,19 +145,20 @@ def test_values_that_are_not_finite(value: float) -> None:
     x, ones = torch.randn(4, 8), torch.ones(4, 8)
     x[1, 2] = value
     low, low_ones = (quantize(each, Dense(E4M3)) for each in (x, ones))
-    found = Measures(*measure(x, low, 3).tolist())
+    found = Measures(*measure_casts(x, [low], 3)[0].tolist())
     assert (found.nonfinite, found.minus_rank) == (1, -3)
     assert math.isnan(found.amax) is math.isnan(value)
     total = nothing("cpu")
-    combine_(total, measure(ones, low_ones, 1))
-    combine_(total, measure(x, low, 3))
+    combine_(total, measure_casts(ones, [low_ones], 1)[0])
+    combine_(total, measure_casts(x, [low], 3)[0])
     assert Measures(*total.tolist()).minus_rank == -3
 
 
 def test_shapes_zeros_and_exact_values() -> None:
     for shape in ((0, 8), (3, 0), (0, 4, 8), (2, 3, 4, 8), (8,)):
         x = torch.ones(shape)
-        found = Measures(*measure(x, of_tensor(x.to(E4M3), torch.tensor(1.0)), 0).tolist())
+        low = of_tensor(x.to(E4M3), torch.tensor(1.0))
+        found = Measures(*measure_casts(x, [low], 0)[0].tolist())
         assert (found.values, found.signal, found.noise) == (x.numel(), x.numel(), 0)
     layer = Float8Linear(16, 16, bias=False)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemm_records import record_gemms
+from gemm_records import record_gemms, scaled_mm
 from processes import run
 from reference import all_warnings, raised, same_bits, sqnr
 
@@ -22,7 +22,6 @@ from fp8_dist import (
     torch_internals,
 )
 from fp8_dist.kernels import cpu, gemm
-from fp8_dist.tensor import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
