@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fp8_dist.kernels.encoding import (
     BLOCK,
-    blocks_of,
+    block_count,
     decode_float8,
     encode_float8,
     pack_rows,
@@ -39,7 +39,7 @@ class Part(NamedTuple):
         """Number of bytes on the wire, for numbers of ``dtype``."""
         if self.encoding == "float8":
             row = self.row or self.size
-            return self.size + self.size // row * blocks_of(row)
+            return self.size + self.size // row * block_count(row)
         return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:

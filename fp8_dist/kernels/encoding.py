@@ -29,14 +29,14 @@ _INF_BITS = 0x7F800000
 _INF, _MINUS_INF, _NAN = 0x7F, 0xFF, 0x80  # codes
 
 
-def blocks_of(size: int) -> int:
+def block_count(size: int) -> int:
     """Return the number of blocks in a row of ``size`` values."""
     return -(-size // BLOCK)
 
 
 def _empty_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = x.new_empty(x.shape, dtype=torch.uint8)
-    return codes, codes.new_empty(*x.shape[:-1], blocks_of(x.shape[-1]))
+    return codes, codes.new_empty(*x.shape[:-1], block_count(x.shape[-1]))
 
 
 @custom_op("encode_float8(Tensor x) -> (Tensor, Tensor)", fake=_empty_codes)
@@ -49,7 +49,7 @@ def encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         The codes ``[..., n]`` and the exponents ``[..., ceil(n / 128)]``, both uint8.
     """
-    size, count = x.shape[-1], blocks_of(x.shape[-1])
+    size, count = x.shape[-1], block_count(x.shape[-1])
     values = x.to(torch.float32)
     whole = padded(values, (0, -size % BLOCK))
     bits = whole.contiguous().view(torch.int32).bitwise_and(torch.iinfo(torch.int32).max)

@@ -20,7 +20,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     magnitude,
     to_float8,
 )
-from fp8_dist.kernels.encoding import BLOCK, blocks_of, decode_float8, encode_float8, sum_of_rows
+from fp8_dist.kernels.encoding import BLOCK, block_count, decode_float8, encode_float8, sum_of_rows
 from fp8_dist.kernels.quantization import as_matrix
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -115,7 +115,7 @@ def _sum(
 
 @fused(encode_float8, lambda x: x.dtype in DTYPES)
 def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    count = blocks_of(x.shape[-1])
+    count = block_count(x.shape[-1])
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     exponents = codes.new_empty(*x.shape[:-1], count)
     if x.numel():
@@ -144,7 +144,7 @@ def _sum_of_rows(
         local, rank = total, summands
     if total.numel():
         _sum(
-            lambda chosen: (total.numel() // size * programs(blocks_of(size), chosen["BB"]),),
+            lambda chosen: (total.numel() // size * programs(block_count(size), chosen["BB"]),),
             _stacked(rows),
             None if exponents is None else _stacked(exponents),
             *(matrix(_rows(as_matrix(local))), total, summands, rank, size),
