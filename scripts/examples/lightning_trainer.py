@@ -55,7 +55,7 @@ trainer = Trainer(
     enable_checkpointing=False,
 )
 module = Float8Module()
-trainer.fit(module, DataLoader(range(40), batch_size=1))
+trainer.fit(module, DataLoader(range(20), batch_size=1))
 trainer.save_checkpoint("runs/lightning")
 
 with comm_audit(module.device_mesh) as audit:

@@ -48,7 +48,7 @@ apply_tp_plan(model, mesh, plan)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 
-for step in range(20):
+for step in range(10):
     with comm_audit(mesh) as audit:
         loss = loss_of(model, seed=step, device=device)  # the same batch on all ranks
         loss.backward()
