@@ -173,9 +173,7 @@ def recorded(
 @pytest.mark.parametrize(
     ("dp", "ep", "dim", "fields"),
     [
-        (1, 2, 0, {"recipe": "blockwise"}),
-        (2, 1, 1, {"recipe": "rowwise_folded", "enable_fsdp_float8_all_gather": False}),
-        (2, 1, 1, {"recipe": "tensorwise"}),
+        (2, 1, 1, {"recipe": "tensorwise", "enable_fsdp_float8_all_gather": False}),
         (2, 2, 0, {"recipe": "mxfp8", "combine": "float8"}),
     ],
 )
@@ -248,7 +246,8 @@ def train_each(runs: list[Any]) -> None:
 
 
 KINDS: list[tuple[str, ExpertsRecipe]] = [
-    *(("mixtral", recipe) for recipe in BLOCKS),
+    ("mixtral", "rowwise_folded"),
+    ("mixtral", "mxfp8"),
     ("gpt_oss", "rowwise_folded"),  # its weights are stored as [E, K, N]
 ]
 WHERE = {
@@ -260,12 +259,8 @@ WHERE = {
 }
 
 
-# Every recipe and layout with faults of its own bytes and scales, and every fault twice.
-PLANTED = [*WHERE], ["weight", "scale"], ["nan", "scale"], ["scale", "rows"], ["weight", "byte"]
-
-
 @pytest.mark.parametrize(
-    ("kind", "recipe", "faults"), [(*k, f) for k, f in zip(KINDS, PLANTED, strict=True)]
+    ("kind", "recipe", "faults"), [(*KINDS[0], [*WHERE]), (*KINDS[-1], ["weight", "byte"])]
 )
 def test_a_fault_of_one_rank_is_named(
     ranks: RankPools, tmp_path: Path, kind: str, recipe: ExpertsRecipe, faults: list[str]
