@@ -4,12 +4,14 @@ import atexit
 import dataclasses
 import os
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from ranks import RankPools, device_mesh
+from reference import Watching, same_bits
 from torch.multiprocessing import ProcessRaisedException
 
 from fp8_dist.debug import comm_audit
@@ -138,3 +140,16 @@ def test_models_on_the_meta_device() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.layers[0].attention.wq.config.amax_scope == "rank"
     assert type(model.output) is torch.nn.Linear
+
+
+def test_a_layer_in_bf16_multiplies_in_fp32_where_bf16_is_slow() -> None:
+    layer = torch.nn.Linear(64, 48, bias=False).bfloat16()
+    with mock.patch.object(models, "has_bf16_instructions", return_value=False):
+        models.multiply_in_fp32(layer)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    with Watching() as operators:
+        output = layer(x)
+    assert operators.seen.count("aten._to_copy.default") == 3  # two operands, and the result
+    assert same_bits(output, (x.float() @ layer.weight.float().t()).bfloat16())
+    output.backward(gradient := torch.randn_like(output))
+    assert same_bits(x.grad, (gradient.float() @ layer.weight.float()).bfloat16())

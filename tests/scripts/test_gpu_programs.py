@@ -359,7 +359,6 @@ gpu_run.BLOCKS = (("tensorwise", False), ("no such", False))
 assert run(["versions", *words]) == 0
 assert run(["rates", *words, "--only", "copy", "2048 x 4096"]) == 0
 assert run(["kernels", *words]) == 3
-assert run(["trace", *words, "--folder", {str(tmp_path)!r}]) == 0
 only = ["--rows", "2048", "--turns", "1", "--only", ", bf16", ", tensorwise,", ", rowwise_f"]
 assert run(["layers", *words, *only]) == 3
 small = ["--blocks", "1", "--tokens", "64", "--only", "tensorwise"]
@@ -386,7 +385,6 @@ for part in ("kernels", "inductor"):
     assert re.search(
         r"_cast BM=\d+ BN=\d+ warps=\d 1000.0 us [\d,]+ GB/s", lines["kernels"][1].note
     )
-    assert (tmp_path / "trace.json.gz").read_bytes()[:2] == b"\x1f\x8b"
     candidates = ["bf16", "bf16 compiled", "tensorwise"]
     turn = [f"{LAYER}, {name}, turn 1" for name in [*candidates, "bf16, again"]]
     assert names(lines["layers"]) == [*turn, *(f"{LAYER}, {name}, wall" for name in candidates)]

@@ -99,18 +99,3 @@ def test_shards_are_initialized_alike_on_any_mesh(ranks):
     for weights in ranks(4).run(initial_weights, (2, 2)):
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_a_shard_of_the_heads_gives_their_part_of_the_attention():
-    """What tensor parallelism relies on: local head counts come from the projections."""
-    attention = Attention(TINY)
-    x = torch.randn(2, 16, TINY.dim)
-    cos, sin = rope_tables(TINY)
-    parts = []
-    for rank in range(2):
-        local = Attention(TINY)
-        for name, dim in (("wq", 0), ("wk", 0), ("wv", 0), ("wo", 1)):
-            weight = getattr(attention, name).weight.detach().chunk(2, dim=dim)[rank]
-            getattr(local, name).weight = torch.nn.Parameter(weight)
-        parts.append(local(x, cos=cos, sin=sin))
-    torch.testing.assert_close(parts[0] + parts[1], attention(x, cos=cos, sin=sin))
