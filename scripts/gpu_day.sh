@@ -2,7 +2,7 @@
 # Runs one of the three calls of a day on a machine with a GPU; docs/gpu.md says what each finds:
 #   bash scripts/gpu_day.sh A FOLDER     is it right? 260 s
 #   bash scripts/gpu_day.sh B FOLDER     how fast is it? 260 s
-#   bash scripts/gpu_day.sh C FOLDER     does it train? 150 s
+#   bash scripts/gpu_day.sh C FOLDER     does it train? 137 s
 # Options of `python -m scripts.bench.gpu_day` may follow; their paths are from the root of the
 # checkout. Results are in FOLDER/results.jsonl as soon as they are found, and FOLDER/log_A.tgz has
 # what was printed. B and C can follow each other on a machine that takes long to start.

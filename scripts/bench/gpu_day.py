@@ -67,8 +67,7 @@ SMOKE, SPEED, TESTS = "gpu_smoke", "gpu", "gpu_tests"
 SHARED = "tests/gpu/test_gpu_shared.py"
 
 START = Group(25, (stage("start", SPEED, "versions"),))
-# The most valuable first. A group that ends early leaves its time to those behind it. FOLDER stands
-# for that of the results.
+# The most valuable first. A group that ends early leaves its time to those behind it.
 CALLS: dict[str, tuple[Group, ...]] = {
     "A": (
         START,
@@ -94,12 +93,11 @@ CALLS: dict[str, tuple[Group, ...]] = {
     "C": (
         START,
         Group(13, (stage("nccl", SPEED, "nccl"),)),
-        Group(13, (stage("trace", SPEED, "trace", "--folder", "FOLDER"),)),
         Group(22, (stage("experts", SPEED, "experts"),)),
         Group(73, (stage("training", SPEED, "training", patience=50),)),
     ),
 }
-SECONDS = {"A": 260, "B": 260, "C": 150}
+SECONDS = {"A": 260, "B": 260, "C": 137}
 
 
 class Day:
@@ -107,7 +105,7 @@ class Day:
 
     Attributes:
         python: the interpreter of the stages.
-        folder: for results.
+        results: the file of results, in the folder that is given.
         logs: for what is printed, and for the names of cases that have begun.
         identity: of this machine and code, in results that no stage can write itself.
         stopped: set when the day is stopped from outside.
@@ -115,7 +113,6 @@ class Day:
 
     def __init__(self, python: str, folder: Path, logs: Path) -> None:
         self.python = python
-        self.folder = folder
         self.results = folder / "results.jsonl"
         self.logs = logs
         self.stopped = Event()
@@ -150,8 +147,7 @@ class Running:
         file = stage.name.replace(" ", "_")
         self.begun = day.logs / f"{file}.begun"
         self.log = day.logs / f"{file}.log"
-        words = [str(day.folder) if word == "FOLDER" else word for word in stage.words]
-        self.command = [day.python, *words, "--stage", stage.name]
+        self.command = [day.python, *stage.words, "--stage", stage.name]
         self.command += ["--results", str(day.results), "--begun", str(self.begun)]
 
     def run(self) -> str:
@@ -241,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("call", choices=[*CALLS])
     add("folder", type=Path)
-    add("--seconds", type=positive, help="for the whole call; default: 260, 260 and 150")
+    add("--seconds", type=positive, help="for the whole call; default: 260, 260 and 137")
     since = "when the call began, in seconds since 1970; default: now"
     add("--since", type=float, default=time.time(), help=since)
     add("--python", default=sys.executable, help="interpreter of the stages")

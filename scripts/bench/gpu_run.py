@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from fp8_dist.kernels.cuda.gemm import block_mm
@@ -73,7 +71,6 @@ EXPERTS = 2048, 1536  # features of a layer of experts
 COPIED = 2**30  # bytes, more than a cache holds
 SHAPES: tuple[Shape, ...] = ((ROWS, D, FFN), (ROWS, FFN, D), (2048, D, FFN))
 E4M3 = torch.float8_e4m3fn
-LONGEST = 12  # kernels of a trace that are named
 
 
 def event_seconds(
@@ -262,22 +259,6 @@ def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], 
     rate = sum(x.numel() * x.itemsize for x in tensors_of(args)) / seconds
     words = [tuned.kernel.__name__, *sizes, f"warps={chosen['num_warps']}"]
     return " ".join([*words, f"{1e6 * seconds:.1f} us", f"{rate / 1e9:,.0f} GB/s"])
-
-
-def traced(recipe: str, folder: Path) -> Result:
-    """Write a trace of a recipe's step, and note its longest kernels."""
-    layer = layer_of(recipe, (ROWS, D, FFN), "cuda")
-    readings(layer.run, WARM_UP, layer.change_weight)
-    layer.change_weight()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        layer.run()
-        torch.cuda.synchronize()
-    folder.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(folder / "trace.json.gz"))
-    every = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA]
-    every.sort(key=lambda e: -e.self_device_time_total)
-    longest = [f"{e.key[:70]} {e.self_device_time_total:.0f} us" for e in every[:LONGEST]]
-    return Result(recipe=recipe, note="; ".join(longest))
 
 
 def label(variant: Variant) -> str:
@@ -503,7 +484,6 @@ PARTS = {
     "versions": versions,
     "rates": rate_cases,
     "kernels": kernel_cases,
-    "trace": lambda args: iter([("trace", partial(traced, "tensorwise", args.folder))]),
     "layers": layer_cases,
     "blocks": block_cases,
     "experts": expert_cases,
