@@ -1,9 +1,9 @@
-"""Prints the results of a day on a GPU as tables for docs/gpu.md, measured beside derived.
+"""Prints the results of a day on a GPU as tables for docs/gpu.md.
 
     python -m scripts.bench.gpu_report runs/gpu_day/results.jsonl
 
 It needs no GPU. Of a case that was tried several times the last line counts. A time is the median
-of all readings, with the least and the largest. Derived times are those of docs/gpu.md.
+of all readings, with the least and the largest.
 """
 
 import statistics
@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.bench.gpu_results import ROOT, Result, read
+from scripts.bench.gpu_results import Result, read
 from scripts.common.markdown import table
 from scripts.common.options import command_parser
 from scripts.common.recipes import BF16
 
-PAGE = ROOT / "docs/gpu.md"
-DERIVED_SHAPE = "8192 x 4096 x 14336"  # of the page's table of one layer
 AGAIN = ", again"
 
 
@@ -130,17 +128,17 @@ def candidates(results: Sequence[Result], ending: str = "") -> dict[str, dict[Ca
     return found
 
 
-def times(of: dict[Candidate, Result], derived: dict[Candidate, float]) -> str:
+def times(of: dict[Candidate, Result]) -> str:
     """One line for each candidate of a shape."""
     bases = [of.get(Candidate(BF16, compiled, False)) for compiled in (False, True)]
     lines = []
     for who, r in of.items():
         ratios = [f"{base.median / r.median:.2f}" if base else "" for base in bases]
-        cells = [who.text, *spread(r.readings), f"{derived[who]:.2f}" if who in derived else ""]
-        cells += [*ratios, f"{r.tokens / r.median:,.0f}" if r.tokens else ""]
-        cells += [f"{r.flops / r.median / 1e12:,.0f}" if r.flops else ""]
-        lines.append([*cells, f"{r.peak / 1e9:.2f}" if r.peak else ""])
-    head = ["candidate", "ms", "least to largest", "derived", "x bf16", "x bf16 compiled"]
+        tokens = f"{r.tokens / r.median:,.0f}" if r.tokens else ""
+        flops = f"{r.flops / r.median / 1e12:,.0f}" if r.flops else ""
+        peak = f"{r.peak / 1e9:.2f}" if r.peak else ""
+        lines.append([who.text, *spread(r.readings), *ratios, tokens, flops, peak])
+    head = ["candidate", "ms", "least to largest", "x bf16", "x bf16 compiled"]
     return table([*head, "tokens/s", "TFLOP/s", "peak GB"], lines, "lr")
 
 
@@ -162,43 +160,25 @@ def blocks(results: Sequence[Result]) -> dict[str, str]:
     return found
 
 
-def derived_times(page: str) -> dict[Candidate, float]:
-    """Milliseconds of a layer in the page's table, eager and compiled."""
-    found: dict[Candidate, float] = {}
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
-    heads = [i for i, row in enumerate(rows) if row[0] == "layer" and "all, ms" in row]
-    for row in rows[heads[0] + 2 :] if heads else ():
-        if len(row) != len(rows[heads[0]]):
-            break
-        cells = dict(zip(rows[heads[0]], row, strict=True))
-        name, eager = cells["layer"].strip("`"), float(cells["all, ms"])
-        found[Candidate(name, False, False)] = eager
-        bf16 = found[Candidate(BF16, False, False)]
-        found[Candidate(name, True, False)] = bf16 / float(cells["compiled"])
-    return found
-
-
-def sections(results: Sequence[Result], page: str) -> Iterator[tuple[str, str]]:
+def sections(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
     """Yield titles and texts."""
     yield "The machine", where(results)
     yield "Checks", checks(results)
     yield "Rates", rates(results)
     kernels = [f"- {r.recipe}: {r.note}" for r in of_stage(results, "kernel rates") if r.note]
     yield "Kernels of a layer's step", "\n".join(kernels)
-    derived = derived_times(page)
     timed = of_stage(results, "layers")
     walls = [r for r in timed if r.name.endswith(", wall")]
     on_device = [r for r in timed if not r.name.endswith(", wall")]
     for title, found in (("Layer", on_device), ("Layer on the host's clock", walls)):
         for shape, of in candidates(found).items():
-            known = derived if (title, shape) == ("Layer", DERIVED_SHAPE) else {}
-            yield f"{title}, {shape}", times(of, known)
+            yield f"{title}, {shape}", times(of)
     for shape, text in blocks(of_stage(results, "blocks")).items():
         yield f"A step of {shape}", text
     for stage, title in (("experts", "Experts"), ("training", "Training"), ("nccl", "NCCL")):
         found = of_stage(results, stage)
         for shape, of in candidates(found).items():
-            yield f"{title}, {shape}", times(of, {})
+            yield f"{title}, {shape}", times(of)
         notes = [f"- {r.name}: {r.note}" for r in found if r.note]
         yield f"{title}: notes", "\n".join(notes)
 
@@ -213,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if not results:
         parser.error(f"no results in {', '.join(map(str, args.files))}")
-    for title, text in sections(results, PAGE.read_text()):
+    for title, text in sections(results):
         if text:
             print(f"## {title}\n\n{text}\n")
     return 0

@@ -28,11 +28,7 @@ GATHERED = {
     },
     "accelerate_fsdp2": {("world", "float8_e4m3fn"): (4, 655_360)},
     "lightning_trainer": {("data_parallel", "float8_e4m3fn"): (4, 786_432)},
-    # Per block and axis: the input of attention and of the feed-forward, two output gradients.
-    "tensor_parallel": {
-        ("tp", "float8_e4m3fn"): (4, 262_144),
-        ("tp", "float8_e5m2"): (4, 262_144),
-    },
+    # Per block over tp: the input of attention and of the feed-forward, two output gradients.
     "fsdp2_tensor_parallel": {
         ("dp", "float8_e4m3fn"): (4, 393_216),
         ("tp", "float8_e4m3fn"): (4, 262_144),
@@ -46,7 +42,7 @@ PAGES = {
     "lightning_trainer": "lightning",
 }
 # Their pages show the table of the last step.
-SHOWN = ("fsdp2", "tensor_parallel")
+SHOWN = ("fsdp2", "fsdp2_tensor_parallel")
 README = (ROOT / "README.md").read_text()
 FSDP2, TENSOR_PARALLEL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SHARDING = "for block in model.layers:\n    fully_shard(block)\nfully_shard(model)\n"
