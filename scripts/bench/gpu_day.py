@@ -21,12 +21,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
 from scripts.bench.gpu_results import FAILED, POISONED, Result, append, card, commit, read
-from scripts.common.options import command_parser, positive
+from scripts.common.options import command_parser
 
 POLL = 0.05  # seconds between looks at a process
 PATIENCE = 5.0  # seconds until a process that is killed has ended
@@ -226,27 +226,17 @@ def _ended_by(status: int) -> str:
     return f"ended with {name}"
 
 
-def scaled(group: Group, factor: float) -> Group:
-    """A group with so many times its seconds."""
-    stages = tuple(replace(each, patience=factor * each.patience) for each in group.stages)
-    return Group(factor * group.seconds, stages)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.bench.gpu_day", __doc__)
     add = parser.add_argument
     add("call", choices=[*CALLS])
     add("folder", type=Path)
-    add("--seconds", type=positive, help="for the whole call; default: 260, 260 and 137")
     since = "when the call began, in seconds since 1970; default: now"
     add("--since", type=float, default=time.time(), help=since)
     add("--python", default=sys.executable, help="interpreter of the stages")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     folder = args.folder.resolve()
-    seconds = args.seconds or SECONDS[args.call]
-    factor = seconds / SECONDS[args.call]
-    groups = [scaled(group, factor) for group in CALLS[args.call]]
     with tempfile.TemporaryDirectory() as logs:
         day = Day(args.python, folder, Path(logs))
         before = len(read(day.results))
@@ -254,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(number, lambda *_: day.stopped.set())
         begin = time.monotonic() - (time.time() - args.since)
         try:
-            day.run(groups, begin, seconds)
+            day.run(CALLS[args.call], begin, SECONDS[args.call])
         finally:
             with tarfile.open(folder / f"log_{args.call}.tgz", "w:gz") as archive:
                 archive.add(logs, f"logs_{args.call}")

@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
@@ -30,9 +29,10 @@ from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.bench import gpu_results
 from scripts.bench.gpu_results import Result, shown
 from scripts.bench.layers import Experts, Layer, Shape, layer_of, shape_text
+from scripts.bench.step_run import parts_of_step
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, Llama
-from scripts.common.models import after_step, build
+from scripts.common.models import build
 from scripts.common.recipes import BF16, OURS
 from scripts.train import train
 
@@ -118,17 +118,13 @@ def free() -> None:
     torch.cuda.empty_cache()
 
 
-def case(
-    name: str, known: Result, measure: Callable[[], Found], failed: set[str] | None = None
-) -> Case:
-    """A case whose line says of what it is though it fails; its name is then among the failed."""
+def case(name: str, known: Result, measure: Callable[[], Found]) -> Case:
+    """A case whose line says of what it is though it fails."""
 
     def function() -> Result:
         try:
             return replace(known, **measure())
         except Exception as error:  # torch, Triton and the compiler raise many types
-            if failed is not None:
-                failed.add(name)
             return replace(known, error=shown(error))
 
     return name, function
@@ -277,28 +273,27 @@ def layer_variants(rows: int) -> list[Variant]:
 
 def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Turns of all candidates on each shape, then the host's times of each."""
-    failed: set[str] = set()
     # The graphs of many candidates are of one function.
     torch._dynamo.config.recompile_limit = 64
     for rows in args.rows:
         m, k, n = shape = rows, D, FFN
-        ready: dict[Variant, Ready] = {}
+        ready: dict[Variant, Ready | None] = {}  # None: it failed
         for turn in (*(f"turn {1 + turn}" for turn in range(args.turns)), "wall"):
             again = [] if turn == "wall" else [((BF16, False), ", again")]
             for variant, suffix in [*((variant, "") for variant in layer_variants(rows)), *again]:
-                candidate = f"{shape_text(shape)}, {label(variant)}{suffix}"
-                if any(name.rpartition(", ")[0] == candidate for name in failed):
+                if ready.get(variant, True) is None:
                     continue
+                name = f"{shape_text(shape)}, {label(variant)}{suffix}, {turn}"
                 about = {"tokens": m, "flops": 6.0 * m * k * n, "shape": shape_text(shape)}
                 known = Result(recipe=variant[0], compiled=variant[1], **about)
                 measure = partial(measured_layer, ready, shape, variant, turn == "wall", args)
-                yield case(f"{candidate}, {turn}", known, measure, failed)
+                yield case(name, known, measure)
         ready.clear()
         free()
 
 
 def measured_layer(
-    ready: dict[Variant, Ready],
+    ready: dict[Variant, Ready | None],
     shape: Shape,
     variant: Variant,
     wall: bool,
@@ -306,13 +301,15 @@ def measured_layer(
 ) -> Found:
     """A candidate's turn: forward and backward. It stays ready for the next one."""
     others = None
-    if variant not in ready:
+    made = ready.setdefault(variant, None)
+    if made is None:
         others = allocated()
-        ready[variant] = layer_run(shape, variant)
+        made = layer_run(shape, variant)
         for _ in range(WARM_UP):
-            event_seconds(ready[variant][1], before=ready[variant][0].change_weight)
+            event_seconds(made[1], before=made[0].change_weight)
         allocated()
-    layer, forward_and_backward = ready[variant]
+        ready[variant] = made
+    layer, forward_and_backward = made
 
     def step() -> None:
         layer.change_weight()
@@ -360,7 +357,7 @@ def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[fl
         MODELS["8b"], n_layers=args.blocks, vocab_size=VOCABULARY, max_seq_len=args.tokens
     )
     model = build(name, sizes, device="cuda", compiled=compiled)
-    step, update = parts_of_step(name, model, args.tokens, sharded=False)
+    step, update = parts_of_step(name, model, sequence(model, args.tokens), sharded=False)
     for _ in range(WARM_UP):
         event_seconds(step, update)
     allocated()
@@ -374,27 +371,12 @@ def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[fl
     }
 
 
-def parts_of_step(
-    name: str, model: Llama, tokens: int, sharded: bool
-) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
-    """Forward and backward on a sequence, which return the loss; and the optimizer's step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    after = after_step(name, sharded)
-    generator = torch.Generator().manual_seed(0)  # the same tokens for all candidates
+def sequence(model: Llama, tokens: int) -> tuple[Tensor, Tensor]:
+    """A sequence and the tokens that follow, the same ones for all candidates."""
+    generator = torch.Generator().manual_seed(0)
     batch = torch.randint(model.config.vocab_size, (2, 1, tokens), generator=generator)
-    batch = batch.to(model.cos.device)
-
-    def step() -> torch.Tensor:
-        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-        loss.backward()
-        return loss.detach()
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-        after(model)
-
-    return step, update
+    first, second = batch.to(model.cos.device)
+    return first, second
 
 
 def linear_flops(model: nn.Module, tokens: int) -> float:
@@ -472,7 +454,8 @@ def measured_alone(name: str, device: torch.device, repeat: int) -> Found:
         dist.all_reduce(ones)
         mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "tp"))
         model = build(name, MODELS["debug"], mesh, device, shard=True)
-        step, update = parts_of_step(name, model, MODELS["debug"].max_seq_len, sharded=True)
+        batch = sequence(model, MODELS["debug"].max_seq_len)
+        step, update = parts_of_step(name, model, batch, sharded=True)
         seconds = [sum(event_seconds(step, update)) for _ in range(WARM_UP + repeat)]
         note = f"the mean of a sum of ones is {ones.mean().item():g}, loss {step().item():.4f}"
         return {"readings": tuple(seconds[WARM_UP:]), "note": note}

@@ -28,25 +28,42 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 ATTENTION = {"cpu": torch.float32}
 
 
+def parts_of_step(
+    name: str, model: Llama, batch: Batch, sharded: bool
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """Forward and backward, which return the loss; and the optimizer's step and what follows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    after = after_step(name, sharded)
+    tokens, targets = batch
+
+    def step() -> torch.Tensor:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        after(model)
+
+    return step, update
+
+
 def step_of(
     name: str, sizes: LlamaConfig, mesh: DeviceMesh | None, args: argparse.Namespace, batch: Batch
 ) -> tuple[Llama, Callable[[], None]]:
-    """A candidate's model and training step; it starts with what follows the step before."""
+    """A candidate's model and training step."""
     model = build(name, sizes, mesh, args.device, compiled=args.compile)
     for block in model.layers:
         block.attention.dtype = ATTENTION.get(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    after = after_step(name, sharded=mesh is not None and mesh["dp"].size() > 1)
-    tokens, targets = batch
+    sharded = mesh is not None and mesh["dp"].size() > 1
+    step, update = parts_of_step(name, model, batch, sharded)
 
-    def step() -> None:
-        after(model)
-        logits = model(tokens)
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def run() -> None:
+        step()
+        update()
 
-    return model, step
+    return model, run
 
 
 def with_statistics(model: Llama, step: Callable[[], None]) -> dict[str, Timed]:

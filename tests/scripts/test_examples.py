@@ -27,7 +27,6 @@ GATHERED = {
         ("world", "float8_e4m3fn"): (4, 196_608),
     },
     "accelerate_fsdp2": {("world", "float8_e4m3fn"): (4, 655_360)},
-    "lightning_trainer": {("data_parallel", "float8_e4m3fn"): (4, 786_432)},
     # Per block over tp: the input of attention and of the feed-forward, two output gradients.
     "fsdp2_tensor_parallel": {
         ("dp", "float8_e4m3fn"): (4, 393_216),
@@ -39,7 +38,6 @@ GATHERED = {
 PAGES = {
     "fsdp2_tensor_parallel": "tensor_parallel",
     "accelerate_fsdp2": "transformers",
-    "lightning_trainer": "lightning",
 }
 # Their pages show the table of the last step.
 SHOWN = ("fsdp2", "fsdp2_tensor_parallel")
@@ -99,7 +97,7 @@ class Launcher:
 def import_libraries() -> None:
     torch.set_num_threads(1)
     models = (f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen3_moe"))
-    for name in ("accelerate", "lightning.pytorch.strategies", "trainer_runs", *models):
+    for name in ("accelerate", "trainer_runs", *models):
         import_module(name)
 
 

@@ -123,8 +123,7 @@ def test_a_group_ends_at_its_time_and_its_results_are_kept(tmp_path: Path) -> No
 
 def test_a_call(tmp_path: Path) -> None:
     python, results = interpreter(tmp_path, PYTHON), tmp_path / "results"
-    options = ["--seconds", "3000"]
-    done = bash("gpu_day.sh", "A", str(results), *options, PY=python, GPU_PACK=f"{tmp_path}/none")
+    done = bash("gpu_day.sh", "A", str(results), PY=python, GPU_PACK=f"{tmp_path}/none")
     assert done.returncode == 0, (done.stdout, done.stderr)
     stages = [stage.name for group in CALLS["A"] for stage in group.stages]
     assert [line.split(": ")[0] for line in done.stdout.splitlines()[:-1]] == stages
