@@ -4,10 +4,8 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-import checkpointed
 import pytest
 import torch
-from nets import Net
 from reference import sqnr
 from torch import nn
 
@@ -107,20 +105,6 @@ def test_compiled_steps_are_eager_steps(recipe: str, mode: str) -> None:
     # The weights must change by more than what separates the two.
     assert sqnr(first, layers(recipe)(batch(0, DEVICE)).cpu()) < LEAST_DB
     assert_close(trained(model, compiled, DEVICE), expected, 30)
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_checkpointing(recipe: str, mode: str) -> None:
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    net = convert_to_float8_training(Net().to(DEVICE, torch.bfloat16), config=config)
-    twin = copy.deepcopy(net)
-
-    def forward(model: Net, mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda x: checkpointed.forward(model, x[None], mode)[0]
-
-    expected = trained(twin, forward(twin, "none"), DEVICE, lr=1e-3)
-    assert_close(trained(net, forward(net, mode), DEVICE, lr=1e-3), expected, 100)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
