@@ -39,11 +39,11 @@ if [ -f "$pack" ]; then
     FP8_DIST_COMMIT="$(cat "$packed/commit")"
     export FP8_DIST_COMMIT
 fi
-if ! "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    "$PY" -c 'import torch; print(f"torch {torch.__version__} finds no CUDA device", end="")' >&2
-    echo ": install torch for CUDA into this environment, or set PY=... to an interpreter that has" \
-        "it" >&2
-    exit 1
-fi
+"$PY" -c '
+import sys, torch
+if not torch.cuda.is_available():
+    found = f"torch {torch.__version__} finds no CUDA device: install torch for CUDA into this"
+    sys.exit(f"{found} environment, or set PY=... to an interpreter that has it")
+' || exit 1
 export PYTHONUNBUFFERED=1
 exec "$PY" -m scripts.bench.gpu_day "$call" "$results" --since "$since" "$@"

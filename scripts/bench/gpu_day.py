@@ -131,10 +131,10 @@ class Day:
         used = 0.0
         for group in groups:
             used += group.seconds
-            running = [Running(self, each, begin + min(used, seconds)) for each in group.stages]
+            running = [Running(self, stage, begin + min(used, seconds)) for stage in group.stages]
             with ThreadPoolExecutor(len(running)) as pool:
-                for each, outcome in zip(running, pool.map(Running.run, running), strict=True):
-                    print(f"{each.stage.name}: {outcome}", flush=True)
+                for run, outcome in zip(running, pool.map(Running.run, running), strict=True):
+                    print(f"{run.stage.name}: {outcome}", flush=True)
 
 
 class Running:
@@ -248,12 +248,12 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             with tarfile.open(folder / f"log_{args.call}.tgz", "w:gz") as archive:
                 archive.add(logs, f"logs_{args.call}")
-    found = read(day.results)[before:]
-    failed = [result for result in found if result.error]
-    print(f"{len(found)} results, {len(failed)} of them errors")
+    results = read(day.results)[before:]
+    failed = [result for result in results if result.error]
+    print(f"{len(results)} results, {len(failed)} of them errors")
     for result in failed[:SHOWN]:
         print(result.text())
-    return 1 if failed or not found else 0
+    return 1 if failed or not results else 0
 
 
 if __name__ == "__main__":

@@ -80,10 +80,10 @@ def checks(results: Sequence[Result]) -> str:
     for result in results:
         by_stage[result.stage].append(result)
     lines = []
-    for stage, found in by_stage.items():
-        failed = sum(bool(r.error) for r in found)
-        skipped = sum(r.note == "skipped" for r in found)
-        lines.append([stage, str(len(found) - failed - skipped), str(skipped or ""), str(failed)])
+    for stage, group in by_stage.items():
+        failed = sum(bool(r.error) for r in group)
+        skipped = sum(r.note == "skipped" for r in group)
+        lines.append([stage, str(len(group) - failed - skipped), str(skipped or ""), str(failed)])
     text = table(["stage", "went well", "skipped", "errors"], lines, "lr")
     errors = [f"- {r.stage}: {r.name}: {r.error}" for r in results if r.error]
     return "\n".join([text, *([""] if errors else []), *errors])
@@ -116,16 +116,16 @@ def rates(results: Sequence[Result]) -> str:
 
 def candidates(results: Sequence[Result], ending: str = "") -> dict[str, dict[Candidate, Result]]:
     """Pool the turns of candidates: by shape, one result with all readings of each."""
-    found: dict[str, dict[Candidate, Result]] = defaultdict(dict)
+    by_shape: dict[str, dict[Candidate, Result]] = defaultdict(dict)
     for r in results:
         if not (r.readings and r.recipe and r.name.endswith(ending)):
             continue
         who = Candidate(r.recipe, r.compiled, AGAIN in r.name)
-        before = found[r.shape].get(who)
+        before = by_shape[r.shape].get(who)
         pooled = r.readings if before is None else (*before.readings, *r.readings)
         peak = max(r.peak, before.peak if before else 0)
-        found[r.shape][who] = replace(r, readings=pooled, peak=peak)
-    return found
+        by_shape[r.shape][who] = replace(r, readings=pooled, peak=peak)
+    return by_shape
 
 
 def times(of: dict[Candidate, Result]) -> str:
@@ -144,7 +144,7 @@ def times(of: dict[Candidate, Result]) -> str:
 
 def blocks(results: Sequence[Result]) -> dict[str, str]:
     """By shape: forward and backward, the optimizer, and the tokens of both per second."""
-    found = {}
+    tables = {}
     optimizers = candidates(results, "optimizer")
     for shape, of in candidates(results, "step").items():
         lines = []
@@ -156,8 +156,8 @@ def blocks(results: Sequence[Result]) -> dict[str, str]:
             lines.append([*cells, rate, f"{step.peak / 1e9:.2f}" if step.peak else ""])
         head = ["blocks", "forward and backward, ms", "least to largest", "optimizer, ms"]
         head += ["least to largest", "tokens/s of both", "peak GB"]
-        found[shape] = table(head, lines, "lr")
-    return found
+        tables[shape] = table(head, lines, "lr")
+    return tables
 
 
 def sections(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
@@ -170,16 +170,16 @@ def sections(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
     timed = of_stage(results, "layers")
     walls = [r for r in timed if r.name.endswith(", wall")]
     on_device = [r for r in timed if not r.name.endswith(", wall")]
-    for title, found in (("Layer", on_device), ("Layer on the host's clock", walls)):
-        for shape, of in candidates(found).items():
+    for title, timed in (("Layer", on_device), ("Layer on the host's clock", walls)):
+        for shape, of in candidates(timed).items():
             yield f"{title}, {shape}", times(of)
     for shape, text in blocks(of_stage(results, "blocks")).items():
         yield f"A step of {shape}", text
     for stage, title in (("experts", "Experts"), ("training", "Training"), ("nccl", "NCCL")):
-        found = of_stage(results, stage)
-        for shape, of in candidates(found).items():
+        timed = of_stage(results, stage)
+        for shape, of in candidates(timed).items():
             yield f"{title}, {shape}", times(of)
-        notes = [f"- {r.name}: {r.note}" for r in found if r.note]
+        notes = [f"- {r.name}: {r.note}" for r in timed if r.note]
         yield f"{title}: notes", "\n".join(notes)
 
 

@@ -133,7 +133,7 @@ def case(name: str, known: Result, measure: Callable[[], Found]) -> Case:
 def versions(args: argparse.Namespace) -> Iterator[Case]:
     """The GPU, and the releases of what is installed."""
 
-    def found() -> Result:
+    def measure() -> Result:
         gpu, texts = torch.cuda.get_device_properties(0), []
         for name in ("torch", "triton", "torchao"):
             with suppress(importlib.metadata.PackageNotFoundError):
@@ -141,7 +141,7 @@ def versions(args: argparse.Namespace) -> Iterator[Case]:
         gigabytes = f"{gpu.total_memory / 1e9:.0f} GB"
         return Result(note=", ".join([gpu.name, gigabytes, f"Python {sys.version[:6]}", *texts]))
 
-    yield "versions", found
+    yield "versions", measure
 
 
 def rate_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -247,10 +247,10 @@ def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], 
     """The block sizes that a launch chooses, its time and its rate."""
     cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # more than it holds
     run = partial(tuned, *args, **constants)
-    with patch.object(tuned, "_fastest", {}) as found:
+    with patch.object(tuned, "_fastest", {}) as fastest:
         readings(run, WARM_UP)
         seconds = statistics.median(readings(run, repeat, cache.zero_))
-    (chosen,) = found.values()
+    (chosen,) = fastest.values()
     sizes = [f"{name}={size}" for name, size in chosen.items() if name.isupper()]
     rate = sum(x.numel() * x.itemsize for x in tensors_of(args)) / seconds
     words = [tuned.kernel.__name__, *sizes, f"warps={chosen['num_warps']}"]
@@ -268,7 +268,7 @@ def layer_variants(rows: int) -> list[Variant]:
     both = [(name, kind) for name in (BF16, *OURS) for kind in (False, True)]
     every = [*both[:6], *((name, True) for name in TORCHAO[:2]), *both[6:]]
     few = (BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1])
-    return every if rows == ROWS else [each for each in every if each[0] in few]
+    return every if rows == ROWS else [variant for variant in every if variant[0] in few]
 
 
 def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -301,15 +301,15 @@ def measured_layer(
 ) -> Found:
     """A candidate's turn: forward and backward. It stays ready for the next one."""
     others = None
-    made = ready.setdefault(variant, None)
-    if made is None:
+    candidate = ready.setdefault(variant, None)
+    if candidate is None:
         others = allocated()
-        made = layer_run(shape, variant)
+        candidate = layer_run(shape, variant)
         for _ in range(WARM_UP):
-            event_seconds(made[1], before=made[0].change_weight)
+            event_seconds(candidate[1], before=candidate[0].change_weight)
         allocated()
-        ready[variant] = made
-    layer, forward_and_backward = made
+        ready[variant] = candidate
+    layer, forward_and_backward = candidate
 
     def step() -> None:
         layer.change_weight()
@@ -317,10 +317,10 @@ def measured_layer(
 
     if wall:
         return {"readings": tuple(wall_seconds(step) for _ in range(3))}
-    found: Found = {"readings": readings(forward_and_backward, args.repeat, layer.change_weight)}
+    fields: Found = {"readings": readings(forward_and_backward, args.repeat, layer.change_weight)}
     if others is not None:  # later, the gradients of others come and go
-        found["peak"] = torch.cuda.max_memory_allocated() - others
-    return found
+        fields["peak"] = torch.cuda.max_memory_allocated() - others
+    return fields
 
 
 def layer_run(shape: Shape, variant: Variant) -> Ready:
@@ -336,7 +336,7 @@ def layer_run(shape: Shape, variant: Variant) -> Ready:
 
 def block_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Each candidate's step and optimizer, and bf16 again."""
-    variants = [each for each in BLOCKS if each[0] in (BF16, *OURS, *TORCHAO)]
+    variants = [variant for variant in BLOCKS if variant[0] in (BF16, *OURS, *TORCHAO)]
     for variant, again in [*((variant, "") for variant in variants), ((BF16, False), ", again")]:
         about = {"tokens": args.tokens, "shape": f"{args.blocks} blocks x {args.tokens} tokens"}
         known = Result(recipe=variant[0], compiled=variant[1], **about)
@@ -403,8 +403,8 @@ def measured_experts(name: str, groups: Sequence[int], repeat: int) -> Found:
     experts = Experts(name, groups, EXPERTS, "cuda")
     readings(experts.run, WARM_UP, experts.clear)
     allocated()
-    found = readings(experts.run, repeat, experts.clear)
-    return {"readings": found, "peak": torch.cuda.max_memory_allocated() - others}
+    seconds = readings(experts.run, repeat, experts.clear)
+    return {"readings": seconds, "peak": torch.cuda.max_memory_allocated() - others}
 
 
 def training_cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -92,24 +92,24 @@ def measure(args: argparse.Namespace, axes: Mesh) -> dict[str, dict[str, float]]
     generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
     tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
     inputs, targets = tokens.to(args.device)
-    found = {}
+    by_model = {}
     for model in args.model:
         sizes = MODELS[model]
         if args.layers is not None:
             sizes = replace(sizes, n_layers=args.layers, vocab_size=256)
         timed = {}
         for name in args.candidates or timing.CANDIDATES:
-            made, step = step_of(name, sizes, mesh, args, (inputs, targets))
+            llama, step = step_of(name, sizes, mesh, args, (inputs, targets))
             timed[name] = Timed(step)
             if args.stats is not None and name in OURS:
-                ways = with_statistics(made, step)
+                ways = with_statistics(llama, step)
                 timed |= {f"{name}, {kind}": ways[kind] for kind in args.stats or ways}
-        found[model] = timing.medians(timed, args, warm_up=3, description=model)
-    return found
+        by_model[model] = timing.medians(timed, args, warm_up=3, description=model)
+    return by_model
 
 
 def run(args: argparse.Namespace) -> int:
-    found = {}
+    by_title = {}
     for mesh in args.mesh:
         ranks, task = math.prod(mesh.values()), partial(measure, args, mesh)
         options = {"device": args.device, "threads": args.threads}
@@ -117,5 +117,5 @@ def run(args: argparse.Namespace) -> int:
         layers = "" if args.layers is None else f" x {args.layers}"
         for model, seconds in by_model.items():
             title = f"step {model}{layers} {mesh_text(mesh)}{' compiled' * args.compile}"
-            found[title] = seconds
-    return timing.finish(args, found)
+            by_title[title] = seconds
+    return timing.finish(args, by_title)

@@ -34,7 +34,7 @@ def run_cases(
     count: int, seed: int, max_ranks: int, pools: RankPools
 ) -> list[tuple[Case, Verdict]]:
     """The verdicts on so many cases, drawn from a seed; on fewer after Ctrl-C."""
-    found: list[tuple[Case, Verdict]] = []
+    verdicts: list[tuple[Case, Verdict]] = []
     progress = tqdm(total=count, unit="case")
     for turn, start in enumerate(range(0, count, TURN)):
 
@@ -51,7 +51,7 @@ def run_cases(
             verdict = verdict_of(case, pools)
             if verdict.kind == "FAILED":
                 progress.write(f"{to_json(case)}\n  {verdict.name}")
-            found.append((case, verdict))
+            verdicts.append((case, verdict))
             progress.update()
 
         try:
@@ -59,7 +59,7 @@ def run_cases(
         except KeyboardInterrupt:
             break
     progress.close()
-    return found
+    return verdicts
 
 
 def simplest(case: Case, verdict: Verdict, pools: RankPools) -> tuple[Case, Verdict]:
@@ -75,19 +75,19 @@ def simplest(case: Case, verdict: Verdict, pools: RankPools) -> tuple[Case, Verd
     return case, verdict
 
 
-def counts(found: Sequence[tuple[Case, Verdict]]) -> str:
+def counts(verdicts: Sequence[tuple[Case, Verdict]]) -> str:
     """Numbers of cases of each kind that were right, a documented error, or failed."""
     names = {cls: name for name, cls in KINDS.items()}
-    by_kind = Counter((names[type(case)], verdict.kind) for case, verdict in found)
+    by_kind = Counter((names[type(case)], verdict.kind) for case, verdict in verdicts)
     kinds = ("right", "error", "FAILED")
     lines = [[name, *(str(by_kind[name, kind]) for kind in kinds)] for name in KINDS]
     totals = [str(sum(by_kind[name, kind] for name in KINDS)) for kind in kinds]
     return table(["case", "right", "documented error", "failed"], [*lines, ["all", *totals]])
 
 
-def errors(found: Sequence[tuple[Case, Verdict]]) -> str:
+def errors(verdicts: Sequence[tuple[Case, Verdict]]) -> str:
     """The documented errors by kind, with their numbers of cases."""
-    by_name = Counter(verdict.name for _, verdict in found if verdict.kind == "error")
+    by_name = Counter(verdict.name for _, verdict in verdicts if verdict.kind == "error")
     lines = [[name.replace("|", r"\|"), str(count)] for name, count in by_name.most_common()]
     return table(["documented error", "cases"], lines)
 
@@ -100,13 +100,13 @@ def run(args: argparse.Namespace) -> int:
             verdict = verdict_of(from_json(json.dumps(args.case)), pools)
             print(f"{verdict.kind}: {verdict.text}" if verdict.text else verdict.kind)
             return int(verdict.kind == "FAILED")
-        found = run_cases(args.cases, args.seed, args.ranks, pools)
-        print(f"{counts(found)}\n\n{errors(found)}")
+        verdicts = run_cases(args.cases, args.seed, args.ranks, pools)
+        print(f"{counts(verdicts)}\n\n{errors(verdicts)}")
         failed: dict[str, list[tuple[Case, Verdict]]] = {}
-        for case, verdict in found:
+        for case, verdict in verdicts:
             if verdict.kind == "FAILED":
                 failed.setdefault(verdict.name, []).append((case, verdict))
         for name, alike in list(failed.items())[:SHOWN]:
             case, verdict = simplest(*alike[0], pools)
             print(f"\n{len(alike)} cases: {name}\n--case '{to_json(case)}'\n{verdict.text}")
-        return int(bool(failed) or len(found) < args.cases)
+        return int(bool(failed) or len(verdicts) < args.cases)

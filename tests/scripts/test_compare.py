@@ -113,6 +113,7 @@ def test_commands_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("scripts.train.options.load_corpus", lambda *_, **__: None)
     for of, compared in COMPARISONS.items():
         args = compare_seeds.parse_args([*QUICK, "--of", of, "--out", str(tmp_path)])
         assert compare_seeds.losses_of(args) == {v: [[3.0, 2.5]] * 2 for v in compared.variants}

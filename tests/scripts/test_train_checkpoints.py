@@ -62,8 +62,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: RankPools, tmp_path: Path
     """Bit for bit on its mesh; close on another."""
     whole, stopped, other = (tmp_path / name for name in ("whole", "stopped", "other"))
     options = ("--recipe", "delayed")
-    ranks(4).run(run, str(whole), 2, 2, *options)
-    ranks(4).run(run, str(stopped), 2, 2, *options, *RESUME, stop_at=4)
+    ranks(2).run(run, str(whole), 1, 2, *options)
+    ranks(2).run(run, str(stopped), 1, 2, *options, *RESUME, stop_at=4)
     assert steps_in(stopped) == [2]
     assert metrics(stopped) == metrics(whole)[:3]
     shutil.copytree(stopped, other)
@@ -71,7 +71,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(ranks: RankPools, tmp_path: Path
     assert metrics(other)[:2] == metrics(whole)[:2]
     for found, expected in zip(metrics(other), metrics(whole), strict=True):
         assert found == pytest.approx(expected, rel=5e-3)
-    ranks(4).run(run, str(stopped), 2, 2, *options, *RESUME)
+    ranks(2).run(run, str(stopped), 1, 2, *options, *RESUME)
     assert metrics(stopped) == metrics(whole)
     assert steps_in(stopped) == [6, 4]
     assert (stopped / "comm.json").exists()
