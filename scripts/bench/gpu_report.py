@@ -57,12 +57,12 @@ def of_stage(results: Sequence[Result], *stages: str) -> list[Result]:
     return [r for r in results if r.stage.rstrip("0123456789 ") in stages]
 
 
-def spread(readings: Sequence[float], unit: float = 1e3) -> list[str]:
-    """Cells: the median, and the least and the largest reading."""
+def spread(readings: Sequence[float]) -> list[str]:
+    """Cells in milliseconds: the median, and the least and the largest reading."""
     if not readings:
         return ["", ""]
-    middle = statistics.median(readings) * unit
-    return [f"{middle:.3f}", f"{min(readings) * unit:.3f} to {max(readings) * unit:.3f}"]
+    least, middle, largest = min(readings), statistics.median(readings), max(readings)
+    return [f"{1e3 * middle:.3f}", f"{1e3 * least:.3f} to {1e3 * largest:.3f}"]
 
 
 def where(results: Sequence[Result]) -> str:

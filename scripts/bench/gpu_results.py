@@ -53,11 +53,8 @@ class Result:
         return statistics.median(self.readings) if self.readings else float("nan")
 
     def line(self) -> str:
-        """JSON on one line, with the median, the least and the largest reading."""
-        fields = dataclasses.asdict(self)
-        if self.readings:
-            fields |= {"median": self.median, "min": min(self.readings), "max": max(self.readings)}
-        return json.dumps(fields)
+        """JSON on one line."""
+        return json.dumps(dataclasses.asdict(self))
 
     def text(self) -> str:
         """The line that people read while the day goes on."""
@@ -94,15 +91,13 @@ def read(path: Path) -> list[Result]:
     Raises:
         ValueError: another line is no result; names it.
     """
-    names = {field.name for field in dataclasses.fields(Result)}
     results = []
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         if not line.endswith("}"):
             continue
         try:
             fields = json.loads(line)
-            kept = {name: value for name, value in fields.items() if name in names}
-            results.append(Result(**kept | {"readings": tuple(fields["readings"])}))
+            results.append(Result(**fields | {"readings": tuple(fields["readings"])}))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"{path}, line {number}, is no result: {line[:80]!r}") from None
     return results

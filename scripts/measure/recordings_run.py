@@ -55,13 +55,13 @@ def run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     with closing(RankPools()) as pools:
         if args.case is not None:
-            seed, number, has_fault = map(int, args.case.split(":"))
-            outcome = judged(drawn(number, seed, bool(has_fault)), pools)
+            seed, number, fault = map(int, args.case.split(":"))
+            outcome = judged(drawn(number, seed, bool(fault)), pools)
             print(outcome)
             return int(outcome != "right")
         failures, lines = 0, []
-        for kind in ("clean", "fault") if args.kind is None else (args.kind,):
-            right, wrong = run_cases(args.cases, args.seed, kind == "fault", pools)
+        for has_fault in (False, True):
+            right, wrong = run_cases(args.cases, args.seed, has_fault, pools)
             lines += [[fault, str(right[fault])] for fault in sorted(right)]
             failures += wrong
         print(f"{table(['fault', 'right'], lines)}\n\n{failures} wrong")
