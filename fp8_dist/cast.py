@@ -158,22 +158,19 @@ def _check_dim(
 
 def quantize(tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None) -> Quantized:
     """Cast the local part of a tensor to one copy; see :func:`cast_copies`."""
-    (quantized,) = cast_copies(tensor, CastPlan((scheme,)), local=local)
+    (quantized,) = cast_copies(tensor, CastPlan((scheme,)), local)
     return quantized
 
 
 def cast_copies(
     tensor: torch.Tensor,
     plan: CastPlan,
-    within: tuple[int, ...] | None = None,
-    *,
     local: torch.Tensor | None = None,
 ) -> Copies:
     """Cast the local part of a tensor to float8 copies with the statistics of the global tensor.
 
     Args:
         tensor: a tensor or DTensor without Partial placements.
-        within: the mesh axes over which statistics may be reduced; ``None`` means all.
         local: the local tensor to cast, if ``tensor`` stores it in another form.
 
     Collectives: at most one all-reduce of the statistics for each scheme, see
@@ -181,19 +178,19 @@ def cast_copies(
     """
     x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
     schemes = plan.schemes
-    reduces = any(reduction_groups(scheme, layout, within) for scheme in schemes)
+    reduces = any(reduction_groups(scheme, layout) for scheme in schemes)
     if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.
         made: dict[int, Quantized] = {}
         for i in range(len(schemes)):
             part, places = plan.part(i)
-            made.update(zip(places, cast_copies(tensor, part, within, local=local), strict=True))
+            made.update(zip(places, cast_copies(tensor, part, local), strict=True))
         return [made[n] for n in range(len(plan.of))]
     start, statistics = common_start(schemes, layout), None
     if reduces:
         (measured,) = measure(x, schemes, start)
-        statistics = [reduced_statistics(schemes[0], measured, layout, within)]
+        statistics = [reduced_statistics(schemes[0], measured, layout)]
     scales, data = cast(x, plan, statistics, start, fits=reduces)
     return as_copies(plan, data, scales, layout)
 

@@ -56,7 +56,6 @@ class ScalingGranularity(enum.Enum):
 
 
 ScaleFormat = Literal["ue8m0", "fp32"]
-Division = Literal["vllm", "slime"]
 Source = Literal["master", "bf16"]
 ScaleRule = Literal["ceil", "even", "floor"]
 Format = Literal["e4m3", "mxfp4"]
@@ -136,8 +135,6 @@ class CastConfig:
         scale_format: the format of block scales. ``"ue8m0"``: powers of two. ``"fp32"``: amax
             divided by the largest float8 value, as in the FP8 checkpoints of DeepSeek and Qwen
             (:mod:`fp8_dist.kernels.fp32_blocks`).
-        division: the form of a cast with fp32 scales. ``"vllm"`` divides values by the scale,
-            ``"slime"`` multiplies them by its reciprocal. Some codes differ.
         source: what a BLOCKWISE cast rounds: the tensor (``"master"``), or the tensor rounded to
             bf16 first (``"bf16"``), as an inference engine that is sent bf16 weights does.
         format: the values of a BLOCKWISE cast. ``"mxfp4"``, for weights: those of four bits that
@@ -151,7 +148,6 @@ class CastConfig:
     block_size: tuple[int, int] | None = None
     scale_rule: ScaleRule | None = None
     scale_format: ScaleFormat = "ue8m0"
-    division: Division = "vllm"
     source: Source = "master"
     format: Format = "e4m3"
 
@@ -172,7 +168,7 @@ class CastConfig:
 
     def _check_blocks(self) -> None:
         size, rule = self.block_size, self.scale_rule
-        of_blocks = ("block_size", "scale_rule", "scale_format", "division", "source", "format")
+        of_blocks = ("block_size", "scale_rule", "scale_format", "source", "format")
         given = {f: v for f in of_blocks if (v := getattr(self, f)) != getattr(CastConfig, f)}
         if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
             if given:
@@ -194,11 +190,6 @@ class CastConfig:
                 f"CastConfig: scale_rule={rule!r} is for scales that are powers of two; drop it, "
                 "or use scale_format='ue8m0'"
             )
-        if self.scale_format == "ue8m0" and "division" in given:
-            raise ValueError(
-                f"CastConfig: division={self.division!r} has no effect, because dividing by a "
-                "power of two is exact; drop it, or use scale_format='fp32'"
-            )
         if size is None or len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
             raise ValueError(
                 f"CastConfig.block_size={size!r}: BLOCKWISE needs (rows, columns) of a block, two "
@@ -218,7 +209,7 @@ class CastConfig:
                 rule = self.scale_rule or Mxfp4.rule
                 return Mxfp4(dtype, *self.block_size, rule, source=self.source)
             if self.scale_format == "fp32":
-                return Fp32Blocks(dtype, *self.block_size, self.division, source=self.source)
+                return Fp32Blocks(dtype, *self.block_size, source=self.source)
             return Blocks(dtype, *self.block_size, self.scale_rule, source=self.source)
         per = "tensor" if covers is ScalingGranularity.TENSORWISE else "row"
         return Dense(dtype, per, power_of_2)
@@ -248,7 +239,7 @@ class CastConfig:
             return f"{self.scaling_type.short_str()}_{self.scheme(operand, False).key}"
         shown, dtype = covers.short_str(), short_name(self.dtype_for(operand))
         shown += f"_{self.scale_rule}" if self.scale_rule else ""
-        shown += f"_fp32_{self.division}" if self.scale_format == "fp32" else ""
+        shown += "_fp32" if self.scale_format == "fp32" else ""
         shown += "_of_bf16" if self.source == "bf16" else ""
         dtype = self.format if self.format != "e4m3" else dtype
         return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
@@ -294,9 +285,6 @@ class Float8LinearConfig:
         force_recompute_fp8_weight_in_bwd: torchao's deprecated switch. Only ``False`` is accepted.
         round_scales_to_power_of_2: round the quantization multiplier down to a power of two, except
             for casts with ``scale_format="fp32"``.
-        amax_scope: with ``"global"`` every scale is computed from the global tensor. With
-            ``"rank"`` operands that never leave their rank are scaled by their local amax, which
-            saves an all-reduce but deviates from the single-device result.
         amax_history_len: length of the amax history of ``ScalingType.DELAYED``.
         fold_row_scales: cast each operand once, with one scale per row, and fold the scales that
             run along a contraction into grad_output (:mod:`fp8_dist.linear.rowwise_folded`). Needs
@@ -317,7 +305,6 @@ class Float8LinearConfig:
     emulate: bool = False
     force_recompute_fp8_weight_in_bwd: bool = False
     round_scales_to_power_of_2: bool = False
-    amax_scope: Literal["global", "rank"] = "global"
     amax_history_len: int = 16
     fold_row_scales: bool = False
 
@@ -388,7 +375,6 @@ class Float8LinearConfig:
         recipe_name: "Float8LinearRecipeName | str",
         *,
         scale_format: ScaleFormat = "ue8m0",
-        division: Division = "vllm",
         weight_source: Source = "master",
         weight_format: Format = "e4m3",
         **fields: Any,
@@ -397,7 +383,7 @@ class Float8LinearConfig:
 
         Args:
             recipe_name: a :class:`Float8LinearRecipeName` or its value.
-            scale_format, division: fields of the casts of input and weight of BLOCKWISE, see
+            scale_format: that of the casts of input and weight of BLOCKWISE, see
                 :class:`CastConfig`. The gradient keeps powers of two, which GEMMs of grad_weight
                 need no second rounding for.
             weight_source: the ``source`` of the weight's cast, for BLOCKWISE and MXFP8.
@@ -414,21 +400,24 @@ class Float8LinearConfig:
         name = getattr(recipe_name, "value", recipe_name)  # of an enum, which may be torchao's
         if name not in names:
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
-        cast_arguments = "scale_format, division, weight_source and weight_format"
+        cast_arguments = "scale_format, weight_source and weight_format"
         check_field_names(Float8LinearConfig, fields, cast_arguments)
         recipe = Float8LinearRecipeName(name)
         found = _RECIPES[recipe]()
-        formats: dict[str, Any] = {"scale_format": scale_format, "division": division}
-        is_default = (scale_format, division) == ("ue8m0", "vllm")
-        if not is_default and recipe is not Float8LinearRecipeName.BLOCKWISE:
+        if scale_format != "ue8m0" and recipe is not Float8LinearRecipeName.BLOCKWISE:
             raise ValueError(
-                f"the recipe {recipe.value} has no scale_format={scale_format!r} and "
-                f"division={division!r}: these are for the recipe blockwise; drop them"
+                f"the recipe {recipe.value} has no scale_format={scale_format!r}: it is for the "
+                "recipe blockwise; drop it"
             )
-        input = replace(found.cast_config_input, **formats)
-        formats |= {"source": weight_source, "format": weight_format}
+        input = replace(found.cast_config_input, scale_format=scale_format)
         rule = found.cast_config_weight.scale_rule if weight_format == "e4m3" else None
-        weight = replace(found.cast_config_weight, scale_rule=rule, **formats)
+        weight = replace(
+            found.cast_config_weight,
+            scale_rule=rule,
+            scale_format=scale_format,
+            source=weight_source,
+            format=weight_format,
+        )
         casts = {"cast_config_input": input, "cast_config_weight": weight}
         for field, cast in casts.items():
             if field in fields and cast != getattr(found, field):
@@ -486,17 +475,10 @@ class Float8LinearConfig:
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length!r}: use an integer of at least 1"
             )
-        delayed = self.recipe.delayed
-        if length != type(self).amax_history_len and not delayed:  # the default
+        if length != type(self).amax_history_len and not self.recipe.delayed:  # the default
             raise ValueError(
                 f"Float8LinearConfig.amax_history_len={length} has no effect: it belongs to "
                 "ScalingType.DELAYED, which no operand of this config uses; drop it"
-            )
-        if delayed and self.amax_scope == "rank":
-            raise ValueError(
-                f"Float8LinearConfig.amax_scope='rank': the scale of {', '.join(delayed)} is "
-                "DELAYED, it costs no all-reduce in the step and is that of the global tensor; "
-                "use 'global'"
             )
 
 

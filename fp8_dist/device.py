@@ -3,8 +3,6 @@
 docs/design.md defines the terms of the package (amax, scale, qdata, axis, dim).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 
@@ -153,26 +151,6 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     if device.type in ("cpu", "meta"):
         return None
     return torch.accelerator.current_stream(device)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
-    """Queue work for a GPU beside the current stream, after what is queued there now.
-
-    There is one side stream per GPU. On other devices the work is queued as elsewhere.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    stream = _side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 def is_captured(tensor: torch.Tensor) -> bool:

@@ -68,8 +68,10 @@ class Recipe:
         emulate: bool,
     ) -> None:
         self.uses, self.folds, self._emulate = uses, folds, emulate
-        used = {operand: dict.fromkeys(uses.values()) for operand, uses in self.uses.items()}
-        self.schemes = {o: tuple(scheme for scheme in each if scheme) for o, each in used.items()}
+        self.schemes = {
+            operand: tuple(dict.fromkeys(scheme for scheme in by_gemm.values() if scheme))
+            for operand, by_gemm in uses.items()
+        }
         self._check_operands()
         self.casts = {operand: self._casts_of(operand) for operand in uses}
         self.delayed: dict[Operand, Dense] = {}
@@ -80,12 +82,12 @@ class Recipe:
         self._check_gemms()
         if folds:
             self._check_folding()
-        self.gather_scheme = {operand: self._gather_scheme(operand) for operand in self.uses}
+        self.gather_scheme = {operand: self._gather_scheme(operand) for operand in uses}
         self._copies = tuple(
             {
                 (operand, gemms): self._copies_of(operand, gemms, transposes)
-                for operand, uses in self.uses.items()
-                for gemms in (tuple(uses), *[(gemm,) for gemm in uses])
+                for operand, by_gemm in uses.items()
+                for gemms in (tuple(by_gemm), *[(gemm,) for gemm in by_gemm])
             }
             for transposes in (False, True)
         )
@@ -100,30 +102,27 @@ class Recipe:
     def _copies_of(
         self, operand: Operand, gemms: tuple[Gemm, ...], transposes: bool
     ) -> OperandCopies:
-        taken: list[tuple[Scheme, bool] | None] = []
+        by_gemm: list[tuple[Scheme, bool] | None] = []  # the scheme, and whether it is transposed
         for gemm in gemms:
-            scheme, turns = self.uses[operand][gemm], transposes and is_second(operand, gemm)
+            scheme, transposed = self.uses[operand][gemm], transposes and is_second(operand, gemm)
             if scheme is not None:
-                turns = turns and scheme.needs_alignment and not scheme.is_recast_for_rows
-            taken.append(None if scheme is None else (scheme, turns))
-        copies = list(dict.fromkeys(filter(None, taken)))
+                transposed &= scheme.needs_alignment and not scheme.is_recast_for_rows
+            by_gemm.append(None if scheme is None else (scheme, transposed))
+        copies = list(dict.fromkeys(filter(None, by_gemm)))
         schemes = tuple(dict.fromkeys(scheme for scheme, _ in copies))
         of = tuple(schemes.index(scheme) for scheme, _ in copies)
         plan = CastPlan(schemes, of, tuple(transposed for _, transposed in copies))
-        return OperandCopies(plan, tuple(copy and copies.index(copy) for copy in taken))
+        return OperandCopies(plan, tuple(copy and copies.index(copy) for copy in by_gemm))
 
     def _casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
-        uses = [(gemm, scheme) for gemm, scheme in self.uses[operand].items() if scheme]
-        if self.folds and operand == "grad_output":
-            # Each cast has the scales of another operand folded in. The cast for grad_weight has
-            # one scale per column.
-            return {
-                (gemm,): s if gemm == "grad_input" else s.for_row_contraction for gemm, s in uses
-            }
-        return {
-            tuple(gemm for gemm, each in uses if each == scheme): scheme
-            for scheme in self.schemes[operand]
-        }
+        casts: dict[Scheme, tuple[Gemm, ...]] = {}
+        for gemm, scheme in self.uses[operand].items():
+            if scheme and self.folds and gemm == "grad_weight" and operand == "grad_output":
+                # The scales of the input are folded in before the cast, which is by columns.
+                scheme = scheme.for_row_contraction
+            if scheme:
+                casts[scheme] = (*casts.get(scheme, ()), gemm)
+        return {gemms: scheme for scheme, gemms in casts.items()}
 
     def _gather_scheme(self, operand: Operand) -> Scheme | None:
         first, second = self.uses[operand].values()

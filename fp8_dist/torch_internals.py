@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParalle
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.module_tracker import ModuleTracker
 
 
 def _missing(owner: Any, names: str) -> list[str]:
@@ -111,6 +112,7 @@ try:
         *_missing(Optimizer, "_optimizer_step_post_hooks"),
         *_missing(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn"),
         *_missing(PrepareModuleInput, "_apply _prepare_input_arg"),
+        *_missing(ModuleTracker, "_fw_pre_hook _fw_post_hook"),
     ]:
         raise AttributeError(f"it has no {', '.join(_renamed)}")
 except (ImportError, AttributeError) as error:
@@ -525,6 +527,20 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
         and not _len_torch_dispatch_stack()
         and not tensor.is_meta
     )
+
+
+class EagerModuleTracker(ModuleTracker):
+    """ModuleTracker that compiled graphs leave out, and that ``torch.autograd.grad`` admits."""
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
+        if not torch.compiler.is_compiling():
+            # Hooks of leaves raise in torch.autograd.grad.
+            tensors = [t for t in tree_leaves(input) if isinstance(t, torch.Tensor)]
+            super()._fw_pre_hook(mod, [t for t in tensors if not t.is_leaf])
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super()._fw_post_hook(mod, input, output)
 
 
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:

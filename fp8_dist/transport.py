@@ -14,12 +14,10 @@ from torch.nn.functional import pad
 
 from fp8_dist.kernels.encoding import (
     BLOCK,
-    NEAREST,
     blocks_of,
     decode_float8,
     encode_float8,
     pack_rows,
-    stochastic_bfloat16,
     sum_of_rows,
 )
 from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, redistributed, sharded_dim
@@ -29,13 +27,10 @@ from fp8_dist.torch_internals import funcol
 Encoding = Literal["float8", "bf16"] | None
 ENCODINGS: tuple[Encoding, ...] = ("float8", "bf16", None)
 
-_LARGEST_SEED = 0x7FFFFFFF
-
 
 class Part(NamedTuple):
     """Adjacent numbers of a message: a piece of a parameter, or pieces encoded together."""
 
-    number: int  # of the (first) parameter
     size: int
     encoding: Encoding
     row: int = 0  # numbers between the rows that no block crosses; 0: the part is one row
@@ -56,54 +51,35 @@ class Part(NamedTuple):
         return rows.flatten(-2) if self.row else rows
 
 
-def runs_of(parts: Iterable[Part], seed: int = NEAREST) -> tuple[Part, ...]:
-    """Join the parts of a message to as few runs as possible, with no block across two rows.
-
-    Args:
-        seed: the seed of :func:`encode`. With stochastic rounding each encoded part is a run of its
-            own, so that the rounding of a number depends on its place in the parameter alone.
-    """
+def runs_of(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Join the parts of a message to as few runs as possible, with no block across two rows."""
     runs: list[Part] = []
     for part in (part for part in parts if part.size):
         is_float8, row = part.encoding == "float8", part.row
         if not is_float8 or row % BLOCK == 0 or row == part.size:
             row = 0  # blocks of the whole part do not cross its rows
         last = runs[-1] if runs else None
-        may_join = part.encoding is None or (
-            seed < 0 and not (is_float8 and row == 0 and last and last.size % BLOCK)
-        )
-        if last and may_join and (last.encoding, last.row) == (part.encoding, row):
+        splits_block = last is not None and is_float8 and row == 0 and last.size % BLOCK
+        if last and not splits_block and (last.encoding, last.row) == (part.encoding, row):
             runs[-1] = last._replace(size=last.size + part.size)
         else:
             runs.append(part._replace(row=row))
     return tuple(runs)
 
 
-def seed_of(seed: int, number: int) -> int:
-    """Derive a seed from another and a number. ``NEAREST`` is returned unchanged."""
-    return seed if seed < 0 else (seed * 2654435761 + number * 65599 + 1) & _LARGEST_SEED
-
-
-def encode(
-    x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype, seed: int = NEAREST
-) -> torch.Tensor:
+def encode(x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
     """Encode ``[..., S]`` of any floating dtype as bytes ``[..., B]``, exponents included.
 
     Args:
         dtype: the dtype in which numbers without an encoding are sent.
-        seed: the seed of stochastic rounding (see :mod:`fp8_dist.kernels.encoding`).
     """
     pieces: list[torch.Tensor] = []
     for run, part in zip(runs, x.split([run.size for run in runs], -1), strict=True):
-        own_seed = seed_of(seed, run.number)
         if run.encoding == "float8":
-            pieces += map(run.flat, encode_float8(run.rows(part), own_seed))
-            continue
-        if run.encoding == "bf16":
-            part = part.to(torch.bfloat16) if seed < 0 else stochastic_bfloat16(part, own_seed)
+            pieces += map(run.flat, encode_float8(run.rows(part)))
         else:
-            part = part.to(dtype)
-        pieces.append(part.contiguous().view(torch.uint8))
+            part = part.to(torch.bfloat16 if run.encoding == "bf16" else dtype)
+            pieces.append(part.contiguous().view(torch.uint8))
     return pack_rows(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
 
 
@@ -168,14 +144,12 @@ def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return funcol.wait_tensor(gathered)
 
 
-def exchanged(
-    x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup, seed: int = NEAREST
-) -> torch.Tensor:
+def exchanged(x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup) -> torch.Tensor:
     """Encode ``[W, S]`` and send ``x[i]`` to rank i: the bytes ``[W, B]`` for this rank.
 
     Collectives: an all-to-all.
     """
-    return funcol.wait_tensor(start_all_to_all(encode(x, runs, x.dtype, seed), group))
+    return funcol.wait_tensor(start_all_to_all(encode(x, runs, x.dtype), group))
 
 
 def all_reduce(
@@ -183,19 +157,16 @@ def all_reduce(
     parts: Sequence[Part],
     group: dist.ProcessGroup,
     *,
-    sums: Encoding,
     divisor: float = 1,
-    seed: int = NEAREST,
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
-    Each rank sums a piece of ``x``. The sums are rounded once, and gathered.
+    Each rank sums a piece of ``x``. The sums are rounded once, and gathered: those of parts in
+    float8 in bf16, whose error is smaller than that of the summands, others in the dtype of ``x``.
 
     Args:
         x: ``[S]``, floating point.
         parts: the parts of ``x``.
-        sums: the encoding of the sums of parts in float8. Those of other parts are gathered in the
-            dtype of ``x``.
 
     Collectives: an all-to-all of the encoded ``x``, and an all-gather of the sums.
     """
@@ -206,12 +177,12 @@ def all_reduce(
         for piece, own in zip(x.split([part.size for part in parts]), own_parts, strict=True)
     ]
     x_of_ranks, rank = torch.cat(pieces, -1), group.rank()
-    runs = runs_of(own_parts, seed)
-    received = exchanged(x_of_ranks, runs, group, seed)
+    runs = runs_of(own_parts)
+    received = exchanged(x_of_ranks, runs, group)
     own = sum_of(received, runs, x.dtype, x_of_ranks[rank], rank)
-    of_sums = (p._replace(encoding=sums if p.encoding == "float8" else None) for p in own_parts)
-    runs = runs_of(of_sums, seed)
-    wire = encode(own.div_(divisor), runs, x.dtype, seed_of(seed, 1))
+    of_sums = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in own_parts)
+    runs = runs_of(of_sums)
+    wire = encode(own.div_(divisor), runs, x.dtype)
     rows = decode(_gathered(wire.unsqueeze(0), group), runs, x.dtype)
     columns = rows.split([part.size for part in own_parts], -1)
     return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
@@ -263,7 +234,7 @@ def start_reduction(
     if chunk * ranks != size:
         local = pad(local, (0, 0) * (local.ndim - 1 - dim) + (0, chunk * ranks - size))
     pieces = local.unflatten(dim, (ranks, chunk)).movedim(dim, 0).contiguous()
-    runs = runs_of([Part(0, pieces.shape[-1], transport)])
+    runs = runs_of([Part(pieces.shape[-1], transport)])
     received = start_all_to_all(encode(pieces, runs, pieces.dtype), mesh.get_group())
     layout = Layout(mesh, placements, tensor.shape)
     return Reduction(received, pieces[coordinate[0]], runs, coordinate[0], layout)

@@ -7,7 +7,6 @@ if __name__ != "fp8_dist.fsdp":
     )
 
 from fp8_dist.fsdp.clip import clip_grad_norm_
-from fp8_dist.fsdp.ddp_hook import Float8DDPState, float8_ddp_hook
 from fp8_dist.fsdp.gradient_transport import set_gradient_transport
 from fp8_dist.fsdp.micro_batches import micro_batches
 from fp8_dist.fsdp.precompute import precompute_float8_dynamic_scale
@@ -21,10 +20,8 @@ from fp8_dist.mesh import make_amax_group
 
 __all__ = [
     "Float8AllGatherWeight",
-    "Float8DDPState",
     "attach_update",
     "clip_grad_norm_",
-    "float8_ddp_hook",
     "make_amax_group",
     "micro_batches",
     "precompute_float8_dynamic_scale",

@@ -107,7 +107,7 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     amaxes = []
     for groups, pieces in shards.items():
         largest = [p.abs().amax().float() if p.numel() else p.new_zeros(()).float() for p in pieces]
-        amax = torch.stack([each.to(pieces[0].device) for each in largest]).amax()
+        amax = torch.stack([x.to(pieces[0].device) for x in largest]).amax()
         amaxes.append(all_reduce_max(amax, groups).to(device))
     amax = torch.stack(amaxes).amax()
     room = sum(gradient.numel() for gradient in gradients).bit_length() + 1

@@ -70,11 +70,11 @@ when_fsdp_shards(_when_sharded)
 def reshard(module: nn.Module, caller: str) -> None:
     """Reshard all FSDP modules, which puts their sharded parameters back in place."""
     names = {m: n or "the root" for n, m in module.named_modules() if isinstance(m, FSDPModule)}
-    for part, name in names.items() if in_backward() else ():
-        if any(map(fsdp_is_running, fsdp_groups_of_module(part))):
+    for part, name in names.items():
+        if in_backward() and any(map(fsdp_is_running, fsdp_groups_of_module(part))):
             raise ValueError(
                 f"{caller}: called within a backward of {name} (from a hook?), which still needs "
-                "what FSDP2 has gathered; call it after optimizer.step(), or attach it "
+                "the unsharded parameters; call it after optimizer.step(), or attach it "
                 "(attach_update)"
             )
     for part in names:
@@ -82,8 +82,8 @@ def reshard(module: nn.Module, caller: str) -> None:
 
 
 def _check_reshards(group: Any) -> None:
-    # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh. Here the
-    # output is float8 bytes, so it would fail with an error about dtypes that require gradients.
+    # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh. The
+    # output is float8 bytes, which can't require gradients.
     if not fsdp_reshards_to_smaller_mesh(group):
         return
     for parameter in fsdp_parameters([group]):

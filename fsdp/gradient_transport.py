@@ -4,8 +4,7 @@ Note [One sum on any number of ranks]. The owner of a shard starts from the grad
 accumulated, and adds the pieces of ranks 0, 1, ..., W - 1 in fp32. If rank r runs micro-batches r,
 r + W, r + 2W, ... (:func:`micro_batches`), that is the sum ((g0 + g1) + g2) + ... of micro-batches,
 whatever W is. A piece on the wire is a function of its micro-batch's gradient alone: each rank's
-own piece is encoded too, also on a single rank, no block crosses a row of dim 0, and the random
-numbers of stochastic rounding are a hash of the value and its place in the parameter. -0 is the
+own piece is encoded too, also on a single rank, and no block crosses a row of dim 0. -0 is the
 neutral element: FSDP2 assigns the first gradient of a step on a single rank, so a gradient of -0
 stays -0 there.
 
@@ -26,7 +25,6 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.kernels.encoding import NEAREST
 from fp8_dist.linear.agreement import Facts, has_stand_ins
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import without_wrappers
@@ -55,7 +53,6 @@ from fp8_dist.transport import (
     encode,
     exchanged,
     runs_of,
-    seed_of,
     sum_of,
 )
 
@@ -63,11 +60,10 @@ Transport = Literal["float8", "bf16", "fp32"]
 Hook = Callable[[torch.Tensor], None]
 Filter = Callable[[str, nn.Parameter], bool]
 
-SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _CALLER = "set_gradient_transport"
 _ENCODED = ("float8", "bf16")
-_OF_REPLICAS = 2  # the number of the first replica's exchange in seeds
 
 
 class EncodedReduction:
@@ -80,36 +76,33 @@ class EncodedReduction:
     # are part of the sum.
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
-    def __init__(
-        self, module: str, number: int, group: Any, encodings: Sequence[Encoding], seed: int
-    ) -> None:
+    def __init__(self, module: str, number: int, group: Any, encodings: Sequence[Encoding]) -> None:
         shapes = fsdp_padded_shapes(group).items()
         self.parts_of = {
-            parameter: Part(i, shape.numel(), encoding, shape[1:].numel())
-            for i, ((parameter, shape), encoding) in enumerate(zip(shapes, encodings, strict=True))
+            parameter: Part(shape.numel(), encoding, shape[1:].numel())
+            for (parameter, shape), encoding in zip(shapes, encodings, strict=True)
         }
         self.module = module
         self.number = number % 256  # which bf16 can represent
         self.group = group
-        self.seed = seed_of(seed, number)
-        # Of the current reduction.
-        self.used: set[Any] = set()  # the parameters that this rank has gradients of
-        self.parameters: list[Any] = []  # those of the message
-        self.is_final = False  # no other reduction follows: sums begin with what is accumulated
-        self.has_gradients = False  # the buffer that FSDP2 allocates first
+        # State of the current reduction.
+        self.used: set[Any] = set()  # the parameters for which this rank has gradients
+        self.parameters: list[Any] = []  # the parameters of the message
+        self.is_final = False  # no other reduction follows: sums start from accumulated gradients
+        self.has_gradients = False  # FSDP2 has allocated the buffer for gradients
 
     @property
     def parts(self) -> list[Part]:
         """The parts of the current reduction's message."""
-        parts = [self.parts_of[each] for each in self.parameters]
+        parts = [self.parts_of[parameter] for parameter in self.parameters]
         if fsdp_ranks(self.group) > 1:
-            parts.append(Part(len(self.parts_of), len(parts) + 1, None))
+            parts.append(Part(len(parts) + 1, None))
         return parts
 
     def complete(self, runs: bool) -> None:
         """Add gradients of -0, see Note [Ranks that use different parameters]."""
         parameters = list(fsdp_parameters([self.group]))
-        self.used = {each.own for each in parameters if each.has_gradient()}
+        self.used = {p.own for p in parameters if p.has_gradient()}
         keeps_unused = fsdp_reduces_unused(self.group)
         is_filled = keeps_unused or fsdp_ranks(self.group) > 1
         if not self.used and not (is_filled and (runs or keeps_unused)):
@@ -118,8 +111,8 @@ class EncodedReduction:
         if not counts:
             self.used.clear()
         if is_filled:
-            trained = [each for each in parameters if each.is_trained or each.has_gradient()]
-            fill_fsdp_gradients([each for each in trained if each.own not in self.used], -0.0)
+            trained = [p for p in parameters if p.is_trained or p.has_gradient()]
+            fill_fsdp_gradients([p for p in trained if p.own not in self.used], -0.0)
 
     def prepare(
         self,
@@ -128,7 +121,10 @@ class EncodedReduction:
         replicas: dist.ProcessGroup | None,
         hook: Hook | None,
     ) -> tuple[Any, Hook | None]:
-        """Note what FSDP2 is about to reduce; return what all-reduces the sums, and follows."""
+        """Record what FSDP2 is about to reduce, and return the replicas' group and the hook.
+
+        ``replicas`` all-reduces the sums, and ``hook`` runs afterwards.
+        """
         self.parameters, self.has_gradients = parameters, False
         self.is_final = replicas is None and hook is None
         if fsdp_ranks(self.group) == 1:
@@ -138,8 +134,8 @@ class EncodedReduction:
         encoded = EncodedReplicas(replicas, self) if replicas and replicas.size() > 1 else replicas
         unused = [
             i
-            for i, each in enumerate(parameters)
-            if each not in self.used and FsdpParameter(each).sharded.grad is None
+            for i, p in enumerate(parameters)
+            if p not in self.used and FsdpParameter(p).sharded.grad is None
         ]
         if not unused or fsdp_reduces_unused(self.group):
             return encoded, hook
@@ -147,8 +143,8 @@ class EncodedReduction:
 
     def _flags(self, ones: torch.Tensor) -> torch.Tensor:
         ones[:, -1] = self.number
-        for i, each in enumerate(self.parameters):
-            if each not in self.used:
+        for i, parameter in enumerate(self.parameters):
+            if parameter not in self.used:
                 ones[:, i] = 0
         return ones
 
@@ -167,8 +163,8 @@ class EncodedReduction:
 
     def _round_then(self, hook: Hook | None) -> Hook:
         def round_then_hook(output: torch.Tensor) -> None:
-            runs = runs_of(self.parts, self.seed)
-            output.copy_(decode(encode(output, runs, output.dtype, self.seed), runs, output.dtype))
+            runs = runs_of(self.parts)
+            output.copy_(decode(encode(output, runs, output.dtype), runs, output.dtype))
             if hook is not None:
                 hook(output)
 
@@ -182,7 +178,7 @@ class EncodedReduction:
         Raises:
             NotImplementedError: sums of such gradients would lose precision in fp32.
         """
-        if dtype not in SUMMED_DTYPES:
+        if dtype not in _SUMMED_DTYPES:
             raise NotImplementedError(
                 f"set_gradient_transport: {self.module} has gradients of {dtype}; sums are taken "
                 "in fp32. Set reduce_dtype, or give this module transport=None"
@@ -199,9 +195,9 @@ class EncodedReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        rows, runs = input_tensor.view(group.size(), -1), runs_of(self.parts, self.seed)
+        rows, runs = input_tensor.view(group.size(), -1), runs_of(self.parts)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
-        received = exchanged(rows, runs, group, self.seed)
+        received = exchanged(rows, runs, group)
         if received.is_cpu and not isinstance(received, STAND_INS):  # else the host would wait
             self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
         # A mean is divided before it is added to what is accumulated.
@@ -212,8 +208,8 @@ class EncodedReduction:
     def _check_modules(self, numbers: torch.Tensor) -> None:
         """Raise ValueError if the pieces of ranks are those of several modules."""
         group = fsdp_reduce_scatter_group(self.group)
-        ranks, own = dist.get_process_group_ranks(group), numbers[group.rank()]
-        if others := [r for r, each in zip(ranks, numbers, strict=True) if each != own]:
+        ranks, expected = dist.get_process_group_ranks(group), numbers[group.rank()]
+        if others := [r for r, number in zip(ranks, numbers, strict=True) if number != expected]:
             raise ValueError(
                 f"{_CALLER}: rank {dist.get_rank()} reduces the gradients of {self.module} while "
                 f"ranks {others} reduce those of other modules. All ranks must run the modules "
@@ -222,19 +218,19 @@ class EncodedReduction:
             )
 
     def _accumulated(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Move what this rank's shards have accumulated to fp32 ``[S]``; None if they have nothing.
+        """Move the accumulated gradients of this rank's shards to fp32 ``[S]``; None without any.
 
-        FSDP2 adds the sum to what is left: -0.
+        -0 is left in their place, to which FSDP2 adds the sum.
         """
         total, begin = None, 0
         for parameter in self.parameters:
             grad = FsdpParameter(parameter).sharded.grad
             if grad is not None and grad.device == rows.device:
-                own = local_tensor(grad)
+                shard = local_tensor(grad)
                 if total is None:
                     total = rows.new_full(rows.shape[1:], -0.0, dtype=torch.float32)
-                total.narrow(0, begin, own.numel()).copy_(own.flatten())
-                own.fill_(-0.0)
+                total.narrow(0, begin, shard.numel()).copy_(shard.flatten())
+                shard.fill_(-0.0)
             begin += self.parts_of[parameter].size
         return total
 
@@ -254,18 +250,13 @@ class EncodedReplicas:
         """All-reduce the only tensor of a list in place; ``dist.all_reduce`` calls this."""
         (x,) = tensors
         divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
-        seed = seed_of(self.shards.seed, _OF_REPLICAS + self.replicas.rank())
-        # The error of bf16 is smaller than that of summands in float8.
-        x.copy_(
-            all_reduce(x, self.shards.parts, self.replicas, sums="bf16", divisor=divisor, seed=seed)
-        )
+        x.copy_(all_reduce(x, self.shards.parts, self.replicas, divisor=divisor))
 
 
 def set_gradient_transport(
     model: nn.Module,
     transport: Transport | None,
     *,
-    stochastic_rounding: bool | int = False,
     high_precision: Filter | None = None,
 ) -> None:
     """Encode the gradients of FSDP2's parameters for their reduction, and sum them in order.
@@ -287,9 +278,6 @@ def set_gradient_transport(
         transport: ``"fp32"``, for gradients as they are (in ``reduce_dtype``); ``"bf16"``;
             ``"float8"`` (e4m3 in blocks of up to 128 numbers of a row of dim 0, with power-of-two
             scales: 1 byte per element and 1 per block); or None for FSDP2's own reduce-scatter.
-        stochastic_rounding: round up or down at random instead of to nearest, so that the
-            expectation is the value. The choice is a hash of the value, its place in the parameter
-            and a seed, so a repeated step repeats it. An int, including 0, is the seed; True is 1.
         high_precision: a function ``f(name, parameter)`` that returns true for parameters whose
             gradients are not encoded. These travel in the same message. Gradients of parameters
             with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
@@ -313,16 +301,17 @@ def set_gradient_transport(
             would be encoded, or ranks that differ.
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
-    seed = _checked_seed(model, transport, stochastic_rounding, high_precision)
+    _check_arguments(model, transport, high_precision)
     groups = _groups_of(model, transport)
     encodings = _encodings(model, groups, transport, high_precision)
     if not has_stand_ins(model.parameters()):
-        _check_agreement(groups, encodings, f"stochastic_rounding={stochastic_rounding}")
+        _check_agreement(groups, encodings)
     announce_fsdp_reductions(EncodedReduction)
     for number, (module, group) in enumerate(groups.items()):
         if transport is not None:
-            each, shown = list(encodings[module].values()), module or "the root module"
-            set_fsdp_reduction(group, EncodedReduction(shown, number, group, each, seed))
+            name = module or "the root module"
+            reduction = EncodedReduction(name, number, group, [*encodings[module].values()])
+            set_fsdp_reduction(group, reduction)
         elif isinstance(fsdp_reduction(group), EncodedReduction):  # not one of other code
             set_fsdp_reduction(group, None)
 
@@ -338,16 +327,16 @@ def _encodings(
     names = {id(p): without_wrappers(name) for name, p in model.named_parameters()}
     encodings: dict[str, dict[str, Encoding]] = {}
     for module, group in groups.items():
-        of_group = encodings[module] = {}
-        for p in (getattr(*each.users[0]) for each in fsdp_parameters([group])):
+        by_name = encodings[module] = {}
+        for p in _parameters(group):
             if (name := names.get(id(p))) is None:
                 raise ValueError(
                     f"{_CALLER}: a parameter group of FSDP2 (fully_shard of a list) has parameters "
                     "outside of the module that was passed; pass one that holds all of them"
                 )
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
-            of_group[name] = None if is_kept or transport == "fp32" else transport
-    if transport in _ENCODED and not any(any(how.values()) for how in encodings.values()):
+            by_name[name] = None if is_kept or transport == "fp32" else transport
+    if transport in _ENCODED and not any(any(e.values()) for e in encodings.values()):
         raise ValueError(
             f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
             "fewer than 2 dims, or high_precision is true for them"
@@ -355,25 +344,28 @@ def _encodings(
     return encodings
 
 
+def _parameters(group: Any) -> list[nn.Parameter]:
+    """The parameters of a parameter group, in its order, as their modules have them."""
+    return [getattr(*parameter.users[0]) for parameter in fsdp_parameters([group])]
+
+
 def _check_agreement(
-    groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]], options: str
+    groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]]
 ) -> None:
     """Raise if arguments differ between ranks that share a parameter, tensor-parallel ones too."""
     facts = Facts()
     for module, group in groups.items():
         # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
-        parameters = [getattr(*each.users[0]) for each in fsdp_parameters([group])]
-        of_parameters = (p.device_mesh for p in parameters if isinstance(p, DTensor))
-        for mesh in {group.mesh_info.mesh, *of_parameters}:
-            of_mesh = facts.of(mesh)
-            of_mesh["options"] = options
-            for name, how in encodings[module].items():
-                of_mesh[f"the transport of the gradient of {name}"] = str(how)
+        meshes = (p.device_mesh for p in _parameters(group) if isinstance(p, DTensor))
+        for mesh in {group.mesh_info.mesh, *meshes}:
+            mesh_facts = facts.of(mesh)
+            for name, encoding in encodings[module].items():
+                mesh_facts[f"the transport of the gradient of {name}"] = str(encoding)
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
 
 
-def _checked_seed(model: Any, transport: Any, stochastic_rounding: Any, high_precision: Any) -> int:
-    """Check the arguments, and return the seed of their rounding."""
+def _check_arguments(model: Any, transport: Any, high_precision: Any) -> None:
+    """Raise if arguments of :func:`set_gradient_transport` are invalid."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"{_CALLER} needs a module that fully_shard was called on, got a {type(model).__name__}"
@@ -381,42 +373,26 @@ def _checked_seed(model: Any, transport: Any, stochastic_rounding: Any, high_pre
     known = (*get_args(Transport), None)
     if transport not in known:
         raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {known}")
-    seed = seed_of_rounding(_CALLER, stochastic_rounding)
     if high_precision is not None and not callable(high_precision):
         raise TypeError(
             f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
             "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
         )
-    if transport not in _ENCODED and (seed != NEAREST or high_precision is not None):
+    if transport not in _ENCODED and high_precision is not None:
         raise ValueError(
-            f"{_CALLER}: the other arguments are about how gradients are encoded, and "
-            f"transport={transport!r} encodes none; drop them"
+            f"{_CALLER}: high_precision is about how gradients are encoded, and "
+            f"transport={transport!r} encodes none; drop it"
         )
-    return seed
-
-
-def seed_of_rounding(caller: str, stochastic_rounding: Any) -> int:
-    """Return the seed that the argument ``stochastic_rounding`` stands for.
-
-    Raises:
-        ValueError: it stands for none.
-    """
-    if not isinstance(stochastic_rounding, int) or stochastic_rounding < 0:
-        raise ValueError(
-            f"{caller}: stochastic_rounding is {stochastic_rounding!r}; it must be a bool, or a "
-            "seed: an int that is not negative"
-        )
-    return NEAREST if stochastic_rounding is False else int(stochastic_rounding)
 
 
 def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
     """Return the model's parameter groups that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
     for name, module in model.named_modules():
-        of_module = fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else []
+        module_groups = fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else []
         if transport is not None:
-            _check_takes_transport(of_module, name or "the root module")
-        for group in of_module:
+            _check_takes_transport(module_groups, name or "the root module")
+        for group in module_groups:
             is_known = group in groups.values()  # several modules may share it
             if not is_known and fsdp_reduce_scatter_group(group) is not None:
                 groups[name] = group
@@ -442,10 +418,10 @@ def _check_takes_transport(groups: Sequence[Any], module: str) -> None:
                 f"{_CALLER}: {module} is replicated (replicate, not fully_shard): its gradients "
                 "are all-reduced, and there is no reduce-scatter"
             )
-        own = fsdp_reduction(group)
-        if not isinstance(own, EncodedReduction | None):
+        reduction = fsdp_reduction(group)
+        if not isinstance(reduction, EncodedReduction | None):
             raise ValueError(
-                f"{_CALLER}: {module} has a reduce-scatter of its own ({type(own).__name__}, of "
-                "set_custom_reduce_scatter or of memory from the process group), which would be "
-                "replaced"
+                f"{_CALLER}: {module} has a reduce-scatter of its own "
+                f"({type(reduction).__name__}, of set_custom_reduce_scatter or of memory from the "
+                "process group), which would be replaced"
             )

@@ -42,7 +42,7 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
     loop, and what the bits still depend on.
 
     Args:
-        count: of the micro-batches of the step, over all ranks; the same on all ranks.
+        count: the number of micro-batches of the step, over all ranks; the same on all ranks.
         mesh: the 1-D mesh of the data-parallel ranks.
 
     Yields:
@@ -96,30 +96,31 @@ def _of_this_rank(count: int, ranks: list[int]) -> Iterator[tuple[int, float]]:
             waiting, reduced = _waiting(), set()
             EncodedReduction.check = check
             yield min(index, count - 1), float(index < count)
-            for reduction in (each for each in _waiting() if each not in waiting):
-                raise ValueError(f"micro_batches: {_UNREDUCED.format(reduction.module)}")
+            for reduction in _waiting():
+                if reduction not in waiting:
+                    raise ValueError(f"micro_batches: {_UNREDUCED.format(reduction.module)}")
     finally:
         if EncodedReduction.check is check:
             EncodedReduction.check = None
 
 
 def _waiting() -> list[EncodedReduction]:
-    """The reductions for which gradients wait."""
+    """The reductions that have unreduced gradients."""
     return [
-        each
-        for each in _reductions()
-        if any(parameter.has_unreduced() for parameter in fsdp_parameters([each.group]))
+        reduction
+        for reduction in _reductions()
+        if any(parameter.has_unreduced() for parameter in fsdp_parameters([reduction.group]))
     ]
 
 
 def _reductions() -> list[EncodedReduction]:
     """The reductions of all models that have a transport."""
-    found = [fsdp_reduction(group) for group in fsdp_groups()]
-    return [each for each in found if isinstance(each, EncodedReduction)]
+    reductions = map(fsdp_reduction, fsdp_groups())
+    return [x for x in reductions if isinstance(x, EncodedReduction)]
 
 
 def _problems_of_all(ranks: list[int]) -> str | None:
-    """Return what is wrong if no model is right. (Of several, the loop knows which is trained.)"""
+    """Return a problem if all models have one. The loop checks the model that is trained."""
     reductions = _reductions()
     if not reductions and len(ranks) > 1:
         return (
@@ -130,20 +131,20 @@ def _problems_of_all(ranks: list[int]) -> str | None:
     return problems[0] if problems and all(problems) else None
 
 
-def _problems(reduction: EncodedReduction, own: list[int]) -> Iterator[str]:
-    """Why a reduction can't sum the gradients of micro-batches that some ranks run."""
+def _problems(reduction: EncodedReduction, mesh: list[int]) -> Iterator[str]:
+    """Yield the reasons why a reduction over ranks can't sum micro-batches of a mesh's ranks."""
     group, name = reduction.group, reduction.module
-    parameters = [each for each in fsdp_parameters([group]) if each.is_trained]
+    parameters = [p for p in fsdp_parameters([group]) if p.is_trained]
     ranks = dist.get_process_group_ranks(fsdp_reduce_scatter_group(group))
-    # What ranks of the mesh add comes in the mesh's order, perhaps in parts of several ranks.
-    places = [ranks.index(rank) * len(own) // len(ranks) for rank in own if rank in ranks]
+    # Sums follow the order of the mesh, whose ranks may each stand for several ranks of the group.
+    places = [ranks.index(rank) * len(mesh) // len(ranks) for rank in mesh if rank in ranks]
     if fsdp_has_second_reduction(group):
         yield (
             f"{name} is under HSDP (or has set_all_reduce_hook), which sums the sums of shards "
             "over replicas; shard it over one axis of all ranks"
         )
-    if places != [*range(len(own))]:
-        yield f"{name} is reduced over ranks {ranks}, not over those of the mesh, {own}"
+    if places != [*range(len(mesh))]:
+        yield f"{name} is reduced over ranks {ranks}, not over those of the mesh, {mesh}"
     if any(parameter.own.fsdp_placement.dim for parameter in parameters):
         yield f"{name} has parameters with Shard(1), which divides rows; shard them on dim 0"
     if any(parameter.own.offload_to_cpu for parameter in parameters):

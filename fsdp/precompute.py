@@ -1,15 +1,15 @@
 """Scales of all weights from one all-reduce, after the optimizer step.
 
-Each rank has one vector, of integers, with the local statistics of all float8 weights whose scales
+Each rank has one vector of integers, with the local statistics of all float8 weights whose scales
 depend on other ranks. One MAX all-reduce of this vector, over the union of the axes on which any of
 these weights is sharded, gives the global statistics.
 
 The mesh of a weight may lack some of these axes. Ranks with different coordinates on them may then
-have different weights. So the vector has one part (slot) per coordinate for such a weight, and a
-rank fills in only its own slot.
+have different weights. So the vector has one slot per coordinate for such a weight, and a rank
+fills in only its own slot.
 
-The statistics of a part of a weight are at their global positions, so that every rank gets the
-statistics of the whole weight.
+The statistics of a shard are at their global positions, so that every rank gets the statistics of
+the whole weight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,31 +45,32 @@ class _Measured(NamedTuple):
 
     local: Statistics  # on the device that uses them
     layout: Layout
-    axes: tuple[tuple[int, ...], ...]  # for each level, those of the mesh to reduce over
-    places: tuple[Placed | None, ...]  # for each level, among all ranks'; None if not reduced
+    axes: tuple[tuple[int, ...], ...]  # for each level, the axes of the mesh to reduce over
+    places: tuple[Placed | None, ...]  # for each level, the global positions; None if not reduced
 
 
 def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
     """Measure the shards of weights, by the id of the parameter and the key of the scheme."""
-    alike: dict[tuple[Any, ...], dict[Key, tuple[Float8Weight, Tensor]]] = {}
+    groups: dict[tuple[Any, ...], dict[Key, tuple[Float8Weight, Tensor]]] = {}
     for weight, kept in weights.items():
         local, device = weight.shard(), weight.device
         for scheme in kept.schemes:
-            # The scales are those of what arrives. An amax is rounded like the values. (A batched
-            # measurement copies the addresses of tensors to the device, which must not change.)
+            # The scales are those of the gathered values. An amax is rounded like the values. (A
+            # batched measurement copies the addresses of tensors to the device, which must not
+            # change.)
             if weight.gathered_as is not None and not isinstance(scheme, Dense):
                 local = local.to(weight.gathered_as)
-            how = scheme.key, local.dtype, local.device, device
-            alike.setdefault(how, {})[id(weight.parameter()), scheme.key] = weight, local
-    found = {}
-    for (name, *_, device), same in alike.items():
+            kind = scheme.key, local.dtype, local.device, device
+            groups.setdefault(kind, {})[id(weight.parameter()), scheme.key] = weight, local
+    measured = {}
+    for (name, *_, device), group in groups.items():
         scheme = scheme_named(name)
-        starts = [scheme.start(weight.layout()) for weight, _ in same.values()]
-        measured = scheme.measure_each([local for _, local in same.values()], starts)
-        levels = zip(*[_moved(level, device) for level in zip(*measured, strict=True)], strict=True)
-        for (key, (weight, _)), own in zip(same.items(), levels, strict=True):
-            found[key] = _placed(weight, weights[weight], scheme, own)
-    return found
+        starts = [scheme.start(weight.layout()) for weight, _ in group.values()]
+        amaxes = scheme.measure_each([local for _, local in group.values()], starts)
+        levels = zip(*[_moved(level, device) for level in zip(*amaxes, strict=True)], strict=True)
+        for (key, (weight, _)), statistics in zip(group.items(), levels, strict=True):
+            measured[key] = _placed(weight, weights[weight], scheme, statistics)
+    return measured
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
@@ -83,16 +84,16 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 def _placed(weight: Float8Weight, kept: Kept, scheme: Scheme, local: Statistics) -> _Measured:
     if (dtype := weight.gathered_as) is not None:
-        local = tuple([each.to(dtype).to(each.dtype) for each in local])
+        local = tuple([level.to(dtype).to(level.dtype) for level in local])
     layout = weight.layout()
     assert layout is not None
     sharded = sharded_axes(layout)
-    # If other parts than the shard's are kept, they come from all ranks.
-    is_own = kept.layout == layout and not kept.whole
-    axes = scheme.axes(layout) if is_own else (sharded,) * len(local)
-    levels = zip(local, scheme.levels, axes, strict=True)
+    # If statistics of more than the shard are kept, they come from all ranks.
+    is_shard = kept.layout == layout and not kept.whole
+    axes = scheme.axes(layout) if is_shard else (sharded,) * len(local)
     places = [
-        Placed.of(own, level, layout, sharded) if over else None for own, level, over in levels
+        Placed.of(statistics, level, layout, sharded) if level_axes else None
+        for statistics, level, level_axes in zip(local, scheme.levels, axes, strict=True)
     ]
     return _Measured(local, layout, axes, tuple(places))
 
@@ -172,24 +173,23 @@ def check_agreement(module: nn.Module, caller: str) -> None:
 
 def _dynamic_weights(module: nn.Module) -> dict[str, Float8Weight]:
     """Return the float8 weights of a module that have dynamic scales, by FQN."""
-    every = float8_weights(module)
-    weights = {fqn: weight for fqn, weight in every.items() if weight.is_dynamic}
-    if not (weights or any(weight.is_stored for weight in every.values())):
-        what = convert_first(module)
+    weights = float8_weights(module)
+    dynamic = {fqn: weight for fqn, weight in weights.items() if weight.is_dynamic}
+    if not (dynamic or any(weight.is_stored for weight in weights.values())):
+        remedy = convert_first(module)
         if any(layer.histories for layer in float8_layers(module).values()):
-            what = "call update_float8_scales(model) instead, which serves all recipes"
+            remedy = "call update_float8_scales(model) instead, which serves all recipes"
         raise ValueError(
-            f"{_CALLER}: the module has no layer with a float8 weight of dynamic scale; {what}"
+            f"{_CALLER}: the module has no layer with a float8 weight of dynamic scale; {remedy}"
         )
-    return weights
+    return dynamic
 
 
 def _check_weights(weights: dict[str, Float8Weight]) -> None:
-    other = [fqn for fqn, weight in weights.items() if not weight.is_registered]
-    if other:
+    if hidden := [fqn for fqn, weight in weights.items() if not weight.is_registered]:
         raise ValueError(
             f"{_CALLER}: these weights are not the parameters that an optimizer updates: "
-            f"{', '.join(other)} (flattened shards, as FSDP1 keeps them, or parametrized). Use "
+            f"{', '.join(hidden)} (flattened shards, as FSDP1 keeps them, or parametrized). Use "
             "fully_shard (FSDP2), or leave precompute out: the layers scale what they get"
         )
     unsharded = [
@@ -205,56 +205,57 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
 
 
 def _reduced(measured: Iterable[_Measured]) -> Iterator[Tensor]:
-    """All-reduce the statistics that depend on other ranks, and return those of each level."""
-    chosen: list[tuple[DeviceMesh, Placed]] = []
+    """All-reduce the statistics that depend on other ranks, and return them level by level."""
+    placed: list[tuple[DeviceMesh, Placed]] = []
     axes: dict[DeviceMesh, set[int]] = {}
-    for each in measured:
-        chosen += [(each.layout.mesh, place) for place in each.places if place is not None]
-        if any(each.axes):
-            axes.setdefault(each.layout.mesh, set()).update(*each.axes)
-    if not chosen:
+    for _, layout, level_axes, places in measured:
+        placed += [(layout.mesh, place) for place in places if place is not None]
+        if any(level_axes):
+            axes.setdefault(layout.mesh, set()).update(*level_axes)
+    if not placed:
         return iter(())
     groups, missing = common_groups(axes)
     rank = dist.get_rank()
     sizes: list[int] = []
     parts: list[torch.Tensor] = []
-    dtype = message_dtype([place.local for _, place in chosen])
-    for mesh, place in chosen:
+    dtype = message_dtype([place.local for _, place in placed])
+    for mesh, place in placed:
         # Along the axes of its own mesh a weight is one tensor. Along the missing axes there may be
         # a different one at each coordinate.
         slots, slot = 1, 0
         for axis in missing.get(mesh, ()):
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
         before, after = slot * place.size, (slots - slot - 1) * place.size
-        whole = place.flat(dtype)
-        parts.append(pad(whole, (before, after)) if slots > 1 else whole)
+        part = place.flat(dtype)
+        parts.append(pad(part, (before, after)) if slots > 1 else part)
         sizes += [before, place.size, after]
     return iter(all_reduce_max(torch.cat(parts), groups).split(sizes)[1::3])
 
 
 def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:
-    """Measure weights, and store of each what is to be kept."""
-    found = _measure(weights)
-    parts = _reduced(found.values())
-    wholes: dict[Key, Statistics] = {}
-    for key, each in found.items():
-        levels = zip(each.local, each.places, strict=True)
-        wholes[key] = tuple(
-            [n if place is None else place.whole(next(parts)) for n, place in levels]
+    """Measure weights, and store the statistics that each keeps."""
+    measured = _measure(weights)
+    reduced = _reduced(measured.values())
+    whole: dict[Key, Statistics] = {}
+    for key, (local, _, _, places) in measured.items():
+        levels = zip(local, places, strict=True)
+        whole[key] = tuple(
+            [n if place is None else place.whole(next(reduced)) for n, place in levels]
         )
     for weight, kept in weights.items():
-        parameter, own = weight.parameter(), list[Statistics]()
+        parameter, statistics = weight.parameter(), list[Statistics]()
         for scheme in kept.schemes:
             key = id(parameter), scheme.key
-            whole, (_, layout, _, places) = wholes[key], found[key]
+            _, layout, _, places = measured[key]
             if kept.whole:
-                own.append(whole)
+                statistics.append(whole[key])
             elif kept.layout != layout:
-                own.append(scheme.local_part(whole, kept.layout))
+                statistics.append(scheme.local_part(whole[key], kept.layout))
             else:
-                levels = zip(whole, places, strict=True)
-                own.append(tuple([n if place is None else place.part(n) for n, place in levels]))
-        if not isinstance(held := local_tensor(parameter), KnownWeight):
-            held = KnownWeight(held)
-            set_dtensor_local(parameter, held)  # type: ignore[arg-type]
-        held.store(kept, own, parameter, PRECOMPUTED)
+                levels = zip(whole[key], places, strict=True)
+                parts = [n if place is None else place.part(n) for n, place in levels]
+                statistics.append(tuple(parts))
+        if not isinstance(shard := local_tensor(parameter), KnownWeight):
+            shard = KnownWeight(shard)
+            set_dtensor_local(parameter, shard)  # type: ignore[arg-type]
+        shard.store(kept, statistics, parameter, PRECOMPUTED)

@@ -21,7 +21,7 @@ from fp8_dist.linear.weights import float8_weights, note_made, weights_of_model
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import disabled_in_graphs
 
-UNUSED = -1.0  # below every amax
+_UNUSED = -1.0  # below every amax
 
 
 @disabled_in_graphs(
@@ -79,8 +79,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 
     Collectives: exactly one all-reduce (MAX) of 4 bytes per operand, over all axes of these
     meshes, and of 4 more per weight that is a layer's only DELAYED operand; none if there are no
-    meshes. As in precompute, the first call may make the groups of a
-    pipeline's stages, and may compare the layers of the module.
+    meshes. As in precompute, the first call may make the groups of a pipeline's stages, and may
+    compare the layers of the module.
 
     Raises:
         ValueError: ranks differ in the layers of ``module``, or no operand in it is DELAYED.
@@ -98,22 +98,22 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     meshes = {mesh for layer in layers for mesh in layer.float8_weight.meshes()}
     # The device of the mesh, because offloaded weights are on another one.
     device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
-    histories, amaxes, weights = _measured(layers, has_shards=bool(meshes))
-    numbers = {number: torch.full((), number, device=device) for number in (0.0, UNUSED)}
+    histories, amaxes, weights = _recorded(layers, has_shards=bool(meshes))
+    numbers = {number: torch.full((), number, device=device) for number in (0.0, _UNUSED)}
     values = [numbers[x] if isinstance(x, float) else x.to(device) for x in amaxes]
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
     reduced = all_reduce_max(torch.stack(values), groups)
     if weights:
         is_unused = reduced[-weights:] < 0
-        reduced[-2 * weights : -weights].masked_fill_(is_unused, UNUSED)
+        reduced[-2 * weights : -weights].masked_fill_(is_unused, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
     note_made(layer.float8_weight for layer in layers)
 
 
-def _measured(
+def _recorded(
     layers: Sequence[Float8Linear], has_shards: bool
 ) -> tuple[list[AmaxHistory], list[torch.Tensor | float], int]:
-    """Return the histories of layers, what this rank has measured, and the number of the weights.
+    """Return the histories of layers, the amaxes of this rank, and the number of the weights.
 
     A rank whose micro-batches did not use a layer has recorded nothing, but FSDP2 has cast its
     shard of the weight for the ranks that did. So it gives the amax of that cast, which counts if
@@ -123,23 +123,23 @@ def _measured(
         has_shards: whether other ranks have shards of the weights.
 
     Returns:
-        The histories; their amaxes, and after them marks without a history; and the number of the
-        weights, whose amaxes are the last but for the marks, which are in the same order.
+        The histories; their amaxes, followed by marks that have no history; and the number of the
+        weights. The last amaxes are those of the weights, followed by the marks in the same order.
     """
     pairs: list[tuple[AmaxHistory, AmaxHistory | None]] = []
     others: list[AmaxHistory] = []
     for layer in layers:
-        rest = dict(layer.histories)
-        if has_shards and (weight := rest.pop("weight", None)) is not None:
-            # The amax of another operand is a mark, too. (A prepared input is of several layers.)
-            marking = next((name for name in rest if name != PREPARED_INPUT), "")
-            pairs.append((weight, rest.pop(marking, None)))
-        others += rest.values()
+        operands = dict(layer.histories)
+        if has_shards and (weight := operands.pop("weight", None)) is not None:
+            # The amax of another operand serves as a mark. (Several layers share a prepared input.)
+            marking = next((name for name in operands if name != PREPARED_INPUT), "")
+            pairs.append((weight, operands.pop(marking, None)))
+        others += operands.values()
     pairs.sort(key=lambda pair: pair[1] is None)
     amaxes = [_either(history.current, 0.0) for history in others]
-    amaxes += [_either(weight.current, _either(weight.last, UNUSED)) for weight, _ in pairs]
+    amaxes += [_either(weight.current, _either(weight.last, _UNUSED)) for weight, _ in pairs]
     for weight, mark in pairs:
-        used = UNUSED if weight.current is None else 0.0
+        used = _UNUSED if weight.current is None else 0.0
         amaxes.append(used if mark is None else _either(mark.current, used))
     weights = [weight for weight, _ in pairs]
     marks = [mark for _, mark in pairs if mark is not None]
@@ -176,8 +176,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     """
     weights = weights_of_model(module, "attach_update")
     reshard(module, "attach_update")  # puts the parameters in place that an optimizer updates
-    found = hooked_optimizers(optimizer)
-    if not found:
+    optimizers = hooked_optimizers(optimizer)
+    if not optimizers:
         raise TypeError(
             f"attach_update: a {type(optimizer).__name__} is no torch.optim.Optimizer that runs "
             "step hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
@@ -185,7 +185,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         )
     parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
     trained = {id(p): fqn for fqn, p in parameters.items() if p.requires_grad}
-    fitting = [each for each in found if not trained.keys().isdisjoint(updated_by(each))]
+    fitting = [opt for opt in optimizers if not trained.keys().isdisjoint(updated_by(opt))]
     if trained and not fitting:
         first = next(iter(trained.values()))
         raise ValueError(
@@ -194,11 +194,11 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             "them, and their scales, as they are. Make the optimizer after apply_tp_plan and "
             "fully_shard, which make new parameters, and pass the one that updates them"
         )
-    for each in found:
-        check_not_replaced(each)
+    for opt in optimizers:
+        check_not_replaced(opt)
 
     def update_converted() -> None:
         if float8_weights(module):  # not after convert_to_linear
             update_float8_scales(module)
 
-    return after_steps(fitting or found, update_converted)
+    return after_steps(fitting or optimizers, update_converted)

@@ -12,9 +12,9 @@ Such a weight is three tensors, in FSDP2's terms:
   on the tensor-parallel mesh. The forward computes with it. Packed bytes are unpacked to a tensor
   that FSDP2 allocates and frees with the parameter.
 
-What is known of the weight is in the sharded parameter, see Note [What is known of a weight]. The
-hooks find it by the layer that owns the weight, which FSDP2 passes to them: with CPU offload they
-run on a copy.
+The statistics of the weight are in the sharded parameter, see Note [What is known of a weight]. The
+hooks find it through the layer that owns the weight, which FSDP2 passes to them, because with CPU
+offload they run on a copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -83,7 +83,6 @@ class Float8AllGatherWeight(KnownWeight):
         scale covers. For unevenly sharded scales, an all-reduce over ``mesh``, of 4 bytes per scale
         of the global weight. For scales of blocks, one of 1 byte per block of the global weight;
         none if shards cut no block.
-
         """
         weight = weights_of(module)[self.name_of_weight]
         plan, (cast, whole) = weight.gather_plan(), weight.gather_cast(self)
@@ -92,8 +91,8 @@ class Float8AllGatherWeight(KnownWeight):
         data = as_bytes(data.view(cast.qdata.dtype))
         scheme, scales = cast.scheme, cast.scales
         if whole is not None:
-            own = scheme.local_part(whole, plan.arrives)
-            scales = tuple([scale.to(cast.qdata.device) for scale in own])
+            parts = scheme.local_part(whole, plan.arrives)
+            scales = tuple([scale.to(cast.qdata.device) for scale in parts])
         inputs = (data, *[_as_input(cast.scales[i]) for i in plan.moving])
         # The metadata must not refer to the cast, whose memory it would keep.
         rest = *plan.position_of_whole, outer_size, plan.moving, plan.packs
@@ -148,13 +147,14 @@ def _as_input(scale: torch.Tensor) -> torch.Tensor:
 
 
 def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> None:
-    """Wrap the local tensor of a sharded parameter, so that FSDP2 gathers it as layers ask for.
+    """Wrap the local tensor of a sharded parameter, so that FSDP2 gathers it as its layers ask.
 
-    Otherwise the tensor holds what precompute finds, if other ranks have part of it. The parameter,
-    a DTensor, stays the same. What is stored in packed form, and can't be gathered so, is unpacked.
+    A weight that is gathered in high precision gets a tensor that holds the statistics of
+    precompute, if other ranks have parts of it. The parameter, a DTensor, stays the same. Packed
+    data that can't be gathered packed is unpacked.
 
     Args:
-        weights: those of all users of the parameter that are converted.
+        weights: the float8 weights of all users of the parameter.
 
     Raises:
         ValueError: another module uses a parameter that is to be gathered in float8; or tensor
@@ -169,7 +169,7 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
     if isinstance(local, Float8AllGatherWeight | Stored):
         return
     if asking:
-        if others := [each for each in users if weights_of(each[0]).get(each[1]) not in weights]:
+        if others := [(m, name) for m, name in users if weights_of(m).get(name) not in weights]:
             module, name = others[0]
             raise ValueError(
                 f"{asking[0].fqn}: FSDP2 would gather this weight in float8 for all its users, but "
@@ -209,7 +209,7 @@ def _packs(weight: Float8Weight) -> bool:
 
 
 def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:
-    """Let FSDP2 gather weights in high precision, and forget what is known of distributed ones."""
+    """Let FSDP2 gather weights in high precision, and drop the statistics of distributed ones."""
     for weight in weights:
         parameter = weight.parameter()
         if isinstance(parameter, DTensor):

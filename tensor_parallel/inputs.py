@@ -16,7 +16,7 @@ from fp8_dist.linear.autograd import Gradients, differentiable_once
 from fp8_dist.linear.checks import check_summed_in_fp32
 from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.observing import Origin, Owner, is_observed
-from fp8_dist.linear.operands import planned
+from fp8_dist.linear.operands import checked_scheme_of_move
 from fp8_dist.mesh import Layout, as_dtensor, local_tensor, reduced
 from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -126,7 +126,8 @@ def cast_input(
     x = autocast(x)
     x = as_dtensor(x, mesh, (layout,))
     whole = (Replicate(),) * x.device_mesh.ndim
-    if planned(x, "input", (scheme,), whole, owner.config, owner.fqn).first is None:
+    how = (scheme,), whole, owner.config, owner.fqn
+    if checked_scheme_of_move(x, "input", *how) is None:
         return x
     shared = number if torch.is_grad_enabled() else 0  # for layers whose backward may follow
     return _CastInput.apply(reduced(x), scheme, history, shared)

@@ -61,11 +61,9 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     Parameters that modules share (tied embeddings) stay shared. Converted layers may have torch's
     styles. Their activations are then redistributed in high precision, with a warning.
 
-    A warning names column-parallel layers that look fused: their name is that of several
-    projections (``qkv``, ``c_attn``, ``in_proj``, ``gate_up_proj``, ``kv``), or their output has
-    the size of q, k and v for the heads of the module around them, or three times that of their
-    input, if no layer beside them takes as much. Each rank gets consecutive output features, so the
-    model must take q, k and v by head. Layers are not named if the model has passed
+    A warning names column-parallel layers that look fused, by their names (``qkv``, ``c_attn``,
+    ``in_proj``, ``gate_up_proj``, ``kv``). Each rank gets consecutive output features, so the model
+    must take q, k and v by head. Layers are not named if the model has passed
     :func:`check_tp_plan` with a plan under which they look fused, or if ``hf_tp_plan`` made the
     plan.
 
@@ -101,7 +99,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     # Names instead of patterns, for which torch warns about every module that does not match.
     resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
     ties = _ties(model)
-    # Without duplicates: all projections of an attention module report its head counts.
+    # Without duplicates, because all projections of an attention module report its head counts.
     if offenders := dict.fromkeys(_offenders(model, mesh.size(), plan, matches)):
         listing = "\n".join(f"  - {offender}" for offender in alike_names(offenders))
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
@@ -148,8 +146,8 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
 def _warn_of_fused(fused: list[str]) -> None:
     if fused:
         warnings.warn(
-            f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and like several "
-            "projections in one layer (q, k and v, or gate and up). If they are, each rank gets "
+            f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
+            "several projections in one layer (q, k and v, or gate and up). Each rank gets "
             "consecutive output features, not a part of each projection, and chunk(3, -1) or split "
             "mixes them without an error. Order the rows of the weight by head and take the output "
             "apart by unflatten(-1, (-1, 3, head_dim)), or use separate projections, or gather the "
@@ -171,20 +169,13 @@ def _looks_fused(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) 
     layer, style = model.get_submodule(name), styles[name]
     if not isinstance(style, ColwiseParallel) or not isinstance(layer, nn.Linear):
         return False
-    parent_name, _, own = name.rpartition(".")
+    parent, _, child = name.rpartition(".")
     # The style that hf_tp_plan gives to the parent has the number of parts of the layer's output,
     # of which no rank splits one: transformers declares the layer to be ordered.
-    declared = own in getattr(styles.get(parent_name), "parts", ())
-    if declared or style.output_layouts == (Replicate(),) or layer in checked_layers:
+    is_ordered = child in getattr(styles.get(parent), "parts", ())
+    if is_ordered or style.output_layouts == (Replicate(),) or layer in checked_layers:
         return False
-    parent, size = model.get_submodule(parent_name), layer.out_features
-    if _FUSED.search(own) or size == _size_of_qkv(parent, layer.in_features):
-        return True
-    if size != 3 * layer.in_features:
-        return False
-    # Not if a layer beside it takes as much, or one beside its parent (an MLP in parts).
-    around = model.get_submodule(parent_name.rpartition(".")[0]).modules()
-    return all(each.in_features != size for each in around if isinstance(each, nn.Linear))
+    return bool(_FUSED.search(child))
 
 
 def matched(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
@@ -235,22 +226,6 @@ def _offenders(
                 yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
             if isinstance(style, ColwiseParallel):
                 yield from _check_heads(model, name, size)
-
-
-def _size_of_qkv(attention: nn.Module, in_features: int) -> int:
-    """The size of q, k and v for the heads of a module; 0 if it does not tell its heads."""
-
-    def number(names: tuple[str, ...], *owners: object) -> int:
-        found = (getattr(owner, name, None) for owner in owners for name in names)
-        return next((value for value in found if isinstance(value, int)), 0)
-
-    # A number of its own, because an MLP may have the config of the model, too.
-    if not number((*_HEADS, *_KV_HEADS, "head_dim"), attention):
-        return 0
-    owners = attention, getattr(attention, "config", None)
-    heads = number((*_HEADS, "num_attention_heads"), *owners)
-    head_dim = number(("head_dim",), *owners) or in_features // max(heads, 1)
-    return (heads + 2 * (number(_KV_HEADS, *owners) or heads)) * head_dim
 
 
 def _check_heads(model: nn.Module, name: str, size: int) -> Iterator[str]:

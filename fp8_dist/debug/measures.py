@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
 
 from fp8_dist.kernels import magnitudes
 from fp8_dist.kernels.cpu import upcast
-from fp8_dist.mesh import local_tensor
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import funcol
@@ -137,63 +135,20 @@ def measure_gemm(
 ) -> torch.Tensor | None:
     """Return the :class:`Measures` of a float8 GEMM's result: only ``signal`` and ``noise``.
 
-    They compare it with the product of the whole operands in fp32. The result is None without
-    tokens, or if ``left`` is not the input that the layer was given, so that shapes don't match.
-    The arguments are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
-
-    Collectives: those of :func:`whole_matrix` for each tensor.
+    They compare it with the product of the operands in fp32. The result is None without tokens, or
+    if ``left`` is not the input that the layer was given, so that shapes don't match. The arguments
+    are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
     """
-    a, b, found = (whole_matrix(tensor) for tensor in (left, right, result))
+    a, b, product = (x.reshape(-1, x.shape[-1]).to(torch.float32) for x in (left, right, result))
     a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
-    if not a.numel() or a.shape[1] != b.shape[0] or found.shape != (len(a), b.shape[1]):
+    if not a.numel() or a.shape[1] != b.shape[0] or product.shape != (len(a), b.shape[1]):
         return None
     exact = torch.mm(a, b)
     total = nothing(exact.device)
     total[1] = total[2] = 0.0
     total[9] = exact.to(torch.float64).square().sum()
-    total[10] = (found - exact).to(torch.float64).square().sum()
+    total[10] = (product - exact).to(torch.float64).square().sum()
     return total
-
-
-def whole_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor or DTensor ``[..., K]`` as a plain fp32 matrix, on all ranks of its mesh.
-
-    The ranks exchange the sizes of their shards, because the shape of a DTensor can be wrong. For a
-    DTensor from local tensors, as tensor-parallel styles make it, torch computes the shape as if
-    all ranks had equal shards.
-
-    Collectives: for each mesh axis on which a DTensor is sharded, an all-gather of the sizes
-    (8 bytes) and an all-gather of the shards; for each axis on which it is Partial, an all-reduce.
-    """
-    whole = _whole(tensor) if isinstance(tensor, DTensor) else tensor
-    return whole.reshape(-1, whole.shape[-1]).to(torch.float32)
-
-
-def _whole(tensor: DTensor) -> torch.Tensor:
-    mesh, whole = tensor.device_mesh, local_tensor(tensor)
-    plain = all(p.is_replicate() or p.is_partial() or type(p) is Shard for p in tensor.placements)
-    if not plain:  # a parameter that FSDP2 and tensor parallelism shard; its shape is right
-        return tensor.full_tensor()
-    # In reverse order, because a later axis divides the shards of the axes before it.
-    for axis in reversed(range(mesh.ndim)):
-        placement, group = tensor.placements[axis], str(mesh.get_group(axis).group_name)
-        if placement.is_partial():
-            reduced = funcol.all_reduce(whole, placement.reduce_op, group)  # type: ignore[attr-defined]
-            whole = funcol.wait_tensor(reduced)
-        elif isinstance(placement, Shard):
-            whole = _gathered(whole, placement.dim, mesh.size(axis), group)
-    return whole
-
-
-def _gathered(part: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
-    """Concatenate the parts of all ranks of a group along ``dim``; their sizes may differ."""
-    rows = part.movedim(dim, 0)
-    sizes = all_gather(torch.tensor([len(rows)], device=part.device), ranks, group).tolist()
-    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-    padded[: len(rows)] = rows
-    parts = all_gather(padded, ranks, group).view(ranks, *padded.shape)
-    filled = [each[:size] for each, size in zip(parts, sizes, strict=True)]
-    return torch.cat(filled).movedim(0, dim)
 
 
 def all_gather(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:

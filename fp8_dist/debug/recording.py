@@ -233,7 +233,6 @@ class Recorder(StepObserver):
         record = self._new_record(slot.fqn, [*self._scales].index(slot.key))
         record |= {"operand": slot.operand, "gemms": [*slot.gemms], "call": call}
         record |= {"delayed": slot.delayed, "folded": slot.folded, "folds": folds}
-        record |= {"own_scale": slot.owner.config.amax_scope == "rank"}
         record |= {"dispatch": dispatch and [*dispatch]}
         return record | {"high": high, "low": _low(low, layout, self._rank)}
 

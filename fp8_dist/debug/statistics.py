@@ -79,6 +79,12 @@ class StepObserver(Observer):
     def _look(self) -> None:
         """Find the casts and GEMMs that the model makes now."""
         weights = weights_by_layer(self._model)
+        for name, weight in weights.items():
+            if self._gemms and weight.meshes():
+                raise ValueError(
+                    f"float8_stats: gemms=True compares GEMMs on one device, and {name} is on a "
+                    "mesh; compare them in a model that is not distributed, or record and replay"
+                )
         self._ranks.look(weights)
         self._slots = {slot.key: slot for slot in slots_of(weights, self._gemms)}
 
@@ -366,10 +372,9 @@ def float8_stats(
         model: a model that is already converted and parallelized.
         every: record only steps whose numbers are multiples of this.
         gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
-            float8 GEMM's result. Then every rank gathers full operands and results; the rows of
-            experts are sent in high precision too. Of experts of which ranks have parts, only
-            grad_weight is measured. Inputs, including those of checkpointed blocks, are kept in
-            high precision until the backward.
+            float8 GEMM's result. The layers must be on no mesh: on one, :func:`record` and its
+            replay check each GEMM. Inputs, including those of checkpointed blocks, are kept in high
+            precision until the backward.
         mesh: the mesh whose ranks' measures are combined. Default: for each layer, the mesh of its
             weight; if no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass
             a mesh if the weights do not show the parallelism: tensor parallelism inside DDP, a
@@ -385,16 +390,15 @@ def float8_stats(
 
     Collectives: when a recorded block ends without an error, one all-gather on all ranks for each
     mesh, of 88 bytes per layer and cast (or one for each mesh axis, if no group spans the mesh). If
-    no layer is on a mesh, also an all-reduce of 16 bytes before the first of them. With ``gemms``,
-    also all-gathers of operands and results in high precision, and of their sizes (8 bytes), in the
-    forward and the backward, and for experts all-to-alls of their rows in high precision. None
-    without converted layers.
+    no layer is on a mesh, also an all-reduce of 16 bytes before the first of them. None without
+    converted layers.
 
     Raises:
         TypeError: ``model`` is not a module, ``on_anomaly`` is not callable, ``limits`` is not an
             AnomalyLimits, or ``mesh`` is not a DeviceMesh.
-        ValueError: ``every`` is not a positive integer. When the first recorded block ends: no
-            layer is on a mesh, and the ranks have different layers.
+        ValueError: ``every`` is not a positive integer, or with ``gemms`` a layer is on a mesh.
+            When the first recorded block ends: no layer is on a mesh, and the ranks have different
+            layers.
         RuntimeError: the context manager is entered again inside its own block.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:

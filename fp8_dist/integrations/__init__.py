@@ -1,30 +1,28 @@
 """Integrations with the models and training loops of other libraries, in one package for each.
 
 The rest of the library does not depend on them. ``integrations.transformers`` and
-``integrations.torchtitan`` are imported when they are first used. What the library needs for
-models of transformers, it finds registered here: the kind of their experts, and ``saving``.
+``integrations.torchtitan`` are imported when they are first used. This module registers the adapter
+of the experts that models of transformers have.
 """
 
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
-from fp8_dist.model.freeze import AFTER_FREEZE
-from fp8_dist.moe.experts import KINDS, OWN, Kind
+from fp8_dist.moe.experts import CUSTOM_EXPERTS, EXPERTS_ADAPTERS, ExpertsAdapter
 
 
 @cache
-def _experts_of_transformers() -> Kind:
+def _experts_of_transformers() -> ExpertsAdapter:
     try:
-        return import_module(f"{__name__}.transformers.experts").KIND
+        return import_module(f"{__name__}.transformers.experts").ADAPTER
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("transformers."):
-            return OWN  # they are not known in the installed release
+            return CUSTOM_EXPERTS  # they are not known in the installed release
         raise
 
 
-KINDS["transformers"] = _experts_of_transformers
-AFTER_FREEZE["transformers"] = partial(import_module, f"{__name__}.saving")
+EXPERTS_ADAPTERS["transformers"] = _experts_of_transformers
 
 
 def __getattr__(name: str) -> ModuleType:

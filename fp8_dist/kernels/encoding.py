@@ -10,9 +10,7 @@ e4m3fn has no infinities. In these *codes* its two NaNs, 0x7F and 0xFF, stand fo
 its negative zero, 0x80, stands for NaN. A non-finite value does not change the other values of its
 block.
 
-Rounding is to nearest even, or stochastic. Stochastic rounding uses a hash of the value's bits, its
-position and a non-negative seed. So it keeps no generator state, and the same values are rounded in
-the same way when a step is repeated.
+Rounding is to nearest even.
 """
 
 from collections.abc import Sequence
@@ -24,7 +22,6 @@ from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import padded
 
 BLOCK = 128
-NEAREST = -1  # in place of a seed: round to nearest even
 _DECODED_AT_ONCE = 16  # summands: fewer kernels than one at a time, less memory than all at once
 
 _FLOAT8 = torch.float8_e4m3fn
@@ -37,18 +34,17 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _empty_codes(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = x.new_empty(x.shape, dtype=torch.uint8)
     return codes, codes.new_empty(*x.shape[:-1], blocks_of(x.shape[-1]))
 
 
-@custom_op("encode_float8(Tensor x, int seed) -> (Tensor, Tensor)", fake=_empty_codes)
-def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+@custom_op("encode_float8(Tensor x) -> (Tensor, Tensor)", fake=_empty_codes)
+def encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode a tensor as codes and block exponents.
 
     Args:
         x: ``[..., n]``, floating point.
-        seed: seed of stochastic rounding, or ``NEAREST``.
 
     Returns:
         The codes ``[..., n]`` and the exponents ``[..., ceil(n / 128)]``, both uint8.
@@ -65,8 +61,6 @@ def encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tenso
     multipliers = ((254 - exponents) << 23).view(torch.float32)
     scaled = whole.view(*x.shape[:-1], count, BLOCK) * multipliers.unsqueeze(-1)
     scaled = scaled.view(whole.shape).narrow(-1, 0, size)
-    if seed >= 0:
-        scaled = _stochastic_float8(values, scaled, seed)
     codes = scaled.to(_FLOAT8).view(torch.uint8)
     codes = codes.masked_fill(codes == _NAN, 0).masked_fill_(values.isnan(), _NAN)
     codes.masked_fill_(values == inf, _INF).masked_fill_(values == -inf, _MINUS_INF)
@@ -119,41 +113,6 @@ def sum_of_rows(
         for i, summand in enumerate(values, first):
             total.add_(own if own is not None and i == rank else summand)
     return total
-
-
-@custom_op(
-    "stochastic_bfloat16(Tensor x, int seed) -> Tensor",
-    fake=lambda x, seed: x.new_empty(x.shape, dtype=torch.bfloat16),
-)
-def stochastic_bfloat16(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round ``x`` stochastically to bf16."""
-    values = x.to(torch.float32)
-    bits = values.contiguous().view(torch.int32)
-    rounded = ((bits + (_hash(bits, seed) & 0xFFFF)) & ~0xFFFF).view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
-
-
-def _stochastic_float8(values: torch.Tensor, scaled: torch.Tensor, seed: int) -> torch.Tensor:
-    """Round ``scaled`` to one of its two neighbors in e4m3fn, as fp32."""
-    # A fraction of 20 bits is exact when added to a number below 16, so a value that e4m3fn can
-    # represent is not changed.
-    bits = _hash(values.contiguous().view(torch.int32), seed) & 0xFFFFF
-    uniform = bits.to(torch.float32).mul_(2.0**-20)
-    # Neighbors are 2 ** (exponent - 3) apart, and 2 ** -9 among subnormals.
-    bits = scaled.contiguous().view(torch.int32)
-    step = (((bits >> 23 & 0xFF) - 3).clamp_(127 - 9, 254) << 23).view(torch.float32)
-    return (scaled / step).add_(uniform).floor_().mul_(step)
-
-
-def _hash(bits: torch.Tensor, seed: int) -> torch.Tensor:
-    """Hash bits, position and seed to int32 (the finalizer of MurmurHash3)."""
-    place = torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).view(bits.shape)
-    # Products wrap around. The hash needs logical shifts, so the masks clear the sign bits that an
-    # arithmetic shift fills in.
-    h = bits ^ place.mul_(-1640531535).add_(seed)
-    h = (h ^ (h >> 16 & 0xFFFF)).mul_(-2048144789)
-    h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-1028477387)
-    return h ^ (h >> 16 & 0xFFFF)
 
 
 def as_bytes(qdata: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,7 @@
 """Block scales in fp32, as FP8 checkpoints and inference engines have them.
 
-``scale = max(amax, 1e-10) / fp8_max`` in fp32, correctly rounded. A cast has one of two forms,
-which differ in some codes:
-
-* ``saturate(x / scale)``: vLLM (``per_token_group_quant_fp8``).
-* ``saturate(x * (1 / scale))``: slime, verl and SGLang (``blockwise_cast_to_fp8``).
-
-Both are computed in fp32. Blocks are described as in :mod:`fp8_dist.kernels.blocks`.
+``scale = max(amax, 1e-10) / fp8_max``, and data are ``saturate(x / scale)``, both in fp32, as in
+vLLM's ``per_token_group_quant_fp8``. Blocks are described as in :mod:`fp8_dist.kernels.blocks`.
 """
 
 from collections.abc import Sequence
@@ -31,25 +26,13 @@ def scales_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @custom_op(
-    "quantize_by_scales(Tensor x, Tensor scales, ScalarType dtype, int[] blocks, bool divides) "
-    "-> Tensor",
+    "quantize_by_scales(Tensor x, Tensor scales, ScalarType dtype, int[] blocks) -> Tensor",
     fake=lambda x, scales, dtype, *_: x.new_empty(x.shape, dtype=dtype),
 )
 def quantize_by_scales(
-    x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], divides: bool
+    x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
 ) -> torch.Tensor:
-    """Cast a local tensor with one fp32 scale per block.
-
-    Args:
-        x: ``[..., M, K]``, floating point.
-        scales: the scales of the blocks of ``x``.
-        divides: whether values are divided by the scale. Otherwise they are multiplied by its
-            reciprocal.
-
-    Returns:
-        A contiguous tensor of the shape of ``x``.
-    """
-    high, limit = x.to(torch.float32), torch.finfo(dtype).max
-    factors, operation = (scales, torch.div) if divides else (scales.reciprocal(), torch.mul)
-    quotient = scaled_by(high, factors, blocks, operation)
+    """Cast a local tensor ``[..., M, K]`` with one fp32 scale per block; contiguous."""
+    limit = torch.finfo(dtype).max
+    quotient = scaled_by(x.to(torch.float32), scales, blocks, torch.div)
     return quotient.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8_dist.device import device_has_float8_gemm, e4m3
 from fp8_dist.env import strict_alignment
-from fp8_dist.kernels.blocks import dequantize_blocks, fp32_scales
+from fp8_dist.kernels.blocks import dequantize_blocks
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up, transposed_copy
 from fp8_dist.text import warn_once
@@ -315,23 +315,6 @@ def block_scaled_mm(
     right = dequantize_blocks(b, scales_b, blocks_b, wide)
     with torch.autocast(a.device.type, enabled=False):
         return torch.mm(left, right).to(out_dtype)
-
-
-@custom_op("gemm_scales(Tensor a, Tensor b, int multiple=1) -> (Tensor, Tensor)")
-def gemm_scales(a: Tensor, b: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Convert the block scales of two operands to the layout that Hopper's GEMM reads.
-
-    Args:
-        a, b: the exponents or fp32 scales of each operand, ``[R, C]``, any strides.
-        multiple: of the number of rows of ``b``.
-
-    Returns:
-        The scales of ``a`` and of ``b``, fp32 ``[R, C]`` with strides ``(1, R)``. R is rounded up,
-        of ``a`` to a multiple of ``ALIGNMENT``, by zeros.
-    """
-    of_a = padded(fp32_scales(a), (0, 0, 0, -len(a) % ALIGNMENT))
-    of_b = padded(fp32_scales(b), (0, 0, 0, -len(b) % multiple))
-    return of_a.t().contiguous().t(), of_b.t().contiguous().t()
 
 
 def in_tiles(exponents: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from torch.nn.functional import pad
 from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
 from fp8_dist.device import is_captured
 from fp8_dist.kernels import amax, cast_and_measure, empty_copies
-from fp8_dist.linear.runtime_ops import must_query, owner_of, query, register_handle
+from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, groups_over, local_tensor
 from fp8_dist.scaling import CastPlan, Dense, Statistics, reduction_groups
 from fp8_dist.torch_internals import is_selectively_checkpointed
@@ -105,7 +105,7 @@ class AmaxHistory:
         Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
         groups, local = self._groups(tensor), local_tensor(tensor)
-        if must_query():
+        if needs_op():
             statistic, value = history_statistic.overload(local, self._handle, shared, groups)
             return (statistic,), value
         return self._statistics_of_local(local, groups, shared)
@@ -131,7 +131,7 @@ class AmaxHistory:
 
     def last_of(self, scale: torch.Tensor) -> torch.Tensor | None:
         """:attr:`last`, for a layer that takes an input that was cast with ``scale``."""
-        return last_amax.overload(scale, self._handle) if must_query() else self.last
+        return last_amax.overload(scale, self._handle) if needs_op() else self.last
 
     def _keep(self, value: torch.Tensor, shared: int) -> None:
         if shared:

@@ -24,7 +24,6 @@ from fp8_dist.linear.observing import (
     Product,
     Source,
     are_gemms_observed,
-    high_precision,
     is_observed,
     observe,
     observe_gemm,
@@ -78,25 +77,25 @@ def float8_linear(
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    flat, forms = flattened(*weight_casts)
-    # Dynamo (2.13) decides by the number of arguments whether a forward takes a ctx. If there were
-    # two in flat, it would count *flat as one parameter, and decide wrongly.
+    flat, specs = flattened(*weight_casts)
+    # Dynamo (2.13) decides by the number of arguments whether a forward takes a ctx. It counts
+    # *flat as one parameter, and decides wrongly if there are two tensors.
     arguments = [*flat, None] if len(flat) == 2 else flat
     # Compiled code uses one function. Dynamo assumes that the gradient of an output has the
     # output's placements, but the gradient that _FinishOutput passes on has the placements of the
     # final output.
     if not isinstance(input, DTensor) or torch.compiler.is_compiling():
-        return _LinearFunction.apply(input, weight, bias, spec, forms, *arguments)
+        return _LinearFunction.apply(input, weight, bias, spec, specs, *arguments)
     if spec.output_placements is not None:
         spec = spec._replace(output_placements=normalized(spec.output_placements, input.ndim))
-    output = _LinearFunction.apply(input, weight, None, spec, forms, *arguments)
+    output = _LinearFunction.apply(input, weight, None, spec, specs, *arguments)
     if bias is None and spec.output_placements in (None, output.placements):
         return output
     return _FinishOutput.apply(output, bias, spec)
 
 
 class OperandSpec(NamedTuple):
-    """Where an operand's tensors are in the saved list; see :class:`fp8_dist.scaling.Quantized`."""
+    """An operand without its tensors; see :class:`fp8_dist.scaling.Quantized`."""
 
     places: Sequence[int]  # the indices of its tensors in a flat list
     scheme: Scheme | None = None  # None for an operand in high precision
@@ -113,7 +112,7 @@ class OperandSpec(NamedTuple):
         return Quantized(first, tuple(scales), self.scheme, self.start, self.is_cut)
 
     def recast(self, flat: Sequence[torch.Tensor]) -> Recast:
-        """Take the planned cast of a weight from a flat list."""
+        """Return the planned cast of a weight."""
         assert self.scheme is not None
         return Recast(tuple(self.tensors(flat)), self.scheme, self.start, self.is_cut)
 
@@ -124,11 +123,11 @@ _Specs = tuple[OperandSpec | None, ...]
 def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Specs]:
     """List the tensors of operands, each once: dynamo refuses duplicates."""
     flat: list[torch.Tensor] = []
-    forms: list[OperandSpec | None] = []
+    specs: list[OperandSpec | None] = []
     for operand in operands:
         rest: list[Any] = []
         if operand is None:
-            forms.append(None)
+            specs.append(None)
             continue
         if isinstance(operand, Quantized):
             qdata, scales, *rest = operand
@@ -137,14 +136,14 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Sp
             tensors, *rest = operand
         else:
             tensors = (operand,)
-        forms.append(OperandSpec(tuple([_place(tensor, flat) for tensor in tensors]), *rest))
-    return flat, tuple(forms)
+        specs.append(OperandSpec(tuple([_place(tensor, flat) for tensor in tensors]), *rest))
+    return flat, tuple(specs)
 
 
 def _place(tensor: torch.Tensor, flat: list[torch.Tensor]) -> int:
     """The index of a tensor in a list, to which it is added if it is not there."""
-    for i, known in enumerate(flat):
-        if known is tensor:
+    for i, listed in enumerate(flat):
+        if listed is tensor:
             return i
     flat.append(tensor)
     return len(flat) - 1
@@ -158,7 +157,7 @@ def _gemm(
     out_dtype: torch.dtype,
     layouts: tuple[Layout | None, Layout | None] = (None, None),
 ) -> torch.Tensor:
-    """Run one of the three GEMMs on local operands ``[..., K]``. No other code runs them.
+    """Run one of the three GEMMs on local operands ``[..., K]``.
 
     ``layouts``: those of the operands, which grad_weight and observers need.
     """
@@ -172,8 +171,8 @@ def _gemm(
     if gemm == "grad_weight":
         left = left.scheme.for_rows(left, layouts[0])
         right = right.scheme.for_rows(right, layouts[1])
-    turn = gemm == "grad_weight", gemm == "output"
-    result = multiply(left, right, turn, out_dtype, options)
+    transposed = gemm == "grad_weight", gemm == "output"
+    result = multiply(left, right, transposed, out_dtype, options)
     if is_observed():
         observe_multiply(spec.owner, Product(gemm, left, right, result, options, layouts))
     return result
@@ -191,7 +190,7 @@ def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of a layer's gradient, which raises if it is differentiated."""
+    """Identity that raises on double backward."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, fqn: str, *origins: torch.Tensor) -> torch.Tensor:
@@ -219,35 +218,33 @@ def differentiable_once(backward: Backward) -> Backward:
             return backward(ctx, grad)
         with torch.no_grad():
             gradients = backward(ctx, grad)
-        # The gradient is a function of grad_output and of everything that the output depends on.
-        # With these as arguments, differentiating it with respect to any of them raises.
-        origins, fqn = (*[leaf.variable for leaf in _leaves(ctx)], grad), ctx.spec.fqn
+        # The gradient is a function of grad_output and of all that the output depends on. With
+        # these as arguments, differentiating it with respect to any of them raises.
+        origins = *[leaf.variable for leaf in _leaves(ctx)], grad
         return tuple(
-            g if g is None else _NoSecondDerivative.apply(g, fqn, *origins) for g in gradients
+            g if g is None else _NoSecondDerivative.apply(g, ctx.spec.fqn, *origins)
+            for g in gradients
         )
 
     return once
 
 
 def _leaves(node: Any) -> list[Any]:
-    """The leaves of the autograd graph that ends in a node, each as its AccumulateGrad."""
-    leaves, seen, open_nodes = [], {node}, [node]
-    while open_nodes:
-        node = open_nodes.pop()
-        if isinstance(getattr(node, "variable", None), torch.Tensor):
-            leaves.append(node)
-        new = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= new
-        open_nodes += new
-    return leaves
+    """The AccumulateGrad nodes of the autograd graph below a node."""
+    seen, stack = {node}, [node]
+    while stack:
+        inputs = {n for n, _ in stack.pop().next_functions if n is not None} - seen
+        seen |= inputs
+        stack += inputs
+    return [n for n in seen if isinstance(getattr(n, "variable", None), torch.Tensor)]
 
 
 class _Pass(NamedTuple):
-    """A backward, as the first layer sees it that it reaches, which has the leaves of all."""
+    """Facts about the running backward pass, found by the first layer that it reaches."""
 
     number: int = -1
     accumulates: bool = False  # gradients of leaves
-    begins: bool = False  # the parameters among these leaves have no gradient yet
+    begins: bool = False  # no parameter among these leaves has a gradient yet
 
 
 _last_pass = _Pass()
@@ -264,7 +261,7 @@ def _pass_of(node: Any) -> _Pass:
     return _last_pass
 
 
-def _counts(node: Any) -> tuple[bool, bool | None]:
+def _is_training_pass(node: Any) -> tuple[bool, bool | None]:
     """Whether the backward of a layer belongs to a pass that counts (Note [Passes that count]).
 
     The second result is whether the pass begins to accumulate gradients; None if the weight's own
@@ -272,11 +269,11 @@ def _counts(node: Any) -> tuple[bool, bool | None]:
     """
     if torch.compiler.is_compiling():
         return True, None
-    of_weight = node.next_functions[1][0]
-    if of_weight is None:  # it is frozen
+    weight_node = node.next_functions[1][0]
+    if weight_node is None:  # the weight is frozen
         return _pass_of(node).accumulates, _pass_of(node).begins
-    is_leaf = isinstance(getattr(of_weight, "variable", None), torch.Tensor)
-    return backward_runs(of_weight) is not False, None if is_leaf else _pass_of(node).begins
+    is_leaf = isinstance(getattr(weight_node, "variable", None), torch.Tensor)
+    return backward_runs(weight_node) is not False, None if is_leaf else _pass_of(node).begins
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -293,21 +290,21 @@ class _LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         spec: LinearSpec,
-        forms: _Specs,
+        specs: _Specs,
         *flat: Any,
     ) -> torch.Tensor:
         x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
         if x_layout is not None and w_layout is not None:
-            now = x_layout.placements, w_layout.placements
-            layouts = linear_layouts(*now, input.ndim, spec.fqn)
+            placements = x_layout.placements, w_layout.placements
+            layouts = linear_layouts(*placements, input.ndim, spec.fqn)
         # Under no_grad ctx.needs_input_grad is still True for tensors that require gradients, so
         # spec.training decides.
         needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.training else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         whole = input if x_layout is None else _with_features(input, x_layout, weight.shape[1])
         x, amaxes = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
-        of_output, of_grad_input, of_recast = forms
-        w = local_tensor(weight) if of_output is None else of_output.operand(flat)
+        output_spec, grad_input_spec, recast_spec = specs
+        w = local_tensor(weight) if output_spec is None else output_spec.operand(flat)
         if spec.training and spec.histories and not any(ctx.needs_input_grad[:3]):
             w = _recorded(w, spec.owner, amaxes)  # there is no backward
         # Wait for the gather of the input only here, where the weight's cast has been issued.
@@ -324,13 +321,15 @@ class _LinearFunction(torch.autograd.Function):
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         right: Local | None = None
         recast: Recast | None = None
-        if needs_input and of_recast is not None:
-            right, recast = weight, of_recast.recast(flat)
+        if needs_input and recast_spec is not None:
+            right, recast = weight, recast_spec.recast(flat)
+        elif needs_input and grad_input_spec is not None:
+            right = grad_input_spec.operand(flat)
         elif needs_input:
-            right = local_tensor(weight) if of_grad_input is None else of_grad_input.operand(flat)
+            right = local_tensor(weight)
         # Save plain tensors, so that hooks on saved tensors see the real bytes.
-        of_input = wait_local(x["grad_weight"], uses["grad_weight"]) if needs_weight else None
-        saved, ctx.forms = flattened(of_input, right, recast, *amaxes.values())
+        saved_input = wait_local(x["grad_weight"], uses["grad_weight"]) if needs_weight else None
+        saved, ctx.specs = flattened(saved_input, right, recast, *amaxes.values())
         ctx.names = tuple(amaxes)
         ctx.unused = (None,) * (2 + len(flat))
         ctx.save_for_backward(*saved)
@@ -339,8 +338,8 @@ class _LinearFunction(torch.autograd.Function):
             shape = torch.Size((*input.shape[:-1], weight.shape[0]))
             output = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
         if are_gemms_observed():
-            ctx.high = high = high_precision(spec.owner, input, weight)
-            observe_gemm(spec.owner, "output", high[0], high[1], output)
+            ctx.high = high = input.detach(), spec.owner.high_precision(weight)
+            observe_gemm(spec.owner, "output", *high, output)
         if not isinstance(output, DTensor):
             return output if bias is None else output + bias.to(output.dtype)
         return _finished(output, bias, spec) if torch.compiler.is_compiling() else output
@@ -355,34 +354,34 @@ class _LinearFunction(torch.autograd.Function):
         grad = reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
         spec, layouts = ctx.spec, ctx.layouts
-        records, begins = _counts(ctx) if spec.histories else (False, None)
+        records, begins = _is_training_pass(ctx) if spec.histories else (False, None)
         if not (needs_input or needs_weight or records):
             return None, None, grad_bias, *unused
-        saved, (of_x, of_w, of_recast, *of_amaxes) = ctx.saved_tensors, ctx.forms
-        amaxes = {n: form.operand(saved) for n, form in zip(ctx.names, of_amaxes, strict=True)}
+        saved, (x_spec, w_spec, recast_spec, *amax_specs) = ctx.saved_tensors, ctx.specs
+        amaxes = {n: amax.operand(saved) for n, amax in zip(ctx.names, amax_specs, strict=True)}
         if not (needs_input or needs_weight):
             # Only the bias is trained, of a plain layer. (That of a DTensor is added elsewhere.)
             grad_bias = _recorded(grad_bias, spec.owner, amaxes, begins)
             return None, None, grad_bias, *unused
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
-        x = of_x.operand(saved) if needs_weight else None
-        w = of_w.operand(saved) if needs_input else None
-        if w is not None and of_recast is not None:
-            w = _recast(w, of_recast.recast(saved), grad, spec)
-        operands, of_grad = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
+        x = x_spec.operand(saved) if needs_weight else None
+        w = w_spec.operand(saved) if needs_input else None
+        if w is not None and recast_spec is not None:
+            w = _recast(w, recast_spec.recast(saved), grad, spec)
+        operands, grad_amaxes = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
         if records:
             in_float8 = [gemm for gemm, (_, x) in operands.items() if isinstance(x, Quantized)]
             gemm = [*in_float8, *operands][0]
             left, right = operands[gemm]
-            operands[gemm] = left, _recorded(right, spec.owner, amaxes | of_grad, begins)
-        grad_input = grad_weight = moving = of_output = None
+            operands[gemm] = left, _recorded(right, spec.owner, amaxes | grad_amaxes, begins)
+        grad_input = grad_weight = moving = grad_layout = None
         if layouts is not None:
-            of_output = ctx.x_layout._replace(placements=layouts.grad_output, shape=grad.shape)
+            grad_layout = ctx.x_layout._replace(placements=layouts.grad_output, shape=grad.shape)
         if needs_input:
             left, right = operands["grad_input"]
             left = wait_local(left, spec.config.recipe.uses["grad_output"]["grad_input"])
-            where = of_output, ctx.w_layout
-            product = _gemm(left, right, "grad_input", spec, ctx.input_dtype, where)
+            gemm_layouts = grad_layout, ctx.w_layout
+            product = _gemm(left, right, "grad_input", spec, ctx.input_dtype, gemm_layouts)
             grad_input = _unflattened(product, grad if layouts is None else left)
             if layouts is not None:
                 layout = ctx.x_layout._replace(placements=layouts.grad_input)
@@ -390,22 +389,21 @@ class _LinearFunction(torch.autograd.Function):
                 # If this layer gathered the input, it also reduce-scatters the gradient. An input
                 # that arrived gathered gets a Partial gradient, so that all layers that take it
                 # share one reduction, unless this layer has a transport for it.
-                each = zip(ctx.x_layout.placements, layouts.input, layouts.grad_input, strict=True)
+                axes = zip(ctx.x_layout.placements, layouts.input, layouts.grad_input, strict=True)
                 transport = spec.reduce_transport
                 target = tuple(
-                    [grad if now == need and not transport else now for now, need, grad in each]
+                    [p if now == needed and not transport else now for now, needed, p in axes]
                 )
                 moving = start_reduction(grad_input, target, transport)
         if needs_weight:
             left, right = operands["grad_weight"]
             scheme, dtype = spec.config.recipe.uses["grad_output"]["grad_weight"], ctx.weight_dtype
             left = wait_local(left, scheme)
-            grad_weight = _gemm(left, right, "grad_weight", spec, dtype, (of_output, ctx.gathered))
+            gemm_layouts = grad_layout, ctx.gathered
+            grad_weight = _gemm(left, right, "grad_weight", spec, dtype, gemm_layouts)
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
-        # Observers get the result of the GEMM, before a transport encodes it.
-        observed = moving if isinstance(moving, DTensor) else grad_input
         # Finish late, so that the transport overlaps with the GEMM of grad_weight.
         grad_input = grad_input if moving is None else finish_reduction(moving)
         if are_gemms_observed():
@@ -413,7 +411,7 @@ class _LinearFunction(torch.autograd.Function):
             # long as the graph.
             high_input, high_weight = getattr(ctx, "high", (None, None))
             ctx.high = None, None
-            observe_gemm(spec.owner, "grad_input", grad, high_weight, observed)
+            observe_gemm(spec.owner, "grad_input", grad, high_weight, grad_input)
             observe_gemm(spec.owner, "grad_weight", grad, high_input, grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 
@@ -449,8 +447,8 @@ def _recast(
 def _recorded(operand: Any, owner: Any, amaxes: Amaxes, begins: bool | None = None) -> Any:
     """Record the amaxes of a pass that counts (Note [Passes that count]); return the operand.
 
-    ``operand``: an operand of the pass that is not in flight. A graph would leave the recording out
-    if nothing depended on it.
+    ``operand``: an operand of the pass that is not in flight, on which the recording depends. A
+    graph would leave it out otherwise.
     """
     if not torch.compiler.is_compiling():
         owner.record_amaxes(amaxes, begins)

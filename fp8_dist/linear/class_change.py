@@ -1,42 +1,30 @@
 """A change of a layer's class in place, and the methods ``forward`` that are bound to the layer.
 
-Whatever refers to a layer goes on working when its class changes. A bound method is the exception:
-it keeps the function of the class that the layer had. Those that the layer keeps itself follow. A
-layer whose method others keep should not change its class.
+References to a layer stay valid when its class changes. A bound method that was taken before keeps
+the function of the old class. Those that the layer itself holds are rebound.
 """
 
-import gc
-import sys
-from collections.abc import Collection
 from functools import partial
-from types import CellType, FrameType, FunctionType, MethodType
-from typing import Any
-from weakref import WeakMethod, getweakrefs
+from types import MethodType
 
 from torch import nn
 
 
 def change_class(layer: nn.Module, new: type) -> None:
-    """Change the class of a layer; bound ``forward`` methods that it keeps itself follow."""
-    bound = _bound_forwards(layer)
-    layer.__class__ = new
-    forward = MethodType(new.forward, layer)  # type: ignore[attr-defined]
-    for namespace, name in bound:
-        namespace[name] = forward
+    """Change the class of a layer, and rebind the ``forward`` methods that its attributes hold.
 
-
-def _bound_forwards(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where a layer keeps the ``forward`` of its class, bound to it: namespaces, and names there.
-
-    They are its attributes and, for its signature, those of accelerate's wrapper.
+    Also rebound is the one in accelerate's wrapper of ``forward``, which gives it its signature.
     """
-    own = vars(layer)
-    return [
+    attributes = vars(layer)
+    held = [
         (namespace, name)
-        for namespace in (own, getattr(own.get("forward"), "__dict__", {}))
+        for namespace in (attributes, getattr(attributes.get("forward"), "__dict__", {}))
         for name, value in namespace.items()
         if _is_forward_of(layer, value)
     ]
+    layer.__class__ = new
+    for namespace, name in held:
+        namespace[name] = MethodType(new.forward, layer)  # type: ignore[attr-defined]
 
 
 def _is_forward_of(layer: nn.Module, value: object) -> bool:
@@ -45,70 +33,17 @@ def _is_forward_of(layer: nn.Module, value: object) -> bool:
 
 
 def why_forward_is_kept(layer: nn.Module) -> str:
-    """Return why the ``forward`` of a layer would not follow a change of its class, or ``""``.
+    """Return why a layer would go on calling the ``forward`` of its old class, or ``""``.
 
-    accelerate's hooks call the attribute ``_old_forward``, which follows (:func:`change_class`).
+    accelerate's hooks call the attribute ``_old_forward``, which :func:`change_class` rebinds.
     """
-    own = vars(layer)
-    forward = own.get("forward")
+    forward = vars(layer).get("forward")
     if forward is None or _is_forward_of(layer, forward):
         return ""
     function = forward.func if isinstance(forward, partial) else None
     if getattr(function, "__module__", None) == "accelerate.hooks":
-        forward = own.get("_old_forward")
+        forward = vars(layer).get("_old_forward")
         if _is_forward_of(layer, forward):
             return ""
     shown = getattr(forward, "__qualname__", type(forward).__name__)
     return f"its forward was replaced by {shown}, which may call that of its class"
-
-
-# What may pass on a reference that a frame holds: closures, and the variables of a frame.
-_PASSING = (CellType, FunctionType, tuple, dict)
-
-
-def with_forward_held(layers: Collection[nn.Module]) -> set[nn.Module]:
-    """The layers whose bound method ``forward`` other objects hold: a list, a closure, a partial.
-
-    It would go on calling the function of the class that the layer has now. Methods that the layer
-    keeps itself follow (:func:`change_class`). A WeakMethod makes a method of that function.
-    """
-    held = {
-        layer
-        for layer in layers
-        for ref in getweakrefs(layer)
-        if isinstance(ref, WeakMethod) and _is_forward_of(layer, ref())
-    }
-    # The search takes long. Without bound methods, the class and this call refer to the function.
-    if all(sys.getrefcount(type(layer).forward) == 2 for layer in layers):
-        return held
-    gc.collect()
-    by_id = {id(layer): layer for layer in layers}
-    users = gc.get_referrers(*{type(layer).forward for layer in layers})
-    while users:
-        method = users.pop()
-        layer = by_id.get(id(method.__self__)) if type(method) is MethodType else None
-        if layer is not None and _is_held(method, [space for space, _ in _bound_forwards(layer)]):
-            held.add(layer)
-    return held
-
-
-def _is_held(method: MethodType, by_layer: Collection[object]) -> bool:
-    """Whether anything refers to a method besides its layer, and frames that an exception has left.
-
-    Frames that run are not among referrers. They hold an object that has none.
-    """
-    found: list[object] = [method]
-    seen = {id(found), *map(id, by_layer)}
-    while found:
-        users = gc.get_referrers(found.pop())
-        for user in users:
-            if id(user) in seen or type(user) is FrameType:
-                continue
-            if type(user) not in _PASSING:
-                return True
-            seen.add(id(user))
-            found.append(user)
-        if not users:
-            return True
-        del users
-    return False

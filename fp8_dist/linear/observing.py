@@ -137,8 +137,7 @@ class Observer:
 
         ``left`` is the input or grad_output, ``[..., K]``. ``right`` is the weight, or the input
         for grad_weight. Both are in high precision, as they were before casts and moves. ``result``
-        is the result of the float8 GEMM. All of them are plain tensors, or DTensors of any
-        placements. All ranks of their meshes get the same calls, so this may communicate.
+        is the result of the float8 GEMM. The layer is on no mesh: all of them are plain tensors.
         """
 
 
@@ -253,17 +252,6 @@ def observe_multiply(owner: Owner, product: Product) -> None:
         return
     for observer in [observer for observer in _observers if observer.takes_products_of(owner)]:
         _tell(observer.on_multiply, owner, product)
-
-
-def high_precision(
-    owner: Owner, input: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The input and the weight of a forward before casts and moves; None if not known."""
-    local = local_tensor(input)
-    high: torch.Tensor | None = input.detach()
-    if isinstance(local, Float8Tensor):
-        high = None if local.origin is None else local.origin.high
-    return high, owner.high_precision(weight)
 
 
 def observe_gemm(

@@ -1,10 +1,10 @@
-"""Planning, casting and moving the operands of a linear layer's GEMMs.
+"""Casts and redistributes the operands of a linear layer's GEMMs.
 
 If one float8 copy serves all GEMMs of an operand, the operand is cast first and moved as float8.
 Otherwise it is moved in high precision and cast where it arrives.
 
 An input that several layers share (``wq``, ``wk`` and ``wv``) is cast once, and one copy is saved
-for backward, just as nn.Linear layers save a shared input once.
+for backward.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ class LinearSpec(NamedTuple):
 class Recast(NamedTuple):
     """Description of a cast of the local weight in the backward, with known global statistics.
 
-    A weight that is stored in packed form is only unpacked; ``statistics`` are its scales.
+    A weight that is stored in packed form is only unpacked. ``statistics`` are its scales.
     """
 
     statistics: Statistics
@@ -65,22 +65,22 @@ class Recast(NamedTuple):
     def cast(self, local: torch.Tensor, after: torch.Tensor | None = None) -> Quantized:
         """Cast the local weight; ``after``: as in :func:`fp8_dist.scaling.cast`."""
         if isinstance(local, StoredFloat8):
-            qdata = local.unpacked(self.scheme, after)
-            return Quantized(qdata, self.statistics, self.scheme, self.start, self.is_cut)
-        plan, known = CastPlan((self.scheme,)), [self.statistics]
-        (scales,), (qdata,) = cast(local, plan, known, self.start, after=after)
+            qdata, scales = local.unpacked(self.scheme, after), self.statistics
+        else:
+            plan = CastPlan((self.scheme,))
+            (scales,), (qdata,) = cast(local, plan, [self.statistics], self.start, after=after)
         return Quantized(qdata, scales, self.scheme, self.start, self.is_cut)
 
 
 class WeightCasts(NamedTuple):
-    """The local weight in float8, as a forward takes it.
+    """The float8 copies of the local weight for a forward and its backward.
 
     Attributes:
         output, grad_input: the copies that these GEMMs take, which may be the same copy. ``None``
             means that the GEMM takes the weight in high precision, or by ``recast``.
-        recast: the cast for grad_input, if it is made in the backward. The weight is then FSDP2's
-            unsharded high-precision parameter, which FSDP2 frees between forward and backward, and
-            a float8 copy would outlive it; or it is stored in packed form.
+        recast: the cast for grad_input, if it is made in the backward. The weight is then stored in
+            packed form, or it is FSDP2's unsharded high-precision parameter, which FSDP2 frees
+            between forward and backward: a float8 copy would outlive it.
     """
 
     output: Quantized | None = None
@@ -96,68 +96,51 @@ Operands = dict[Gemm, Local]
 Amaxes = dict[str, torch.Tensor]
 
 
-class OperandPlan(NamedTuple):
-    """Plan of an operand's cast and redistribution."""
-
-    # The one scheme for all GEMMs, with which the operand is cast before it is moved. None: it is
-    # moved in high precision, and then cast for each GEMM.
-    first: Scheme | None
-    moves: bool  # whether it is redistributed
-    within: tuple[int, ...] | None  # the mesh axes over which statistics may be reduced; None: all
-
-
 @cached_but_in_graphs
-def plan_operand(
+def scheme_of_move(
     schemes: tuple[Scheme | None, ...],
-    now: Placements,
-    then: Placements | None,
+    placements: Placements,
+    target: Placements | None,
     ndim: int,
-    amax_scope: str = "global",
-) -> OperandPlan:
-    """Plan an operand's cast and redistribution from facts that all ranks share.
+) -> Scheme | None:
+    """The one scheme for all GEMMs with which an operand is cast before it is redistributed.
+
+    ``None`` if it is redistributed in high precision. It follows from facts that all ranks share.
 
     Args:
         schemes: the scheme that each GEMM takes, or ``None`` for high precision.
-        now: the placements of the operand, a DTensor.
-        then: the placements that the GEMMs need.
-        amax_scope: with ``"rank"``, statistics are reduced only over axes along which float8 data
-            is moved.
+        placements: the placements of the operand, a DTensor.
+        target: the placements that the GEMMs need.
     """
-    pairs = enumerate(zip(now, then or (), strict=True))
-    changed = [(axis, sharded_dim(p, ndim)) for axis, (p, needed) in pairs if p != needed]
-    dims = {axis: dim for axis, dim in changed if dim is not None}  # by mesh axis
-    moves = now != then
+    first = schemes[0]
     # Shards that consist of several pieces are not redistributed as float8.
-    first = None if has_pieces(now) else schemes[0]
-    if first is not None and not (
-        all(scheme == first for scheme in schemes)
-        and first.can_move([*dims.values()], ndim)
-        and (first.can_gather or not moves)
-    ):
-        first = None
-    within = None if amax_scope == "global" else tuple(dims) if first is not None else ()
-    return OperandPlan(first, moves, within)
+    if first is None or has_pieces(placements) or any(scheme != first for scheme in schemes):
+        return None
+    pairs = zip(placements, target or (), strict=True)
+    changed = [sharded_dim(now, ndim) for now, needed in pairs if now != needed]
+    can_move = first.can_move([dim for dim in changed if dim is not None], ndim)
+    return first if can_move and (first.can_gather or placements == target) else None
 
 
-def planned(
+def checked_scheme_of_move(
     tensor: DTensor,
     operand: Operand,
     schemes: tuple[Scheme | None, ...],
-    placements: Placements | None,
+    target: Placements | None,
     config: Float8LinearConfig,
     fqn: str,
-) -> OperandPlan:
-    """Run :func:`plan_operand`, and warn of an operand that can't move in float8 as it stands."""
-    now, scope = tuple(tensor.placements), config.amax_scope
-    plan = plan_operand(schemes, now, placements, tensor.ndim, scope)
-    one_copy = config.recipe.gather_scheme[operand]
-    if plan.first is None and one_copy is not None and not torch.compiler.is_compiling():
+) -> Scheme | None:
+    """Run :func:`scheme_of_move`, and warn of an operand that can't move in float8 as it stands."""
+    placements = tuple(tensor.placements)
+    scheme = scheme_of_move(schemes, placements, target, tensor.ndim)
+    gathered = config.recipe.gather_scheme[operand]
+    if scheme is None and gathered is not None and not torch.compiler.is_compiling():
         warn_once(
             f"scales in parts: {operand}",
             f"{fqn}: {operand} is gathered in high precision, because "
-            f"{reason_to_move_high(one_copy, now, tensor.ndim)}",
+            f"{reason_to_move_high(gathered, placements, tensor.ndim)}",
         )
-    return plan
+    return scheme
 
 
 def reason_to_move_high(scheme: Scheme, placements: Placements | None, ndim: int) -> str:
@@ -181,7 +164,7 @@ def prepare_operand(
     placements: Placements | None,
     spec: LinearSpec,
 ) -> tuple[Operands, Amaxes]:
-    """Cast an operand for the given GEMMs and redistribute it to ``placements``, as planned.
+    """Cast an operand for the given GEMMs and redistribute it to ``placements``.
 
     Args:
         tensor: ``[..., K]``, in high precision or already float8; no Partial placements.
@@ -196,22 +179,21 @@ def prepare_operand(
         if is_observed():
             observe_prepared(spec.owner, high)
         return dict.fromkeys(gemms, _moved(tensor, placements)), amaxes
-    uses, within = spec.config.recipe.uses[operand], None
     if isinstance(tensor, DTensor):
-        schemes = tuple([uses[gemm] for gemm in gemms])
-        plan = planned(tensor, operand, schemes, placements, spec.config, spec.fqn)
-        if plan.first is not None and plan.moves:
-            wanted = CastPlan((plan.first,))
-            (cast,), amaxes = _copies(tensor, operand, wanted, spec, plan.within)
-            return dict.fromkeys(gemms, _moved(as_float8_of(tensor, cast), placements)), amaxes
-        within = plan.within
-        if plan.moves:
+        schemes = tuple([spec.config.recipe.uses[operand][gemm] for gemm in gemms])
+        scheme = checked_scheme_of_move(tensor, operand, schemes, placements, spec.config, spec.fqn)
+        if tuple(tensor.placements) != placements:
+            if scheme is not None:
+                (cast,), amaxes = _cast_operand(tensor, operand, CastPlan((scheme,)), spec)
+                return dict.fromkeys(gemms, _moved(as_float8_of(tensor, cast), placements)), amaxes
             tensor = tensor.redistribute(placements=placements)
             high = local_tensor(tensor)
-    wanted, places = spec.config.recipe.copies(operand, gemms, tensor.device)
-    made, amaxes = _copies(tensor, operand, wanted, spec, within) if wanted.of else ((), {})
-    each = zip(gemms, places, strict=True)
-    return {gemm: high if place is None else made[place] for gemm, place in each}, amaxes
+    plan, places = spec.config.recipe.copies(operand, gemms, tensor.device)
+    copies, amaxes = _cast_operand(tensor, operand, plan, spec) if plan.of else ((), {})
+    return {
+        gemm: high if place is None else copies[place]
+        for gemm, place in zip(gemms, places, strict=True)
+    }, amaxes
 
 
 def prepare_gradients(
@@ -229,11 +211,11 @@ def prepare_gradients(
         input: the right operand of grad_weight; None if that GEMM is left out.
         weight: the right operand of grad_input; None if that GEMM is left out.
     """
-    both: dict[Gemm, Local | None] = {"grad_input": weight, "grad_weight": input}
-    right = {gemm: x for gemm, x in both.items() if x is not None}
+    operands: dict[Gemm, Local | None] = {"grad_input": weight, "grad_weight": input}
+    right = {gemm: operand for gemm, operand in operands.items() if operand is not None}
     gemms, folds = tuple(right), {}
     if spec.config.recipe.folds:
-        folds = {gemm: x for gemm, x in right.items() if isinstance(x, Quantized)}
+        folds = {gemm: operand for gemm, operand in right.items() if isinstance(operand, Quantized)}
     if not folds:
         left, amaxes = prepare_operand(grad, "grad_output", gemms, placements, spec)
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}, amaxes
@@ -241,106 +223,101 @@ def prepare_gradients(
     assert scheme is not None
     if isinstance(grad, DTensor):
         # For its warning.
-        planned(grad, "grad_output", (scheme,), placements, spec.config, spec.fqn)
-    operands: dict[Gemm, tuple[Local, Local]] = {}
+        checked_scheme_of_move(grad, "grad_output", (scheme,), placements, spec.config, spec.fqn)
+    pairs: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
         if isinstance(grad, DTensor) and grad.placements != placements:
             grad = grad.redistribute(placements=placements)
-        operands = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
-    within = () if spec.config.amax_scope == "rank" else None
-    wanted, _ = spec.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
-    transposed = any(wanted.transposed)
-    folded = folded_gradients(grad, scheme, placements, folds, within, transposed, spec.owner)
-    return operands | folded, {}
+        pairs = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
+    plan, _ = spec.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
+    transposed = any(plan.transposed)
+    return pairs | folded_gradients(grad, scheme, placements, folds, transposed, spec.owner), {}
 
 
-def _copies(
-    tensor: torch.Tensor,
-    operand: Operand,
-    plan: CastPlan,
-    spec: LinearSpec,
-    within: tuple[int, ...] | None,
+def _cast_operand(
+    tensor: torch.Tensor, operand: Operand, plan: CastPlan, spec: LinearSpec
 ) -> tuple[Copies, Amaxes]:
     """Cast the local part of an operand to float8 copies. A plain tensor is cast as a matrix."""
     matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
     history, is_input = spec.histories.get(operand), operand == "input"
     amaxes: Amaxes = {}
     if history is not None:
-        made, amaxes[operand] = history.copies_of(matrix, plan)
+        copies, amaxes[operand] = history.copies_of(matrix, plan)
     elif is_input and not isinstance(tensor, DTensor):
-        made = cast_input(tensor, plan)
+        copies = cast_input(tensor, plan)
     else:
-        made = cast_copies(matrix, plan, within)
+        copies = cast_copies(matrix, plan)
     if is_observed():
         source = Source(local_tensor(matrix), Layout.of(matrix))
-        observe(spec.owner, operand, source, made, is_input)
-    return made, amaxes
+        observe(spec.owner, operand, source, copies, is_input)
+    return copies, amaxes
 
 
 def cast_input(x: torch.Tensor, plan: CastPlan) -> Copies:
-    """Cast a plain input as a matrix, unless autograd keeps the last cast, of the same values."""
-    if not can_skip_dispatch(x):
+    """Cast a plain input as a matrix, or return the cached copies of the same values."""
+    key = _cache_key(x)
+    if key is None:
         return cast_copies(as_matrix(x), plan)
-    key = _cast_key(x)
-    known = _known_cast(x, key)
-    if known is not None and plan.begins(known[0]):
-        return known[1][: len(plan.of)]
-    made = cast_copies(as_matrix(x), plan)
-    if key is not None:
-        _note_cast(x, key, plan, made)
-    return made
+    cached = _look_up_cast(x, key)
+    if cached is not None and plan.begins(cached[0]):
+        return cached[1][: len(plan.of)]
+    copies = cast_copies(as_matrix(x), plan)
+    _cache_cast(x, key, plan, copies)
+    return copies
 
 
-class _Noted(NamedTuple):
-    """The copies of an input that was cast, as long as autograd keeps the one it saves."""
+class _CachedCast(NamedTuple):
+    """The copies of an input, cached as long as autograd keeps the one that it saves."""
 
     source: ReferenceType[torch.Tensor]  # only compared by identity
     key: Any
     plan: CastPlan
-    first: Copies  # the copies that only the forward takes
+    unsaved: Copies  # the copies that only the forward takes
     data: ReferenceType[torch.Tensor]
-    rest: Quantized  # the saved copy, with a scale in place of its data
+    saved: Quantized  # the saved copy, with a scale in place of its data
 
 
-_noted: _Noted | None = None  # the last cast
+_cached_cast: _CachedCast | None = None  # the last cast
 
 
-def _cast_key(x: torch.Tensor) -> Any:
-    """The key of a cast among the casts of a tensor and its views; None if it can't be reused."""
-    version = version_of(x)
-    if version is None or is_captured(x):
-        return None  # a CUDA graph must hold the cast itself
+def _cache_key(x: torch.Tensor) -> Any:
+    """The key of a cast among the casts of a tensor and its views; None if it can't be cached."""
+    if not can_skip_dispatch(x) or is_captured(x):  # a CUDA graph must hold the cast itself
+        return None
+    if (version := version_of(x)) is None:
+        return None
     shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
     return version, shape, x.storage_offset(), x.dtype, current_stream(x.device)
 
 
-def _known_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
-    """The plan and the copies noted for ``x`` and this key, if they still exist."""
-    noted = _noted  # another thread may replace it
-    if noted is None or noted.source() is not base_of(x) or noted.key != key:
+def _look_up_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
+    """The plan and the copies that are cached for ``x`` and this key, if they still exist."""
+    cached = _cached_cast  # another thread may replace it
+    if cached is None or cached.source() is not base_of(x) or cached.key != key:
         return None
-    if (data := noted.data()) is None:
+    if (data := cached.data()) is None:
         return None
     # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
-    saved = noted.rest._replace(qdata=TensorWeakRef(data)())
-    return noted.plan, (*noted.first, saved)
+    saved = cached.saved._replace(qdata=TensorWeakRef(data)())
+    return cached.plan, (*cached.unsaved, saved)
 
 
-def _note_cast(x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies) -> None:
-    """Note the copies of ``x``. Autograd saves the last of them."""
-    global _noted
-    *first, saved = copies
-    rest = saved._replace(qdata=saved.scales[0])
-    _noted = _Noted(ref(base_of(x)), key, plan, first, ref(saved.qdata, _forget), rest)
+def _cache_cast(x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies) -> None:
+    """Cache the copies of ``x``. Autograd saves the last of them."""
+    global _cached_cast
+    *unsaved, saved = copies
+    data = ref(saved.qdata, _drop_cast)
+    saved = saved._replace(qdata=saved.scales[0])
+    _cached_cast = _CachedCast(ref(base_of(x)), key, plan, unsaved, data, saved)
 
 
-def _forget(dead: ReferenceType[torch.Tensor]) -> None:
+def _drop_cast(data: ReferenceType[torch.Tensor]) -> None:
     """Drop the copies once autograd has freed the one that it saved."""
-    global _noted
-    noted = _noted
-    if noted is not None and noted.data is dead:
-        _noted = None
+    global _cached_cast
+    cached = _cached_cast
+    if cached is not None and cached.data is data:
+        _cached_cast = None
 
 
 def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:

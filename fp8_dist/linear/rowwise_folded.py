@@ -66,7 +66,6 @@ def folded_gradients(
     scheme: Scheme,
     placements: Placements | None,
     right: Mapping[Gemm, Quantized],
-    within: tuple[int, ...] | None,
     transposed: bool,
     owner: Owner,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
@@ -77,7 +76,6 @@ def folded_gradients(
         scheme: the scheme of grad_output, with one scale per row.
         right: the right operand of each GEMM: for grad_input the local weight ``[N, K]`` with
             scales s, for grad_weight the local input ``[..., K]`` with scales t.
-        within: as in :func:`fp8_dist.cast.cast_copies`.
         transposed: write g2 transposed, if the gradient is local.
 
     Returns:
@@ -98,7 +96,7 @@ def folded_gradients(
         if now != placements and (cut or has_pieces(now)):
             # Its rows are cut or consist of several pieces: it moves in high precision.
             grad = grad.redistribute(placements=placements)
-        made, transposed = _folded(grad, scheme, placements, s, t, within), False
+        made, transposed = _folded(grad, scheme, placements, s, t), False
     else:
         matrix, t = as_matrix(grad), None if t is None else t.reshape(-1)
         made = fold_gradient(matrix, scheme.dtype, s, t, transposed)
@@ -127,7 +125,6 @@ def _folded(
     placements: Placements,
     s: torch.Tensor | None,
     t: torch.Tensor | None,
-    within: tuple[int, ...] | None,
 ) -> list[torch.Tensor]:
     """:func:`fold_gradient` for a DTensor whose rows are whole on each rank."""
     local, layout = local_tensor(grad), Layout.of(grad)
@@ -135,7 +132,7 @@ def _folded(
     dtype, column = scheme.dtype, scheme.for_row_contraction
     weight_fold = None if s is None else s * UNIT
     rows = (row_amaxes(local, weight_fold),)
-    (value,) = reduced_statistics(scheme, rows, layout, within)
+    (value,) = reduced_statistics(scheme, rows, layout)
     multipliers, scales = scaling_from_amax(value, dtype, True)
     qdata = quantize(local, multipliers[..., :1], dtype, fits=True)
     # For each row, its scale in g0 and its multiplier in g1.
@@ -158,7 +155,7 @@ def _folded(
     if t is not None:
         folded = g0 * (t * UNIT)
         columns = (amax(folded, column.levels[0].covered_dims(folded.ndim)),)
-        (value,) = reduced_statistics(column, columns, layout, within)
+        (value,) = reduced_statistics(column, columns, layout)
         multiplier, scale = scaling_from_amax(value, dtype, True)
         made += [quantize(folded, multiplier, dtype, fits=True), scale / UNIT]
     return made

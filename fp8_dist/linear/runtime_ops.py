@@ -1,13 +1,13 @@
-"""Queries: operators whose results depend on the state of an object as well as their arguments.
+"""Queries: ops that read Python state at run time.
 
-Whether a weight's scale is known depends on what happened since the last step. A compiled graph
-must not decide that when it is traced, and guards on it would recompile. Selective activation
-checkpointing must not see it either: if a recomputation found a scale that the forward had to
-compute, saved results would be assigned to the wrong operators. In both cases one opaque operator
-is called, which queries the object that holds the state.
+Whether a weight's statistics are cached depends on what happened since the last step. A compiled
+graph must not decide that when it is traced, and guards on it would recompile. Selective activation
+checkpointing must not see it either: if a recomputation found statistics that the forward had to
+compute, saved results would be assigned to the wrong operators. In both cases a custom op looks up
+or measures.
 
-A handle identifies that object. It is a tensor, and an input of the graph like any other, so layers
-can share a graph. Each query is an operator of its own, next to the class that implements it.
+A handle identifies the object that has the state. It is a tensor, and an input of the graph like
+any other, so layers can share a graph. Each query is defined next to the class that it reads.
 """
 
 import itertools
@@ -23,16 +23,16 @@ from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Owners by the number in their handle. An entry is removed when its owner is freed.
+# Objects by the number in their handle. An entry is removed when its object is freed.
 _owners: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 
-# The implementation of each query, for dispatch modes that have to see the operators inside it.
+# The implementation of each query, for dispatch modes that must see the operators inside it.
 QUERIES: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def register_handle(owner: object) -> torch.Tensor:
-    """Make a handle for an object that is queried at run time: a 0-dim int64 CPU tensor."""
+    """Make a handle for an object: a 0-dim int64 CPU tensor."""
     number = next(_numbers)
     _owners[number] = owner
     return torch.tensor(number, device="cpu")
@@ -43,20 +43,20 @@ def owner_of(handle: torch.Tensor) -> Any:
     return _owners[int(handle.item())]
 
 
-def must_query() -> bool:
-    """Whether a query must run as an operator, and not as a call of the object's method."""
+def needs_op() -> bool:
+    """Whether state must be read by a query, and not by a call of the object's method."""
     return torch.compiler.is_compiling() or is_selectively_checkpointed()
 
 
 def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """Define the operator of a query, which the decorated function implements.
+    """Define a query, which the decorated function implements.
 
     The function runs without gradients and outside inference mode, because training may save scales
     that an evaluation computed. In the schema, ``Tensor handle`` identifies the object.
     """
 
-    def define(answer: Callable[P, R]) -> CustomOp[P, R]:
-        implementation = torch.inference_mode(False)(torch.no_grad()(answer))
+    def define(function: Callable[P, R]) -> CustomOp[P, R]:
+        implementation = torch.inference_mode(False)(torch.no_grad()(function))
         # A CUDA graph would replay the result that it was captured with.
         op = CustomOp(schema, implementation, (torch.Tag.cudagraph_unsafe,))
         QUERIES[op.overload] = implementation

@@ -43,8 +43,8 @@ from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.observing import Source, is_observed, observe
 from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import note_replaced
-from fp8_dist.linear.runtime_ops import must_query, owner_of, query, register_handle
-from fp8_dist.linear.stored import StoredWeight, as_stored, fitted
+from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_handle
+from fp8_dist.linear.stored import StoredWeight, as_stored
 from fp8_dist.mesh import (
     Layout,
     has_pieces,
@@ -324,34 +324,19 @@ class Float8Weight:
         return StoredWeight(*names, parameter, scales, self.layout(parameter), scheme)
 
     def store(
-        self,
-        qdata: torch.Tensor,
-        scales: torch.Tensor,
-        dtype: torch.dtype,
-        saved_as: torch.dtype = torch.float32,
-        packs: bool = False,
+        self, qdata: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, packs: bool
     ) -> None:
-        """Store a plain weight of ``dtype`` with these data and scales, in two new parameters.
+        """Replace the weight, of ``dtype``, by two new parameters for its data and its scales.
 
-        Args:
-            saved_as: the dtype of the scales in checkpoints.
-            packs: whether the data is packed.
+        ``packs``: whether the data is packed.
         """
         (scheme,) = self.schemes
         held = as_stored(scales if scales.ndim else scales.view(1), scheme)
         data = StoredFloat8(qdata, dtype, scheme.key)
         if packs:
             data = PackedFloat8(scheme.pack(qdata).view(torch.uint8), dtype, scheme.key, False)
-        own = StoredScales(held, torch.float32, saved_as)
+        own = StoredScales(held, torch.float32, torch.float32)
         self.share(nn.Parameter(data, requires_grad=False), nn.Parameter(own, requires_grad=False))
-
-    def restore(self, dtype: torch.dtype) -> None:
-        """Store the weight again after a loader has put plain tensors in its place."""
-        plain, (scheme,) = self.parameter().detach(), self.schemes
-        if plain.dtype is scheme.dtype:
-            scales = self.module.get_parameter(self.scales_name).detach()
-            held = fitted(scales, plain.shape, scheme, f"{self.fqn}.{self.scales_name}")
-            self.store(plain, held, dtype, scales.dtype)
 
     def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
         """Take the parameters of a stored weight, which another layer may have too."""
@@ -480,7 +465,7 @@ class Float8Weight:
             return self.history.copies_of(tensor, plan, self._kind(parameter))[0]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
             return cast_by(shard, plan, self.statistics(parameter, plan.schemes), layout)
-        return cast_copies(tensor, plan, local=shard)
+        return cast_copies(tensor, plan, shard)
 
     def _casts_of_unsharded(
         self, parameter: torch.Tensor, plan: CastPlan
@@ -515,7 +500,7 @@ class Float8Weight:
         held = local if isinstance(local, KnownWeight) else self.unsharded
         if layout is None or held is None:
             return measured(shard, schemes, layout)
-        if must_query():
+        if needs_op():
             how = [scheme.key for scheme in schemes], common_start(schemes, layout)
             of = shard, held.known, held.valid, self.handle
             return by_scheme(schemes, weight_statistics.overload(*of, *how))[0]
@@ -620,12 +605,12 @@ class Float8Weight:
         (scheme,), scales = self.schemes, None
         # Autograd can't save inference tensors. (It records nothing of a detached shard.)
         with torch.inference_mode(False):
-            if self.history is not None and not must_query():
+            if self.history is not None and not needs_op():
                 kind = self._kind(parameter)
                 (found,), _ = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)
             else:
                 statistics: Statistics
-                if must_query():
+                if needs_op():
                     statistics = tuple(gather_statistics.overload(shard, self.handle))
                 else:
                     statistics = self.found_for_gather(held, shard)

@@ -15,7 +15,7 @@ from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
 from fp8_dist.linear.agreement import CONVERTED, note_converted
 from fp8_dist.linear.checks import takes_any_size
-from fp8_dist.linear.class_change import why_forward_is_kept, with_forward_held
+from fp8_dist.linear.class_change import why_forward_is_kept
 from fp8_dist.linear.module import (
     Float8Linear,
     become_float8,
@@ -25,7 +25,7 @@ from fp8_dist.linear.module import (
 )
 from fp8_dist.linear.weights import float8_weights, weights_of
 from fp8_dist.mesh import Placements, redistributed
-from fp8_dist.model.filters import LEFT_OUT, why_misaligned
+from fp8_dist.model.filters import LEFT_OUT, LayerFilter, why_misaligned
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.routers import routers
 from fp8_dist.moe.experts import (
@@ -36,7 +36,7 @@ from fp8_dist.moe.experts import (
     float8_experts,
     why_not_convertible_back,
 )
-from fp8_dist.text import alike
+from fp8_dist.text import alike, alike_names
 
 
 def convert_to_float8_training(
@@ -49,20 +49,21 @@ def convert_to_float8_training(
 
     Call it before tensor parallelism, ``torch.compile`` and ``fully_shard`` are applied. The layers
     stay the same objects, with their parameters, hooks and attributes; only their class changes, so
-    that everything that refers to them goes on working. A layer of a subclass of nn.Linear remains
-    an instance of it.
+    that references to them go on working. (A bound method ``layer.forward`` that was taken before
+    goes on computing in high precision.) A layer of a subclass of nn.Linear remains an instance of
+    it.
 
     Parameters stay the same. With ``enable_fsdp_float8_all_gather``, ``fully_shard`` wraps the
     local tensors of its sharded parameters in a type that FSDP2 gathers in float8.
 
     One warning lists the layers that stay in high precision although no filter excludes them:
     subclasses of nn.Linear that override ``forward``, layers whose own ``forward`` was replaced
-    (except by accelerate's hooks, which go on working) or is held as a bound method, layers whose
-    weight is computed (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy
-    layers, layers whose weight is not floating point or is a tensor subclass with its own GEMM,
-    transformers' Conv1D layers (GPT-2), and experts whose weights are 3-D parameters. The warning
-    also lists converted layers that a GPU would refuse, because in_features or out_features is not
-    a multiple of 16, and converted routers of experts.
+    (except by accelerate's hooks, which go on working), layers whose weight is computed
+    (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy layers, layers whose
+    weight is not floating point or is a tensor subclass with its own GEMM, transformers' Conv1D
+    layers (GPT-2), and experts whose weights are 3-D parameters. The warning also lists converted
+    layers that a GPU would refuse, because in_features or out_features is not a multiple of 16, and
+    converted routers of experts.
 
     Args:
         module: the model.
@@ -86,15 +87,15 @@ def convert_to_float8_training(
         check_config("convert_to_float8_training", config, Float8LinearConfig)
     chosen = _choose(module, module_filter_fn, config)
     config = config or Float8LinearConfig()
-    late = {fqn or "the module": "" for fqn, m in chosen.items() if isinstance(m.weight, DTensor)}
-    if late:
+    distributed = [fqn for fqn, layer in chosen.items() if isinstance(layer.weight, DTensor)]
+    if distributed:
         raise ValueError(
             "convert_to_float8_training: these weights are distributed already: "
-            f"{', '.join(name for name, _ in _grouped(late))}. {CONVERT_BEFORE}"
+            f"{', '.join(alike_names(distributed)) or 'that of the module'}. {CONVERT_BEFORE}"
         )
-    own = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
+    weights = {f"{name}.weight": layer.weight for name, layer in chosen.items()}
     # FSDP2 would gather a weight in float8 for an unconverted module, too.
-    if shared := config.fsdp_float8_all_gather and other_users(module, own, chosen.values()):
+    if shared := config.fsdp_float8_all_gather and other_users(module, weights, chosen.values()):
         raise ValueError(
             "convert_to_float8_training: enable_fsdp_float8_all_gather="
             f"{config.enable_fsdp_float8_all_gather!r} gathers a weight in float8 for all of its "
@@ -152,10 +153,11 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
             )
     reshard(module, "convert_to_linear")
     names = {layer.fqn for layer in layers.values()}
-    why_not = {fqn: _why_not_linear(layer, names) for fqn, layer in layers.items()}
-    weights = {fqn: weights_of(part).values() for fqn, part in experts.items()}
-    why_not |= {fqn: _STORED for fqn, each in weights.items() if any(w.is_stored for w in each)}
-    for fqn, why in why_not.items():
+    reasons = {fqn: _why_not_linear(layer, names) for fqn, layer in layers.items()}
+    for fqn, part in experts.items():
+        is_stored = any(weight.is_stored for weight in weights_of(part).values())
+        reasons[fqn] = _STORED if is_stored else ""
+    for fqn, why in reasons.items():
         if why:
             raise ValueError(
                 f"convert_to_linear: {fqn or 'the module'} can't become an nn.Linear: it {why}"
@@ -174,7 +176,6 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     return module
 
 
-_HELD = "its bound method forward is held by another object, which may call that of its class"
 _STORED = "is stored in float8; call unfreeze_from_float8 first, before fully_shard"
 
 
@@ -193,7 +194,7 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
     if why_forward_is_kept(layer):
         return "has a forward that was replaced after the conversion; delete the attribute first"
     users = [] if weight.fsdp is None else weight.fsdp.users
-    sharing = {each.fqn for m, name in users if (each := weights_of(m).get(name))}
+    sharing = {shared.fqn for m, name in users if (shared := weights_of(m).get(name))}
     if outside := (layer.prepared_by | sharing) - names:
         return f"shares its input or weight with {min(outside)}; pass the block that has both"
     return ""
@@ -216,14 +217,15 @@ def _choose(
     """Return the layers to convert, by name, and warn about layers that can't be converted."""
     chosen: dict[str, nn.Linear] = {}
     reasons: dict[str, str] = {}  # why the others are not converted
-    unfit: list[str] = []
+    unfit: dict[str, str] = {}  # those that no filter excludes
     for fqn, layer in module.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            reason_of = getattr(module_filter_fn, "reason", None)
-            default = "module_filter_fn returned False"
-            LEFT_OUT[layer] = reasons[fqn] = reason_of(fqn) if callable(reason_of) else default
+            reason = "module_filter_fn returned False"
+            if isinstance(module_filter_fn, LayerFilter):
+                reason = module_filter_fn.reason(fqn)
+            LEFT_OUT[layer] = reasons[fqn] = reason
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
                 raise ValueError(
@@ -233,56 +235,59 @@ def _choose(
                 )
             reasons[fqn] = "it is a Float8Linear already"
         elif reason := why_unconvertible(layer):
-            LEFT_OUT[layer] = reasons[fqn] = reason
-            unfit.append(fqn)
+            LEFT_OUT[layer] = reasons[fqn] = unfit[fqn] = reason
         else:
             chosen[fqn] = layer
-    held = with_forward_held(chosen.values())
-    for fqn in [fqn for fqn, layer in chosen.items() if layer in held]:
-        LEFT_OUT[chosen.pop(fqn)] = reasons[fqn] = _HELD
-        unfit.append(fqn)
     not_linear = [*_not_linear(module)]
-    if not chosen and not any(isinstance(m, Float8Linear) for m in module.modules()):
+    if not chosen and not float8_layers(module):
         kind = type(module).__name__
         title = f"no layer of {kind} was converted:"
         if not reasons:
             title = f"{kind} contains no nn.Linear, so nothing was converted"
         lines = [f"  {name or '(the module itself)'}: {why}" for name, why in _grouped(reasons)]
         raise ValueError("\n".join([f"convert_to_float8_training: {title}", *lines, *not_linear]))
-    notes = []
-    if unfit:
-        names: dict[str, list[str]] = {}
-        for name, why in _grouped({fqn: reasons[fqn] for fqn in unfit}):
-            names.setdefault(why, []).append(name)
-        listed = "; ".join(f"{', '.join(some)} ({why})" for why, some in names.items())
-        notes.append(
-            f"these layers stay in high precision: {listed}. Exclude them in module_filter_fn to "
-            "say that this is meant"
-        )
-    sizes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
-    deciding = set(routers(module))
-    if found := [(fqn, shape) for fqn, shape in sizes.items() if chosen[fqn] in deciding]:
-        notes.append(
-            "These converted layers are routers, so float8 changes which experts compute: "
-            f"{_listed(found)}. module_filter_fn=skip_head(model) leaves them in high precision"
-        )
-    bad = [(fqn, shape) for fqn, shape in sizes.items() if why_misaligned(*shape)]
-    if bad and not takes_any_size(config or Float8LinearConfig()):
-        notes.append(
-            "A GPU will refuse these converted layers, whose out_features or in_features is not a "
-            f"multiple of {ALIGNMENT}: {_listed(bad)}. Leave them in high precision "
-            "(module_filter_fn=skip_head(model) does), or set "
-            "Float8LinearConfig.pad_inner_dim=True"
-        )
-    notes += not_linear if chosen else []
+    notes = [*_notes(module, chosen, unfit, config), *(not_linear if chosen else [])]
     if notes:
         warnings.warn("convert_to_float8_training: " + "\n".join(notes), stacklevel=3)
     return chosen
 
 
-def _grouped(facts: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return layers with what is known of them; layers alike are one."""
-    return [(name, group[0][1]) for name, group in alike(facts.items(), lambda item: item)]
+def _grouped(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return layers with their reasons; layers whose names differ in numbers alone are one."""
+    return [(name, group[0][1]) for name, group in alike(reasons.items(), lambda item: item)]
+
+
+def _notes(
+    module: nn.Module,
+    chosen: dict[str, nn.Linear],
+    unfit: dict[str, str],
+    config: Float8LinearConfig | None,
+) -> Iterator[str]:
+    """Yield messages about layers that can't be converted, or had better not be."""
+    if unfit:
+        names: dict[str, list[str]] = {}
+        for name, reason in _grouped(unfit):
+            names.setdefault(reason, []).append(name)
+        listed = "; ".join(f"{', '.join(layers)} ({reason})" for reason, layers in names.items())
+        yield (
+            f"these layers stay in high precision: {listed}. Exclude them in module_filter_fn to "
+            "say that this is meant"
+        )
+    shapes = {fqn: (layer.out_features, layer.in_features) for fqn, layer in chosen.items()}
+    known_routers = set(routers(module))
+    if deciding := [item for item in shapes.items() if chosen[item[0]] in known_routers]:
+        yield (
+            "These converted layers are routers, so float8 changes which experts compute: "
+            f"{_listed(deciding)}. module_filter_fn=skip_head(model) leaves them in high precision"
+        )
+    misaligned = [item for item in shapes.items() if why_misaligned(*item[1])]
+    if misaligned and not takes_any_size(config or Float8LinearConfig()):
+        yield (
+            "A GPU will refuse these converted layers, whose out_features or in_features is not a "
+            f"multiple of {ALIGNMENT}: {_listed(misaligned)}. Leave them in high precision "
+            "(module_filter_fn=skip_head(model) does), or set "
+            "Float8LinearConfig.pad_inner_dim=True"
+        )
 
 
 def _not_linear(module: nn.Module) -> Iterator[str]:

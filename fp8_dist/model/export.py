@@ -9,7 +9,7 @@ uint8 ``[..., N, K / 32, 16]``, has the codes of 32 values of a row in each 16 b
 squares of a cast all rows have the same exponents.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -192,34 +192,28 @@ def float8_quantization_config(model: nn.Module, *, format: Format = "float8") -
     in MXFP4.
     """
     model = unwrapped(model)
-    found, blocks = checked_weights(model, "float8_quantization_config", format)
-    made = quantization_config(model, [blocks.rows, blocks.columns], found.values())
-    kept = "modules_to_not_convert"
-    return made if format == "float8" else {"quant_method": format, kept: made[kept]}
-
-
-def quantization_config(
-    model: nn.Module, block: list[int] | None, coded: Iterable[Float8Weight]
-) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a model whose weights ``coded`` are in float8."""
-    modules = {weight.module for weight in coded}
+    weights, blocks = checked_weights(model, "float8_quantization_config", format)
+    converted = {weight.module for weight in weights.values()}
+    in_high_precision = [
+        without_wrappers(name)
+        for name, module in model.named_modules()
+        if _has_matrices(module) and converted.isdisjoint(module.modules())
+    ]
+    if format == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": in_high_precision}
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": block,
-        "modules_to_not_convert": [
-            without_wrappers(name)
-            for name, module in model.named_modules()
-            if _has_matrices(module) and modules.isdisjoint(module.modules())
-        ],
+        "weight_block_size": [blocks.rows, blocks.columns],
+        "modules_to_not_convert": in_high_precision,
     }
 
 
 def _has_matrices(module: nn.Module) -> bool:
     """Whether a module has matrices of its own, and is not an embedding."""
-    own = module.parameters(recurse=False)
-    return any(each.ndim > 1 for each in own) and not isinstance(module, nn.Embedding)
+    parameters = module.parameters(recurse=False)
+    return any(p.ndim > 1 for p in parameters) and not isinstance(module, nn.Embedding)
 
 
 def float8_stream(
@@ -234,7 +228,7 @@ def float8_stream(
     model = unwrapped(model)
     weights, _ = checked_weights(model, caller, format)
     scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
-    found: dict[object, _Source] = {}
+    sources: dict[object, _Source] = {}
     # get_model_state_dict reshards the parameters that FSDP2 has gathered. It moves the entries of
     # modules that torch.compile wraps to the end; here all are in the order of the model.
     state = get_model_state_dict(model)
@@ -248,8 +242,8 @@ def float8_stream(
             if source.packs and (why := _why_not_packed(model, key, weight, gather)):
                 raise ValueError(f"{caller}: {key}, {list(value.shape)}, {why}")
         # Layers may share a weight, which is cast once.
-        found.setdefault(id(weight.parameter()) if weight else key, source).keys.append(key)
-    return _stream(model, list(found.values()), gather, keeps, bucket_bytes)
+        sources.setdefault(id(weight.parameter()) if weight else key, source).keys.append(key)
+    return _stream(model, list(sources.values()), gather, keeps, bucket_bytes)
 
 
 def _stream(
@@ -257,17 +251,17 @@ def _stream(
 ) -> Iterator[WeightEntry]:
     for bucket in _buckets(sources, bucket_bytes):
         tensors, scales = _cast(bucket, gather)
-        for source, own in zip(bucket, scales, strict=True):
-            if source.packs and own is not None and not fp32_scales(own).isfinite().all():
+        for source, blocks in zip(bucket, scales, strict=True):
+            if source.packs and blocks is not None and not fp32_scales(blocks).isfinite().all():
                 raise ValueError(
                     f"{source.keys[0]} has a block with NaN or infinity, which MXFP4 doesn't have; "
                     "load an earlier checkpoint, and export that"
                 )
         # All messages of a bucket are exchanged before its first tensor is yielded.
-        made = full_tensors(tensors) if gather else iter(tensors)
+        sent = full_tensors(tensors) if gather else iter(tensors)
         if keeps:
-            for source, of_blocks in zip(bucket, scales, strict=True):
-                yield from _entries(model, source, next(made), of_blocks)
+            for source, blocks in zip(bucket, scales, strict=True):
+                yield from _entries(model, source, next(sent), blocks)
 
 
 def _entries(
@@ -275,24 +269,24 @@ def _entries(
 ) -> Iterator[WeightEntry]:
     weight = source.weight
     if weight is None or scales is None:
-        yield from [WeightEntry(key, tensor, None) for key in source.keys]
+        yield from (WeightEntry(key, tensor, None) for key in source.keys)
         return
     if source.packs:
         tensor, scales = _packed(weight, tensor, scales)
     if (layout := Layout.of(tensor)) is not None:
-        everywhere = (Replicate(),) * layout.mesh.ndim
-        scales = Layout(layout.mesh, everywhere, scales.shape).wrap(scales)
+        replicated = (Replicate(),) * layout.mesh.ndim
+        scales = Layout(layout.mesh, replicated, scales.shape).wrap(scales)
     for key in source.keys:
-        parts, of_blocks = (
-            {key: each} if layout is not None else entries_of(model, weight, key, each)
-            for each in (tensor, scales)
+        data_parts, scale_parts = (
+            {key: x} if layout is not None else entries_of(model, weight, key, x)
+            for x in (tensor, scales)
         )
-        for name, part in parts.items():
+        for name, data in data_parts.items():
             if source.packs:
-                yield WeightEntry(f"{name}_blocks", part, None)
-                yield WeightEntry(f"{name}_scales", of_blocks[name], None)
+                yield WeightEntry(f"{name}_blocks", data, None)
+                yield WeightEntry(f"{name}_scales", scale_parts[name], None)
             else:
-                yield WeightEntry(name, part, of_blocks[name])
+                yield WeightEntry(name, data, scale_parts[name])
 
 
 def _contracted_dim(weight: Float8Weight) -> int:
@@ -353,33 +347,32 @@ def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:
 def _cast(
     bucket: Sequence[_Source], stays_on_mesh: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Cast the weights of a bucket as a forward does; return also the scales of all blocks of each.
+    """Cast the weights of a bucket as a forward does. Scales are those of all blocks of a weight.
 
     Collectives: those of ``whole_statistics_of_each``, and of ``full_tensors`` for the scales of
     weights that are stored in float8.
     """
-    stored = [each for s in bucket if s.weight is not None and (each := s.weight.stored())]
-    own_scales = full_tensors([each.scales_entry() for each in stored])
-    measured = []
-    for source in bucket:
-        if (weight := source.weight) is not None and not weight.is_stored:
-            (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
-            measured.append((scheme, scheme.measure(_shard(weight), scheme.start(layout)), layout))
-    wholes = iter(zip(measured, whole_statistics_of_each(measured), strict=True))
     tensors = [source.value for source in bucket]
     scales: list[torch.Tensor | None] = [None] * len(bucket)
-    for i, source in enumerate(bucket):
-        if (weight := source.weight) is not None and weight.is_stored:
-            scales[i] = next(own_scales)
-        elif weight is not None:
-            (scheme, statistics, layout), every = next(wholes)
-            shard, parameter = _shard(weight), weight.parameter()
-            if layout is not None and any(scheme.axes(layout)):  # ranks share blocks
-                statistics = scheme.local_part(every, layout)
-            _, _, (qdata,) = scheme.cast(shard, statistics, scheme.start(layout), [False])
-            device = shard.device if stays_on_mesh else parameter.device
-            tensors[i] = with_local(parameter, qdata.to(device))
-            scales[i] = fp32_scales(scheme.scales_from(every)[0]).to(device)
+    weights = {i: source.weight for i, source in enumerate(bucket) if source.weight is not None}
+    stored = {i: parts for i, weight in weights.items() if (parts := weight.stored()) is not None}
+    gathered = full_tensors([parts.scales_entry() for parts in stored.values()])
+    for i, block_scales in zip(stored, gathered, strict=True):
+        scales[i] = block_scales
+    measured = {}
+    for i, weight in weights.items():
+        if i not in stored:
+            (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
+            measured[i] = scheme, scheme.measure(_shard(weight), scheme.start(layout)), layout
+    of_weights = whole_statistics_of_each([*measured.values()])
+    for (i, (scheme, statistics, layout)), whole in zip(measured.items(), of_weights, strict=True):
+        shard, parameter = _shard(weights[i]), weights[i].parameter()
+        if layout is not None and any(scheme.axes(layout)):  # ranks share blocks
+            statistics = scheme.local_part(whole, layout)
+        _, _, (qdata,) = scheme.cast(shard, statistics, scheme.start(layout), [False])
+        device = shard.device if stays_on_mesh else parameter.device
+        tensors[i] = with_local(parameter, qdata.to(device))
+        scales[i] = fp32_scales(scheme.scales_from(whole)[0]).to(device)
     return tensors, scales
 
 
@@ -422,7 +415,7 @@ def checked_weights(
     if format not in get_args(Format):
         raise ValueError(f"{caller}: format is {format!r}; pass one of {list(get_args(Format))}")
     converted = weights_of_model(model, caller)
-    first, of_first = next(iter(converted.items()))
+    first_name, first = next(iter(converted.items()))
     for name, weight in converted.items():
         blocks, *others = weight.schemes or (None,)
         if (
@@ -432,19 +425,18 @@ def checked_weights(
             or blocks.dtype is not torch.float8_e4m3fn
         ):
             config = experts_config(weight.module) or config_text(weight.config)
-            holds = (
-                "FP8 block checkpoints hold float8_e4m3fn weights with one scale per square block"
-            )
+            needed = "float8_e4m3fn weights with one scale per square block"
             remedy = 'the recipe "blockwise"'
             if format == "mxfp4":
-                holds, remedy = "its weights are not in MXFP4", 'weight_format="mxfp4"'
+                needed, remedy = "weights in MXFP4", 'weight_format="mxfp4"'
             raise ValueError(
-                f"{caller}: {name} was converted with {config}, but {holds}; load the state dict "
-                f"into a model that was converted with {remedy}, and export that"
+                f"{caller}: {name} was converted with {config}, but a checkpoint in {format} holds "
+                f"{needed}; load the state dict into a model that was converted with {remedy}, and "
+                "export that"
             )
-        if blocks != of_first.schemes[0]:
+        if blocks != first.schemes[0]:
             raise ValueError(
-                f"{caller}: {first} and {name} are in blocks of different sizes or rules, "
+                f"{caller}: {first_name} and {name} are in blocks of different sizes or rules, "
                 "but a checkpoint has one weight_block_size; convert all layers with one recipe"
             )
         if weight.parameter().is_meta:
@@ -463,21 +455,21 @@ def checked_weights(
             f"{caller}: {'; '.join(shared)}, which would stay in high precision; leave the layer "
             "unconverted (module_filter_fn), or untie the weights"
         )
-    found = weights_by_key(model)
+    weights = weights_by_key(model)
     assert isinstance(blocks, BlockScheme)
-    for name, weight in found.items():
+    for name, weight in weights.items():
         whole = torch.empty(weight.parameter().shape, device="meta")
         sizes = whole.shape[-2:]
         for part in entries_of(model, weight, name, whole).values():
-            each = zip(part.shape[-2:], sizes, (blocks.rows, blocks.columns), strict=True)
-            if any(size != of and size % block for size, of, block in each):
+            dims = zip(part.shape[-2:], sizes, (blocks.rows, blocks.columns), strict=True)
+            if any(size != whole_size and size % block for size, whole_size, block in dims):
                 raise ValueError(
                     f"{caller}: checkpoints divide {name}, {list(sizes)}, into parts of "
                     f"{list(part.shape)}, which cut blocks of {blocks.rows} x {blocks.columns}; "
                     "leave the experts unconverted (module_filter_fn), or convert with the recipe "
                     '"mxfp8", whose blocks are 32 x 32'
                 )
-    return found, blocks
+    return weights, blocks
 
 
 def entries_of(
@@ -485,5 +477,5 @@ def entries_of(
 ) -> dict[str, torch.Tensor]:
     """The entries of a checkpoint for a whole float8 weight, or for its scales."""
     if isinstance(weight, ExpertWeight):
-        return weight.kind.entries(model, name, tensor)
+        return weight.adapter.entries(model, name, tensor)
     return {name: tensor}

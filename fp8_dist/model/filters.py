@@ -1,11 +1,12 @@
 """Filters of the linear layers to convert, and the reasons why they leave out layers.
 
-Rounding errors cost more in the logits, the output of the head, than elsewhere; and the head's
+Rounding errors cost more in the logits, the output of the head, than elsewhere, and the head's
 weight is often tied to the embedding. In a router (:mod:`fp8_dist.model.routers`) they change which
-experts compute. In a low-rank adapter the inner dim is too small for a gain.
-The float8 GEMM of a GPU refuses sizes that are not multiples of 16. In a small layer, the casts
-cost more than the GEMM saves. Shapes in this module are ``(out_features, in_features)``; those of
-experts are of the weight of one expert.
+experts compute. In a low-rank adapter the inner dim is too small for a gain. In a small layer the
+casts cost more than the GEMM saves. The float8 GEMM of a GPU refuses sizes that are not multiples
+of 16.
+
+Shapes are ``(out_features, in_features)``, for experts those of one expert's weight.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,10 +42,10 @@ TOO_SMALL = {recipe.value: _too_small(recipe) for recipe in Float8LinearRecipeNa
 
 # The name of a head at any depth, and the names of heads that are direct children of the model.
 _HEAD = "lm_head"
-_HEADS_OF_A_MODEL = {
+_TOP_LEVEL_HEADS = {
     *("classification_head", "classifier", "cls", "embed_out", "head", "qa_outputs", "score"),
 }
-# Other names under which wrappers hold the module that they wrap.
+# Names under which wrappers hold the wrapped module.
 _WRAPPED = {"module", "model", "base_model"}
 
 _IS_HEAD = "it is the model's head"
@@ -61,7 +62,7 @@ class LayerFilter:
     """
 
     def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
-        model = nn.Module() if model is None else model  # of an empty one nothing is known
+        model = nn.Module() if model is None else model
         self._known = {*model.modules()}
         self._never = dict.fromkeys(_outside_of_base_models(model), _IS_OUTSIDE)
         self._never |= dict.fromkeys(routers(model), _IS_ROUTER)
@@ -86,14 +87,14 @@ class LayerFilter:
     def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
         if (named := next((name for name in self._names if is_part(name, fqn)), None)) is not None:
             return f"modules_to_not_convert: {named}"
-        misaligned = (why_misaligned(*shape) for shape in shapes.values())
-        reason = self._why_never(module, fqn, shapes) or next(filter(None, misaligned), "")
+        reasons = (why_misaligned(*shape) for shape in shapes.values())
+        reason = self._why_never(module, fqn, shapes) or next(filter(None, reasons), "")
         return reason and f"skip_head: {reason}"
 
     def _why_never(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
         """Return why a layer of any size is left out, or ``""``."""
         parts = [part for part in without_wrappers(fqn).split(".") if part not in _WRAPPED]
-        if _HEAD in parts or parts == ["output"] or _HEADS_OF_A_MODEL & set(parts[:1]):
+        if _HEAD in parts or parts == ["output"] or _TOP_LEVEL_HEADS & set(parts[:1]):
             return _IS_HEAD
         if module in self._never:
             return self._never[module]
@@ -164,24 +165,25 @@ class AutoFilter(LayerFilter):
         reason = f"filter_fqns: {named}" if named else self._why_never(module, fqn, shapes)
         # Tensor parallelism leaves experts whole.
         ranks = self._tp_size if isinstance(module, nn.Linear) else 1
-        locals_: dict[str, Shape] = {}
+        local_shapes: dict[str, Shape] = {}
         for name, shape in shapes.items():
             # A division that skips the layer decides, or else the one with the smaller side.
             parts = smallest_parts(self._recipe, shape, ranks)
-            locals_[name], why = min(parts, key=lambda part: (not part[1], min(part[0])))
+            local_shapes[name], why = min(parts, key=lambda part: (not part[1], min(part[0])))
             # Experts are converted with all of their weights, or not at all.
             reason = reason or (f"{name}: {why}" if why and len(shapes) > 1 else why)
         for name, shape in shapes.items():
             row = fqn if name == "weight" else f"{fqn}.{name}".removeprefix(".")
             verdict = not reason, reason or "large enough"
-            self._rows[row] = FilterDecision(row, shape, locals_[name], *verdict)
+            self._rows[row] = FilterDecision(row, shape, local_shapes[name], *verdict)
         return reason and f"auto_filter: {reason}"
 
     @property
     def report(self) -> AutoFilterReport:
         """The decisions so far, with one row per weight."""
-        fqns = tuple(e for e in self._filter_fqns if not any(e in fqn for fqn in self._reasons))
-        return AutoFilterReport(self._recipe, self._tp_size, tuple(self._rows.values()), fqns)
+        names = self._reasons
+        unmatched = tuple(x for x in self._filter_fqns if not any(x in fqn for fqn in names))
+        return AutoFilterReport(self._recipe, self._tp_size, tuple(self._rows.values()), unmatched)
 
 
 def skip_head(model: nn.Module | None = None) -> LayerFilter:
@@ -273,9 +275,9 @@ def auto_filter(
         convert.
 
     Raises:
-        ValueError: ``recipe`` is not a recipe, ``tp_size`` is below 1, or an entry of
-            ``filter_fqns`` is empty. The filter itself raises it for a lazy layer.
-        TypeError: an argument has the wrong type.
+        ValueError: ``recipe`` is not a recipe, or ``tp_size`` is not a positive int. The filter
+            itself raises it for a lazy layer.
+        TypeError: ``recipe`` is a module, or ``filter_fqns`` is not a list of non-empty strings.
     """
     if isinstance(recipe, nn.Module):
         raise TypeError(
@@ -285,17 +287,14 @@ def auto_filter(
     name = getattr(recipe, "value", recipe)  # of an enum, which may be torchao's
     if name not in list(TOO_SMALL):
         raise ValueError(f"auto_filter: recipe={recipe!r} is not one of {list(TOO_SMALL)}")
-    fqns = () if isinstance(filter_fqns, str) else tuple(filter_fqns)
-    if isinstance(filter_fqns, str) or not all(isinstance(entry, str) for entry in fqns):
+    fqns = tuple(filter_fqns)
+    if isinstance(filter_fqns, str) or not all(isinstance(entry, str) and entry for entry in fqns):
         raise TypeError(
-            f"auto_filter: filter_fqns={filter_fqns!r}: pass a list of strings, such as ['output']"
+            f"auto_filter: filter_fqns={filter_fqns!r}: pass a list of parts of names, such as "
+            "['output']"
         )
-    if "" in fqns:
-        raise ValueError("auto_filter: filter_fqns holds '', which matches every layer")
-    if not isinstance(tp_size, int) or isinstance(tp_size, bool):
-        raise TypeError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, an int")
-    if tp_size < 1:
-        raise ValueError(f"auto_filter: tp_size={tp_size} must be at least 1")
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
+        raise ValueError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, 1 or more")
     return AutoFilter(name, tuple(dict.fromkeys(fqns)), tp_size, model)
 
 
@@ -312,18 +311,19 @@ def smallest_parts(recipe: str, shape: Shape, ranks: int) -> list[tuple[Shape, s
 
     Each has the reason why a layer of such parts is left out; ``""`` if all are large enough.
     """
-    found = []
+    parts = []
     for largest, smallest in (_shards(shape, dim, ranks) for dim in (0, 1)):
         reason = why_misaligned(*smallest) or why_misaligned(*largest)
         if 0 in smallest:
             reason = "a rank holds nothing of it"
         for limits in () if reason else TOO_SMALL[recipe]:
-            bounds = [each for each in zip(("out", "in"), smallest, limits, strict=True) if each[2]]
-            if all(size <= limit for _, size, limit in bounds if limit):
+            sizes = zip(("out", "in"), smallest, limits, strict=True)
+            bounds = [(name, size, limit) for name, size, limit in sizes if limit]
+            if all(size <= limit for _, size, limit in bounds):
                 reason = " and ".join(f"{name} <= {limit}" for name, _, limit in bounds)
                 break
-        found.append((smallest, reason))
-    return found
+        parts.append((smallest, reason))
+    return parts
 
 
 def _shards(shape: Shape, dim: int, ranks: int) -> tuple[Shape, Shape]:
@@ -342,9 +342,9 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
             head = get() if callable(get) else None
         except NotImplementedError:  # a base class without an implementation
             continue
-        for each in head if isinstance(head, list | tuple) else [head]:
-            if isinstance(each, nn.Module):
-                yield from each.modules()
+        for part in head if isinstance(head, list | tuple) else [head]:
+            if isinstance(part, nn.Module):
+                yield from part.modules()
 
 
 def _outside_of_base_models(model: nn.Module) -> Iterator[nn.Module]:

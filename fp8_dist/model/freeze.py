@@ -1,6 +1,5 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -9,12 +8,9 @@ import torch.nn as nn
 from fp8_dist.linear.module import other_users
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
-from fp8_dist.moe.experts import FilterFn, check_arguments, packages_of
+from fp8_dist.moe.experts import FilterFn, check_arguments
 from fp8_dist.scaling import CastPlan
 from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp
-
-# By the package of a module's class, what to call after weights of a model were stored.
-AFTER_FREEZE: dict[str, Callable[[], object]] = {}
 
 
 @torch.no_grad()
@@ -41,8 +37,8 @@ def freeze_to_float8(
     The layer's ``weight`` keeps its shape and its dtype in high precision, so that adapters are
     made like it. A ``state_dict`` has float8 data ``NAME.weight`` and scales
     ``NAME.weight_scale_inv`` (``weight ~= data * scale``), the names of FP8 checkpoints.
-    ``load_state_dict`` accepts these, and a weight in high precision, which it casts. transformers'
-    ``save_pretrained`` writes a ``quantization_config`` for them, or refuses (``docs/frozen.md``).
+    ``load_state_dict`` accepts these, and a weight in high precision, which it casts. For
+    transformers' ``save_pretrained``, pass a state dict, or unfreeze first (``docs/frozen.md``).
     ``model.to(dtype)`` changes neither data nor scales. With gloo, a distributed model can't take
     a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
 
@@ -98,9 +94,9 @@ def freeze_to_float8(
             f"freeze_to_float8: {'; '.join(shared)}, which stays in high precision, and both "
             "together would take more memory; leave the layer out (module_filter_fn)"
         )
-    made: dict[int, Float8Weight] = {}
+    firsts: dict[int, Float8Weight] = {}
     for weight in chosen.values():
-        first = made.setdefault(id(weight.parameter()), weight)
+        first = firsts.setdefault(id(weight.parameter()), weight)
         if first is weight:
             (cast,) = weight.casts(weight.parameter(), CastPlan(weight.schemes))
             dtype = weight.parameter().dtype
@@ -114,8 +110,6 @@ def freeze_to_float8(
             "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
         )
     leave_out_of_ddp(module, _stored_parameters)  # which flattens parameters with others
-    for package in AFTER_FREEZE.keys() & set().union(*map(packages_of, module.modules())):
-        AFTER_FREEZE[package]()
     return stored
 
 
@@ -147,13 +141,13 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
                 "bytes; unfreeze before fully_shard, or load its state dict into another model"
             )
     warn_of_ddp(weight for weight, _ in stored.values())
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for weight, parts in stored.values():
         key = id(parts.data)
-        if key not in made:  # layers may share a weight
-            made[key] = nn.Parameter(parts.dequantized(), requires_grad=False)
+        if key not in parameters:  # layers may share a weight
+            parameters[key] = nn.Parameter(parts.dequantized(), requires_grad=False)
         del weight.module._parameters[weight.scales_name]
-        weight.replace(made[key])
+        weight.replace(parameters[key])
     give_back_to_ddp(module)
     return list(stored)
 

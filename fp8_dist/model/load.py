@@ -1,19 +1,18 @@
-"""Loading of FP8 checkpoints into models on any mesh, each rank its own part of the files.
+"""Loading of FP8 checkpoints into models on any mesh. Each rank reads its part of the files.
 
 The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen.
 Those of compressed-tensors and ModelOpt are read too. In all of them a weight is its float8 data
-times its scales. What else an entry could mean is refused, by name.
+times its scales. Entries that could mean something else are refused, by name.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import is_zipfile
 
 import torch
 import torch.nn as nn
@@ -44,7 +43,6 @@ _FLOAT = {
     "BF16": torch.bfloat16,
     **_FLOAT8,
 }
-_SMALL = ("F8", "F6", "F4")  # how those of a byte or less begin
 # Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
 _SCALES = ("_scale_inv", "_scale")
 # Names of the scales of activations and KV caches that were calibrated for inference.
@@ -55,28 +53,28 @@ Index = tuple[slice, ...]
 
 
 class Entry(NamedTuple):
-    """An entry of a checkpoint, and the part of a model's tensor that it has the values of."""
+    """An entry of a checkpoint, which has the values of (a part of) a model's tensor."""
 
     key: str
     offset: tuple[int, ...]  # of the part, with as many dims as the whole tensor
-    size: tuple[int, ...]  # likewise; the entry itself may lack leading dims of size 1
+    size: tuple[int, ...]  # likewise; the entry in the file may lack leading dims of size 1
 
 
 class _Files(dict[str, Any]):
     """The entries of safetensors files, which are read when they are indexed.
 
     Attributes:
-        companions: for each entry, those whose names say that they belong to it: scales, offsets.
+        companions: the entries that belong to another one by their names: scales, offsets.
     """
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         super().__init__(entries)
         self.companions: dict[str, list[str]] = {}
         for key in entries:
-            for each in re.finditer("[._]", key):
-                owner, rest = key[: each.start()], key[each.start() :]
-                is_companion = owner in entries and ("scal" in rest or "zero_point" in rest)
-                if is_companion and (rest in _SCALES or not _CALIBRATED.search(key)):
+            for separator in re.finditer("[._]", key):
+                owner, ending = key[: separator.start()], key[separator.start() :]
+                is_companion = owner in entries and ("scal" in ending or "zero_point" in ending)
+                if is_companion and (ending in _SCALES or not _CALIBRATED.search(key)):
                     self.companions.setdefault(owner, []).append(key)
 
     def dtype(self, key: str) -> str:
@@ -86,32 +84,33 @@ class _Files(dict[str, Any]):
         return tuple(self[key].get_shape())
 
     def matrices(self, entry: Entry) -> tuple[int, ...]:
-        """The shape of an entry, of two dims if the tensor has them, with those of size 1."""
+        """The shape of an entry, with leading dims of size 1 up to two dims, as in the tensor."""
         return entry.size[-max(2, len(self.shape(entry.key))) :]
 
     def float8(self, key: str) -> torch.dtype | None:
-        """The dtype of an entry in float8; ``None`` for others."""
+        """The float8 dtype of an entry; ``None`` if it is not in float8."""
         return _FLOAT8.get(self.dtype(key))
 
     def scales(self, key: str) -> str:
         """The name of the scales of an entry in float8.
 
         Raises:
-            ValueError: there are none, or several, or its data is not known.
+            ValueError: there are none, or several, or the format of the data is unknown.
         """
-        found, known = self.companions.get(key, []), [key + ending for ending in _SCALES]
-        if self.float8(key) is None or len(found) > 1 or not set(found) <= set(known):
+        companions, known = self.companions.get(key, []), [key + ending for ending in _SCALES]
+        if self.float8(key) is None or len(companions) > 1 or not set(companions) <= set(known):
             raise ValueError(
-                f"{key} is in {self.dtype(key)} in the checkpoint, with {_some(found)}, and only "
-                f"data of {', '.join(_FLOAT8)} with one tensor of scales ({' or '.join(known)}) is "
-                "read; dequantize the checkpoint with the library that wrote it"
+                f"{key} is in {self.dtype(key)} in the checkpoint, with {_some(companions)}, and "
+                f"only data of {', '.join(_FLOAT8)} with one tensor of scales "
+                f"({' or '.join(known)}) is read; dequantize the checkpoint with the library that "
+                "wrote it"
             )
-        if not found:
+        if not companions:
             raise ValueError(
                 f"{key} is in float8, and the checkpoint has no {' or '.join(known)}; rename its "
                 "scales, or dequantize the checkpoint with the library that wrote it"
             )
-        return found[0]
+        return companions[0]
 
 
 class LoadedKeys(NamedTuple):
@@ -167,9 +166,9 @@ def load_float8_checkpoint(
     reshard(module, "load_float8_checkpoint")
     opened = _opened(_listed(files))
     parts, missing = _plan(module, opened)
-    own = {entry.key for part in parts for entry in part.entries}
-    coded = [key for key in own if opened.float8(key)]
-    used = own | {key for each in coded for key in opened.companions.get(each, ())}
+    values = {entry.key for part in parts for entry in part.entries}
+    coded = [key for key in values if opened.float8(key)]
+    used = values.union(*(opened.companions.get(key, ()) for key in coded))
     unexpected = [key for key in opened if key not in used and not _CALIBRATED.search(key)]
     if strict and (missing or unexpected):
         raise ValueError(
@@ -178,7 +177,7 @@ def load_float8_checkpoint(
             "the rest"
         )
     for part in parts:
-        _check(part, opened, own)
+        _check(part, opened, values)
     for part in parts:
         _load(part, opened)
     return LoadedKeys(missing, unexpected)
@@ -204,15 +203,15 @@ def _opened(paths: list[Path]) -> _Files:
     for path in paths:
         try:
             file = safe_open(str(path), framework="pt")
-        except Exception as error:  # safetensors has a class of its own, for damaged files
+        except Exception as error:  # safetensors has its own class for damaged files
             raise _damaged(path, error) from error
-        found = {key: file.get_slice(key) for key in list(file.keys())}
-        if twice := sorted(found.keys() & entries.keys()):
+        slices = {key: file.get_slice(key) for key in list(file.keys())}
+        if twice := sorted(slices.keys() & entries.keys()):
             raise ValueError(
                 f"load_float8_checkpoint: {path} has {_some(twice)}, which another file has too; "
                 "pass the files of one checkpoint"
             )
-        entries |= found
+        entries |= slices
     return _Files(entries)
 
 
@@ -223,94 +222,44 @@ def _damaged(path: Path, error: object) -> ValueError:
     )
 
 
-class Float8Entry(NamedTuple):
-    """An entry in float8 of a checkpoint, and its scales."""
-
-    dtype: torch.dtype
-    scales: str
-    shape: tuple[int, ...]  # of the scales
-
-
-def float8_entries(
-    files: Sequence[str], tensor_of: Callable[[str], torch.Tensor | None]
-) -> dict[str, Float8Entry]:
-    """Return the entries of a checkpoint that are no weights without their scales.
-
-    Args:
-        files: safetensors files, or those of ``torch.save``.
-        tensor_of: returns the tensor of a model that other code fills with an entry as it is.
-
-    Raises:
-        ValueError: an entry in float8 has no scales, or its data is not known; or another is not
-            known to have the values of its tensor.
-    """
-    saved = [each for each in files if not each.endswith(".safetensors")]
-    entries = {**_opened([Path(each) for each in files if each not in saved])}
-    for path in saved:
-        mapped = is_zipfile(path)  # the headers of older files are read with the data
-        values = torch.load(path, map_location="meta", mmap=mapped, weights_only=True)
-        entries |= {k: _Header(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
-    opened = _Files(entries)
-    of_others = {key for each in opened.companions.values() for key in each}
-    tensors = {key: into for key in opened if (into := tensor_of(key)) is not None}
-    found = {}
-    for key in opened:
-        kind, tensor = opened.dtype(key), tensors.get(key)
-        is_coded = kind.startswith(_SMALL) or (
-            tensor is None and kind not in _FLOAT and key in opened.companions
-        )
-        if is_coded and not (key in of_others and kind == "F8_E8M0"):
-            scales = opened.scales(key)
-            found[key] = Float8Entry(_FLOAT8[kind], scales, opened.shape(scales))
-        elif tensor is not None:
-            _check_values(key, tensor.dtype, opened, tensors)
-    return found
-
-
-class _Header(NamedTuple):
-    """An entry of a file of ``torch.save``, as safetensors shows those that are not read."""
-
-    tensor: torch.Tensor
-
-    def get_dtype(self) -> str:
-        names = {dtype: name for name, dtype in _FLOAT.items()}
-        return names.get(self.tensor.dtype, str(self.tensor.dtype))
-
-    def get_shape(self) -> torch.Size:
-        return self.tensor.shape
+def float8_keys(files: Sequence[str]) -> list[str]:
+    """Names of the entries in float8 of those files that are safetensors files."""
+    opened = _opened([Path(path) for path in files if path.endswith(".safetensors")])
+    return [key for key in opened if opened.float8(key)]
 
 
 def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return the paths of the safetensors files."""
     given = [files] if isinstance(files, str | Path) else files
-    if not (isinstance(given, Sequence) and all(isinstance(f, str | Path) for f in given)):
+    if not (isinstance(given, Sequence) and all(isinstance(path, str | Path) for path in given)):
         raise TypeError(
             f"load_float8_checkpoint: expected a directory with *.safetensors, or files, got "
             f"{files!r}; pass a path, or a list of paths"
         )
-    found: list[Path] = []
+    paths: list[Path] = []
     for path in map(Path, given):
         index = path / "model.safetensors.index.json"
         if index.is_file():
             try:
                 names = dict(json.loads(index.read_text())["weight_map"]).values()
-                found += [path / name for name in dict.fromkeys(names)]
+                paths += [path / name for name in dict.fromkeys(names)]
             except (ValueError, KeyError, TypeError) as error:
                 raise _damaged(index, repr(error)) from error
         else:
-            found += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if lacking := [str(path) for path in found or map(Path, given) if not path.is_file()]:
+            paths += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if lacking := [str(path) for path in paths or map(Path, given) if not path.is_file()]:
         raise ValueError(
             f"load_float8_checkpoint: no safetensors file at {_some(lacking)}; pass a directory "
             "with *.safetensors, or the files"
         )
-    return found
+    return paths
 
 
 def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
-    """Assign entries to the tensors of a model; return the names that the files lack, too."""
+    """Return the tensors of a model with their entries, and the names that the files lack."""
     weights = weights_by_key(module)
     # The checkpoints of a library's models with experts have other names for routers, too.
-    experts = next((each for each in weights.values() if isinstance(each, ExpertWeight)), None)
+    experts = next((w for w in weights.values() if isinstance(w, ExpertWeight)), None)
     parts: dict[int, _Part] = {}
     missing: dict[str, int] = {}
     for fqn, tensor in module.state_dict(keep_vars=True).items():
@@ -319,7 +268,8 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
         name = without_wrappers(fqn)
         weight = weights.get(name)
         if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
-            name, *_ = experts.kind.entries(module, name, torch.empty(tensor.shape, device="meta"))
+            empty = torch.empty(tensor.shape, device="meta")
+            name, *_ = experts.adapter.entries(module, name, empty)
         entries = _entries_of(module, weight, name, tensor)
         lacking = [entry.key for entry in entries if entry.key not in files]
         missing |= dict.fromkeys(lacking, id(tensor))
@@ -336,30 +286,30 @@ def _entries_of(
     shape = tuple(tensor.shape)
     if not isinstance(weight, ExpertWeight):
         return [Entry(name, (0,) * len(shape), shape)]
-    # The entries of a small tensor of distinct numbers show which parts they are.
+    # A small tensor of distinct numbers shows which parts become entries.
     numbers = torch.arange(shape[0] * _PROBE**2).view(shape[0], _PROBE, _PROBE)
-    found = []
-    for key, part in weight.kind.entries(module, name, numbers).items():
+    entries = []
+    for key, part in weight.adapter.entries(module, name, numbers).items():
         size = (*(1,) * (3 - part.ndim), *part.shape)
         first = int(part.flatten()[0])
         offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)
-        taken = numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-        each = list(zip(shape[1:], offset[1:], size[1:], strict=True))
-        is_cut = any(o * n % _PROBE or m * n % _PROBE for n, o, m in each)
-        if is_cut or not torch.equal(taken.reshape(part.shape), part):
+        block = numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+        dims = list(zip(shape[1:], offset[1:], size[1:], strict=True))
+        is_cut = any(o * n % _PROBE or m * n % _PROBE for n, o, m in dims)
+        if is_cut or not torch.equal(block.reshape(part.shape), part):
             raise ValueError(
                 f"load_float8_checkpoint: {key} is not a part of a weight as it is stored; load "
                 "the model with from_pretrained"
             )
-        rows, columns = [(o * n // _PROBE, m * n // _PROBE) for n, o, m in each]
-        found.append(Entry(key, (offset[0], rows[0], columns[0]), (size[0], rows[1], columns[1])))
-    return found
+        rows, columns = [(o * n // _PROBE, m * n // _PROBE) for n, o, m in dims]
+        entries.append(Entry(key, (offset[0], rows[0], columns[0]), (size[0], rows[1], columns[1])))
+    return entries
 
 
-def _check(part: _Part, files: _Files, own: set[str]) -> None:
+def _check(part: _Part, files: _Files, values: set[str]) -> None:
     """Check the entries of a tensor, by the headers of the files and by all scales.
 
-    ``own``: the entries that are tensors of the model.
+    ``values``: the entries that are tensors of the model.
     """
     name, tensor, weight, entries = part
     if local_tensor(tensor).is_meta:
@@ -374,7 +324,7 @@ def _check(part: _Part, files: _Files, own: set[str]) -> None:
                 f"load_float8_checkpoint: {key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
             )
-        _check_values(key, tensor.dtype, files, own)
+        _check_values(key, tensor.dtype, files, values)
         if are_coded and weight is not None and weight.is_stored:
             _first_block(weight, entry)
             if files.float8(key):
@@ -383,23 +333,20 @@ def _check(part: _Part, files: _Files, own: set[str]) -> None:
             _scales_of(entry, files)
 
 
-def _check_values(key: str, dtype: torch.dtype, files: _Files, own: Container[str]) -> None:
-    """Check that an entry has the values of a tensor of this dtype, or is in float8.
-
-    ``own``: the entries that are tensors of the model.
-    """
+def _check_values(key: str, dtype: torch.dtype, files: _Files, values: set[str]) -> None:
+    """Check that an entry has the values of a tensor of this dtype, or is in float8."""
     kind, holds_codes = files.dtype(key), is_float8(dtype)  # codes: for a layer of other code
-    fits = (kind in _FLOAT) == dtype.is_floating_point
-    if not (files.float8(key) is dtype if holds_codes else fits):
+    is_same_kind = (kind in _FLOAT) == dtype.is_floating_point
+    if not (files.float8(key) is dtype if holds_codes else is_same_kind):
         raise ValueError(
             f"{key} is in {kind} in the checkpoint, and in {dtype} in the model; codes and "
             "integers are not read as values. Dequantize the checkpoint with the library that "
             "wrote it"
         )
-    others = [each for each in files.companions.get(key, ()) if each not in own]
-    if others and (holds_codes or not files.float8(key)):
+    scales = [name for name in files.companions.get(key, ()) if name not in values]
+    if scales and (holds_codes or not files.float8(key)):
         raise ValueError(
-            f"{key} is in {kind}, and the checkpoint has {_some(others)} too; whether its values "
+            f"{key} is in {kind}, and the checkpoint has {_some(scales)} too; whether its values "
             "are to be multiplied is not known. Remove the scales from the checkpoint"
         )
 
@@ -408,18 +355,19 @@ def _load(part: _Part, files: _Files) -> None:
     _, tensor, weight, entries = part
     local = KnownWeight.unwrap(local_tensor(tensor))
     if weight is not None and (stored := weight.stored()) is not None:
-        if plain := [entry for entry in entries if not files.float8(entry.key)]:
+        coded = [entry for entry in entries if files.float8(entry.key)]
+        if plain := [entry for entry in entries if entry not in coded]:
             # Cast first, because entries in float8 replace their blocks of the cast.
             values = torch.zeros(local.shape, dtype=tensor.dtype)
             for entry in plain:
                 _fill(values, tensor, entry, partial(_read, entry, files))
             stored.write(with_local(tensor, values.to(local.device)))
-        held, data = stored.local_scales, stored.local_data
+        local_scales, data = stored.local_scales, stored.local_data
         codes = data.unpacked(stored.scheme)
-        for entry in [each for each in entries if each not in plain]:
+        for entry in coded:
             _fill(codes, tensor, entry, partial(_read, entry, files))
-            of_scales, scales, held.saved_as = _stored_scales(weight, entry, files)
-            _fill(held.plain, stored.scales, of_scales, scales.__getitem__)
+            scales_entry, scales, local_scales.saved_as = _stored_scales(weight, entry, files)
+            _fill(local_scales.plain, stored.scales, scales_entry, scales.__getitem__)
         check_values(codes, stored.scheme, f"{weight.fqn}: {weight.name}")
         data.plain.copy_(data.holding(codes, stored.scheme).plain)
         return
@@ -439,10 +387,10 @@ def _fill(
     for region in regions(own_pieces(tensor)):
         here, there = [], []
         for at, local, n, first, m in zip(*region, entry.offset, entry.size, strict=True):
-            low, high = max(at, first), min(at + n, first + m)
-            here.append(slice(local + low - at, local + high - at))
-            there.append(slice(low - first, high - first))
-        if all(each.start < each.stop for each in here):
+            begin, end = max(at, first), min(at + n, first + m)
+            here.append(slice(local + begin - at, local + end - at))
+            there.append(slice(begin - first, end - first))
+        if all(part.start < part.stop for part in here):
             to[tuple(here)].copy_(read(tuple(there)))
 
 
@@ -460,29 +408,29 @@ def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
     shape = (*entry.size[:-2], *sizes)
     scales = scales.view(()).expand(shape) if scales.numel() == 1 else scales.view(shape)
     row, column = (
-        torch.arange(each.start, each.stop) // block
-        for each, block in zip(index[-2:], blocks, strict=True)
+        torch.arange(part.start, part.stop) // block
+        for part, block in zip(index[-2:], blocks, strict=True)
     )
     values = _read(entry, files, index).to(torch.float32)
     return values * scales[index[:-2]][..., row, :][..., column]
 
 
 def _scales_of(entry: Entry, files: _Files) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the scales of an entry, fp32, and the size of the blocks that have one each.
+    """Return the scales of an entry, fp32, and the size of a block that has one scale.
 
     Raises:
         ValueError: the shape has no meaning or several, or :func:`checked_scales` refuses them.
     """
     key, shape = files.scales(entry.key), files.matrices(entry)
     scales = checked_scales(files[key][...], f"load_float8_checkpoint: {key}").to(torch.float32)
-    found, size = counts(files.shape(key), shape), shape[-2:]
+    numbers, size = counts(files.shape(key), shape), shape[-2:]
     if len(size) == 2:
-        if found[-2:] == [1, 1] and math.prod(found) in (1, math.prod(shape[:-2])):
+        if numbers[-2:] == [1, 1] and math.prod(numbers) in (1, math.prod(shape[:-2])):
             return scales, size
-        if found == [*shape[:-1], 1]:
+        if numbers == [*shape[:-1], 1]:
             return scales, (1, size[1])
         for block in _BLOCKS:
-            if found == [*shape[:-2], *(-(-n // block) for n in size)]:
+            if numbers == [*shape[:-2], *(-(-n // block) for n in size)]:
                 return scales, (block, block)
     raise ValueError(
         f"load_float8_checkpoint: {key} is {list(files.shape(key))}, which is neither one scale "
@@ -494,16 +442,16 @@ def _scales_of(entry: Entry, files: _Files) -> tuple[torch.Tensor, tuple[int, ..
 def _stored_scales(
     weight: Float8Weight, entry: Entry, files: _Files
 ) -> tuple[Entry, torch.Tensor, torch.dtype]:
-    """Return an entry's scales as the weight stores them, if they fit, and the file's dtype."""
+    """Return the entry of the scales, the scales as the weight stores them, and their dtype."""
     (scheme,), key, dtype = weight.schemes, files.scales(entry.key), files.float8(entry.key)
     if dtype is not scheme.dtype:
         raise ValueError(
             f"load_float8_checkpoint: {entry.key} is in {dtype}, and the layer's recipe stores "
             f"{scheme.dtype}; leave the layer out of freeze_to_float8"
         )
-    found, size = files[key][...], tuple(scheme.levels[0].shape(entry.size) or [1])
-    own = fitted(found, files.matrices(entry), scheme, f"load_float8_checkpoint: {key}")
-    return Entry(key, _first_block(weight, entry), size), own.view(size), found.dtype
+    scales, size = files[key][...], tuple(scheme.levels[0].shape(entry.size) or [1])
+    stored = fitted(scales, files.matrices(entry), scheme, f"load_float8_checkpoint: {key}")
+    return Entry(key, _first_block(weight, entry), size), stored.view(size), scales.dtype
 
 
 def _first_block(weight: Float8Weight, entry: Entry) -> tuple[int, ...]:
@@ -512,10 +460,10 @@ def _first_block(weight: Float8Weight, entry: Entry) -> tuple[int, ...]:
     Raises:
         ValueError: the entry shares a scale with other entries of the weight.
     """
-    (level,), whole = weight.schemes[0].levels, weight.parameter().shape
+    (level,), shape = weight.schemes[0].levels, weight.parameter().shape
     offset = []
-    for dim, (n, at, size) in enumerate(zip(whole, entry.offset, entry.size, strict=True)):
-        block = level.block(dim, len(whole)) or n
+    for dim, (n, at, size) in enumerate(zip(shape, entry.offset, entry.size, strict=True)):
+        block = level.block(dim, len(shape)) or n
         if at % block or ((at + size) % block and at + size != n):
             raise ValueError(
                 f"load_float8_checkpoint: {entry.key} is a part of {weight.fqn}.{weight.name} that "

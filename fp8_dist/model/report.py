@@ -120,10 +120,10 @@ def alike_rows(rows: Iterable[WeightSummary]) -> list[tuple[str, list[WeightSumm
 
 
 def _rows(model: nn.Module) -> Iterator[WeightSummary]:
-    # Of the weights that no row counts yet, by id.
+    # The sizes of weights that no row counts yet, by id.
     sizes = {id(p): p.numel() for p in model.parameters() if not is_lazy(p) and p.ndim > 1}
-    whole = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside one of these
-    inside = {part for m in model.modules() if isinstance(m, whole) for part in m.modules()}
+    leaves = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside one of these
+    inside = {part for m in model.modules() if isinstance(m, leaves) for part in m.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             # A parametrized weight consists of several parameters. A layer may have children.
@@ -136,24 +136,24 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
             format = _format_of(module, "weight")
             yield WeightSummary(name or "(the module itself)", shape, reason, size, format=format)
         elif module not in inside:
-            for own, parameter in module.named_parameters(recurse=False):
+            for attribute, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] > 1):
-                    yield _of_parameter(name, own, module, sizes.pop(id(parameter), 0))
+                    yield _parameter_row(name, attribute, module, sizes.pop(id(parameter), 0))
 
 
-def _of_parameter(owner: str, own: str, module: nn.Module, size: int) -> WeightSummary:
-    """Return the row of a parameter whose owner is not an nn.Linear."""
-    name, shape = f"{owner}.{own}".strip("."), tuple(module.get_parameter(own).shape)
+def _parameter_row(fqn: str, attribute: str, module: nn.Module, size: int) -> WeightSummary:
+    """Return the row of a parameter of a module that is not an nn.Linear."""
+    name, shape = f"{fqn}.{attribute}".strip("."), tuple(module.get_parameter(attribute).shape)
     classes = [(cls.__module__, cls.__name__) for cls in type(module).__mro__]
-    kind: Kind = "Conv1D" if _CONV1D in classes and own == "weight" else "other"
+    kind: Kind = "Conv1D" if _CONV1D in classes and attribute == "weight" else "other"
     reason = f"no nn.Linear, but a parameter of {type(module).__name__}"
     if len(shape) == 3 and re.search("expert|moe", f"{name} {type(module).__name__}", re.I):
         kind, reason = "experts", f"no nn.Linear, but a 3-D parameter of {shape[0]} experts"
-    reason = "" if own in weights_of(module) else reason
-    return WeightSummary(name, shape, reason, size, kind, _format_of(module, own))
+    reason = "" if attribute in weights_of(module) else reason
+    return WeightSummary(name, shape, reason, size, kind, _format_of(module, attribute))
 
 
-def _format_of(module: nn.Module, own: str) -> str:
-    weight = weights_of(module).get(own)
+def _format_of(module: nn.Module, attribute: str) -> str:
+    weight = weights_of(module).get(attribute)
     packs = weight is not None and any(scheme.packed_dtype for scheme in weight.schemes)
     return "mxfp4" if packs else "float8"

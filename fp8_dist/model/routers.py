@@ -58,7 +58,7 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
         if _is_in_router(fqn):
             yield parent
         places = (fqn.rpartition(".")[2], parent), *parent.named_children()
-        beside = {each for name, module in places for each in _experts(name, module)}
+        beside = {facts for name, module in places for facts in _experts(name, module)}
         known = any(named for named, _ in beside)
         numbers = {number for _, number in beside}
         for name, child in parent.named_children():
@@ -90,16 +90,17 @@ def _experts(name: str, module: nn.Module) -> Iterator[tuple[bool, int]]:
     The first dim of matrices that are called experts may be another than that of experts.
     """
     if not isinstance(module, _NO_EXPERTS) and not hasattr(module, "out_features"):
-        for own, parameter in module.named_parameters(recurse=False):
+        for attribute, parameter in module.named_parameters(recurse=False):
             if not is_lazy(parameter) and parameter.ndim in (2, 3) and len(parameter) > 1:
-                called = bool(_EXPERTS.match(f"{name} {type(module).__name__} {own}"))
+                called = bool(_EXPERTS.match(f"{name} {type(module).__name__} {attribute}"))
                 if called or parameter.ndim == 3:
                     yield called and parameter.ndim == 3, len(parameter)
-    numbered = sum(bool(_NUMBERED_EXPERT.fullmatch(own)) for own, _ in module.named_children())
+    children = dict(module.named_children())
+    numbered = sum(bool(_NUMBERED_EXPERT.fullmatch(child)) for child in children)
     if numbered > 1:
         yield True, numbered
-    for own, child in module.named_children():
-        if isinstance(child, _LISTS):
-            yield bool(_EXPERTS.match(own)), len(child)
-        elif _EXPERTS.match(own) and not hasattr(child, "out_features"):
+    for child, part in children.items():
+        if isinstance(part, _LISTS):
+            yield bool(_EXPERTS.match(child)), len(part)
+        elif _EXPERTS.match(child) and not hasattr(part, "out_features"):
             yield True, 0

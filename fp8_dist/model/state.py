@@ -57,9 +57,9 @@ class Float8State:
         """
         state = {}
         for name, layer in self._layers().items():
-            kept = _by_operand(layer) if isinstance(layer, Float8Linear) else {}
+            histories = _by_operand(layer) if isinstance(layer, Float8Linear) else {}
             state[name] = {
-                operand: kept[operand].amaxes().tolist() if operand in kept else []
+                operand: histories[operand].amaxes().tolist() if operand in histories else []
                 for operand in get_args(Operand)
             }
         return state

@@ -1,12 +1,10 @@
 """Experts of a model in float8: their conversion, and what a forward takes from them.
 
-The modules keep their classes. A *kind* tells how a package's experts are recognized, and makes a
-module call a forward in float8. ``fp8_dist.integrations`` registers kinds in ``KINDS``.
+The modules keep their classes. An *adapter* recognizes a package's experts, and makes a module call
+a forward in float8. ``fp8_dist.integrations`` registers adapters in ``EXPERTS_ADAPTERS``.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +36,11 @@ CONVERT_BEFORE = (
 )
 
 
-class Kind:
-    """How the experts of a library are converted and exported.
+class ExpertsAdapter:
+    """Conversion and export of the experts of a library.
 
-    The methods of this class are for experts of one's own: their class names its weights, and their
-    forward calls the functions of ``layers``.
+    This class adapts custom experts: their class names its weights, and their forward calls the
+    functions of ``layers``.
     """
 
     def weights(self, module: nn.Module) -> tuple[str, ...]:
@@ -81,9 +79,9 @@ class Kind:
         return {name: tensor}
 
 
-OWN = Kind()
-# By the package of a module's class, a function that returns the kind of its experts.
-KINDS: dict[str, Callable[[], Kind]] = {}
+CUSTOM_EXPERTS = ExpertsAdapter()
+# By the package of a module's class, a function that returns the adapter of its experts.
+EXPERTS_ADAPTERS: dict[str, Callable[[], ExpertsAdapter]] = {}
 
 
 def packages_of(module: nn.Module) -> set[str]:
@@ -91,9 +89,11 @@ def packages_of(module: nn.Module) -> set[str]:
     return {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
 
 
-def _kind_of(module: nn.Module) -> Kind:
-    known = () if OWN.weights(module) else KINDS.keys() & packages_of(module)
-    return next((KINDS[package]() for package in known), OWN)
+def _adapter_of(module: nn.Module) -> ExpertsAdapter:
+    known = EXPERTS_ADAPTERS.keys() & packages_of(module)
+    if CUSTOM_EXPERTS.weights(module) or not known:
+        return CUSTOM_EXPERTS
+    return EXPERTS_ADAPTERS[known.pop()]()
 
 
 class ExpertWeight(Float8Weight):
@@ -105,12 +105,13 @@ class ExpertWeight(Float8Weight):
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        self.kind = _kind_of(module)  # makes the forward known where a converted model is loaded
+        # The adapter registers the forward, also where a converted model is loaded.
+        self.adapter = _adapter_of(module)
 
     @property
     def is_transposed(self) -> bool:
         """Whether the weight is stored as ``[E, K, N]``."""
-        return self.kind.is_transposed(self.module)
+        return self.adapter.is_transposed(self.module)
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -155,9 +156,9 @@ class ExpertWeight(Float8Weight):
 
 def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
     """The shapes ``[E, N, K]`` of a module's weights of experts; empty if none are known."""
-    kind = _kind_of(module)
-    weights = {name: module.get_parameter(name) for name in kind.weights(module)}
-    return {n: (w.mT if kind.is_transposed(module) else w).shape for n, w in weights.items()}
+    adapter = _adapter_of(module)
+    weights = {name: module.get_parameter(name) for name in adapter.weights(module)}
+    return {n: (w.mT if adapter.is_transposed(module) else w).shape for n, w in weights.items()}
 
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:
@@ -179,24 +180,12 @@ def check_arguments(caller: str, module: nn.Module, module_filter_fn: FilterFn |
     """Raise TypeError if the arguments that conversions share have another type."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: pass the model, an nn.Module, got {module!r}")
-    if module_filter_fn is not None and not _takes_layers(module_filter_fn):
+    if module_filter_fn is not None and not callable(module_filter_fn):
         raise TypeError(
             f"{caller}: module_filter_fn must be a function (module, fqn) -> bool, got "
             f"{module_filter_fn!r}; skip_head(model) makes one, and so does lambda module, fqn: "
             "'NAME' not in fqn"
         )
-
-
-def _takes_layers(module_filter_fn: object) -> bool:
-    """Whether an object can be called with a module and its name."""
-    if not callable(module_filter_fn):
-        return False
-    with suppress(ValueError):  # a function of C may have no signature
-        try:
-            signature(module_filter_fn).bind(None, "")
-        except TypeError:
-            return False
-    return True
 
 
 def convert_experts_to_float8_training(
@@ -239,23 +228,25 @@ def convert_experts_to_float8_training(
     check_arguments(_CALLER, module, module_filter_fn)
     config = config or Float8ExpertsConfig()
     check_config(_CALLER, config, Float8ExpertsConfig)
-    chosen: dict[str, tuple[nn.Module, Kind]] = {}
+    chosen: dict[str, tuple[nn.Module, ExpertsAdapter]] = {}
     for fqn, part in module.named_modules():
-        kind = _kind_of(part)
-        if not (kind.weights(part) and (module_filter_fn is None or module_filter_fn(part, fqn))):
+        adapter = _adapter_of(part)
+        if not adapter.weights(part):
             continue
-        _check(part, kind, fqn or "the module", config)
+        if module_filter_fn is not None and not module_filter_fn(part, fqn):
+            continue
+        _check(part, adapter, fqn or "the module", config)
         if experts_config(part) is None:
-            chosen[fqn] = part, kind
+            chosen[fqn] = part, adapter
     if not chosen and not float8_experts(module):
         raise ValueError(
             f"{_CALLER}: the model has no experts that are known, or module_filter_fn admits none; "
             "those of transformers are known from its release 5 on, and experts of your own need "
             "the attribute float8_weight_names"
         )
-    for fqn, (part, kind) in chosen.items():
-        add_weights(part, kind.weights(part), config, fqn)
-        kind.use(part)
+    for fqn, (part, adapter) in chosen.items():
+        add_weights(part, adapter.weights(part), config, fqn)
+        adapter.use(part)
     note_converted(module)
     return module
 
@@ -273,7 +264,7 @@ def add_weights(
 
 def why_not_convertible_back(part: nn.Module) -> str:
     """Return the reason why converted experts can't be converted back in place, or ``""``."""
-    if not _kind_of(part).weights(part):
+    if not _adapter_of(part).weights(part):
         return f"a {type(part).__name__} is built in float8"
     if any(isinstance(weight.parameter(), DTensor) for weight in weights_of(part).values()):
         return "they are distributed"
@@ -282,23 +273,24 @@ def why_not_convertible_back(part: nn.Module) -> str:
 
 def convert_back(part: nn.Module) -> None:
     """Undo the conversion of experts, whose weights are plain parameters."""
-    _kind_of(part).undo(part)
+    _adapter_of(part).undo(part)
     remove_state_hooks(part, {save_weights, load_weights})
     del part.float8_weights, part.float8_experts_config
 
 
-def _check(part: nn.Module, kind: Kind, fqn: str, config: Float8ExpertsConfig) -> None:
+def _check(part: nn.Module, adapter: ExpertsAdapter, fqn: str, config: Float8ExpertsConfig) -> None:
     known = experts_config(part)
     if known not in (None, config):
         raise ValueError(
             f"{_CALLER}: {fqn} is converted already, with another config: {known}. Convert it "
             "once, or exclude it in module_filter_fn"
         )
-    if why := kind.unfit(part):
+    if why := adapter.unfit(part):
         raise NotImplementedError(
             f"{_CALLER}: {fqn} can't be converted: {why}. Exclude it in module_filter_fn"
         )
-    if known is None and any(isinstance(part._parameters[n], DTensor) for n in kind.weights(part)):
+    weights = [part._parameters[name] for name in adapter.weights(part)]
+    if known is None and any(isinstance(weight, DTensor) for weight in weights):
         raise ValueError(
             f"{_CALLER}: the weights of {fqn} are distributed already. {CONVERT_BEFORE}"
         )
@@ -322,14 +314,14 @@ def division_of(module: nn.Module) -> Division:
     """How the weights of converted experts are distributed in the forward.
 
     Raises:
-        ValueError: they are not divided by whole experts, nor as :meth:`Kind.parts` says.
+        ValueError: they are not divided by whole experts, nor as :meth:`ExpertsAdapter.parts` says.
     """
     weights = weights_of(module)
     first: Any = next(iter(weights.values()))
     layouts = {name: weight.layout() for name, weight in weights.items()}
     # Meshes are compared, because equal meshes may have several groups of the same ranks.
     found = {(layout.shape[0], layout.mesh) if layout else None for layout in layouts.values()}
-    parts = {name: (placement,) for name, placement in first.kind.parts(module).items()}
+    parts = {name: (placement,) for name, placement in first.adapter.parts(module).items()}
     is_parted = parts == {name: layout and layout.placements for name, layout in layouts.items()}
     for name, layout in layouts.items():
         if layout is not None and not is_parted and layout.placements != (Shard(0),):
@@ -367,6 +359,6 @@ def weight_of(module: nn.Module, name: str, is_parted: bool = False) -> Weight:
 
 
 def parts_of(module: nn.Module) -> dict[str, Placement]:
-    """The placements that divide the features of converted experts; see :meth:`Kind.parts`."""
+    """The placements that divide the features of converted experts; see ``ExpertsAdapter``."""
     weight: Any = next(iter(weights_of(module).values()))
-    return weight.kind.parts(module)
+    return weight.adapter.parts(module)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8_dist.cast import quantize
@@ -111,8 +110,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _save(ctx: Any, rows: Quantized, weights: Sequence[Weight], dtype: torch.dtype) -> None:
-    ctx.high = None
+def _multiply(
+    ctx: Any, x: Tensor, rows: Quantized, weights: Sequence[Weight], places: Tensor | None = None
+) -> list[Tensor]:
+    """Multiply rows by the weights of their experts, and save the operands for the backward.
+
+    Args:
+        x: the rows before their cast, or tokens of which ``places`` has the indices.
+        rows: the rows of ``ctx.groups``.
+    """
     # FSDP2 frees a weight that it gathered in high precision, and gathers it again.
     operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
     tensors, ctx.forms = flattened(rows, *operands)  # of the rows, then of each weight
@@ -120,8 +126,23 @@ def _save(ctx: Any, rows: Quantized, weights: Sequence[Weight], dtype: torch.dty
     ctx.recasts = tuple([weight.casts.recast for weight in weights])
     # Those of the gradient of each product.
     ctx.layouts = tuple([weight.layout_of_rows(rows.qdata.shape[0], 1) for weight in weights])
-    ctx.dtypes = dtype, weights[0].tensor.dtype
+    ctx.dtypes = x.dtype, weights[0].tensor.dtype
     ctx.owners = tuple([weight.owner for weight in weights])
+    ctx.high = None  # the rows and the weights in high precision, for observers
+    if are_gemms_observed():
+        high = x.detach() if places is None else x.detach().index_select(0, places)
+        ctx.high = [high, *[KnownWeight.unwrap(weight.tensor).detach() for weight in weights]]
+    products = []
+    for i, weight in enumerate(weights):
+        cast = weight.casts.output
+        assert cast is not None
+        product = grouped_mm(rows, cast, True, ctx.groups, x.dtype, ctx.config)
+        _observe_multiply(ctx, weight.owner, "output", rows, cast, product, cast)
+        if ctx.high is not None:
+            left, right = ctx.high[0], ctx.high[1 + i]
+            _observe_gemm(weight.owner, "output", ctx.groups, left, right, product)
+        products.append(product)
+    return products
 
 
 def _gradients(
@@ -179,36 +200,6 @@ def _observe_multiply(
     observe_multiply(owner, Product(gemm, left, right, result, options, layouts, ctx.groups))
 
 
-def _observe_products(
-    ctx: Any, rows: Tensor, weights: Sequence[Weight], products: Sequence[Tensor]
-) -> None:
-    """Show observers the products of ``rows`` in high precision.
-
-    Those of the gradient GEMMs, the rows and each weight, are kept in ``ctx.high``.
-
-    Collectives: all-gathers of the weights that FSDP2 gathered in float8.
-    """
-    group = ctx.routing and ctx.routing.group
-    ctx.high = [rows, *[_high_precision(weight, group) for weight in weights]]
-    for weight, right, product in zip(weights, ctx.high[1:], products, strict=True):
-        _observe_gemm(weight.owner, "output", ctx.groups, rows, right, product)
-
-
-def _high_precision(weight: Weight, group: ProcessGroup | None) -> Tensor | None:
-    """This rank's experts ``[E, N, K]``; None if it has parts of them, or they have no owner."""
-    local = KnownWeight.unwrap(local_tensor(weight.tensor)).detach()
-    owner = weight.owner
-    if owner is None or weight.layout is not None:
-        return None
-    if not isinstance(local, Float8Tensor):
-        return local
-    sharded = owner.high_precision()
-    whole = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
-    first = 0 if group is None else dist.get_rank(group) * len(local)
-    whole = whole.narrow(0, first, len(local))
-    return whole.mT if is_stored_transposed(local.qdata) else whole
-
-
 def _observe_gemm(
     owner: Float8Weight | None, gemm: Gemm, groups: Groups, *tensors: Tensor | None
 ) -> None:
@@ -261,15 +252,6 @@ def _dispatch(routing: Routing, rows: int) -> Dispatch:
     return Dispatch(ids if rows == routing.tokens else ids.reshape(rows, 1), ranks)
 
 
-def _product(ctx: Any, rows: Quantized, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Multiply rows by the weights of their experts, and show the GEMM to observers."""
-    own = weight.casts.output
-    assert own is not None
-    product = grouped_mm(rows, own, True, ctx.groups, dtype, ctx.config)
-    _observe_multiply(ctx, weight.owner, "output", rows, own, product, own)
-    return product
-
-
 class _Up(torch.autograd.Function):
     """The first grouped linear layers. Without a ``routing``, x has the rows of the groups."""
 
@@ -285,17 +267,11 @@ class _Up(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         owners = [weight.owner for weight in weights]
         rows = _cast_rows(x, config, "input", owners, routing=routing)
-        if routing is not None:
-            rows = send_rows(rows, routing.slots // routing.top_k, routing)
+        places = None if routing is None else routing.slots // routing.top_k
+        if routing is not None and places is not None:
+            rows = send_rows(rows, places, routing)
         ctx.groups, ctx.config, ctx.routing = groups, config, routing
-        _save(ctx, rows, weights, x.dtype)
-        products = [_product(ctx, rows, weight, x.dtype) for weight in weights]
-        if are_gemms_observed():
-            high = x.detach()
-            if routing is not None:
-                high = routing.to_experts(high.index_select(0, routing.slots // routing.top_k))
-            _observe_products(ctx, high, weights, products)
-        return tuple(products)
+        return tuple(_multiply(ctx, x, rows, weights, places))
 
     @staticmethod
     @once_differentiable
@@ -348,14 +324,11 @@ class _Down(torch.autograd.Function):
         config: Float8ExpertsConfig,
         weight: Weight,
     ) -> tuple[Tensor, Tensor]:
-        layout, dtype = weight.layout_of_rows(hidden.shape[0], 2), hidden.dtype
+        layout = weight.layout_of_rows(hidden.shape[0], 2)
         rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
         ctx.groups, ctx.config, ctx.routing = routing.groups, config, routing
-        product = _product(ctx, rows, weight, dtype)
+        (product,) = _multiply(ctx, hidden, rows, [weight])
         output = product if bias is None else add_bias(product, bias.detach(), routing.groups)
-        _save(ctx, rows, [weight], dtype)
-        if are_gemms_observed():
-            _observe_products(ctx, hidden.detach(), [weight], [product])
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
         ctx.set_materialize_grads(False)  # that of the output
@@ -369,7 +342,7 @@ class _Down(torch.autograd.Function):
         routing, config = ctx.routing, ctx.config
         of_slots = _cast_rows(grad, config, "grad_output", ctx.owners, routing=routing)
         rows = send_rows(of_slots, routing.slots, routing)
-        high = ctx.high and routing.to_experts(grad.index_select(0, routing.slots))
+        high = ctx.high and grad.index_select(0, routing.slots)
         of_hidden, (of_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2], [high])
         of_bias = None
         if ctx.needs_input_grad[2]:

@@ -48,25 +48,21 @@ _STYLE = {
 }
 
 
-class Kind(NamedTuple):
+class HeatMaps(NamedTuple):
     """The heat maps of one kind of cast, of all runs."""
 
     label: str
-    loud: list[str]  # pictures
-    quiet: list[str]
-    worst: str  # what the quiet ones show, in words
+    pictures: list[str]
+    is_loud: bool  # whether a cell is nearly anomalous
 
 
-def charts(runs: Sequence[Run]) -> list[list[str]]:
-    """Return two pictures of each metric, with a linear and with a logarithmic axis.
-
-    Of several runs, the loss minus that of the first run comes before them.
-    """
+def charts(runs: Sequence[Run]) -> list[str]:
+    """Return a picture of each metric; before them, the loss minus that of the first run."""
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
     with mpl.rc_context(_STYLE):
-        minus = [_difference_chart(runs)] * 2
-        each = [[_line_chart(runs, name, log) for log in (False, True)] for name in names]
-    return [minus, *each] if minus[0] else each
+        difference = _difference_chart(runs)
+        metrics = [_line_chart(runs, name) for name in names]
+    return [difference, *metrics] if difference else metrics
 
 
 def layer_chart(run: Run, fqn: str) -> str:
@@ -81,27 +77,26 @@ def layer_chart(run: Run, fqn: str) -> str:
                 _plot(axes, [row for row in rows if row["label"] == label], measure, label)
             _mark(axes, [row for row in run.anomalies if row["fqn"] == fqn])
             axes.set(title=title, xlabel="step")
-        _log_scale(left)
+        if left.dataLim.minposy < math.inf:
+            left.set_yscale("log")
         if rows:
             figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=10)
         return _picture(figure)
 
 
-def heat_maps(runs: Sequence[Run]) -> Iterator[Kind]:
+def heat_maps(runs: Sequence[Run]) -> Iterator[HeatMaps]:
     """Yield the heat maps of each kind of cast, a map for each measure and run.
 
-    A map without a cell that is nearly anomalous is quiet. Maps other than those of SQNR are left
-    out if nothing is above zero.
+    Maps other than those of SQNR are left out if nothing is above zero.
     """
     for label in dict.fromkeys(row["label"] for run in runs for row in run.stats):
         progress(f"drawing all layers: {label}")
         with mpl.rc_context(_STYLE):
-            yield _kind(label, runs)
+            yield _heat_maps_of(label, runs)
 
 
-def _kind(label: str, runs: Sequence[Run]) -> Kind:
-    loud, quiet = list[str](), list[str]()
-    of_quiet: dict[str, list[Array]] = {}  # the values of quiet maps, also of those left out
+def _heat_maps_of(label: str, runs: Sequence[Run]) -> HeatMaps:
+    pictures, is_loud = list[str](), False
     for measure, title in HEATS.items():
         for run in runs:
             rows = [row for row in run.stats if row["label"] == label]
@@ -111,15 +106,11 @@ def _kind(label: str, runs: Sequence[Run]) -> Kind:
             begin, end = ends = colored(measure, run.config[LIMITS])
             part = (values - begin) / (end - begin)  # of the way to an anomaly
             largest = np.fmax.reduce(part, axis=None, initial=0.0)
-            is_loud = largest >= LOUD or (measure == "sqnr" and bad.any())
-            if not is_loud:
-                of_quiet.setdefault(measure, []).append(values[np.isfinite(values)])
+            is_loud |= bool(largest >= LOUD or bad.any())
             if largest > 0 or measure == "sqnr":
                 named = f"{run.name}: {title}" if len(runs) > 1 else title
-                picture = _heat_map(layers, steps, part, bad, named, ends)
-                (loud if is_loud else quiet).append(picture)
-    worst = [_worst(measure, np.concatenate(values)) for measure, values in of_quiet.items()]
-    return Kind(label, loud, quiet, ", ".join(worst))
+                pictures.append(_heat_map(layers, steps, part, bad, named, ends))
+    return HeatMaps(label, pictures, is_loud)
 
 
 def colored(measure: str, limits: AnomalyLimits) -> Ends:
@@ -131,15 +122,6 @@ def colored(measure: str, limits: AnomalyLimits) -> Ends:
     given: float | None = getattr(limits, name)
     limit = float(getattr(AnomalyLimits(), name) if given is None else given)
     return (limit + 15, limit) if measure == "sqnr" else (0.0, limit or 1e-9)
-
-
-def _worst(measure: str, values: Array) -> str:
-    if measure == "sqnr":
-        return f"SQNR at least {_number(values.min())} dB" if values.size else "SQNR exact"
-    largest = float(values.max(initial=0.0))
-    if measure == "amax":
-        return f"amax at most {_number(largest)} octaves up"
-    return f"{measure} at most {_number(largest)} %" if largest else f"{measure} 0 %"
 
 
 def _difference_chart(runs: Sequence[Run]) -> str:
@@ -162,7 +144,7 @@ def _difference_chart(runs: Sequence[Run]) -> str:
     return _picture(figure)
 
 
-def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
+def _line_chart(runs: Sequence[Run], metric: str) -> str:
     """Draw a metric over steps, with a gap where it is not finite."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
@@ -172,8 +154,6 @@ def _line_chart(runs: Sequence[Run], metric: str, log: bool) -> str:
             _mark(axes, run.anomalies)
     unit = next(filter(None, (run.config.get("units", {}).get(metric) for run in runs)), "")
     axes.set(title=f"{metric}, {unit}" if unit else metric, xlabel="step")
-    if log:
-        _log_scale(axes)
     if len(runs) > 1:
         axes.legend(fontsize=8)
     return _picture(figure)
@@ -185,21 +165,6 @@ def _plot(axes: Axes, rows: Sequence[Row], name: str, label: str, color: str | N
     steps = [row["step"] for row in rows]
     axes.plot(steps, values, marker=marker, label=label, color=color, linewidth=1.2)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _log_scale(axes: Axes) -> None:
-    """Make the axis of values logarithmic, with numbers as labels: the default are formulas.
-
-    The axis stays linear if no value is positive.
-    """
-    if axes.dataLim.minposy == math.inf:
-        return
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    digits = "1235" if high < 30 * low else "1"
-    shown = FuncFormatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in digits else "")
-    axes.yaxis.set_major_formatter(shown)
-    axes.yaxis.set_minor_formatter(shown)
 
 
 def _mark(axes: Axes, anomalies: Sequence[Row]) -> None:

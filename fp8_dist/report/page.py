@@ -129,9 +129,9 @@ def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
         if bad := [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]:
             yield True, f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
     last = [*differences(run, baseline).values()][-LAST_STEPS:]
-    losses = [row.get("loss", 0) for each in (run, baseline) for row in each.metrics[-LAST_STEPS:]]
-    if last and run is not baseline and all(map(math.isfinite, losses)):
-        yield False, _loss_sentence(last, baseline.name)
+    if last and run is not baseline:
+        steps = f"the last {len(last)} common steps"
+        yield False, f"Over {steps} the loss is {baseline.name}'s {median(last):+.2g} (median)."
     if run.anomalies:
         first = run.anomalies[0]
         count = "1 anomaly," if len(run.anomalies) == 1 else f"{len(run.anomalies):,} anomalies,"
@@ -142,25 +142,6 @@ def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
         yield False, f"No anomalies in the casts of {steps:,} recorded steps."
     else:
         yield False, "No casts were recorded."
-
-
-def _loss_sentence(last: list[float], baseline: str) -> str:
-    """Compare the median of paired differences with two of its standard errors.
-
-    The error is that of the median of normal numbers, 1.2533 sigma / sqrt(n), with sigma from the
-    median of absolute deviations (times 1.4826). One step with a high loss changes neither much.
-    """
-    middle = median(last)
-    if not any(last):
-        return f"Over the last {len(last)} steps the loss equals {baseline}'s."
-    than = "above" if middle > 0 else "below"
-    begin = f"Over the last {len(last)} steps the loss is {abs(middle):.2g} {than} {baseline}'s"
-    if len(last) < 3:
-        return f"{begin}: too few steps to tell from their scatter."
-    deviation = median(abs(each - middle) for each in last)
-    scatter = 2 * 1.2533 * 1.4826 * deviation / math.sqrt(len(last))
-    how = "beyond" if abs(middle) > scatter else "within"
-    return f"{begin}, {how} the scatter of these steps (± {scatter:.2g})."
 
 
 def anchors(index: int, run: Run, found: Headline | None) -> dict[str, str]:

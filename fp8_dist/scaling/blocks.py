@@ -235,15 +235,9 @@ class Fp32Blocks(BlockScheme):
 
     :meth:`for_rows` rounds values a second time, because the new scales are not powers of two times
     the old ones.
-
-    Attributes:
-        division: the form of the cast: "vllm" divides by the scale, "slime" multiplies by its
-            reciprocal.
     """
 
     family: ClassVar[str] = "fp32_blocks"
-
-    division: str = "vllm"
 
     def make_levels(self) -> tuple[Level, ...]:
         return (Level(self.rows, self.columns),)
@@ -259,8 +253,7 @@ class Fp32Blocks(BlockScheme):
         return (scales_of(statistics[0], self.dtype),)
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
-        x, blocks = self._taken(x), self._blocks(start)
-        return quantize_by_scales(x, scales[0], self.dtype, blocks, self.division == "vllm")
+        return quantize_by_scales(self._taken(x), scales[0], self.dtype, self._blocks(start))
 
 
 def as_matrix(operand: Quantized) -> Quantized:

@@ -93,16 +93,13 @@ def from_integers(integers: Tensor, dtype: torch.dtype) -> Tensor:
     return integers.to(torch.uint8) if dtype is torch.uint8 else integers.view(torch.float32)
 
 
-def reduced_statistics(
-    scheme: Scheme, local: Statistics, layout: Layout | None, within: Sequence[int] | None = None
-) -> Statistics:
+def reduced_statistics(scheme: Scheme, local: Statistics, layout: Layout | None) -> Statistics:
     """Reduce the statistics of a rank's part of a tensor to the statistics of the global tensor.
 
     Args:
         scheme: the scheme that measured the statistics.
         local: the statistics of this rank's part.
         layout: the layout of the tensor.
-        within: the mesh axes over which statistics may be reduced; ``None`` means all.
 
     Returns:
         This rank's part of the global statistics.
@@ -111,10 +108,9 @@ def reduced_statistics(
     :func:`reduction_groups`, of the statistics of all levels whose blocks ranks share. A statistic
     has 4 bytes, or 1 byte if all of them are uint8.
     """
-    if layout is None or not (groups := reduction_groups(scheme, layout, within)):
+    if layout is None or not (groups := reduction_groups(scheme, layout)):
         return local
-    within = range(layout.mesh.ndim) if within is None else within
-    axes = [[axis for axis in over if axis in within] for over in scheme.axes(layout)]
+    axes = scheme.axes(layout)
     union = sorted({axis for over in axes for axis in over})
     sent = [i for i, over in enumerate(axes) if over]
     places = [Placed.of(local[i], scheme.levels[i], layout, union) for i in sent]
@@ -166,14 +162,11 @@ def whole_statistics_of_each(
     return found
 
 
-def reduction_groups(
-    scheme: Scheme, layout: Layout | None, within: Sequence[int] | None = None
-) -> GroupNames:
-    """The groups over which statistics are reduced; arguments as in :func:`reduced_statistics`."""
+def reduction_groups(scheme: Scheme, layout: Layout | None) -> GroupNames:
+    """The groups over which the statistics of a tensor are reduced."""
     if layout is None:
         return ()
-    every = {axis for axes in scheme.axes(layout) for axis in axes}
-    over = sorted([axis for axis in every if within is None or axis in within])
+    over = sorted({axis for axes in scheme.axes(layout) for axis in axes})
     if not over:
         return ()
     same = [i for i, p in enumerate(layout.placements) if p.is_replicate()]

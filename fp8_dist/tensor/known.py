@@ -1,27 +1,28 @@
-"""A weight whose tensor holds what is known of its values.
+"""A parameter with cached amax statistics.
 
 Note [What is known of a weight]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A scale that covers the values of several ranks takes an all-reduce. So the statistics of a weight
-are kept until the weight is written to. Precompute stores them, and so does an all-gather of FSDP2
-in float8. A forward stores none, because ranks without tokens for an expert skip it. Whoever casts
-a weight takes what is known, or measures the weight.
+A scale that covers the values of several ranks takes an all-reduce. Therefore the statistics of a
+weight are cached until the weight is written to. Precompute stores them, and so does FSDP2's float8
+all-gather. A forward does not, because ranks without tokens for an expert skip it. A cast looks
+them up, or measures the weight.
 
-They are kept in the weight's own tensor, a :class:`KnownWeight`. ``plain`` has the values,
-``known`` the statistics, and ``valid`` tells whether these are of the values. An operator that
-writes to the weight, or to a view of it, runs in ``KnownWeight.__torch_dispatch__``, which marks
-``valid``. So optimizers are noticed (foreach, fused and compiled ones, too), ``.data``,
-``to_local()`` and collectives. A write to ``plain`` itself, as by an in-place checkpoint loader,
-raises the version counter of ``plain``, which is a part of ``valid``. A write through a DTensor
-that ``state_dict()`` returned raises only the counter that this DTensor shares with the parameter,
-which compiled code can't see. docs/state.md lists the writes that nothing notices.
+The cache is in the weight's own tensor, a :class:`KnownWeight`: ``plain`` has the values, ``known``
+the statistics, and ``valid`` says whether the statistics are those of the values. Operators that
+write to the weight, or to a view of it, run in ``KnownWeight.__torch_dispatch__``, which
+invalidates the cache. So writes of optimizers (foreach, fused and compiled ones, too), of
+``.data``, ``to_local()`` and collectives are noticed. A write to ``plain`` itself, as by an
+in-place checkpoint loader, raises the version counter of ``plain``, which is a part of ``valid``. A
+write through a DTensor that ``state_dict()`` returned raises only the counter that this DTensor
+shares with the parameter, which compiled code can't see. docs/state.md lists the writes that are
+not noticed.
 
-``known`` and ``valid`` are tensors, because they are inputs of compiled graphs. One graph serves a
-weight that is known and one that is not: an operator looks at them when it runs
-(``fp8_dist/linear/weight.py``). A graph that writes to a weight marks ``valid``, too.
+``known`` and ``valid`` are tensors, because they are inputs of compiled graphs. The same graph
+serves a cached and an invalid weight: an operator reads them when it runs
+(``fp8_dist/linear/weight.py``). A graph that writes to a weight invalidates it, too.
 
-Views share ``valid``, so that a write to a view is noticed. They know nothing themselves, because
-their plain tensors count versions apart. Copies and moved tensors know nothing either.
+Views share ``valid``, so that a write to a view is noticed. They have no statistics themselves,
+because their plain tensors count versions apart. Copies and moved tensors have none either.
 """
 
 from collections.abc import Sequence
@@ -54,19 +55,42 @@ from fp8_dist.torch_internals import (
 
 aten = torch.ops.aten
 
-# Values of `valid`. Any other is four times a fingerprint of what is known, plus who found it.
-AS_SHARDED = 0  # of what FSDP2 gathered in high precision: ask the sharded parameter
-PRECOMPUTED, TRAINED = 1, 2  # precompute found it; a forward or gather for training found it
-# The latter alone: it is not kept. A write turns PRECOMPUTED to STALE, and TRAINED to OUTDATED.
+# Sources of statistics.
+EVALUATED = 0  # a forward or gather of an evaluation
+PRECOMPUTED = 1  # precompute
+TRAINED = 2  # a forward or gather of training
+# States without statistics. A write turns EVALUATED into UNKNOWN, PRECOMPUTED into STALE, TRAINED
+# into OUTDATED.
 UNKNOWN, STALE, OUTDATED = -1, -2, -3
+# An unsharded parameter, whose statistics are looked up on the sharded one.
+AS_SHARDED = 0
+
+
+def _valid(source: int, fingerprint: int = 0) -> int:
+    """The value of ``valid`` for statistics; without a fingerprint none are stored."""
+    return 4 * fingerprint + source
+
+
+def _fingerprint_of(valid: int) -> int:
+    return valid >> 2
+
+
+def _is_written(valid: Any) -> Any:
+    """Whether the weight was written to since statistics were computed."""
+    return valid < 0
+
+
+def _written(valid: Any) -> Any:
+    """The value of ``valid`` after the first write."""
+    return -1 - (valid & 3)
 
 
 class Kept(NamedTuple):
-    """Which statistics of a weight are kept together.
+    """The statistics of a weight that are cached together.
 
     Attributes:
-        schemes: those that they are for.
-        layout: that of the weight as a rank has it, or as FSDP2 gathers it.
+        schemes: the schemes of the statistics.
+        layout: the layout of the weight as a rank has it, or as FSDP2 gathers it.
         whole: whether they are those of the whole weight, not of the rank's part.
     """
 
@@ -85,14 +109,14 @@ class Kept(NamedTuple):
 
 
 class KnownWeight(WrapperParameter):
-    """A weight, or a shard of one, in high precision, with what is known of its values.
+    """Parameter (or shard) in high precision with cached amax statistics.
 
-    Every operator on it runs on the plain tensor inside. A ``state_dict`` contains the plain
-    tensor. See Note [What is known of a weight].
+    Operators run on the plain tensor inside. A ``state_dict`` contains the plain tensor. See Note
+    [What is known of a weight].
 
     Attributes:
-        known: 1-D, integers: packed statistics; empty if nothing was known yet.
-        valid: int64, 0-dim, on the CPU: a fingerprint of what is known, or a value above.
+        known: 1-D, integers: packed statistics; empty before the first.
+        valid: int64, 0-dim, on the CPU: fingerprint and source of the statistics, or a state above.
         seen: the version of the parameter, which may be a DTensor, when it was measured.
     """
 
@@ -131,75 +155,82 @@ class KnownWeight(WrapperParameter):
 
     @classmethod
     def as_sharded(cls, plain: Tensor, parameter: Tensor) -> Self:
-        """Wrap the local tensor of an unsharded parameter; it is known as the sharded one is."""
+        """Wrap the local tensor of an unsharded parameter.
+
+        Statistics are looked up on the sharded parameter.
+        """
         self: Self = cls(plain)
         self.valid.fill_(AS_SHARDED)
         self.seen = version_of(parameter) or 0
         return self
 
     def reserve(self, kept: Kept) -> None:
-        """Give ``known`` the shape that it will have, on which graphs depend."""
+        """Preallocate the statistics buffer, on whose shape graphs depend."""
         keys = [scheme.key for scheme in kept.schemes]
         self.known = torch.cat(packed([tuple(empty_statistics(self.plain, keys, kept.start()))]))
 
     def has(self, flag: int) -> bool:
-        """Whether ``valid`` is one of the values above; not in graphs."""
+        """Whether ``valid`` is one of the states above; not in graphs."""
         return self._state() == flag
 
     def check(self, parameter: Tensor) -> Self:
-        """Forget what is known if the parameter that has this tensor has another version."""
-        # (Loaders write so to tensors of a state dict. Other writes have been noted.)
-        if self.seen != (version_of(parameter) or 0) and self._state() >= 0:
+        """Drop the statistics if the parameter that has this tensor has another version."""
+        # (Loaders write so to tensors of a state dict. Other writes have been noticed.)
+        if self.seen != (version_of(parameter) or 0) and not _is_written(self._state()):
             self.forget_to_load()
         return self
 
     def recall(self, kept: Kept, x: Tensor) -> dict[Scheme, Statistics]:
-        """Return what is known of the current values, empty if that is nothing; not in graphs.
+        """Return the cached statistics of the current values, by scheme; not in graphs.
 
-        While a CUDA graph is captured nothing is: it is replayed with other values.
+        None are returned while a CUDA graph is captured, which is replayed with other values.
 
-        ``x``: the values, perhaps on another device. The result is there.
+        ``x``: the values, perhaps on another device, which is that of the result.
         """
-        valid = self._state()
-        known = valid > AS_SHARDED and valid >> 2 == self._fingerprint(kept)
-        return kept.unpack(self.known.to(x.device), x.shape) if known and not is_captured(x) else {}
+        is_cached = _fingerprint_of(self._state()) == self._fingerprint(kept)
+        if not is_cached or is_captured(x):
+            return {}
+        return kept.unpack(self.known.to(x.device), x.shape)
 
     def store(
-        self, kept: Kept, each: Sequence[Statistics], parameter: Tensor, found_by: int = 0
+        self,
+        kept: Kept,
+        statistics: Sequence[Statistics],
+        parameter: Tensor,
+        source: int = EVALUATED,
     ) -> None:
-        """Store statistics of the current values.
+        """Cache statistics of the current values.
 
         Args:
-            each: those for each scheme.
+            statistics: those for each scheme.
             parameter: the parameter that has this tensor.
-            found_by: PRECOMPUTED, TRAINED, or 0 for others, such as an evaluation.
+            source: one of the sources above.
         """
-        parts = packed(each)
+        parts = packed(statistics)
         self.known = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.seen = version_of(parameter) or 0
-        self._set_state(4 * self._fingerprint(kept) + found_by)
+        self._set_state(_valid(source, self._fingerprint(kept)))
 
     def note_training(self) -> None:
-        """Note that a forward for training has found statistics, which it does not keep."""
-        if self._state() < 0:
-            self._set_state(TRAINED)
+        """Record that a forward of training has computed statistics without caching them."""
+        if _is_written(self._state()):
+            self._set_state(_valid(TRAINED))
 
     def _fingerprint(self, kept: Kept) -> int:
-        """A positive number that stands for the values, what is known, and what that is."""
+        """Hash of version, storage and layout; positive."""
         number = hash((version_of(self.plain), storage_address(self.known), kept))
         return 1 + (number & (1 << 60) - 1)
 
     def forget(self) -> None:
-        """Note a write to the values."""
-        if type(self.valid) is not Tensor:  # a graph is traced, which marks it when it runs
-            written = -1 - (self.valid & 3)
-            self.valid.copy_(torch.where(self.valid < 0, self.valid, written))
-            return
-        if (valid := self._state()) >= 0:
-            self._set_state(-1 - (valid & 3))
+        """Invalidate the statistics after a write."""
+        if type(self.valid) is not Tensor:  # traced: the graph does it when it runs
+            valid = self.valid
+            valid.copy_(torch.where(_is_written(valid), valid, _written(valid)))
+        elif not _is_written(valid := self._state()):
+            self._set_state(_written(valid))
 
     def forget_to_load(self) -> None:
-        """Note that a state dict is loaded, of which nothing is to be said."""
+        """Drop the statistics before a state dict is loaded, which does not warn."""
         self._set_state(UNKNOWN)
 
     def _state(self) -> int:
@@ -240,16 +271,16 @@ class KnownWeight(WrapperParameter):
             return out  # this is how optimizers clone their state; clone() of a shard is a weight
         if not (func.is_view or func in MOVES):
             return out
-        own = next(each for each in tree_leaves(args) if isinstance(each, KnownWeight))
-        wrapped = tree_map_only(Tensor, own.like, out)
+        weight = next(arg for arg in tree_leaves(args) if isinstance(arg, KnownWeight))
+        wrapped = tree_map_only(Tensor, weight.like, out)
         if func.is_view:
             for view in [wrapped] if isinstance(wrapped, cls) else wrapped:
-                view.valid = own.valid
+                view.valid = weight.valid
         return wrapped
 
 
 def _flag() -> Tensor:
-    # A normal tensor on the host, which may be written to in any mode.
+    # A normal tensor on the host, which can be written to in any mode.
     if torch.compiler.is_compiling():
         return torch.full((), UNKNOWN, dtype=torch.int64, device="cpu")
     with torch.inference_mode(False), outside_of_modes():

@@ -64,29 +64,29 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x.rewrap(qdata=moved, scale=tuple([func(scale) for scale in x.scales]))
     if func in _PARTS and any(level.has_blocks for level in x.scheme.levels):
         return _parts_in_blocks(func, x, moved, rest, kwargs)
-    if (turned := _turned_scheme(func, x, rest)) is not None:
+    if (transposed := _transposed_scheme(func, x, rest)) is not None:
         if moved.shape == x.shape and moved.stride() == x.qdata.stride():
             return x.rewrap(qdata=moved)  # permuted without effect
-        swapped = tuple([scale.transpose(-2, -1) if scale.ndim else scale for scale in x.scales])
-        return x.rewrap(qdata=moved, scale=swapped, scheme=turned, start=x.start[::-1])
-    scales = [func(e, *rest, **kwargs) for e in _expanded(x)]
+        scales = tuple([scale.transpose(-2, -1) if scale.ndim else scale for scale in x.scales])
+        return x.rewrap(qdata=moved, scale=scales, scheme=transposed, start=x.start[::-1])
+    views = [func(view, *rest, **kwargs) for view in _expanded(x)]
     if isinstance(moved, torch.Tensor):
-        return _with_moved_scales(func, x, moved, scales)
-    parts = zip(moved, *scales, strict=True)
-    return [_with_moved_scales(func, x, part, own) for part, *own in parts]
+        return _with_moved_scales(func, x, moved, views)
+    parts = zip(moved, *views, strict=True)
+    return [_with_moved_scales(func, x, part, part_views) for part, *part_views in parts]
 
 
-def _turned_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme | None:
+def _transposed_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme | None:
     """The scheme of transposed matrices, if ``func`` makes those."""
-    turned = x.scheme.transposed()
-    if turned is None or func not in (aten.t.default, aten.transpose.int, aten.permute.default):
+    transposed = x.scheme.transposed()
+    if transposed is None or func not in (aten.t.default, aten.transpose.int, aten.permute.default):
         return None
     if x.ndim > 2:
         last_two = {x.ndim - 2, x.ndim - 1}
         swaps_them = func is aten.transpose.int and {dim % x.ndim for dim in rest} == last_two
-        if not swaps_them or any(level.leading != 1 for level in turned.levels):
+        if not swaps_them or any(level.leading != 1 for level in transposed.levels):
             return None
-    return turned
+    return transposed
 
 
 def _parts_in_blocks(
@@ -99,15 +99,15 @@ def _parts_in_blocks(
     if func is aten.slice.Tensor:
         begin, _, step = slice(*[*rest[1:], None, None, None][:3]).indices(x.shape[dim])
         if step != 1:
-            raise _no_scale_for(func, x)
-    found = []
+            raise _refusal(func, x)
+    wrapped = []
     for part in parts:
         length = part.shape[dim]
         scales = x.scheme.part_of_scales(x.scales, x.start, dim, begin, length, x.ndim)
         start = x.scheme.moved(x.start, dim, begin, x.ndim)
-        found.append(x.rewrap(qdata=part, scale=scales, start=start))
+        wrapped.append(x.rewrap(qdata=part, scale=scales, start=start))
         begin += length
-    return found[0] if isinstance(moved, torch.Tensor) else found
+    return wrapped[0] if isinstance(moved, torch.Tensor) else wrapped
 
 
 def _fixed_dims(level: Level, ndim: int) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ def _with_moved_scales(
         if level.has_blocks or len(scales) > 1:  # rows must stay whole
             rows_stay = level.follows_rows and covered == (qdata.ndim - 1,)
             if not rows_stay or qdata.shape[-1] != x.shape[-1]:
-                raise _no_scale_for(func, x)
+                raise _refusal(func, x)
             size[-1], strides[-1] = scale.shape[-1], scale.stride(-1)
         elif covered != level.covered_dims(qdata.ndim):
             scheme = covering(covered, scheme, qdata.ndim)
@@ -169,12 +169,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     moving = _moving_levels(x)
     if moving and (not size or size[-1] not in (-1, x.shape[-1])):
         # DTensor does this to join the parts of a tensor with a single row.
-        raise NotImplementedError(
-            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with one scale per "
-            f"{x.scheme.covers} to {tuple(size)}: its rows would be others; if one row was "
-            "sharded, redistribute the high-precision tensor and cast it then, else call "
-            ".dequantize() first"
-        )
+        raise _refusal(func, x, "its rows would be others")
     qdata = func(x.qdata, size, **kwargs)
     if not moving or qdata.shape == x.shape:
         return x.rewrap(qdata=qdata)
@@ -183,7 +178,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     def viewed(level: Level, scale: torch.Tensor) -> torch.Tensor:
         fixed = _fixed_dims(level, x.ndim)
         if fixed not in ((last,), tuple(range(last))) or (level.rows or 1) > 1:
-            raise _no_scale_for(func, x)
+            raise _refusal(func, x)
         rows = qdata.shape[:-1] if fixed == (last,) else [1] * (qdata.ndim - 1)
         return scale.reshape(*rows, scale.shape[-1])
 
@@ -198,15 +193,26 @@ def _restride(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float
     same = qdata.shape == x.qdata.shape and qdata.stride() == x.qdata.stride()
     same = same and qdata.storage_offset() == x.qdata.storage_offset()
     if not same and _moving_levels(x):
-        raise _no_scale_for(func, x)
+        raise _refusal(func, x)
     return x.rewrap(qdata=qdata)
 
 
-def _no_scale_for(func: Any, x: Float8Tensor) -> NotImplementedError:
+def _refusal(
+    func: Any, x: Float8Tensor, why: str = "its result has no such scales"
+) -> NotImplementedError:
     return NotImplementedError(
         f"{func} of a Float8Tensor of shape {tuple(x.shape)} with one scale per {x.scheme.covers}: "
-        "its result has no such scales; call .dequantize() first"
+        f"{why}; call .dequantize() first (of a DTensor: redistribute it before the cast)"
     )
+
+
+def _check_are_float8(func: Any, tensors: Sequence[torch.Tensor]) -> None:
+    for x in tensors:
+        if not isinstance(x, Float8Tensor):
+            raise NotImplementedError(
+                f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: cast_to_float8 "
+                "the second, or dequantize() the first"
+            )
 
 
 @implements(aten.clone.default)
@@ -221,24 +227,20 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     tensors = args[0]
     first = tensors[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % first.ndim
+    _check_are_float8(func, tensors)
     for x in tensors:
-        if not isinstance(x, Float8Tensor):
-            raise TypeError(
-                f"torch.cat of a Float8Tensor and a {type(x).__name__}: dequantize() the first "
-                "or cast_to_float8 the second"
-            )
         _check_same_kind("torch.cat", first, x)
         if any(x.start[d] != first.start[d] for d in (-2, -1) if d != dim - x.ndim):
-            raise _no_scale_for(func, x)
+            raise _refusal(func, x)
     scales: list[torch.Tensor] = []
     for i, level in enumerate(first.scheme.levels):
-        each, block = [x.scales[i] for x in tensors], level.block(dim, first.ndim)
+        parts, block = [x.scales[i] for x in tensors], level.block(dim, first.ndim)
         if level.is_scalar or block is None:
-            scales.append(_common_scale(each))
+            scales.append(_common_scale(parts))
         else:
             if block > 1:
                 _check_whole_blocks(func, tensors, dim, block)
-            scales.append(func(each, dim))
+            scales.append(func(parts, dim))
     out = func([_as_sent(x, x.qdata) for x in tensors], dim)
     origin = first.origin if all(x.origin is first.origin for x in tensors) else None
     return first.rewrap(qdata=out.view(first.qdata.dtype), scale=tuple(scales), origin=origin)
@@ -250,17 +252,13 @@ def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block:
         start = x.start[dim - x.ndim] % block
         ends_inside = i + 1 < len(tensors) and (start + x.shape[dim]) % block
         if (i and start) or ends_inside:
-            raise _no_scale_for(func, x)
+            raise _refusal(func, x)
 
 
 def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
-    if x.qdata.dtype != y.qdata.dtype:
-        raise ValueError(
-            f"{name} of float8 tensors of {x.qdata.dtype} and {y.qdata.dtype}; .dequantize() them"
-        )
-    if x.scheme.levels != y.scheme.levels:
-        covers = f"one scale per {x.scheme.covers} and per {y.scheme.covers}"
-        raise ValueError(f"{name} of float8 tensors with {covers}; .dequantize() them")
+    if (x.qdata.dtype, x.scheme.levels) != (y.qdata.dtype, y.scheme.levels):
+        kinds = [f"{z.qdata.dtype} with one scale per {z.scheme.covers}" for z in (x, y)]
+        raise ValueError(f"{name} of {' and '.join(kinds)}; .dequantize() them")
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
@@ -282,12 +280,8 @@ def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
 @implements(aten.constant_pad_nd.default)
 def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     x, pad = args[:2]
-    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
-    if value != 0:
-        raise NotImplementedError(
-            f"padding a Float8Tensor with {value}: only 0 has the same float8 code under every "
-            "scale; call .dequantize() first"
-        )
+    if (args[2] if len(args) > 2 else kwargs.get("value", 0)) != 0:
+        raise _refusal(func, x, "only 0 has the same float8 code under every scale")
     _check_not_cut(func, x)  # DTensor pads the parts of some ranks before it gathers them
     qdata = func(as_bytes(x.qdata), pad, 0).view(x.qdata.dtype)
 
@@ -305,7 +299,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     # Padding at the end is possible if the last blocks have room for it.
     shapes = x.scheme.scale_shapes(qdata.shape, x.start)
     if has_blocks and (in_front or [[*scale.shape] for scale in scales] != shapes):
-        raise _no_scale_for(func, x)
+        raise _refusal(func, x)
     return x.rewrap(qdata=qdata, scale=scales)
 
 
@@ -325,14 +319,10 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8
 @implements(aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
     dst, src = args[:2]
-    if not isinstance(dst, Float8Tensor) or not isinstance(src, Float8Tensor):
-        raise NotImplementedError(
-            f"{func} between a {type(dst).__name__} and a {type(src).__name__}: dequantize() or "
-            "cast_to_float8 first, so that both are of one kind"
-        )
+    _check_are_float8(func, (dst, src))
     _check_same_kind("copy_", dst, src)
     if dst.start != src.start:
-        raise _no_scale_for(func, dst)
+        raise _refusal(func, dst)
     func(dst.qdata, src.qdata, *args[2:], **kwargs)
     for mine, other in zip(dst.scales, src.scales, strict=True):
         func(mine, other, *args[2:], **kwargs)
@@ -356,7 +346,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
         return func(x.qdata, *args[1:], **kwargs)
     size = args[1]
     if len(size) != x.ndim and _moving_levels(x):
-        raise _no_scale_for(func, x)
+        raise _refusal(func, x)
     scales = _changed(x, lambda level, scale: scale.new_zeros(level.shape(size, x.start)))
     return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scales)
 
@@ -387,11 +377,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
     dims = [d % x.ndim for d in rest[:2]] if func is shard_dim_alltoall else [0]
     _check_not_cut(func, x)
     if not x.scheme.can_move(dims, x.ndim):
-        raise NotImplementedError(
-            f"{func} of a Float8Tensor of shape {tuple(x.shape)} with one scale per "
-            f"{x.scheme.covers}: only whole rows travel, each with its scale; redistribute the "
-            "high-precision tensor and cast it then"
-        )
+        raise _refusal(func, x, "only whole rows travel, each with its scale")
     packed = func(as_bytes(pack_rows(x.qdata, [scale for _, scale in moving])), *rest, **kwargs)
     traced = _is_traced(x)
     if traced:  # in a graph, a wait for one view would not cover the others
@@ -416,11 +402,7 @@ def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
 def _check_not_cut(func: Any, x: Float8Tensor) -> None:
     """Raise NotImplementedError, on all ranks, if parts of a tensor can't be joined as float8."""
     if x.is_cut:
-        raise NotImplementedError(
-            f"{func} of a part of a float8 tensor, {tuple(x.shape)}, with one scale per "
-            f"{x.scheme.covers}: ranks have unequal parts, or parts of one block, which can't be "
-            "gathered as float8; redistribute the high-precision tensor and cast it then"
-        )
+        raise _refusal(func, x, "ranks have unequal parts, or parts of one block")
 
 
 def _as_sent(x: Float8Tensor, qdata: torch.Tensor) -> torch.Tensor:
@@ -475,13 +457,7 @@ def scaled_mm(
 @implements(aten.mm.default, aten.addmm.default)
 def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     *bias, a, b = args
-    for x in (a, b):
-        if not isinstance(x, Float8Tensor):
-            raise NotImplementedError(
-                f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: "
-                "cast_to_float8 the second, or dequantize() the first. (A weight that FSDP2 "
-                "gathers in float8 can be used by Float8Linear layers alone.)"
-            )
+    _check_are_float8(func, (a, b))
     product = scaled_mm(a, b, out_dtype=a.orig_dtype)
     if not bias:
         return product

@@ -9,8 +9,8 @@ delayed scales). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp", with seq
 axes, whose ranks this script starts on this machine, bound to cores; "none" is one process.
 `--compile` compiles each transformer block. `--stats` times our recipes with the statistics of
 `float8_stats`, too: "entered" (but this step is not recorded), "recorded", and "with GEMMs"
-(recorded with the SQNR of each GEMM); and in a block of `record` without named layers ("watched").
-`--stats watched` times that alone. The first command takes 20 minutes on two cores.
+(recorded with the SQNR of each GEMM; on no mesh); and in a block of `record` without named layers
+("watched"). `--stats watched` times that alone. The first command takes 20 minutes on two cores.
 
 The smaller the batch, the more of a step is Python and the latency of collectives. Statistics cost
 a time per element of an operand: the wider the model, the less of a step they are.

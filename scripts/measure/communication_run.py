@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,15 +39,12 @@ class Variant:
     name: str
     candidate: str
     update: bool = True  # precompute, or the sync of delayed scales, follows the optimizer's step
-    float8: dict[str, Any] = dataclasses.field(default_factory=dict)  # changes to the config
     gradients: Transport | None = None  # how FSDP2's travel
 
 
-RANK: dict[str, Any] = {"amax_scope": "rank"}
 PLAIN = Variant("bf16", BF16)
 OURS = Variant("fp8_dist", "tensorwise", update=False)
 OURS_PRECOMPUTED = Variant("fp8_dist + precompute", "tensorwise")
-OURS_RANK = Variant('fp8_dist + precompute, amax_scope="rank"', "tensorwise", float8=RANK)
 FLOAT8_GRADIENTS = Variant(
     "fp8_dist + precompute, float8 gradients", "tensorwise", gradients="float8"
 )
@@ -55,13 +52,12 @@ FOLDED, BLOCKWISE, MXFP8, MXFP4 = (
     Variant(f"fp8_dist {recipe} + precompute", recipe)
     for recipe in ("rowwise_folded", "blockwise", "mxfp8", "mxfp8+mxfp4")
 )
-FOLDED_RANK = dataclasses.replace(FOLDED, name=f'{FOLDED.name}, amax_scope="rank"', float8=RANK)
 DELAYED = Variant("fp8_dist delayed + sync", "delayed")
 ROWWISE = Variant("fp8_dist rowwise", "rowwise", update=False)
 TORCHAO = Variant("torchao", "torchao tensorwise", update=False)
 TORCHAO_PRECOMPUTED = Variant("torchao + precompute", "torchao tensorwise")
-OF_TENSORWISE = (OURS, OURS_PRECOMPUTED, OURS_RANK, FLOAT8_GRADIENTS)
-VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, FOLDED_RANK, DELAYED, BLOCKWISE, MXFP8, MXFP4, ROWWISE)
+OF_TENSORWISE = (OURS, OURS_PRECOMPUTED, FLOAT8_GRADIENTS)
+VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, DELAYED, BLOCKWISE, MXFP8, MXFP4, ROWWISE)
 
 
 class Row(NamedTuple):
@@ -79,8 +75,6 @@ class Row(NamedTuple):
 def variants(mesh: str) -> list[Variant]:
     """The variants that mean something on a mesh."""
     found = list(VARIANTS)
-    if mesh == FSDP:  # it reduces operands of weights alone, and gathers these
-        found = [variant for variant in found if not variant.float8]
     if mesh == TP:
         found = [variant for variant in found if not variant.gradients]
     if candidates.torchao is not None:
@@ -99,7 +93,7 @@ def rows_of(name: str, chosen: Sequence[Variant], mesh: DeviceMesh | None = None
 def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
     """Runs two steps and returns what the second one communicates; called on every rank."""
     sharded = mesh["dp"].size() > 1
-    model = build(variant.candidate, SIZES, mesh, reduce_dtype=torch.bfloat16, **variant.float8)
+    model = build(variant.candidate, SIZES, mesh, reduce_dtype=torch.bfloat16)
     if sharded:
         model.set_reshard_after_forward(True)  # the root too: every parameter is gathered twice
     if variant.gradients is not None:

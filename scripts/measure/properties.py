@@ -1,6 +1,6 @@
-"""Random cases against independent references: each is right, or a documented error.
+"""Random trainings beside a twin in one process: each is right, or a documented error.
 
-python -m scripts.measure.properties --cases 10000
+python -m scripts.measure.properties --cases 5000
 
 tests/support/property_cases.py says what a case is and how it is drawn; tests/property runs some of
 them. Exit status 1 if a case failed, or was not run: `--case` runs the one that the report shows.

@@ -16,7 +16,7 @@ from tqdm import tqdm
 SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))
 
-from property_cases import KINDS, Case, cases, from_json, simpler, to_json  # noqa: E402
+from property_cases import TrainCase, from_json, simpler, to_json, train_cases  # noqa: E402
 from property_runs import verdict_of  # noqa: E402
 from property_verdicts import Verdict  # noqa: E402
 from ranks import RankPools  # noqa: E402
@@ -25,16 +25,15 @@ from scripts.common.markdown import table  # noqa: E402
 
 # Failures that look alike are made simpler, and shown, this many times.
 SHOWN = 3
-# Kinds take turns. Each turn starts from a seed of its own: hypothesis varies what it drew before.
-TURNS = ("cast", "layer", "train", "train")
+# So many cases start from a seed of their own: hypothesis varies what it drew before.
 TURN = 50
 
 
 def run_cases(
     count: int, seed: int, max_ranks: int, pools: RankPools
-) -> list[tuple[Case, Verdict]]:
+) -> list[tuple[TrainCase, Verdict]]:
     """The verdicts on so many cases, drawn from a seed; on fewer after Ctrl-C."""
-    verdicts: list[tuple[Case, Verdict]] = []
+    verdicts: list[tuple[TrainCase, Verdict]] = []
     progress = tqdm(total=count, unit="case")
     for turn, start in enumerate(range(0, count, TURN)):
 
@@ -46,8 +45,8 @@ def run_cases(
             phases=[hypothesis.Phase.generate],
             suppress_health_check=list(hypothesis.HealthCheck),
         )
-        @hypothesis.given(cases(TURNS[turn % len(TURNS)], max_ranks))
-        def each(case: Case) -> None:
+        @hypothesis.given(train_cases(max_ranks))
+        def each(case: TrainCase) -> None:
             verdict = verdict_of(case, pools)
             if verdict.kind == "FAILED":
                 progress.write(f"{to_json(case)}\n  {verdict.name}")
@@ -62,7 +61,7 @@ def run_cases(
     return verdicts
 
 
-def simplest(case: Case, verdict: Verdict, pools: RankPools) -> tuple[Case, Verdict]:
+def simplest(case: TrainCase, verdict: Verdict, pools: RankPools) -> tuple[TrainCase, Verdict]:
     """The simplest case that fails alike, found by changing one field after the other."""
     while not verdict.text.startswith("ranks: "):  # each of these takes the whole timeout
         for other in simpler(case):
@@ -75,17 +74,14 @@ def simplest(case: Case, verdict: Verdict, pools: RankPools) -> tuple[Case, Verd
     return case, verdict
 
 
-def counts(verdicts: Sequence[tuple[Case, Verdict]]) -> str:
-    """Numbers of cases of each kind that were right, a documented error, or failed."""
-    names = {cls: name for name, cls in KINDS.items()}
-    by_kind = Counter((names[type(case)], verdict.kind) for case, verdict in verdicts)
-    kinds = ("right", "error", "FAILED")
-    lines = [[name, *(str(by_kind[name, kind]) for kind in kinds)] for name in KINDS]
-    totals = [str(sum(by_kind[name, kind] for name in KINDS)) for kind in kinds]
-    return table(["case", "right", "documented error", "failed"], [*lines, ["all", *totals]])
+def counts(verdicts: Sequence[tuple[TrainCase, Verdict]]) -> str:
+    """Numbers of cases that were right, a documented error, or failed."""
+    by_kind = Counter(verdict.kind for _, verdict in verdicts)
+    numbers = [str(by_kind[kind]) for kind in ("right", "error", "FAILED")]
+    return table(["right", "documented error", "failed"], [numbers])
 
 
-def errors(verdicts: Sequence[tuple[Case, Verdict]]) -> str:
+def errors(verdicts: Sequence[tuple[TrainCase, Verdict]]) -> str:
     """The documented errors by kind, with their numbers of cases."""
     by_name = Counter(verdict.name for _, verdict in verdicts if verdict.kind == "error")
     lines = [[name.replace("|", r"\|"), str(count)] for name, count in by_name.most_common()]
@@ -102,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             return int(verdict.kind == "FAILED")
         verdicts = run_cases(args.cases, args.seed, args.ranks, pools)
         print(f"{counts(verdicts)}\n\n{errors(verdicts)}")
-        failed: dict[str, list[tuple[Case, Verdict]]] = {}
+        failed: dict[str, list[tuple[TrainCase, Verdict]]] = {}
         for case, verdict in verdicts:
             if verdict.kind == "FAILED":
                 failed.setdefault(verdict.name, []).append((case, verdict))

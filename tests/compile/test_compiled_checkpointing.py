@@ -11,17 +11,13 @@ from rank_tests import on_ranks
 from reference import same_bits
 from two_level import config_named
 
-from fp8_dist import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale
+from fp8_dist import convert_to_float8_training, precompute_float8_dynamic_scale
 from fp8_dist.debug import CommRow
 
 
 @pytest.mark.parametrize(
     ("recipe", "mode"),
-    [
-        *((recipe, "selective") for recipe in ("tensorwise", "rowwise_folded", "delayed")),
-        ("rowwise_folded", "full"),
-        ("two levels", "selective"),
-    ],
+    [("delayed", "selective"), ("two levels", "selective"), ("rowwise_folded", "full")],
 )
 def test_compiled(recipe: str, mode: str) -> None:
     compilations = Compilations()
@@ -37,14 +33,12 @@ def test_compiled(recipe: str, mode: str) -> None:
     assert (compilations.breaks, compilations.graphs) == (0, 1)
 
 
-def compiled_counts(recipe: str, mode: str) -> tuple[Counter[str], list[CommRow]]:
+def compiled_counts(mode: str) -> tuple[Counter[str], list[CommRow]]:
     """Ops and collectives in the graphs of a compiled step, which has the bits of an eager one."""
     compilations = Compilations()
     results: list[list[torch.Tensor]] = []
     for compiled in (False, True):
-        world = Distributed(
-            1, 2, config=Float8LinearConfig.from_recipe_name(recipe), net_arguments={"layers": 1}
-        )
+        world = Distributed(1, 2, net_arguments={"layers": 1})
         graphs, run = Graphs(world.mesh), forward
         if compiled:
             run = torch.compile(forward, backend=graphs.backend, fullgraph=True)
@@ -62,8 +56,8 @@ def compiled_counts(recipe: str, mode: str) -> tuple[Counter[str], list[CommRow]
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2, timeout=180)
 def test_graphs_repeat_no_collective_and_no_amax() -> None:
-    (plain, collectives), (selective, same_collectives) = (
-        compiled_counts("tensorwise", mode) for mode in ("none", "selective")
+    (plain, collectives), (selective, same_collectives) = map(
+        compiled_counts, ("none", "selective")
     )
     assert same_collectives == collectives
     # Casts are repeated, and nothing else.

@@ -14,7 +14,7 @@ from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import comm_audit, float8_stats, record
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_recorded_steps_run_eagerly_and_graphs_know_nothing_of_it(
     tmp_path: Path, recipe: str
 ) -> None:
@@ -54,12 +54,11 @@ def test_recorded_steps_run_eagerly_and_graphs_know_nothing_of_it(
     assert not [name for name in guards if "_observers" in name]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_audits_compile_nothing_anew(backend: str) -> None:
+def test_audits_compile_nothing_anew() -> None:
     for warm in (False, True):
         compilations = Compilations()
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         if warm:
             compiled(torch.ones(2, 4)).sum().backward()
         for _ in range(10):  # more than torch compiles one function

@@ -112,25 +112,17 @@ def test_no_unsharded_weight_outlives_its_layer(recipe: str, gather: bool) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("backend", "recipe"),
-    [
-        ("aot", "tensorwise"),
-        pytest.param("inductor", "tensorwise", marks=pytest.mark.full),
-    ],
-)
 @on_ranks(2, returns=0, timeout=180)
-def test_no_unsharded_weight_outlives_its_graph(backend: str, recipe: str) -> int:
+def test_no_unsharded_weight_outlives_its_graph() -> int:
     """Bytes of weights that two compiled blocks hold, in their second step.
 
     (A graph merges equal ops: the cast of the backward with the forward's, were it not told.)
     """
     torch._dynamo.reset()
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    world = Distributed(2, 1, config=config, gather=False, shard=False)
+    world = Distributed(2, 1, gather=False, shard=False)
     model = blocks(world)
     for block in model:
-        block.compile(backend=Graphs().backend if backend == "aot" else backend, fullgraph=True)
+        block.compile(backend=Graphs().backend, fullgraph=True)
     world.fully_shard(model, model)
     precompute_float8_dynamic_scale(model)
     for _ in range(2):

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from nets import Distributed, full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import known, same_bits, same_cast
+from reference import all_warnings, known, same_bits, same_cast
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -23,6 +23,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import CommRow, comm_audit
 from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
 
 INT32 = torch.int32  # amax travels as the bits of a non-negative float
 PHASES = ("precompute", "forward", "backward")
@@ -69,26 +70,23 @@ def side_by_side(steps: dict[str, Rows]) -> str:
 
 
 def test_tensor_parallelism(ranks: RankPools) -> None:
-    rank_scope = {"config": Float8LinearConfig(amax_scope="rank")}
     steps = {
         "sequence": ranks(2).run_same(audited_steps, 1, 2, True),
-        # Of amaxes, only those of what is gathered are reduced.
-        "rank scope": ranks(2).run_same(audited_steps, 1, 2, True, rank_scope),
         "no sequence": ranks(2).run_same(audited_steps, 1, 2, True, {"sequence_parallel": False}),
     }
     assert_expected_inline(
         side_by_side(steps),
         """\
-                                                     sequence     rank scope    no sequence
-precompute all_reduce     tp    int32                  1 of 6         1 of 6         1 of 6
-forward    all_reduce     tp    int32                  4 of 4         2 of 2         2 of 2
-forward    all_gather     tp    float8_e4m3fn      2 of 4,096     2 of 4,096              -
-forward    reduce_scatter tp    float32            2 of 4,096     2 of 4,096              -
-forward    all_reduce     tp    float32                     -              -     2 of 4,096
-backward   all_reduce     tp    float32              2 of 128       2 of 128     1 of 2,048
-backward   all_reduce     tp    int32                  6 of 6         2 of 2         4 of 4
-backward   all_gather     tp    float8_e5m2        2 of 4,096     2 of 4,096              -
-backward   reduce_scatter tp    float32            1 of 2,048     1 of 2,048              -""",
+                                                     sequence    no sequence
+precompute all_reduce     tp    int32                  1 of 6         1 of 6
+forward    all_reduce     tp    int32                  4 of 4         2 of 2
+forward    all_gather     tp    float8_e4m3fn      2 of 4,096              -
+forward    reduce_scatter tp    float32            2 of 4,096              -
+forward    all_reduce     tp    float32                     -     2 of 4,096
+backward   all_reduce     tp    float32              2 of 128     1 of 2,048
+backward   all_reduce     tp    int32                  6 of 6         4 of 4
+backward   all_gather     tp    float8_e5m2        2 of 4,096              -
+backward   reduce_scatter tp    float32            1 of 2,048              -""",
     )
 
 
@@ -116,6 +114,58 @@ backward   all_gather     tp    float8_e5m2        2 of 2,048     2 of 2,048
 backward   reduce_scatter tp    float32            1 of 1,024     1 of 1,024
 backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
     )
+
+
+def test_row_scales(ranks: RankPools) -> None:
+    """They travel with float8 rows; those of uneven shards, which FSDP2's gather lacks, before."""
+    folded = Float8LinearConfig.from_recipe_name("rowwise_folded")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    even = {"config": folded, "fsdp_arguments": {"mp_policy": policy}}
+    uneven = {"config": folded, "net_arguments": {"hidden": 33}}
+    steps = {
+        "even, tp 2": ranks(4).run_same(audited_steps, 2, 2, True, even),
+        "uneven": ranks(2).run_same(audited_steps, 2, 1, True, uneven),
+    }
+    assert_expected_inline(
+        side_by_side(steps),
+        """\
+                                                   even, tp 2         uneven
+precompute all_reduce     tp    int32                1 of 128              -
+precompute all_reduce     dp    int32                       -       1 of 132
+forward    all_gather     dp    float8_e4m3fn     2 of 18,432    2 of 12,928
+forward    all_gather     dp    + float32            0 of 320       0 of 324
+forward    all_gather     dp    + bfloat16           0 of 224              -
+forward    all_gather     tp    float8_e4m3fn      2 of 2,048              -
+forward    all_gather     tp    + float32             0 of 32              -
+forward    all_reduce     tp    int32                 2 of 32              -
+forward    reduce_scatter tp    bfloat16           2 of 2,048              -
+backward   all_gather     dp    float8_e4m3fn     2 of 18,432    2 of 12,928
+backward   all_gather     dp    + float32            0 of 320       0 of 324
+backward   all_gather     dp    + bfloat16           0 of 224              -
+backward   all_reduce     tp    bfloat16             2 of 128              -
+backward   all_gather     tp    float8_e4m3fn      2 of 2,048              -
+backward   all_gather     tp    + float32             0 of 64              -
+backward   all_reduce     tp    int32                 4 of 96              -
+backward   reduce_scatter tp    bfloat16           1 of 1,024              -
+backward   reduce_scatter dp    bfloat16          2 of 18,656              -
+backward   reduce_scatter dp    float32                     -    2 of 13,124""",
+    )
+
+
+@pytest.mark.parametrize("operand", ["input", "grad_output"])
+@on_ranks(2)
+def test_rows_that_can_not_travel_in_float8_are_named(operand: str) -> None:
+    config = Float8LinearConfig.from_recipe_name("rowwise_folded")
+    net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
+    styles = {
+        "input": Float8ColwiseParallel(input_layouts=Shard(-1)),
+        "grad_output": Float8RowwiseParallel(output_layouts=Shard(-1)),
+    }
+    apply_tp_plan(net, device_mesh(tp=2), {"0": styles[operand]})
+    with all_warnings() as texts:
+        net(torch.randn(4, 16)).sum().backward()
+    (text,) = [text for text in texts if "high precision" in text]
+    assert text.startswith(f"0: {operand} is gathered in high precision, because")
 
 
 @pytest.mark.parametrize(

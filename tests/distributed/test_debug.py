@@ -148,14 +148,10 @@ total                              61            922,112
         first_layer,
         """\
 op              axis  dtype     count  elements    bytes  module
-all_gather      tp    bfloat16      1     4,096    8,192  layers.0.attention
-reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.attention.wo
-all_gather      tp    bfloat16      1     4,096    8,192  layers.0.feed_forward
-reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.feed_forward.w2
-all_gather      tp    bfloat16      1     4,096    8,192  layers.0.feed_forward.w2
-reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.feed_forward
-all_gather      tp    bfloat16      1     4,096    8,192  layers.0.attention.wo
-reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.attention
+all_gather      tp    bfloat16      2     8,192   16,384  layers.0.attention
+reduce_scatter  tp    bfloat16      2     8,192   16,384  layers.0.attention
+all_gather      tp    bfloat16      2     8,192   16,384  layers.0.feed_forward
+reduce_scatter  tp    bfloat16      2     8,192   16,384  layers.0.feed_forward
 all_reduce      tp    bfloat16      2       128      256  layers.0""",
     )
 

@@ -28,8 +28,6 @@ from fp8_dist import Float8LinearConfig, Float8State, attach_update, convert_to_
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
 
-TENSORWISE = Float8LinearConfig()
-
 
 def world_of(dp: int, tp: int, seed: int, config: Float8LinearConfig = DELAYED) -> Distributed:
     return Distributed(dp, tp, config=config, net_arguments={"seed": seed})
@@ -123,7 +121,7 @@ def test_resuming_from_dcp(tmp_path: Path) -> None:
         assert amaxes(new.net) == amaxes(old.net), (name, steps)
 
 
-ELSEWHERE = ("aaa", "model_state_dict", "app_state, float8 first")
+ELSEWHERE = ("aaa", "model_state_dict", "app_state")
 
 
 def saved_with_histories(folder: str, dp: int, tp: int) -> dict[str, list[float]]:

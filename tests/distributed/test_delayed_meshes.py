@@ -1,7 +1,6 @@
-"""Delayed scales on many meshes: one all-reduce per step, and the histories of one device."""
+"""Delayed scales on meshes: one all-reduce per step, the passes that count, one device's histories."""
 
 import copy
-import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -9,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_steps import DELAYED, GATHERED, amaxes, audited_steps, histories
+import torch.nn.functional as F
+from delayed_steps import DELAYED, DRY_RUNS, GATHERED, amaxes, audited_steps, histories, recorded
 from nets import Distributed, Net, full, net_plan, sharded_net
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import same_bits
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8_dist import convert_to_float8_training
+from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput, apply_tp_plan
@@ -56,25 +58,6 @@ def test_a_pipeline_stage_reduces_among_its_own_ranks(ranks: RankPools) -> None:
             assert axis == "dp"
             assert each["amaxes"] == found[0]["amaxes"]
     assert stages[0][0]["amaxes"] != stages[1][0]["amaxes"]
-
-
-def several_meshes() -> dict[str, Any]:
-    """An MLP on dp x tp, one on dp alone, one on no mesh."""
-    mesh = device_mesh(dp=2, tp=2)
-    net = convert_to_float8_training(Net(layers=3), config=GATHERED)
-    plan = {key: style for key, style in net_plan(net, False).items() if key[:8] == "layers.0"}
-    apply_tp_plan(net, mesh["tp"], plan)
-    for block in net.layers[:2]:
-        fully_shard(block, mesh=mesh["dp"])
-    torch.manual_seed(mesh.get_local_rank("dp"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the plain MLP is not gathered by FSDP2
-        return audited_steps(net, torch.randn(2, 8, 64), mesh, count=3)
-
-
-def test_weights_on_several_meshes(ranks: RankPools) -> None:
-    found = ranks(4).run_same(several_meshes)
-    assert found["rows"] == [("all_reduce", "world", found["operands"])]
 
 
 def prepared_for_plain_weights(shards: bool) -> list[torch.Tensor]:
@@ -178,16 +161,6 @@ def test_no_amax_travels_after_the_first_step() -> None:
     }
 
 
-@on_ranks(2, returns=True)
-def test_cpu_offload() -> bool:
-    found = []
-    for arguments in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
-        world = Distributed(2, 1, config=DELAYED, fsdp_arguments=arguments)
-        x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(1)))
-        found.append(audited_steps(world.net, x, world.mesh)["amaxes"])
-    return found[0] == found[1]
-
-
 @pytest.mark.parametrize("where", ["input", "weight"])
 @on_ranks(4)
 def test_a_nan_on_one_rank(where: str) -> None:
@@ -232,3 +205,99 @@ def test_copies_of_tensor_parallel_models() -> list[bool]:
     found = [h.current is None for h in histories(world.net).values()]
     prepared = amaxes(twin)["layers.0.w1.prepared_input"]
     return [all(found), amaxes(world.net) == before, len(prepared) == 3]
+
+
+# Passes that count: those of a step, also where FSDP2 or a pipeline holds its gradients.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gathers"),
+    [
+        ({"dp": 2}, True),
+        ({"dp": 2}, False),
+        ({"replicate": 2, "shard": 2}, True),
+        ({"dp": 2, "tp": 2}, True),
+    ],
+    ids=["FSDP2", "gathers in high precision", "HSDP", "FSDP2 x TP"],
+)
+@on_ranks("sizes")
+def test_fsdp_holds_gradients_of_micro_batches(sizes: dict[str, int], gathers: bool) -> None:
+    """What the input of the first layer has recorded in two micro-batches."""
+    mesh = device_mesh(**sizes)
+    config = GATHERED if gathers else Float8LinearConfig.from_recipe_name("delayed")
+    net = convert_to_float8_training(Net(layers=1), config=config)
+    if "tp" in sizes:
+        apply_tp_plan(net, mesh["tp"], net_plan(net, False))
+    data = tuple(name for name in sizes if name != "tp")
+    param_dtype = None if "tp" in sizes else torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype, torch.float32)
+    for module in (*net.layers, net):
+        fully_shard(module, mesh=mesh[data], mp_policy=policy)
+    reduces: Any = net.set_requires_all_reduce if len(data) > 1 else net.set_requires_gradient_sync
+    name = "layers.0.w1.prepared_input" if "tp" in sizes else "layers.0.w1.input"
+    torch.manual_seed(dist.get_rank() // sizes.get("tp", 1))
+    for _ in range(2):
+        for kind in DRY_RUNS:
+            kind(net, net, torch.full((2, 4, 64), 1e10, requires_grad=True))
+        x = torch.randn(2, 4, 64)
+        for factor in (8.0, 1.0):
+            reduces(factor == 1.0)
+            net((x * factor).requires_grad_()).square().mean().backward()
+        largest = (x * 8).to(param_dtype).abs().max()
+        assert recorded(net)[name] == largest.item()
+        net.zero_grad()
+        for history in histories(net).values():
+            history.current = None
+
+
+def stage_model(number: int, recipe: str, frozen: bool) -> nn.Module:
+    torch.manual_seed(number)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    if frozen:
+        model[2].weight.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("recipe", "schedule", "frozen"),
+    [
+        ("rowwise_folded", Schedule1F1B, False),
+        ("delayed", Schedule1F1B, True),
+        ("delayed", ScheduleGPipe, False),
+    ],
+)
+@on_ranks(2, returns=[])
+def test_gradients_of_a_pipeline_are_those_of_one_device(
+    recipe: str, schedule: Any, frozen: bool
+) -> list[str]:
+    """Names of gradients that differ from those of the same stages on one device.
+
+    torch infers the shapes by passes over uninitialized memory, which holds large numbers here.
+    """
+    rank = dist.get_rank()
+    mine, *twins = (stage_model(i, recipe, frozen) for i in (rank, 0, 1))
+    optimizers, differ = [], []
+    for model in (mine, *twins):
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        attach_update(optimizers[-1], model)
+    junk = [torch.full((4, 64), 1e20) for _ in range(64)]
+    del junk
+    run = schedule(PipelineStage(mine, rank, 2, torch.device("cpu")), 4, loss_fn=F.mse_loss)
+    for step in range(3):
+        torch.manual_seed(100 + step)
+        x, target = torch.randn(16, 64), torch.randn(16, 64)
+        run.step(x) if rank == 0 else run.step(target=target)
+        for part, expected in zip(x.chunk(4), target.chunk(4), strict=True):
+            (F.mse_loss(twins[1](twins[0](part)), expected) / 4).backward()
+        gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (mine, twins[rank])]
+        assert [name for name, grad in gradients[0].items() if grad is None] == [
+            "2.weight"
+        ] * frozen
+        for name, grad in gradients[0].items():
+            if grad is not None and not (same_bits(grad, gradients[1][name]) and grad.any()):
+                differ.append(f"step {step}: {name}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return differ

@@ -1,5 +1,8 @@
-"""A sharded model's state dict in the layout of FP8 block checkpoints is that of one device."""
+"""The export of a sharded model is that of one device: its float8 state dict, and the stream of its weights."""
 
+import re
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from documented import run_shown
 from expecttest import assert_expected_inline
 from nets import Net, full, net_plan
 from rank_tests import on_ranks
@@ -38,14 +42,15 @@ from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
 E8M0 = torch.float8_e8m0fnu
 CUT: dict[str, int] = {"dim": 192, "hidden": 320}
 WHOLE = {"dim": 512, "hidden": 512, "layers": 1}
+BOTH = {"dp": 2, "tp": 2}
 UNEVEN = {"dim": 70, "hidden": 66, "layers": 1}
 OFFLOADED = {"dim": 192, "hidden": 320, "layers": 1}
 
 
 def converted(
-    recipe: str, gather: Any = "auto", spread: float = 8, values: Any = "e4m3", **sizes: int
+    recipe: str, gather: Any = "auto", spread: float = 8, options: Any = None, **sizes: int
 ) -> Net:
-    config = Float8LinearConfig.from_recipe_name(recipe, weight_format=values)
+    config = Float8LinearConfig.from_recipe_name(recipe, **(options or {}))
     config = replace(config, enable_fsdp_float8_all_gather=gather, pad_inner_dim=True)
     net = Net(**sizes)
     for weight in net.parameters():
@@ -54,13 +59,14 @@ def converted(
     return net
 
 
-def sharded(net: Net, dp: int, tp: int, **options: Any) -> Net:
-    mesh = device_mesh(dp=dp, tp=tp)
-    if tp > 1:
+def sharded(net: Net, axes: dict[str, int], **options: Any) -> Net:
+    """Tensor parallelism over tp, and FSDP2 over all other axes."""
+    mesh = device_mesh(**axes)
+    if "tp" in axes:
         apply_tp_plan(net, mesh["tp"], net_plan(net, False))
-    if dp > 1:
+    if data := tuple(axis for axis in axes if axis != "tp"):
         for module in (*net.layers, net):
-            fully_shard(module, mesh=mesh["dp"], **options)
+            fully_shard(module, mesh=mesh[data], **options)
     return net
 
 
@@ -70,28 +76,28 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("dp", "tp", "recipe", "gather", "sizes"),
+    ("axes", "recipe", "gather", "sizes"),
     [
-        (2, 1, "mxfp8", "auto", OFFLOADED),
-        (1, 2, "blockwise", False, WHOLE),
-        (2, 2, "blockwise", "auto", CUT),
-        (2, 2, "mxfp8", False, CUT),
-        (4, 1, "blockwise", "auto", UNEVEN),
+        ({"dp": 2}, "mxfp8", "auto", OFFLOADED),
+        ({"tp": 2}, "blockwise", False, WHOLE),
+        (BOTH, "blockwise", "auto", CUT),
+        (BOTH, "mxfp8", False, CUT),
+        ({"dp": 4}, "blockwise", "auto", UNEVEN),
     ],
 )
-@on_ranks("dp", "tp", returns=[])
+@on_ranks("axes", returns=[])
 def test_the_whole_is_that_of_one_device(
-    dp: int, tp: int, recipe: str, gather: Any, sizes: dict[str, int]
+    axes: dict[str, int], recipe: str, gather: Any, sizes: dict[str, int]
 ) -> list[str]:
     """Runs on each rank: what is wrong with the export of a sharded model."""
     one_device = float8_state_dict(converted(recipe, **sizes))
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if sizes == OFFLOADED else {}
-    net = sharded(converted(recipe, gather, **sizes), dp, tp, **offload)
+    net = sharded(converted(recipe, gather, **sizes), axes, **offload)
     plain = get_model_state_dict(net)
     with comm_audit() as audit:
         parts = float8_state_dict(net)
     assert audit.count() == audit.count("all_reduce")
-    if (dp, tp, recipe) == (2, 2, "blockwise") and sizes == CUT:
+    if (axes, recipe) == (BOTH, "blockwise"):
         # One for all 6 weights, each of which has a table of 3 x 2 or 2 x 3 blocks.
         rows = [(row.op, row.dtype, row.count, row.bytes) for row in audit.rows]
         assert rows == [("all_reduce", torch.uint8, 1, 36)]
@@ -117,7 +123,7 @@ def test_the_whole_is_that_of_one_device(
 
 
 def in_mxfp4(recipe: str, is_stored: bool, **sizes: int) -> Net:
-    net = converted(recipe, values="mxfp4", **sizes)
+    net = converted(recipe, options={"weight_format": "mxfp4"}, **sizes)
     if is_stored:
         net.requires_grad_(False)
         freeze_to_float8(net, format="mxfp4")
@@ -129,7 +135,7 @@ def in_mxfp4(recipe: str, is_stored: bool, **sizes: int) -> Net:
 def test_mxfp4_is_that_of_one_device(recipe: str, is_stored: bool) -> list[str]:
     """Shards cut squares, of 128 along both dims, but no 32 values of a row."""
     one_device = float8_state_dict(in_mxfp4(recipe, is_stored, **CUT), format="mxfp4")
-    net = sharded(in_mxfp4(recipe, is_stored, **CUT), 2, 2)
+    net = sharded(in_mxfp4(recipe, is_stored, **CUT), BOTH)
     parts = float8_state_dict(net, format="mxfp4")
     for name in (f"{name}.weight" for name in float8_layers(net)):
         placements = get_model_state_dict(net)[name].placements
@@ -142,7 +148,7 @@ def test_mxfp4_is_that_of_one_device(recipe: str, is_stored: bool) -> list[str]:
 
 @on_ranks(4)
 def test_what_mxfp4_lacks_is_refused_on_all_ranks() -> None:
-    net = sharded(in_mxfp4("mxfp8", False, dim=64, hidden=96, layers=1), 2, 2)
+    net = sharded(in_mxfp4("mxfp8", False, dim=64, hidden=96, layers=1), BOTH)
     with comm_audit() as audit:
         texts = [raised(ValueError, lambda: float8_state_dict(net, format="mxfp4"))]
     assert audit.count() == 0
@@ -165,7 +171,7 @@ layers.0.w3.weight has a block with NaN or infinity,""",
 def test_bits_are_those_that_a_forward_multiplies(gather: Any) -> list[str]:
     """FSDP2's mixed precision rounds a weight before its cast, if it is not gathered in float8."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    net = sharded(converted("blockwise", gather, spread=1, **CUT), 2, 2, mp_policy=policy)
+    net = sharded(converted("blockwise", gather, spread=1, **CUT), BOTH, mp_policy=policy)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(2, 4, CUT["dim"])
     for _ in range(2):
@@ -199,7 +205,7 @@ def saved(folder: str, by_hugging_face: bool, is_e8m0: bool = False) -> None:
         freeze_to_float8(net)
         e8m0 = {k: v.to(E8M0) if "scale" in k else v for k, v in net.state_dict().items()}
         net.load_state_dict(e8m0)
-    state = float8_state_dict(sharded(net, 2, 2))
+    state = float8_state_dict(sharded(net, BOTH))
     if by_hugging_face:
         assert is_e8m0 == any(local_tensor(each).dtype is E8M0 for each in state.values())
         state = {k: v.float() if k.endswith("_scale_inv") else v for k, v in state.items()}
@@ -210,7 +216,7 @@ def saved(folder: str, by_hugging_face: bool, is_e8m0: bool = False) -> None:
 
 
 def saved_in_mxfp4(folder: str) -> None:
-    state = float8_state_dict(sharded(in_mxfp4("mxfp8", False, **CUT), 2, 2), format="mxfp4")
+    state = float8_state_dict(sharded(in_mxfp4("mxfp8", False, **CUT), BOTH), format="mxfp4")
     dcp.save(state, checkpoint_id=folder)
 
 
@@ -254,3 +260,147 @@ def test_plain_local_tensors_are_refused() -> None:
     declare_placements(net[0], mesh, weight=Shard(0), input=Replicate(), output=Shard(-1))
     message = raised(NotImplementedError, lambda: float8_state_dict(net))
     assert "0.weight is a plain local tensor (declare_placements), and where" in message
+
+
+# The stream of float8 weights: its bytes, its messages, its memory.
+
+FP32 = {"scale_format": "fp32", "weight_source": "bf16"}
+
+
+def collected(stream: Iterator[Any]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor, scale_inv in stream:
+        found[name] = tensor
+        if scale_inv is not None:
+            found[f"{name}_scale_inv"] = scale_inv
+    return found
+
+
+@pytest.mark.parametrize(
+    ("axes", "recipe", "options", "sizes"),
+    [
+        ({"dp": 2}, "mxfp8", None, CUT),
+        ({"dp": 2, "tp": 2}, "blockwise", None, CUT),
+        ({"dp": 2, "tp": 2}, "blockwise", FP32, UNEVEN),
+        ({"replicate": 2, "shard": 2}, "blockwise", None, UNEVEN),
+    ],
+)
+@on_ranks("axes", returns=[])
+def test_the_stream_is_the_state_dict_of_one_device(
+    axes: dict[str, int], recipe: str, options: Any, sizes: dict[str, int]
+) -> list[str]:
+    """What is not, byte for byte, one device's."""
+    expected = float8_state_dict(converted(recipe, spread=3, options=options, **sizes))
+    offload: Any = {}
+    if recipe == "mxfp8":
+        offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    net = sharded(converted(recipe, spread=3, options=options, **sizes), axes, **offload)
+    small = sum(tensor.nbytes for tensor in expected.values()) // 5
+    wrong = differences(collected(iter_float8_weights(net, bucket_bytes=small)), expected)
+    wrong += differences(collected(iter_float8_weights(net)), expected)
+    last = collected(iter_float8_weights(net, bucket_bytes=1, ranks=[dist.get_world_size() - 1]))
+    assert bool(last) is (dist.get_rank() == dist.get_world_size() - 1)
+    return wrong + (differences(last, expected) if last else [])
+
+
+def messages(axes: dict[str, int], sizes: dict[str, int]) -> tuple[str, float]:
+    """What a stream of two buckets sends, and the bytes of its weights relative to bf16's."""
+    net = sharded(converted("blockwise", **sizes), axes)
+    elements = sum(weight.numel() for weight in net.parameters() if weight.ndim == 2)
+    with comm_audit(device_mesh(**axes)) as audit:
+        stream = iter_float8_weights(net, bucket_bytes=600_000)
+        assert audit.count() == 0
+        next(stream)
+        first = audit.count()
+        assert len(list(stream)) == 4
+    lines = [f"{row.op:10} {row.axis:5} {row.count} {row.bytes}" for row in audit.rows]
+    biases = sum(bias.numel() * bias.itemsize for bias in net.parameters() if bias.ndim == 1)
+    sent = sum(row.bytes for row in audit.rows) - biases
+    return "\n".join([f"first bucket: {first}", *lines]), sent / (2 * elements)
+
+
+def test_what_is_sent(ranks: RankPools) -> None:
+    """Per bucket one all-reduce of exponents and one all-gather, which has the biases too."""
+    text, relative = ranks(4).run_same(messages, {"dp": 2, "tp": 2}, WHOLE)
+    assert 0.5 < relative < 0.5001
+    assert_expected_inline(
+        text,
+        """\
+first bucket: 2
+all_reduce world 2 48
+all_gather world 2 788480
+all_gather dp    1 2048""",
+    )
+    text, relative = ranks(4).run_same(messages, {"replicate": 2, "shard": 2}, WHOLE)
+    assert relative <= 0.502
+    assert_expected_inline(
+        text,
+        """\
+first bucket: 2
+all_reduce shard 2 48
+all_gather shard 2 790528""",
+    )
+
+
+@on_ranks(2)
+def test_ranks_stop_after_the_same_item() -> None:
+    """Nothing is sent ahead, nothing is kept, and nothing is left behind."""
+    net = sharded(converted("blockwise", **WHOLE), {"dp": 2})
+    expected = float8_state_dict(net, full_state_dict=True)
+    with comm_audit() as audit:
+        stream = iter_float8_weights(net, bucket_bytes=1)
+        first = next(stream)
+        assert (first.name, audit.count()) == ("layers.0.w1.weight", 2)
+        held = weakref.ref(first.tensor)
+        del first
+        assert (next(stream).name, audit.count()) == ("layers.0.w3.weight", 4)
+        assert held() is None
+        stream.close()  # type: ignore[attr-defined]
+    assert audit.count() == 4
+    assert differences(collected(iter_float8_weights(net)), expected) == []
+
+
+PAGE = Path(__file__).parents[2] / "docs/serving.md"
+LOOP, _, SHARDS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+@on_ranks(2)
+def test_the_loop_of_the_page() -> None:
+    sent: list[Any] = []
+    net = Net(dim=128, hidden=256, layers=1)
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "model": net,
+        "batches": [(torch.randn(2, 4, 128), 0)] * 4,
+        "loss_of": lambda output, target: (output - target).square().mean(),
+        "send": lambda *entry: sent.append(entry),
+        "put": lambda name, part, placements: sent.append((name, part)),
+    }
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    run_shown(LOOP, scope)
+    expected = float8_state_dict(net, full_state_dict=True)
+    assert not any(same_bits(expected[name], tensor) for name, tensor in before.items())
+    assert differences(collected(iter(sent)), expected if dist.get_rank() == 0 else {}) == []
+    sent.clear()
+    run_shown(SHARDS, scope)
+    assert [*dict(sent)] == [*expected]
+    for name, part in sent:
+        whole = expected[name]
+        is_scale = name.endswith("_scale_inv")
+        own = whole if is_scale else whole.chunk(2)[dist.get_rank()]
+        assert same_bits(part, own.contiguous()), name
+
+
+@on_ranks(2)
+def test_errors_come_before_the_first_message() -> None:
+    net = sharded(converted("blockwise", dim=64, hidden=192, layers=1), {"dp": 2})
+    with comm_audit() as audit:
+        texts = [raised(ValueError, lambda: iter_float8_weights(net, bucket_bytes=0))]
+        texts.append(raised(ValueError, lambda: iter_float8_weights(Net())))
+    assert audit.count() == 0
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+iter_float8_weights: bucket_bytes is 0; pass 1 or more
+iter_float8_weights: the module has no converted layer; call convert_to_float8_training first (for experts, fp8_dist.moe.convert_experts_to_float8_training)""",
+    )

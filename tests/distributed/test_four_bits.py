@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from documented import run_shown
 from expecttest import assert_expected_inline
+from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import all_warnings, same_bits
 from torch import nn
@@ -39,6 +40,7 @@ from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParalle
 from scripts.common.llama import MODELS, Llama
 
 SIZES = [(256, 384), (384, 256), (256, 256)]
+PACKS = Mxfp4.packs
 Axes = tuple[int, int, int]  # of replicas, shards and tensor-parallel ranks
 
 
@@ -75,7 +77,7 @@ def step(model: nn.Module, features: int, seed: int) -> torch.Tensor:
     return loss.detach()
 
 
-def trained(model: nn.Module, features: int, tp: int = 1) -> list[torch.Tensor]:
+def trained(model: nn.Module, features: int = 256) -> list[torch.Tensor]:
     """Losses and weights of three steps, each of two micro-batches; the second one is observed."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
     for i in range(3):
@@ -83,7 +85,7 @@ def trained(model: nn.Module, features: int, tp: int = 1) -> list[torch.Tensor]:
             with ExitStack() as block:
                 if j:
                     block.enter_context(float8_stats(model))
-                found.append(step(model, features, 100 * i + 10 * j + dist.get_rank() // tp))
+                found.append(step(model, features, 100 * i + 10 * j + dist.get_rank()))
         optimizer.step()
         optimizer.zero_grad()
         if i:
@@ -101,33 +103,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Every case on one mesh; on others those that divide weights in another way.
-MESHES: dict[Axes, list[str]] = {
-    (1, 1, 1): ["plain"],
-    (1, 2, 1): [*CASES],
-    (1, 3, 1): ["odd columns", "uneven rows"],
-    (2, 2, 1): ["plain", "uneven rows"],
-    (1, 2, 2): ["plain", "odd columns"],
-}
-
-
-def differing(axes: Axes) -> list[str]:
-    """The cases in which packed gathers train to other bits than gathers of float8."""
-    found = []
-    for name in MESHES[axes]:
-        case = CASES[name]
-        packed = trained(net(axes, **case), 256, axes[2])
+@on_ranks(2, returns=[])
+def test_training_has_the_bits_of_float8_gathers() -> list[str]:
+    """The cases in which packed gathers train to other bits. (test_mesh_grid.py has other meshes.)"""
+    differing = []
+    for name, case in CASES.items():
+        packed = trained(net((1, 2, 1), **case))
         with patch.object(Mxfp4, "packs", lambda *_: False):
-            plain = trained(net(axes, **case), 256, axes[2])
+            plain = trained(net((1, 2, 1), **case))
         if not all(map(same_bits, packed, plain)):
-            found.append(name)
-    return found
-
-
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_training_has_the_bits_of_float8_gathers(ranks: RankPools, axes: Axes) -> None:
-    size = torch.Size(axes).numel()
-    assert ranks(size).run(differing, axes, timeout=200) == [[]] * size
+            differing.append(name)
+    return differing
 
 
 def gathered(axes: Axes, sizes: list[tuple[int, int]]) -> tuple[float, int, set[str], list[str]]:
@@ -149,7 +135,7 @@ def gathered(axes: Axes, sizes: list[tuple[int, int]]) -> tuple[float, int, set[
     return of_bf16, before.count("all_reduce"), dtypes, warnings
 
 
-@pytest.mark.parametrize("axes", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [(2, 2, 1), (1, 2, 2)], ids=str)
 def test_bytes(ranks: RankPools, axes: Axes) -> None:
     for found in ranks(torch.Size(axes).numel()).run(gathered, axes, SIZES):
         of_bf16, all_reduces, dtypes, warnings = found
@@ -171,38 +157,30 @@ def test_a_gather_that_is_not_packed_warns_once(ranks: RankPools) -> None:
     )
 
 
-def compiled(backend: str) -> list[bool]:
-    """Whether steps of compiled layers have the bits of eager ones."""
+@on_ranks(2)
+def test_compiled_layers() -> None:
     found = []
     for compiles in (False, True):
         model = net((1, 2, 1), sizes=SIZES[:2])
         for layer in model if compiles else ():
-            layer.compile(backend=backend, dynamic=False)
-        found.append(trained(model, 256))
-    return [same_bits(*each) for each in zip(*found, strict=True)]
+            layer.compile(backend="aot_eager", dynamic=False)
+        found.append(trained(model))
+    assert all(map(same_bits, *found))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_compiled_layers(ranks: RankPools, backend: str) -> None:
-    assert ranks(2).run(compiled, backend, timeout=300) == [[True] * 8] * 2
-
-
-def storages() -> list[list[int]]:
+@on_ranks(2)
+def test_memory_of_a_gathered_weight() -> None:
     """Bytes of what FSDP2 holds of a layer, gathered and not, twice: outputs, and what it unpacks."""
     (layer, *_), found = net((1, 2, 1)), []
     for _ in range(2):
         for act in (layer.unshard, layer.reshard):
             act()
-            (own,) = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
-            held = *own.all_gather_outputs, *own._unsharded_inner_tensors
-            found.append([each.untyped_storage().size() for each in held])
-    return found
-
-
-def test_memory_of_a_gathered_weight(ranks: RankPools) -> None:
+            (param,) = layer._get_fsdp_state()._fsdp_param_group.fsdp_params
+            held = *param.all_gather_outputs, *param._unsharded_inner_tensors
+            found.append([tensor.untyped_storage().size() for tensor in held])
     size = SIZES[0][0] * SIZES[0][1]
     # The packed data is freed as soon as it is unpacked.
-    assert ranks(2).run(storages) == [[[0, size // 1024, size], [0, 0, 0]] * 2] * 2
+    assert found == [[0, size // 1024, size], [0, 0, 0]] * 2
 
 
 class Experts(nn.Module):
@@ -222,45 +200,34 @@ class Experts(nn.Module):
         )
 
 
-def experts_alike(recipe: Any, experts: int, dim: int) -> tuple[bool, list[str]]:
-    """Whether experts train to the same bits packed and not, and the dtypes that are gathered."""
+@pytest.mark.parametrize(
+    ("recipe", "experts", "dim", "packs"),
+    [("mxfp8", 4, 0, True), ("blockwise", 3, 0, False), ("mxfp8", 4, 1, False)],
+)
+@on_ranks(2)
+def test_experts(recipe: Any, experts: int, dim: int, packs: bool) -> None:
+    """They train to the same bits packed and not."""
     found = []
-    for packs in (Mxfp4.packs, lambda *_: False):
+    for packing in (PACKS, lambda *_: False):
         model = Experts(experts)
         config = Float8ExpertsConfig(recipe=recipe, weight_format="mxfp4")
         convert_experts_to_float8_training(model, config=config)
         fully_shard(model, mesh=device_mesh(dp=2), shard_placement_fn=lambda p: Shard(dim))
-        with patch.object(Mxfp4, "packs", packs), comm_audit() as audit:
+        with patch.object(Mxfp4, "packs", packing), comm_audit() as audit:
             found.append(trained(model, 64))
-            dtypes = sorted({str(r.dtype) for r in audit.rows if r.op == "all_gather"})
-        if len(found) == 1:
-            first = dtypes
-    return all(map(same_bits, *found)), first
+        dtypes = {row.dtype for row in audit.rows if row.op == "all_gather"}
+        assert (E2M1_X2 in dtypes) == (packs and packing is PACKS)
+    assert all(map(same_bits, *found))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
-@pytest.mark.parametrize(("experts", "dim", "packs"), [(4, 0, True), (3, 0, False), (4, 1, False)])
-def test_experts(ranks: RankPools, recipe: str, experts: int, dim: int, packs: bool) -> None:
-    for same, dtypes in ranks(2).run(experts_alike, recipe, experts, dim):
-        assert same
-        assert (str(E2M1_X2) in dtypes) == packs
-
-
-def poisoned(value: float) -> list[bool]:
-    """Whether an output is NaN everywhere after a weight has an element that is not finite."""
-    model = net((1, 2, 1), sizes=[(64, 64), (64, 64)])
-    first = local_tensor(model[0].weight)
-    with torch.no_grad():
-        if dist.get_rank() == 1:
-            first[3, 5] = value
-    out = model(torch.randn(4, 64))
-    return [bool(each) for each in out.isnan().all(0)]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_poisons_all_ranks(ranks: RankPools, value: float) -> None:
-    for found in ranks(2).run(poisoned, value):
-        assert all(found)
+@on_ranks(2)
+def test_what_is_not_finite_poisons_all_ranks() -> None:
+    for value in (float("nan"), float("inf")):
+        model = net((1, 2, 1), sizes=[(64, 64), (64, 64)])
+        with torch.no_grad():
+            if dist.get_rank() == 1:
+                local_tensor(model[0].weight)[3, 5] = value
+        assert model(torch.randn(4, 64)).isnan().all()
 
 
 def by_the_page() -> float:

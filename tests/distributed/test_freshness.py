@@ -2,7 +2,6 @@
 
 import dataclasses
 import tempfile
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from nets import Distributed, Net, blocks, full
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
-from reference import all_warnings, raised, same_bits
+from ranks import device_mesh
+from reference import all_warnings, raised
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
@@ -27,13 +26,11 @@ from fp8_dist import (
     attach_update,
     convert_to_float8_training,
     float8_layers,
-    invalidate_float8_scales,
     precompute_float8_dynamic_scale,
     update_float8_scales,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor import Float8Tensor
 
 
 def load_into(net: nn.Module, assign: bool) -> None:
@@ -152,13 +149,22 @@ def test_a_layer_that_follows_another_config(recipe: str, dp: int, tp: int) -> l
     return world.wrong_casts(torch.no_grad()(lambda: world.net(x)))
 
 
-def warned(
-    recipe: str, axes: tuple[int, int], gather: bool, compiled: bool, precomputes: bool
-) -> list[list[str]]:
-    """The library's warnings in the parts of a training that updates scales once or never."""
+@pytest.mark.parametrize(
+    ("recipe", "dp", "tp", "compiled", "precomputes"),
+    [
+        pytest.param("tensorwise", 1, 2, True, False, marks=pytest.mark.full),
+        ("rowwise", 1, 2, False, True),
+        ("blockwise", 2, 1, False, False),
+        ("rowwise_folded", 2, 1, False, False),  # no other rank is needed
+    ],
+)
+@on_ranks("dp", "tp")
+def test_a_forgotten_update_is_said_by_name(
+    recipe: str, dp: int, tp: int, compiled: bool, precomputes: bool
+) -> None:
+    """In each step but the first, and not in evaluations (which may serve as the first)."""
     config = Float8LinearConfig.from_recipe_name(recipe)
-    arguments = {"layers": 1}
-    world = Distributed(*axes, config=config, gather=gather, shard=False, net_arguments=arguments)
+    world = Distributed(dp, tp, config=config, shard=False, net_arguments={"layers": 1})
     net, x = blocks(world) if compiled else world.net, world.mine(torch.randn(4, 8, 64))
     for block in net if compiled else ():
         block.compile(backend="aot_eager", fullgraph=True)
@@ -186,53 +192,12 @@ def warned(
     for part in (dry_run, evaluate, *steps, evaluate):
         with all_warnings() as texts:
             part()
-        found.append([text.partition(",")[0] for text in texts if "scale" in text])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("recipe", "axes", "gather", "compiled", "precomputes"),
-    [
-        ("tensorwise", (2, 1), True, False, False),
-        pytest.param("tensorwise", (1, 2), True, True, False, marks=pytest.mark.full),
-        ("rowwise", (1, 2), True, False, True),
-        ("blockwise", (2, 1), True, False, False),
-        ("tensorwise", (2, 2), False, False, False),
-    ],
-)
-def test_a_forgotten_update_is_said_by_name(
-    ranks: RankPools,
-    recipe: str,
-    axes: tuple[int, int],
-    gather: bool,
-    compiled: bool,
-    precomputes: bool,
-) -> None:
-    """In each step but the first, and not in evaluations (which may serve as the first)."""
-    given = recipe, axes, gather, compiled, precomputes
-    found = ranks(axes[0] * axes[1]).run_same(warned, *given)
-    text = "layers.0.w1: the weight was written to after its scales were computed"
-    assert found == [[], [], [], [], [text], [], [text], []]
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded"])
-@on_ranks(2)
-def test_a_forgotten_precompute_is_said_once(recipe: str) -> None:
-    """Of scales that need no other rank nothing is said."""
-    world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
-    optimizer = torch.optim.SGD(world.net.parameters(), lr=0.1)
-    x = world.mine(torch.randn(4, 8, 64))
-    with all_warnings() as texts:
-        for _ in range(3):
-            world.net(x).sum().backward()
-            optimizer.step()
-    texts = [text for text in texts if "float8" in text]
-    if recipe == "rowwise_folded":
-        assert texts == []
-        return
-    (text,) = texts
-    assert text.startswith("layers.0.w1: the weight was written to after its scales were comp")
-    assert "Call attach_update(optimizer, model) once, or update_float8_scales(model)" in text
+        found.append([text for text in texts if "scale" in text])
+    expected = recipe != "rowwise_folded"
+    assert [len(texts) for texts in found] == [0, 0, 0, 0, expected, 0, expected, 0]
+    for text in (*found[4], *found[6]):
+        assert text.startswith("layers.0.w1: the weight was written to after its scales were comp")
+        assert "Call attach_update(optimizer, model) once, or update_float8_scales(model)" in text
 
 
 def functions_of_page() -> dict[str, Any]:
@@ -287,16 +252,6 @@ def test_other_changes_after_precompute_warn_once_in_training(dp: int, tp: int) 
     return counts
 
 
-def test_a_model_that_never_precomputes_is_not_warned() -> None:
-    net = convert_to_float8_training(Net())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            net(torch.randn(2, 4, 64)).sum().backward()
-            optimizer.step()
-
-
 @on_ranks(2, returns=[6, 6])
 def test_a_model_in_eval_may_be_trained() -> list[int]:
     """All-reduces of scales in the forward and in the backward of a model in ``eval()``."""
@@ -309,38 +264,6 @@ def test_a_model_in_eval_may_be_trained() -> list[int]:
         loss.backward()
         counts.append(audit.count("all_reduce"))
     return counts
-
-
-# (Under tensor parallelism alone, foreach operations are not noticed after precompute.)
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("dp", "tp", "precompute"), [(2, 1, True), (1, 2, False)])
-@pytest.mark.full
-@on_ranks(2, returns=[True, True])
-def test_compiled_evaluations_of_an_average(dp: int, tp: int, precompute: bool) -> list[bool]:
-    """Weights that foreach operations swap in and out: is each forward that of fresh scales?"""
-    world = Distributed(dp, tp, shard=False, net_arguments={"layers": 1})
-    net, x = blocks(world), world.mine(torch.randn(4, 8, 64))
-    for block in net:
-        block.compile(backend="aot_eager", fullgraph=True)
-    world.fully_shard(net, net)
-    if precompute:
-        precompute_float8_dynamic_scale(net)
-    net(x).sum().backward()
-    parameters = list(net.parameters())
-
-    @torch.no_grad()
-    def evaluated(fresh: bool) -> list[torch.Tensor]:
-        found = []
-        for factor in (4.0, 0.25):
-            torch._foreach_mul_(parameters, factor)
-            if fresh:
-                invalidate_float8_scales(net)
-            found.append(net(x))
-        return found
-
-    compiled = evaluated(fresh=False)
-    with torch.compiler.set_stance("force_eager"):
-        return [*map(same_bits, compiled, evaluated(fresh=True))]
 
 
 class Expert(nn.Module):
@@ -366,22 +289,6 @@ def test_ranks_without_tokens_in_an_evaluation_know_as_much_as_the_others() -> b
         net(x, has_tokens=dist.get_rank() == 0)
     net(x, has_tokens=True).sum().backward()
     return all(parameter.grad is not None for parameter in net.parameters())
-
-
-@on_ranks(2, returns=[])
-def test_precompute_while_unsharded() -> list[str]:
-    """Weights that stay unsharded through the optimizer step: precompute reshards them."""
-    world = Distributed(2, 1)
-    for module in world.net.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_backward(False)
-    optimizer = torch.optim.SGD(world.net.parameters(), lr=10.0)
-    x = world.mine(torch.randn(4, 8, 64))
-    world.net(x).sum().backward()
-    assert isinstance(local_tensor(world.net.layers[0].w1.weight), Float8Tensor)  # unsharded
-    optimizer.step()
-    precompute_float8_dynamic_scale(world.net)
-    return world.wrong_casts(lambda: world.net(x))
 
 
 def test_precompute_of_nothing_is_an_error() -> None:
@@ -412,3 +319,72 @@ def test_precompute_within_a_backward_is_refused(backward: str) -> None:
     text = raised(ValueError, lambda: second(between).sum().backward())
     assert text.startswith("precompute_float8_dynamic_scale: ")
     assert ": called within a backward of layers." in text
+
+
+# Frozen weights
+
+
+def frozen_base(recipe: str = "tensorwise") -> Distributed:
+    """After a step; the second block is frozen, as the base beside trained adapters."""
+    world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
+    world.net.layers[1].requires_grad_(False)
+    train(world)
+    return world
+
+
+def train(world: Distributed) -> None:
+    optimizer = torch.optim.SGD([p for p in world.net.parameters() if p.requires_grad], lr=0.1)
+    world.net(world.mine(torch.randn(6, 8, 64))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    update_float8_scales(world.net)
+
+
+def evaluate(world: Distributed) -> None:
+    with torch.no_grad():
+        world.net(world.mine(torch.randn(6, 8, 64)))
+
+
+@on_ranks(2, returns=([], 0))
+def test_an_update_computes_scales_of_frozen_weights_anew() -> tuple[list[str], int]:
+    """After a write that nothing notices: wrong casts, and amax all-reduces of a forward."""
+    world = frozen_base()
+    torch._foreach_mul_(list(world.net.state_dict().values()), 10.0)
+    update_float8_scales(world.net)
+    with comm_audit() as audit:
+        wrong = world.wrong_casts(lambda: evaluate(world))
+    return wrong, audit.count("all_reduce")
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@on_ranks(4, returns=[])
+def test_writes_to_weights_that_are_frozen_after_an_update(gather: bool) -> list[str]:
+    """As PEFT merges adapters."""
+    world = Distributed(2, 2, gather=gather)
+    train(world)
+    world.net.requires_grad_(False)
+    wrong: list[str] = []
+    for factor in (10.0, 0.1):
+        for parameter in world.net.parameters():
+            parameter.data *= factor
+        x = world.mine(torch.randn(6, 8, 64)).requires_grad_()
+        wrong += world.wrong_casts(partial(world.net, x))
+        wrong += world.wrong_casts(lambda: evaluate(world))
+    return wrong
+
+
+@on_ranks(2)
+def test_a_delayed_weight_that_is_frozen_takes_its_own_amax() -> None:
+    """Shrunken, so that its scale is not by its own amax before it is frozen."""
+    world = frozen_base("delayed")
+    with torch.no_grad():
+        for parameter in world.net.parameters():
+            parameter.mul_(0.3)
+    found = []
+    for _ in range(2):
+        wrong = world.wrong_casts(lambda: evaluate(world))
+        found.append([text.split(":")[0] for text in wrong])
+        world.net.requires_grad_(False)
+    trained, frozen = found
+    assert trained == ["layers.0.w1", "layers.0.w3", "layers.0.w2"]
+    assert frozen == []

@@ -1,5 +1,7 @@
 """Ways to distribute a model beyond FSDP2 x TP: what works, what is refused, and how."""
 
+import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,6 +156,27 @@ def test_refusals(ranks: RankPools) -> None:
     assert four(resharded_to_a_smaller_mesh, False) == ""
 
 
+def shared_by_two_configs(*configs: Float8LinearConfig) -> str:
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for i, config in enumerate(configs):
+        config = replace(config, enable_fsdp_float8_all_gather=True)
+        net[i] = convert_to_float8_training(net[i], config=config)
+    net[1].weight = net[0].weight
+    fully_shard(net, mesh=device_mesh(dp=2))
+    return raised(ValueError, lambda: net(torch.randn(4, 32)))
+
+
+def test_layers_that_share_a_gathered_weight_round_its_scale_alike(ranks: RankPools) -> None:
+    """And have one granularity."""
+    folded = Float8LinearConfig.from_recipe_name("rowwise_folded")
+    text = ranks(2).run_same(shared_by_two_configs, folded, Float8LinearConfig())
+    assert "FSDP2 gathered the weight as torch.float8_e4m3fn with one scale per row" in text
+    rounded = Float8LinearConfig(round_scales_to_power_of_2=True)
+    text = ranks(2).run_same(shared_by_two_configs, Float8LinearConfig(), rounded)
+    (gathered, taken) = text.split("for another layer that shares it, but this layer takes")
+    assert ("power_of_2=False" in gathered, "power_of_2=True" in taken) == (True, True)
+
+
 def test_axes_that_overlap() -> None:
     six: Any = SimpleNamespace(mesh=torch.arange(6))
     every_second: Any = SimpleNamespace(mesh=torch.tensor([0, 2]))
@@ -217,6 +240,25 @@ def test_empty_batches() -> None:
         for gradient in [full(p.grad) for p in world.net.parameters()]:
             assert gradient.isfinite().all()
             assert gradient.any() != everywhere
+
+
+BAD = {"input": (math.nan, math.inf), "weight": (math.nan, math.inf, -math.inf)}
+
+
+@on_ranks(4)
+def test_a_non_finite_value_on_one_rank_is_visible_on_all_that_share_it() -> None:
+    """Every value of the model's output turns into NaN there."""
+    for where, bad in ((where, bad) for where, values in BAD.items() for bad in values):
+        world = Distributed(2, 2)
+        x, weight = world.mine(torch.randn(2, 8, 64)), world.net.layers[0].w1.weight
+        if torch.distributed.get_rank() == 1:
+            target = x if where == "input" else weight._local_tensor.plain
+            target.detach().view(-1)[3] = bad
+        if where == "weight":
+            precompute_float8_dynamic_scale(world.net)
+        # Ranks 0 and 1 share the activations; 2 and 3 have others.
+        shared = where == "weight" or torch.distributed.get_rank() < 2
+        assert world.net(x).isnan().all() == shared
 
 
 @on_ranks(2, returns=(True, True))

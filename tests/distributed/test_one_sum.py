@@ -21,7 +21,6 @@ from one_sum import (
     backward,
     batches,
     built,
-    contiguous,
     differing,
     mesh_of,
     optimizer_of,
@@ -44,7 +43,6 @@ from scripts.common.llama import MODELS, Llama
 from scripts.common.mixture import Mixture
 from scripts.common.models import build
 
-GATHERED = ("tensorwise", "rowwise_folded", "rowwise_with_gw_hp", "blockwise", "mxfp8", "delayed")
 PAGE = Path(__file__).parents[2] / "docs" / "fsdp2.md"
 TRANSPORTS = ("float8", "bf16", "fp32")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -63,37 +61,24 @@ def check(ranks: RankPools, sizes: tuple[int, ...], *given: Any, **options: Any)
     return expected
 
 
-@pytest.mark.parametrize("compute", DTYPES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "compute"),
+    [("float8", "bf16"), ("float8", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")],
+)
 def test_weights_do_not_depend_on_the_number_of_ranks(
     ranks: RankPools, transport: str, compute: str
 ) -> None:
     sizes = (2, 3, 4, 8) if (transport, compute) == ("float8", "bf16") else (3,)
     found = check(ranks, sizes, "tensorwise", transport, DTYPES[compute])
     own = ranks(1).run(on_all_ranks, "tensorwise", None, DTYPES[compute])[0]
-    is_fsdps = transport == "fp32" or (transport, compute) == ("bf16", "bf16")
-    assert (differing(found, own) == []) == is_fsdps
-
-
-@pytest.mark.full
-def test_a_hundred_steps(ranks: RankPools) -> None:
-    check(ranks, (2,), "tensorwise", "float8", steps=100, count=3)
+    assert (differing(found, own) == []) == (transport != "float8")
 
 
 def test_numbers_of_micro_batches_and_rounding(ranks: RankPools) -> None:
     for count, sizes in ((9, (3, 4)), (1, (3,))):  # ranks idle
         check(ranks, sizes, None, "float8", count=count, steps=2)
-    check(ranks, (3, 4), how={"stochastic_rounding": True}, steps=2)
     for reduce in (torch.bfloat16, torch.float16):  # of what arrives; sums are fp32
         check(ranks, (2,), None, "float8", how={"reduce": reduce}, steps=2)
-
-
-def test_what_changes_bits(ranks: RankPools) -> None:
-    """The order of micro-batches, and torch's norm."""
-    fp32 = None, "fp32", torch.float32
-    for options in ({"order": contiguous}, {"exact": False}):
-        alone, four = (ranks(n).run(on_all_ranks, *fp32, **options)[0] for n in (1, 4))
-        assert differing(alone, four), options
 
 
 def mixture(recipe: str, size: int) -> nn.Module:
@@ -132,7 +117,7 @@ def continued(kind: str, folder: Path, first: int, end: int, save: bool) -> Weig
     return weights
 
 
-@pytest.mark.parametrize("kind", [*GATHERED, "rowwise_folded, experts", "tensorwise, experts"])
+@pytest.mark.parametrize("kind", ["mxfp8", "delayed", "rowwise_folded, experts"])
 def test_a_run_continues_on_other_numbers_of_ranks(
     ranks: RankPools, tmp_path: Path, kind: str
 ) -> None:
@@ -162,8 +147,7 @@ def by_the_page() -> Weights:
 
 def test_the_page(ranks: RankPools) -> None:
     alone = ranks(1).run(by_the_page)[0]
-    for size in (2, 3):
-        assert differing(alone, ranks(size).run(by_the_page)[0]) == [], size
+    assert differing(alone, ranks(3).run(by_the_page)[0]) == []
 
 
 def gradients(special: bool, transport: str) -> Weights:

@@ -17,7 +17,6 @@ from nets import full
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -331,27 +330,6 @@ def test_a_parallel_model_computes_what_one_device_does(
             assert min(found.values()) > limit, found
             if kind.startswith("float8"):  # which was at work
                 assert sqnr(unquantized["logits"], result["logits"]) < 45
-
-
-def compiled_results() -> tuple[dict[str, torch.Tensor], int]:
-    """Runs on every rank: those of an uneven sequence through compiled blocks, and how many graphs
-    were made."""
-    torch._dynamo.reset()
-    counters.clear()
-    model = model_of("float8")
-    apply_tp_plan(model, device_mesh(tp=2), llama_tp_plan(model))
-    for block in model.layers:
-        block.compile(backend="aot_eager", fullgraph=True)
-    return logits_loss_gradients(model, 7), counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.full
-def test_compiled_blocks_with_a_sequence_that_tp_does_not_divide(ranks: RankPools):
-    expected = logits_loss_gradients(model_of("float8"), 7)
-    with uneven_sequence_viewed():
-        for result, graphs in ranks(2).run(compiled_results, timeout=180):
-            assert min(sqnr(expected[name], result[name]) for name in expected) > 50
-            assert graphs == 1  # the blocks share it
 
 
 def test_a_plan_made_before_the_layer_was_put_back(fake_world):

@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
-from fp8_dist.debug import CastStats, GemmStats, float8_stats, record
+from fp8_dist.debug import float8_stats, record
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput, apply_tp_plan
 
-Rows = list[CastStats | GemmStats]
+Rows = list[Any]
 WIDTH = 32
 
 
@@ -100,7 +101,7 @@ def recorded(recipe: str, compiled: bool, checkpointed: bool, folder: Path) -> t
     parallelized(net)
     if compiled:
         net.compile(backend="aot_eager", fullgraph=True)
-    mine, its = float8_stats(net, gemms=True), float8_stats(twin, gemms=True)
+    mine, its = float8_stats(net), float8_stats(twin)
     recorder = record(net, folder, layers="*")
     for _ in range(2):
         with recorder, mine:
@@ -127,14 +128,13 @@ def test_inputs_of_one_width_are_told_apart(
     checkpointed: bool,
 ) -> None:
     arguments = recipe, compiled, checkpointed, tmp_path
-    rows = 2 * 5 * 6 + (2 * 5 if recipe == "rowwise_folded" else 0)
+    rows = 2 * 5 * 3 + (2 * 5 if recipe == "rowwise_folded" else 0)
     for mine, its in ranks(2).run(recorded, *arguments, timeout=180):
         assert len(mine) == len(its) == rows
         for row, expected in zip(mine, its, strict=True):
             assert abs(row.sqnr - expected.sqnr) < 0.01, (row, expected)
-            if isinstance(row, CastStats) and isinstance(expected, CastStats):
-                assert row.fqn == expected.fqn
-                assert (row.amax, row.scale) == (expected.amax, expected.scale)
+            assert row.fqn == expected.fqn
+            assert (row.amax, row.scale) == (expected.amax, expected.scale)
     inputs = [c for c in casts(tmp_path / "step000001") if c.parts[0]["operand"] == "input"]
     names = [(c.parts[0]["step"], c.parts[0]["call"], c.parts[0]["fqn"]) for c in inputs]
     assert sorted(names) == list(product(range(2), range(2), sorted(SOURCES)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import MLP, Net, full
+from nets import MLP, Distributed, Net, full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits, sqnr
@@ -20,6 +20,7 @@ from fp8_dist import (
     Float8LinearConfig,
     ScalingType,
     convert_to_float8_training,
+    float8_layers,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.tensor_parallel import (
@@ -124,6 +125,30 @@ def test_torchs_styles_accept_converted_layers() -> None:
     found = {name: sqnr(other.grad, full(p.grad)) for (name, p), other in pairs}
     found |= {"output": sqnr(expected, whole), "grad_input": sqnr(x.grad, gradient)}
     assert min(found.values()) > 120, found
+
+
+@on_ranks(4, returns=[])
+def test_column_parallel_outputs() -> list[str]:
+    world = Distributed(1, 4)
+    for model in (world.net, world.twin):
+        model.to(torch.bfloat16)
+    outputs: dict[str, dict[str, torch.Tensor]] = {"net": {}, "twin": {}}
+    for kind, model in (("net", world.net), ("twin", world.twin)):
+        for name, layer in float8_layers(model).items():
+            layer.register_forward_hook(
+                lambda m, i, o, kind=kind, name=name: outputs[kind].setdefault(name, o)
+            )
+    x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    world.net.layers[0](world.mine(x))
+    world.twin.layers[0](x)
+    rank = world.mesh.get_local_rank("tp")
+    return [
+        name
+        for name in ("layers.0.w1", "layers.0.w3")
+        if not same_bits(
+            outputs["net"][name], outputs["twin"][name].chunk(4, dim=-1)[rank].contiguous()
+        )
+    ]
 
 
 class WithMask(nn.Module):

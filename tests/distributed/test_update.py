@@ -1,6 +1,8 @@
-"""update_float8_scales: what it runs for each recipe on each mesh; what layers say of themselves."""
+"""update_float8_scales for each recipe on each mesh, and as a hook of optimizers (attach_update)."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,30 +13,33 @@ from expecttest import assert_expected_inline
 from nets import Distributed, Net, full_state, wrong_casts
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import known, raised, same_bits, weights_used
+from reference import known, raised, same_bits, validity, weights_used
 from torch import randn
 from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import ConstantLR
 
 import fp8_dist.text
 from fp8_dist import (
     CastConfig,
     Float8LinearConfig,
-    Float8LinearRecipeName,
     ScalingType,
     attach_update,
     conversion_summary,
     convert_to_float8_training,
     float8_layers,
+    precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
+from fp8_dist.tensor.known import STALE
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, apply_tp_plan
 
 # FSDP2 alone gathers rows with their scales, and needs nothing.
-RECIPES_ON_MESHES = [(2, 1, "tensorwise"), (2, 1, "rowwise_folded"), (2, 1, "mxfp8")]
-RECIPES_ON_MESHES += [(2, 2, recipe.value) for recipe in Float8LinearRecipeName]
+RECIPES_ON_MESHES = [(2, 1, "tensorwise"), (2, 1, "rowwise_folded"), (2, 2, "rowwise")]
+RECIPES_ON_MESHES += [(2, 2, "rowwise_with_gw_hp"), (2, 2, "mxfp8"), (2, 2, "delayed")]
 
 
 def collectives(audit: Any) -> str:
@@ -84,12 +89,8 @@ def test_every_recipe_on_meshes(ranks: RankPools) -> None:
         """\
 tensorwise         dp 2 tp 1: all_reduce of 6 over dp, 6 fewer in the step
 rowwise_folded     dp 2 tp 1: nothing, 0 fewer in the step
-mxfp8              dp 2 tp 1: all_reduce of 24 over dp, 4 fewer in the step
-tensorwise         dp 2 tp 2: all_reduce of 6 over world, 6 fewer in the step
 rowwise            dp 2 tp 2: all_reduce of 384 over world, 6 fewer in the step
 rowwise_with_gw_hp dp 2 tp 2: all_reduce of 134 over world, 8 fewer in the step
-rowwise_folded     dp 2 tp 2: all_reduce of 128 over tp, 2 fewer in the step
-blockwise          dp 2 tp 2: all_reduce of 6 over world, 6 fewer in the step
 mxfp8              dp 2 tp 2: all_reduce of 36 over world, 6 fewer in the step
 delayed            dp 2 tp 2: all_reduce of 20 over world, 0 fewer in the step""",
     )
@@ -103,6 +104,9 @@ def test_layers_of_all_kinds_in_one_model() -> None:
     configs = {
         "float8": gathered,
         "high": Float8LinearConfig(),
+        "blocks": replace(
+            Float8LinearConfig.from_recipe_name("blockwise"), enable_fsdp_float8_all_gather="auto"
+        ),
         "rowwise": Float8LinearConfig.from_recipe_name("rowwise"),
         "ignored": Float8LinearConfig(),
         "whole": Float8LinearConfig(),
@@ -124,29 +128,11 @@ def test_layers_of_all_kinds_in_one_model() -> None:
         update_float8_scales(net)
     layers = float8_layers(net).items()
     names = [name for name, each in layers if known(each.weight) is not None]
-    assert names == ["float8", "ignored", "input"]
+    assert names == ["float8", "blocks", "ignored", "input"]
     # Precompute: each weight has a slot per coordinate on the axis that its mesh lacks. Sync.
-    assert collectives(audit) == "all_reduce of 6 over world, all_reduce of 1 over tp"
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-@on_ranks(4)
-def test_attach_update(recipe: str) -> None:
-    """Collectives of a step with the hook, of an update, and of a step after its removal."""
-    world = Distributed(2, 2, config=Float8LinearConfig.from_recipe_name(recipe))
-    optimizer = torch.optim.AdamW(world.net.parameters())
-    handle = attach_update(optimizer, world.net)
-    world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
-    found = []
-    for call in (optimizer.step, partial(update_float8_scales, world.net), optimizer.step):
-        with comm_audit(world.mesh) as audit:
-            call()
-        found.append(collectives(audit))
-        if len(found) == 2:
-            handle.remove()
-    attached_step, update, plain_step = found
-    assert attached_step == update != "nothing"
-    assert plain_step == "nothing"
+    assert collectives(audit) == "all_reduce of 8 over world, all_reduce of 1 over tp", (
+        audit.table()
+    )
 
 
 def test_a_model_that_was_not_converted() -> None:
@@ -186,3 +172,240 @@ def test_weights_that_are_unsharded_at_the_update(attached: bool) -> list[str]:
     with weights_used(world.net) as used:
         world.net(x)
     return wrong_casts(used, full_state(world.net))
+
+
+# attach_update: wrapped optimizers, containers, and those that don't fit.
+
+
+class Accelerated(Optimizer):
+    """Stands for accelerate 1.15's AcceleratedOptimizer, which does not call Optimizer.__init__.
+
+    (Its ``step`` also skips micro-steps and asks a GradScaler.)
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+
+class Container(Optimizer):
+    """Stands for torchtitan 0.3.0's OptimizersContainer, which does call Optimizer.__init__."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self.optimizers = optimizers
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__([p for group in groups for p in group["params"]], {})
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self.optimizers)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
+
+
+class Lookahead(Optimizer):
+    """Stands for wrappers that write to the weights after the step of the optimizer they hold."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                local_tensor(param.detach()).data.mul_(0.5)
+
+
+class Optimizers(list[Optimizer]):
+    """A container that is no optimizer itself."""
+
+    def step(self) -> None:
+        for each in self:
+            each.step()
+
+
+Pair = tuple[Any, Any]  # what steps, what is attached to
+
+
+def adamw(net: nn.Module) -> AdamW:
+    return AdamW(net.parameters(), lr=1e-2, fused=True)
+
+
+def parts(net: nn.Module) -> list[Optimizer]:
+    """An optimizer for each block, and then one for what is not in float8."""
+    biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
+    weights = [[layer.weight for layer in float8_layers(block).values()] for block in net.layers]
+    return [AdamW(params, lr=1e-2, fused=True) for params in (*weights, biases)]
+
+
+PAIRS: dict[str, Callable[[nn.Module], Pair]] = {
+    "optimizer": lambda net: 2 * (adamw(net),),
+    "accelerated": lambda net: 2 * (Accelerated(adamw(net)),),
+    "scheduler": lambda net: (held := adamw(net), ConstantLR(held)),
+    "container": lambda net: 2 * (Container(*parts(net)),),
+    "inside of a container": lambda net: (held := Container(*parts(net)), held.optimizers[1]),
+    "list": lambda net: 2 * (Optimizers(parts(net)),),
+    "lookahead": lambda net: 2 * (Lookahead(adamw(net)),),
+}
+
+
+def steps(pair: str, is_attached: bool) -> tuple[list[int], list[Any]]:
+    """Amax all-reduces of each of two steps with their next forwards; the weights after that."""
+    world = Distributed(2, 1)
+    stepping, attached = PAIRS[pair](world.net)
+    if is_attached:
+        attach_update(attached, world.net)
+    x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
+    found = []
+    loss = world.net(x).square().mean()
+    for _ in range(2):
+        loss.backward()
+        with comm_audit() as audit:
+            stepping.step()
+            loss = world.net(x).square().mean()
+        found.append(audit.count("all_reduce", dtype=torch.int32))
+    return found, [local_tensor(p.detach()) for p in world.net.state_dict().values()]
+
+
+@on_ranks(2)
+def test_one_all_reduce_per_step() -> None:
+    without = {pair: steps(pair, False) for pair in ("optimizer", "scheduler", "lookahead")}
+    for pair in PAIRS:
+        found, weights = steps(pair, True)
+        each, expected = without.get(pair, without["optimizer"])
+        assert found == [1, 1], pair
+        assert each == [6, 6]
+        assert all(map(same_bits, weights, expected)), pair
+
+
+def steps_in_backward(is_attached: bool) -> tuple[list[int], list[Any]]:
+    """Amax all-reduces of three backwards with their next forwards; the weights then.
+
+    Each optimizer steps as soon as the gradient of its one parameter is there. For the last
+    backward nothing is attached.
+    """
+
+    def step(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    world = Distributed(2, 1)
+    optimizers = {p: AdamW([p], lr=1e-2) for p in world.net.parameters()}
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    handle = attach_update([*optimizers.values()], world.net) if is_attached else None
+    x = world.mine(torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(0)))
+    found = []
+    loss = world.net(x).square().mean()
+    for number in range(3):
+        if number == 2 and handle:
+            handle.remove()
+        with comm_audit() as audit:
+            loss.backward()
+            loss = world.net(x).square().mean()
+        found.append(audit.count("all_reduce", dtype=torch.int32))
+    return found, [local_tensor(p.detach()) for p in world.net.state_dict().values()]
+
+
+@pytest.mark.filterwarnings("ignore:.*changed after precompute.*")
+@on_ranks(2)
+def test_optimizers_that_step_in_backward() -> None:
+    (found, weights), (each, expected) = (steps_in_backward(is_it) for is_it in (True, False))
+    assert found == [1, 1, 6]
+    assert each == [6, 6, 6]
+    assert all(map(same_bits, weights, expected))
+
+
+def states(net: nn.Module) -> set[int]:
+    return {validity(layer.weight) for layer in float8_layers(net).values()}
+
+
+@on_ranks(2, returns={STALE})
+def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[int]:
+    """After the step of the optimizer that it holds, which alone is attached to."""
+    world = Distributed(2, 1)
+    held = Lookahead(AdamW(world.net.parameters()))
+    attach_update(held.optimizer, world.net)
+    world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
+    held.step()
+    return states(world.net)
+
+
+class Unhooked(AdamW):
+    """Runs no hooks, as it skips ``Optimizer.__init__``; it does not hold an optimizer either."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.data.mul_(2)
+
+
+@on_ranks(2, returns={STALE})
+def test_a_container_of_optimizers_without_hooks_drops_scales() -> set[int]:
+    net = Distributed(2, 1).net
+    held = Container(Unhooked(net.parameters()))
+    precompute_float8_dynamic_scale(net)
+    held.step()
+    return states(net)
+
+
+def made_before_sharding() -> str:
+    world = Distributed(2, 1, shard=False)
+    optimizer = AdamW(world.net.parameters())
+    world.fully_shard(world.net, world.net.layers)
+    return raised(ValueError, lambda: attach_update(optimizer, world.net))
+
+
+def test_an_optimizer_of_other_parameters_is_refused(ranks: RankPools) -> None:
+    texts = [ranks(2).run_same(made_before_sharding)]
+    net = convert_to_float8_training(Net())
+    other = AdamW(nn.Linear(2, 2).parameters())
+    for wrap in (lambda o: o, Accelerated, Container, lambda o: [o]):
+        texts.append(raised(ValueError, partial(attach_update, wrap(other), net)))
+    for message in texts:
+        assert (
+            "updates none of the module's 6 float8 weights (such as layers.0.w1.weight)" in message
+        )
+        assert "Make the optimizer after apply_tp_plan and fully_shard" in message
+
+
+def test_arguments_of_other_kinds_are_refused() -> None:
+    attach: Any = attach_update
+    net = convert_to_float8_training(Net())
+    for other in (net, None, [], "AdamW"):
+        text = raised(TypeError, partial(attach, other, net))
+        assert f"attach_update: a {type(other).__name__} is no torch.optim.Optimizer" in text
+    text = raised(TypeError, lambda: attach(net, AdamW(net.parameters())))
+    assert "expected a model (an nn.Module), got a AdamW" in text
+
+
+@on_ranks(2, returns=(1, 1))
+def test_attaching_while_weights_are_unsharded() -> tuple[int, int]:
+    """After a forward whose weights stay unsharded: the layers have not the optimizer's then."""
+    world = Distributed(2, 1, fsdp_arguments={"reshard_after_forward": False})
+    optimizer = AdamW(world.net.parameters())
+    x = world.mine(torch.randn(4, 8, 64))
+    world.net(x)
+    attach_update(optimizer, world.net)
+    world.net(x).square().mean().backward()
+    with comm_audit() as audit:
+        optimizer.step()
+    return audit.count("all_reduce"), audit.count()
+
+
+def test_frozen_float8_weights_need_no_optimizer() -> None:
+    """As LoRA beside a float8 base: DELAYED inputs, for one, are still to be synced."""
+    net = convert_to_float8_training(Net()).requires_grad_(False)
+    attach_update(AdamW(nn.Linear(64, 64).parameters()), net)
+    net.layers[1].requires_grad_(True)
+    attach_update(AdamW([net.layers[1].w3.weight]), net)  # some of the weights are enough

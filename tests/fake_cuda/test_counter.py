@@ -3,22 +3,11 @@
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 from fake_cuda.counter import Counts, KernelCounter
 from fake_cuda.device import fake_tensors
 from fake_cuda.process import FakeCudaProcess
 
 E4M3 = torch.float8_e4m3fn
-
-
-_kept: list[torch.Tensor] = []
-
-
-def take_an_address() -> None:
-    with fake_tensors():
-        _kept.append(torch.empty(6, device="cuda"))
-        _kept[0].data_ptr()
 
 
 def counted(run: Callable[[torch.Tensor], object], *size: int) -> Counts:
@@ -28,35 +17,6 @@ def counted(run: Callable[[torch.Tensor], object], *size: int) -> Counts:
         with KernelCounter() as counter:
             run(x)
     return counter.counts
-
-
-@triton.jit
-def _double(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < n
-    tl.store(y + offsets, tl.load(x + offsets, mask=mask) * 2, mask=mask)
-
-
-_tuned = triton.autotune([triton.Config({"BLOCK": size}) for size in (128, 256)], ["n"])(_double)
-
-
-def triton_kernels(x: torch.Tensor) -> None:
-    y = torch.empty_like(x)
-    _double[(8,)](x, y, x.numel(), BLOCK=128)
-    _tuned[lambda meta: (8,)](y, x, x.numel())
-    table = torch.tensor([[y.data_ptr(), y.numel()]]).to("cuda")
-    _double[(8,)](table, torch.empty(1, device="cuda"), 1, BLOCK=128)
-
-
-def test_triton_kernels(fake_cuda: FakeCudaProcess) -> None:
-    fake_cuda.run(take_an_address)  # for no kernel that is counted
-    counts = fake_cuda.run(counted, triton_kernels, 1024, 1024)
-    assert [(k.name, k.launches, k.read) for k in counts.kernels] == [
-        ("_double", 1, 4 * 2**20),
-        ("_double", 1, 4 * 2**20),
-        ("_to_copy", 1, 16),
-        ("_double", 1, 2 * 2**20 + 20),
-    ]
 
 
 def waits(x: torch.Tensor) -> None:

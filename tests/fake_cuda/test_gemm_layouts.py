@@ -116,13 +116,13 @@ def _step(net: Net, path: Path, counter: KernelCounter) -> None:
         net(x).backward(grad)
 
 
-# Each recipe on three paths, each path with three recipes or more, no two recipes on the same ones.
+# Each recipe on two paths, and each path with two recipes or more.
 @pytest.mark.parametrize(
     ("recipe", "path"),
     [
         (recipe, path)
         for (i, recipe), (j, path) in product(enumerate(OURS), enumerate(PATHS))
-        if (i + j) % len(PATHS) in (0, 1, 3)
+        if (i + j) % len(PATHS) in (0, 3)
     ],
 )
 def test_a_step(recipe: str, path: str, fake_cuda: FakeCudaProcess) -> None:

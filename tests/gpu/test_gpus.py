@@ -30,10 +30,8 @@ def _with_default_device(device: str, function: Callable[..., Any], arguments: A
 
 def grid(mesh: str) -> dict[tuple[str, bool], dict[str, list[bool]]]:
     """The verdicts of the mesh grid on a mesh, for all shapes and configs."""
-    axes, style, dim = MESHES[mesh]
     return {
-        (shape, precompute): verdicts(axes, style, dim, SHAPES[shape], precompute, 0)
-        | verdicts(axes, style, dim, SHAPES[shape], precompute, 1)
+        (shape, precompute): verdicts(MESHES[mesh], SHAPES[shape], precompute, slice(None))
         for shape in SHAPES
         for precompute in (False, True)
         if (mesh, shape) not in REFUSED

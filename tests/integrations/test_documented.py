@@ -41,23 +41,17 @@ RUN_BY = {
     ],
     "docs/four_bits.md": [f"{DISTRIBUTED}test_four_bits.py", HERE],
     "docs/from_torchao.md": [HERE],
-    "docs/frozen.md": [f"{INTEGRATIONS}test_frozen_page.py"] * 3,
-    "docs/fsdp2.md": [
-        HERE,
-        HERE,
-        f"{DISTRIBUTED}test_one_sum.py",
-        HERE,
-        f"{DISTRIBUTED}test_ddp_hook.py",
-    ],
+    "docs/frozen.md": [f"{INTEGRATIONS}test_frozen_page.py"] * 2,
+    "docs/fsdp2.md": [HERE, HERE, f"{DISTRIBUTED}test_one_sum.py", HERE],
     "docs/lightning.md": [f"{INTEGRATIONS}test_lightning.py"] * 2,
     "docs/lora.md": [f"{INTEGRATIONS}test_lora.py"] * 2,
     "docs/numerics.md": ["tests/unit/test_docs.py"],
     "docs/recipes.md": ["tests/unit/test_docs.py"],
     "docs/report.md": [f"{INTEGRATIONS}test_reported_loops.py"] * 4,
     "docs/serving.md": [
-        f"{DISTRIBUTED}test_weight_stream.py",
+        f"{DISTRIBUTED}test_export_on_meshes.py",
         f"{INTEGRATIONS}test_frozen_page.py",
-        f"{DISTRIBUTED}test_weight_stream.py",
+        f"{DISTRIBUTED}test_export_on_meshes.py",
     ],
     "docs/state.md": [HERE, HERE],
     "docs/tensor_parallel.md": [
@@ -126,7 +120,7 @@ def sharded() -> dict[str, Any]:
 
 def fsdp2_and_state(folder: str) -> bool:
     """Whether a resumed run ends as the uninterrupted one."""
-    _, transport, _, replicated, _ = python_blocks("docs/fsdp2.md")
+    _, transport, _, replicated = python_blocks("docs/fsdp2.md")
     checkpoints, back = python_blocks("docs/state.md")
     old, new = sharded(), sharded()
     for scope in (old, new):

@@ -1,7 +1,6 @@
 """The page of weights stored in float8, by copy and paste."""
 
 import re
-from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from fp8_dist.linear.weights import float8_weights
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, SERVING = (DOCS / "frozen.md").read_text(), (DOCS / "serving.md").read_text()
-LORA, SHARDED, PRETRAINED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LORA, SHARDED = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def block_config(**options: Any) -> Float8LinearConfig:
@@ -88,17 +87,6 @@ def test_loading_on_a_mesh(ranks: RankPools, tmp_path: Path) -> None:
     exported(tmp_path)
     for found in ranks(4).run(load_sharded, str(tmp_path)):
         check_files(found, tmp_path)
-
-
-def test_from_pretrained(tmp_path: Path) -> None:
-    source = exported(tmp_path)
-    with chdir(tmp_path):
-        scope: dict[str, Any] = {"folder": "."}
-        run_shown(PRETRAINED, scope)
-    check_files(load_file(tmp_path / "again" / "model.safetensors"), tmp_path)
-    ids = torch.arange(16)[None]
-    with torch.no_grad():
-        assert same_bits(scope["model"](ids).logits, source.eval()(ids).logits)
 
 
 def test_names_of_a_stream_with_adapters() -> None:

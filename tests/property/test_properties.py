@@ -3,7 +3,7 @@
 import hypothesis
 import pytest
 import torch
-from property_cases import Case, LayerCase, TrainCase, cases, from_json, simpler, to_json
+from property_cases import TrainCase, from_json, simpler, to_json, train_cases
 from property_runs import verdict_of
 from property_verdicts import judge
 from ranks import RankPools
@@ -20,18 +20,11 @@ IN_CI = hypothesis.settings(
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "count", "most"),
-    [("cast", 45, 2), ("layer", 45, 1), pytest.param("train", 10, 4, marks=pytest.mark.full)],
-)
-def test_a_result_is_right_or_a_documented_error(
-    ranks: RankPools, kind: str, count: int, most: int
-) -> None:
-    """count: of cases. most: of ranks."""
-
-    @hypothesis.settings(IN_CI, max_examples=count)
-    @hypothesis.given(cases(kind, most))
-    def holds(case: Case) -> None:
+@pytest.mark.full
+def test_a_result_is_right_or_a_documented_error(ranks: RankPools) -> None:
+    @hypothesis.settings(IN_CI, max_examples=6)
+    @hypothesis.given(train_cases(4))
+    def holds(case: TrainCase) -> None:
         verdict = verdict_of(case, ranks)
         command = f"python -m scripts.measure.properties --case '{to_json(case)}'"
         assert verdict.kind != "FAILED", f"{command}\n{verdict.text}"
@@ -40,8 +33,8 @@ def test_a_result_is_right_or_a_documented_error(
 
 
 @hypothesis.settings(IN_CI, max_examples=20)
-@hypothesis.given(cases("cast") | cases("layer") | cases("train"))
-def test_a_report_shows_the_case(case: Case) -> None:
+@hypothesis.given(train_cases(4))
+def test_a_report_shows_the_case(case: TrainCase) -> None:
     assert from_json(to_json(case)) == case
 
 
@@ -53,7 +46,7 @@ def test_simpler_cases() -> None:
         TrainCase(dim=3),
         TrainCase(dim=3, actions=("freeze",)),
     ]
-    assert simpler(LayerCase()) == []
+    assert simpler(TrainCase(actions=())) == [TrainCase()]
 
 
 def unnamed() -> None:

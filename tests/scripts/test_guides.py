@@ -26,7 +26,6 @@ GRID = "tests/distributed/test_mesh_grid.py"
 CHOSEN = {
     "Adding a recipe": {
         GRID: ["::test_operands[FSDP2 x2]"],
-        "tests/distributed/test_recipes_on_meshes.py": ["::test_outputs_and_gradients"],
         "tests/unit/linear/test_recipes.py": [
             f"::test_the_three_gemms_equal_the_algebra[{RECIPE}]"
         ],

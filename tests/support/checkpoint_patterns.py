@@ -41,8 +41,8 @@ class OptimizerState:
 class AppState:
     """Everything in one value, as in torch's tutorial."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, first: str) -> None:
-        self.model, self.optimizer, self.first = model, optimizer, first
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
         self.float8 = Float8State(model)
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,16 +50,13 @@ class AppState:
         return {"model": model, "optimizer": optimizer, "float8": self.float8.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.first == "float8":
-            self.float8.load_state_dict(state["float8"])
+        self.float8.load_state_dict(state["float8"])
         set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        if self.first == "model":
-            self.float8.load_state_dict(state["float8"])
 
 
 def stateful(model: nn.Module, optimizer: Optimizer, key: str = "float8") -> dict[str, Any]:
@@ -70,11 +67,6 @@ def stateful(model: nn.Module, optimizer: Optimizer, key: str = "float8") -> dic
 def model_state_dict(model: nn.Module, optimizer: Optimizer) -> Pattern:
     own = get_model_state_dict(model)
     return stateful(model, optimizer) | {"model": own}, lambda: set_model_state_dict(model, own)
-
-
-def state_dict(model: nn.Module, optimizer: Optimizer) -> Pattern:
-    own = model.state_dict()
-    return stateful(model, optimizer) | {"model": own}, lambda: model.load_state_dict(own)
 
 
 def nested(model: nn.Module, optimizer: Optimizer) -> Pattern:
@@ -92,10 +84,8 @@ PATTERNS: dict[str, Callable[[nn.Module, Optimizer], Pattern]] = {
     "aaa": lambda model, optimizer: (stateful(model, optimizer, "aaa"), nothing),
     "zzz": lambda model, optimizer: (stateful(model, optimizer, "zzz"), nothing),
     "model_state_dict": model_state_dict,
-    "state_dict": state_dict,
     "nested": nested,
-    "app_state": lambda *both: ({"app": AppState(*both, "model")}, nothing),
-    "app_state, float8 first": lambda *both: ({"app": AppState(*both, "float8")}, nothing),
+    "app_state": lambda *both: ({"app": AppState(*both)}, nothing),
 }
 NAMES = ("docs", *PATTERNS)
 

@@ -8,7 +8,7 @@ import torch
 from reference import nearest
 
 E4M3 = torch.float8_e4m3fn
-FORMS = ("ue8m0", "vllm", "slime")
+FORMS = ("ue8m0", "vllm")
 
 
 def engine_cast(
@@ -16,8 +16,7 @@ def engine_cast(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes ``[M, K]`` in e4m3, fp32 scales ``[R, C]``) of blocks of ``rows x columns``.
 
-    ``form``: "vllm", ``per_token_group_quant_fp8`` of vLLM; "ue8m0", the same with ``use_ue8m0``;
-    "slime", ``blockwise_cast_to_fp8_triton`` of slime and verl.
+    ``form``: "vllm", ``per_token_group_quant_fp8`` of vLLM; "ue8m0", the same with ``use_ue8m0``.
     """
     values = x.detach().to(torch.float32).numpy()
     m, k = values.shape
@@ -30,7 +29,6 @@ def engine_cast(
         if form == "ue8m0":
             scale = np.exp2(np.ceil(np.log2(scale)))
         scales[r, c] = scale
-        inverse = np.float32(1) / scale
-        scaled[block] = values[block] * inverse if form == "slime" else values[block] / scale
+        scaled[block] = values[block] / scale
     codes = nearest(torch.from_numpy(scaled).double(), E4M3).to(torch.float32).to(E4M3)
     return codes, torch.from_numpy(scales)

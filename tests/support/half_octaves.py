@@ -5,12 +5,13 @@ float8 dtype, rounded up to ``2 ** (k / 2)``.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+from schemes import config_of
 from torch import Tensor
 
-from fp8_dist import CastConfig, Float8LinearConfig
+from fp8_dist import Float8LinearConfig
 from fp8_dist.scaling import Level, Scales, Scheme, Start, Statistics
 
 _FRACTION, _SQRT_2 = 0x7FFFFF, 0x3504F3  # bits of fp32: all of a fraction, and that of sqrt(2)
@@ -46,13 +47,6 @@ class HalfOctaves(Scheme):
         return (torch.where(least.isfinite(), scale, least),)
 
 
-def half_octaves_config(**fields: Any) -> Float8LinearConfig:
+def half_octaves_config() -> Float8LinearConfig:
     """All operands in half octaves; the weight in squares, of which one copy serves both GEMMs."""
-    rows = CastConfig(scaling_granularity=HalfOctaves())
-    weight = CastConfig(scaling_granularity=HalfOctaves(rows=20))
-    casts = {
-        "cast_config_input": rows,
-        "cast_config_weight": weight,
-        "cast_config_grad_output": rows,
-    }
-    return Float8LinearConfig(**(casts | fields))
+    return config_of(HalfOctaves(rows=20), HalfOctaves())

@@ -1,7 +1,7 @@
 """Training on a fixed list of micro-batches, whose weights have the same bits on any number of ranks."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -90,12 +90,6 @@ def batches(step: int, count: int) -> torch.Tensor:
     return torch.randint(VOCAB, (2, count, 2, TOKENS), generator=generator)
 
 
-def contiguous(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
-    """Each rank's share of the micro-batches in one piece: another order than it should be."""
-    share = count // mesh.size()
-    return ((mesh.get_local_rank() * share + i, 1.0) for i in range(share))
-
-
 def backward(
     model: nn.Module, mesh: DeviceMesh, step: int, count: int = 8, order: Any = micro_batches
 ) -> None:
@@ -140,7 +134,7 @@ def trained(
     recipe: str | None = "tensorwise",
     transport: Any = "float8",
     compute: torch.dtype = torch.bfloat16,
-    steps: int = 4,
+    steps: int = 3,
     how: dict[str, Any] | None = None,
     **options: Any,
 ) -> Weights:

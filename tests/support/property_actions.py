@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nets import full
-from property_cases import TrainCase, ranks_of
-from property_training import GatedNet, World, all_finite, stored_layers
+from property_cases import TrainCase, processes
+from property_training import GatedNet, World, all_finite
 from property_verdicts import WrongResult
 from reference import same_values
 from torch import nn
@@ -19,13 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist import (
     Float8State,
-    convert_to_float8_training,
-    convert_to_linear,
-    freeze_to_float8,
     invalidate_float8_scales,
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
-    unfreeze_from_float8,
 )
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.mesh import local_tensor
@@ -88,9 +84,9 @@ def load_checkpoint(world: World) -> None:
     """One ``dcp.load`` takes the model and its histories back to where they were saved."""
     # (The twin is in a state_dict of its own: its histories are the same.)
     histories = Float8State(world.twin).state_dict()
-    with checkpoint_folder(ranks_of(world.case)) as folder:
+    with checkpoint_folder(processes(world.case.mesh)) as folder:
         state = {"model": world.net, "float8": Float8State(world.net)}
-        no_dist = ranks_of(world.case) == 1
+        no_dist = processes(world.case.mesh) == 1
         dcp.save(state, checkpoint_id=folder, no_dist=no_dist)
         step(world)
         dcp.load(state, checkpoint_id=folder, no_dist=no_dist)
@@ -103,8 +99,8 @@ def load_elsewhere(world: World) -> None:
     histories = Float8State(world.twin).state_dict()
     before = whole_state(world.net)
     had_tp = world.tp > 1
-    with checkpoint_folder(ranks_of(world.case)) as folder:
-        no_dist = ranks_of(world.case) == 1
+    with checkpoint_folder(processes(world.case.mesh)) as folder:
+        no_dist = processes(world.case.mesh) == 1
         state = {"model": world.net, "float8": Float8State(world.net)}
         dcp.save(state, checkpoint_id=folder, no_dist=no_dist)
         world.mesh_name = world.meshes[world.meshes[0] == world.mesh_name]
@@ -177,47 +173,6 @@ def micro_batches(world: World) -> None:
     world.update()
 
 
-def store_frozen(world: World) -> None:
-    """Weights that are frozen in float8 before the model is distributed, and trained again."""
-
-    def store(net: nn.Module) -> None:
-        freeze(True, net)
-        freeze_to_float8(net)
-
-    world.rebuild(after=store)
-    for _ in range(2):
-        step(world)
-    world.run(training=False)
-    if stored_layers(world.net):
-        world.same_weights()
-        unfreeze_from_float8(world.twin)
-        if world.replicas > 1:
-            world.refuses(unfreeze_from_float8)
-            world.rebuild()
-        else:
-            unfreeze_from_float8(world.net)
-            world.check_weights()
-    world.both(partial(freeze, False))
-    world.optimizer = world.make_optimizer(world.net)
-    world.run(training=True)
-
-
-def linear_and_back(world: World) -> None:
-    """Layers that become nn.Linear in the midst of training, and are converted again."""
-    world.both(convert_to_linear)
-    world.lower_twin()
-    # (torch's own styles take no other sizes. Of an empty batch DTensor never finds the views.)
-    case, tp = world.case, world.tp
-    if tp == 1 or (case.batch and not (case.hidden % tp or case.sequence % tp)):
-        world.run(training=True)
-    if ranks_of(world.case) > 1:
-        world.refuses(convert_to_float8_training)
-        world.rebuild()
-    else:
-        world.both(partial(convert_to_float8_training, config=world.configs[0]))
-    world.run(training=True)
-
-
 def deep_copy(world: World) -> None:
     if world.replicas == 1:  # FSDP2 refuses to be copied
         world.net = copy.deepcopy(world.net)
@@ -258,8 +213,6 @@ ACTIONS: dict[str, Callable[[World], None]] = {
     "dcp.load, another mesh": load_elsewhere,
     "GradScaler": scaled_step,
     "GradScaler, overflow": partial(scaled_step, overflow=True),
-    "freeze to float8, unfreeze": store_frozen,
-    "convert_to_linear and back": linear_and_back,
     "sync": changed(sync_float8_amax_and_scale_history),
     "invalidate": changed(invalidate_float8_scales),
 }

@@ -4,9 +4,7 @@ import logging
 import warnings
 
 from property_actions import run_training
-from property_cases import Case, CastCase, LayerCase, TrainCase, ranks_of
-from property_casts import run_cast
-from property_layers import run_layer
+from property_cases import TrainCase, processes
 from property_verdicts import Verdict, judge
 from ranks import RankError, RankPools
 
@@ -14,9 +12,9 @@ from ranks import RankError, RankPools
 TIMEOUT_S = 120.0
 
 
-def verdict_of(case: Case, pools: RankPools) -> Verdict:
+def verdict_of(case: TrainCase, pools: RankPools) -> Verdict:
     """The verdict on a case; ranks that disagree about it, die or hang are a failure."""
-    ranks = ranks_of(case)
+    ranks = processes(case.mesh)
     if ranks == 1:
         return on_this_rank(case)
     try:
@@ -32,21 +30,13 @@ def verdict_of(case: Case, pools: RankPools) -> Verdict:
     return found[0]
 
 
-def on_this_rank(case: Case) -> Verdict:
+def on_this_rank(case: TrainCase) -> Verdict:
     """Called on every rank of the case."""
     refused: list[str] = []
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
-    def run() -> None:
-        if isinstance(case, CastCase):
-            run_cast(case)
-        elif isinstance(case, LayerCase):
-            run_layer(case)
-        elif isinstance(case, TrainCase):
-            refused.extend(run_training(case))
-
-    verdict = judge(run)
+    verdict = judge(lambda: refused.extend(run_training(case)))
     if verdict.kind == "right" and refused:
         return Verdict("error", refused[0])
     return verdict

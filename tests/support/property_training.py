@@ -12,7 +12,7 @@ scale of the twin is NaN, tensor-parallel ranks and shards of weights are theref
 whether they have lost it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from gemm_records import GemmRecord, record_gemms
 from nets import GatedMLP, Net, full, net_plan
-from property_cases import MESHES, TrainCase, processes, ranks_of
-from property_casts import part_of
+from property_cases import MESHES, TrainCase, processes
 from property_values import DTYPES, values
 from property_verdicts import WrongResult, documented
 from ranks import device_mesh
@@ -34,7 +33,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
     Float8LinearConfig,
-    Float8State,
     Float8Tensor,
     convert_to_float8_training,
     float8_layers,
@@ -72,16 +70,16 @@ class World:
 
     def __init__(self, case: TrainCase) -> None:
         self.case = case
-        other = case.other if processes(case.other or case.mesh) == ranks_of(case) else ""
+        other = case.other if processes(case.other or case.mesh) == processes(case.mesh) else ""
         self.meshes = (case.mesh, other or case.mesh)
         self.mesh_name = case.mesh
-        self.rank = dist.get_rank() if ranks_of(case) > 1 else 0
+        self.rank = dist.get_rank() if processes(case.mesh) > 1 else 0
         self.passes = 0
         self.checkpointing = False
         self.spoiled = False  # what was compared with the gradients of this step has a NaN scale
         self.refused: list[str] = []
         self.config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
-        if case.differs and self.rank == ranks_of(case) - 1:
+        if case.differs and self.rank == processes(case.mesh) - 1:
             self.config = replace(self.config, emulate=not self.config.emulate)
         make = torch.optim.SGD if case.optimizer == "SGD" else torch.optim.AdamW
         foreach = case.optimizer.endswith("foreach")
@@ -117,33 +115,12 @@ class World:
         gather = self.case.gather if self.replicas > 1 else False
         return replace(self.config, enable_fsdp_float8_all_gather=gather), self.config
 
-    def build(
-        self,
-        after: Callable[[nn.Module], object] | None = None,
-        weights: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """A new model and a new twin.
-
-        Args:
-            after: a change before the model is distributed.
-            weights: those to begin with.
-        """
+    def build(self) -> None:
+        """A new model and a new twin."""
         self.net, self.twin = (self.model(config) for config in self.configs)
-        for model in (self.net, self.twin) if weights is not None else ():
-            model.load_state_dict(weights)
-        if after is not None:
-            self.both(after)
         self.distribute()
         self.lower_twin()
         self.optimizer = self.make_optimizer(self.net)
-
-    def rebuild(self, after: Callable[[nn.Module], object] | None = None) -> None:
-        """Goes on with another model and another twin, in which all weights are trained."""
-        self.same_weights()
-        histories = [Float8State(model).state_dict() for model in (self.net, self.twin)]
-        self.build(after, self.twin.state_dict())
-        for model, saved in zip((self.net, self.twin), histories, strict=True):
-            Float8State(model).load_state_dict(saved)
 
     def model(self, config: Float8LinearConfig) -> GatedNet:
         has_tp = any(MESHES[name][2] > 1 for name in self.meshes)
@@ -152,7 +129,7 @@ class World:
         return net
 
     def distribute(self) -> None:
-        if ranks_of(self.case) > 1:
+        if processes(self.case.mesh) > 1:
             replicate, shard, tp, _ = MESHES[self.mesh_name]
             self.mesh = device_mesh(replicate=replicate, shard=shard, tp=tp)
         if self.tp > 1:
@@ -167,13 +144,13 @@ class World:
     def lower_twin(self) -> None:
         """The twin's parameters take the dtype that FSDP2's policy gathers.
 
-        A weight that is gathered in float8, or stored in it, is cast from what the model holds.
+        A weight that is gathered in float8 is cast from what the model holds.
         """
         if not self.has_policy:
             return
         in_float8 = float8_layers(self.twin) if self.configs[0].fsdp_float8_all_gather else ()
         kept = {f"{name}.weight" for name in in_float8}
-        for name, parameter in high_precision(self.twin).items():
+        for name, parameter in self.twin.named_parameters():
             if name not in kept:
                 parameter.grad = None
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -197,16 +174,6 @@ class World:
             raise WrongResult(f"only one of model and twin refuses: {texts[0]}")
         self.refused += texts[:1]
 
-    def refuses(self, change: Callable[[nn.Module], object]) -> None:
-        """The change of the model, which must be a documented error on all of its meshes."""
-        try:
-            change(self.net)
-        except Exception as error:
-            if not documented(error):
-                raise
-        else:
-            raise WrongResult(f"{change} of a distributed model is not refused")
-
     def batch(self, replica: int) -> torch.Tensor:
         return self.drawn(
             self.case.values if replica == self.passes % self.replicas else "normal", replica
@@ -223,10 +190,10 @@ class World:
         return values(kind, shape, self.compute_dtype, 1000 * case.seed + 10 * self.passes + number)
 
     def same_weights(self) -> None:
-        """The twin's weights become the model's; frozen ones in float8 stay as they are."""
+        """Give the twin the weights of the model."""
         theirs = dict(self.twin.named_parameters())
         with torch.no_grad():
-            for name, mine in high_precision(self.net).items():
+            for name, mine in self.net.named_parameters():
                 theirs[name].copy_(full(mine))
 
     def is_frozen(self) -> bool:
@@ -289,10 +256,10 @@ class World:
 
     def is_local(self, records: list[GemmRecord]) -> bool:
         """Whether a NaN scale of the twin's may be seen by some ranks alone."""
-        if not self.config.recipe.delayed or ranks_of(self.case) == 1:
+        if not self.config.recipe.delayed or processes(self.case.mesh) == 1:
             return False
         scales = [scale for record in records for x in record[2:4] for scale in x.scales]
-        in_weights = not all_finite(high_precision(self.twin).values())
+        in_weights = not all_finite(self.twin.parameters())
         return in_weights or (self.tp > 1 and any(bool(scale.isnan().any()) for scale in scales))
 
     def check_not_lost(
@@ -316,7 +283,7 @@ class World:
 
     def of_ranks(self, value: Any) -> list[Any]:
         """The values of all ranks."""
-        if ranks_of(self.case) == 1:
+        if processes(self.case.mesh) == 1:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
@@ -380,17 +347,6 @@ class World:
         if missing:
             raise WrongResult(f"no float8 GEMM for {sorted(missing)}")
 
-    def check_weights(self) -> None:
-        mine = dict(self.net.named_parameters())
-        pairs = [(name, full(mine[name]), p) for name, p in self.twin.named_parameters()]
-
-        def check() -> None:
-            for name, ours, theirs in pairs:
-                if not same_values(ours, theirs):
-                    raise WrongResult(f"{name} is {ours}, twin {theirs}")
-
-        self.together(check)
-
     def check_output(
         self,
         mine: torch.Tensor,
@@ -438,16 +394,12 @@ def inputs_of(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
     handle.remove()
 
 
-def stored_layers(net: nn.Module) -> dict[str, nn.Linear]:
-    """The layers whose weight is stored in float8."""
-    return {n: each for n, each in float8_layers(net).items() if each.float8_weight.is_stored}
-
-
-def high_precision(net: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, without those of weights that are stored in float8."""
-    parts = ("weight", "weight_scale_inv")
-    stored = {f"{name}.{part}" for name in stored_layers(net) for part in parts}
-    return {name: p for name, p in net.named_parameters() if name not in stored}
+def part_of(tensor: torch.Tensor, dim: int, ranks: int, rank: int) -> torch.Tensor:
+    """The part of a tensor that a shard of a dim holds, as DTensor divides it."""
+    size = tensor.shape[dim]
+    length = -(-size // ranks)
+    start = min(rank * length, size)
+    return tensor.narrow(dim, start, min(length, size - start))
 
 
 def with_one_zero(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ VALUES = (
     *("normal", "zeros", "equal", "negative zero", "denormals", "tiny", "outlier", "magnitudes"),
     *("nan", "inf", "-inf"),
 )
-LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "offset")
 
 
 def values(kind: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -34,20 +33,3 @@ def values(kind: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -
     if kind in special and x.numel():
         x.view(-1)[seed * 7 % x.numel()] = special[kind]
     return x
-
-
-def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The tensor with other strides. (Of "expanded" all rows are the first one.)"""
-    if layout == "contiguous" or x.ndim == 0:
-        return x
-    if layout == "transposed":
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "expanded":
-        return x[:1].expand(x.shape) if x.shape[0] else x
-    if layout == "sliced":
-        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), 1e4, dtype=x.dtype)
-        wide[..., ::2] = x
-        return wide[..., ::2]
-    flat = torch.full((x.numel() + 3,), 1e4, dtype=x.dtype)
-    flat[3:] = x.reshape(-1)
-    return flat[3:].view(x.shape)

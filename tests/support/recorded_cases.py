@@ -88,7 +88,6 @@ class RecordedCase:
     mesh: str = "FSDP2 x4"
     recipe: str = "tensorwise"
     gather: bool = True
-    scope: str = "global"
     dim: int = 64
     hidden: int = 96
     batch: int = 2
@@ -132,7 +131,6 @@ def drawn(number: int, seed: int, has_fault: bool) -> RecordedCase:
         case,
         recipe=recipe,
         gather=of.random() < 0.7,
-        scope="rank" if recipe == "tensorwise" and of.random() < 0.2 else "global",
         dim=of.choice([50, 64, 90]),
         hidden=of.choice([50, 90, 96, 130]),
         batch=of.choice([1, 2, 3]),
@@ -215,7 +213,7 @@ def built(case: RecordedCase) -> nn.Module:
         parts = [net]
     else:
         net = Net(case.dim, case.hidden)
-        config = replace(config_named(case.recipe), amax_scope=case.scope)
+        config = config_named(case.recipe)
         if case.gather and data.size() > 1:
             config = replace(config, enable_fsdp_float8_all_gather="auto")
         convert_to_float8_training(net, config=config)

@@ -27,8 +27,12 @@ from fp8_dist import Float8Tensor, float8_layers
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import TRAINED, UNKNOWN, KnownWeight
 
-# Largest finite values of the two encodings, and the number of mantissa bits.
-FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
+# Largest finite values of the encodings, numbers of mantissa bits, and smallest exponents.
+FORMATS = {
+    torch.float8_e4m3fn: (448.0, 3, -6),
+    torch.float8_e5m2: (57344.0, 2, -14),
+    torch.float4_e2m1fn_x2: (6.0, 1, 0),
+}
 
 
 def float8_grid(dtype: torch.dtype) -> list[float]:
@@ -74,7 +78,7 @@ def reference_blocks(
     """
     x = x.detach().float().double()
     i, j = ((torch.arange(n) + blocks[2 + d]) // blocks[d] for d, n in enumerate(x.shape))
-    count = [int(i.max()) + 1, int(j.max()) + 1] if x.numel() else [0, 0]
+    count = [int(index.max()) + 1 if len(index) else 0 for index in (i, j)]
     amax = torch.zeros(count, dtype=torch.float64)
     for block in itertools.product(*map(range, count)):
         amax[block] = x[i == block[0]][:, j == block[1]].abs().max()
@@ -91,8 +95,11 @@ def _exponent_bytes(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) ->
     largest = FORMATS[dtype][0]
     if rule is None:
         byte = 128 - torch.frexp((largest / amax.clamp(min=1e-12)).float()).exponent
-    elif rule == "floor":  # floor(log2(amax)) - floor(log2(largest))
-        byte = 127 + torch.frexp(amax).exponent - math.frexp(largest)[1]
+    elif rule in ("floor", "even"):  # floor(log2(amax)) - floor(log2(largest))
+        fraction, exponent = torch.frexp(amax)
+        byte = 127 + exponent - math.frexp(largest)[1]
+        if rule == "even":  # of an amax that is rounded to two bits before
+            byte = byte + (fraction >= 0.875).int()
     else:  # ceil(log2(amax / largest))
         fraction, exponent = torch.frexp(amax / largest)
         byte = 127 + exponent - (fraction == 0.5).int()

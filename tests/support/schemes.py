@@ -75,14 +75,10 @@ SINGLE_ROWS = Pairs(size=1)
 
 def config_of(scheme: Scheme, tokens: Scheme | None = None, **fields: Any) -> Float8LinearConfig:
     """The weight has ``scheme``; inputs and gradients have ``tokens``, by default the same."""
-    weight = CastConfig(scaling_granularity=scheme)
-    other = CastConfig(scaling_granularity=tokens or scheme)
-    operands = {
-        "cast_config_input": other,
-        "cast_config_weight": weight,
-        "cast_config_grad_output": other,
-    }
-    return Float8LinearConfig(**(operands | fields))
+    names = ("cast_config_weight", "cast_config_input", "cast_config_grad_output")
+    schemes = (scheme, tokens or scheme, tokens or scheme)
+    casts = {n: CastConfig(scaling_granularity=s) for n, s in zip(names, schemes, strict=True)}
+    return Float8LinearConfig(**(casts | fields))
 
 
 CONFIG = config_of(ROW_PAIRS, SINGLE_ROWS)

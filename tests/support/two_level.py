@@ -5,13 +5,14 @@ values of a weight: ``x ~= qdata * block scale * tensor scale``. It is the examp
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from half_octaves import half_octaves_config
+from schemes import config_of
 from torch import Tensor
 
-from fp8_dist import CastConfig, Float8LinearConfig
+from fp8_dist import Float8LinearConfig
 from fp8_dist.scaling import Level, Scales, Scheme, Start, Statistics
 
 E4M3 = torch.float8_e4m3fn
@@ -46,16 +47,9 @@ class TwoLevel(Scheme):
         return tensor, (blocks / _LARGEST / tensor).clamp(_SMALLEST, _LARGEST).to(E4M3)
 
 
-def two_level_config(**fields: Any) -> Float8LinearConfig:
+def two_level_config() -> Float8LinearConfig:
     """All operands in two levels; the weight in squares, of which one copy serves both GEMMs."""
-    rows = CastConfig(scaling_granularity=TwoLevel())
-    weight = CastConfig(scaling_granularity=TwoLevel(rows=16))
-    casts = {
-        "cast_config_input": rows,
-        "cast_config_weight": weight,
-        "cast_config_grad_output": rows,
-    }
-    return Float8LinearConfig(**(casts | fields))
+    return config_of(TwoLevel(rows=16), TwoLevel())
 
 
 def config_named(name: str) -> Float8LinearConfig:

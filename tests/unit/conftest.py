@@ -10,7 +10,6 @@ import torch
 OF_TORCHAO = (
     "kernels/test_torchao_blocks",
     "linear/test_torchao",
-    "linear/test_quantized_weights",
     "test_torchao_objects",
 )
 installed = all(importlib.util.find_spec(name) for name in ("torchao", "triton"))

@@ -189,12 +189,6 @@ def test_verdicts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert report_of(capsys, "model").splitlines()[-1].startswith("verdict: 4 of 6 float8 layers")
 
 
-def test_names_of_a_checkout(capsys: pytest.CaptureFixture[str]) -> None:
-    text = report(capsys, "--model", "debug")
-    assert "model debug, built on the meta device\n" in text
-    assert text.endswith("verdict: all 28 layers are too small: expect no gain\n")
-
-
 def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
     text = report_of(capsys, "reads_values")
     assert "built on the CPU; on the meta device: RuntimeError: Tensor.item()" in text

@@ -17,7 +17,6 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.fsdp import Float8DDPState
 from fp8_dist.moe import convert_experts_to_float8_training
 from fp8_dist.tensor_parallel import apply_tp_plan
 
@@ -37,7 +36,6 @@ TYPES: Refused = {
         Float8Linear(16, 16), module_filter_fn="0"
     ),  # type: ignore[arg-type]
     "comm_audit takes a DeviceMesh, got 'dp'; pass the mesh": lambda: comm_audit("dp"),  # type: ignore[arg-type]
-    "process_group is True; pass the ProcessGroup that DDP was given": lambda: Float8DDPState(True),  # type: ignore[arg-type]
     **{
         f"apply_tp_plan needs a DeviceMesh, got a {type(mesh).__name__}; init": partial(
             apply_tp_plan, nn.Linear(16, 16), mesh, {}

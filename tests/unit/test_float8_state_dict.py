@@ -176,7 +176,7 @@ def test_what_mxfp4_lacks() -> None:
         "\n".join(texts),
         """\
 float8_state_dict: format is 'fp4'; pass one of ['float8', 'mxfp4']
-float8_state_dict: layers.0.w1.weight was converted with recipe=mxfp8, float8_gathers=input|grad_output, but its weights are not in MXFP4; load the state dict into a model that was converted with weight_format="mxfp4", and export that
+float8_state_dict: layers.0.w1.weight was converted with recipe=mxfp8, float8_gathers=input|grad_output, but a checkpoint in mxfp4 holds weights in MXFP4; load the state dict into a model that was converted with weight_format="mxfp4", and export that
 float8_state_dict: 0.weight, [64, 70], has K = 70, and MXFP4 has whole blocks of 32; pass format="float8"
 0.weight has a block with NaN or infinity, which MXFP4 doesn't have; load an earlier checkpoint, and export that""",
     )
@@ -209,7 +209,7 @@ def test_other_recipes_are_refused(call: Any) -> None:
         assert message.startswith(
             f"{call.__name__}: layers.0.w1.weight was converted with recipe={recipe},"
         )
-        assert "hold float8_e4m3fn weights with one scale per square block; load the" in message
+        assert "holds float8_e4m3fn weights with one scale per square block; load the" in message
 
 
 def test_refused_models() -> None:
@@ -229,7 +229,7 @@ def test_refused_models() -> None:
         ),
         (tied, "head.weight is also embed.weight, which would stay in high precision; leave"),
         (meta, "layers.0.w1.weight is on the meta device and has no values; load a"),
-        (converted(e5m2), "hold float8_e4m3fn weights"),
+        (converted(e5m2), "holds float8_e4m3fn weights"),
     ]
     for net, text in refused:
         assert text in raised(ValueError, partial(float8_state_dict, net))

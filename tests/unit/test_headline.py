@@ -18,7 +18,7 @@ from torch import nn
 
 from fp8_dist import convert_to_float8_training
 from fp8_dist.debug import record, replay
-from fp8_dist.report import RunWriter, data, headline, page
+from fp8_dist.report import RunWriter, data, headline
 from fp8_dist.report import __main__ as command
 
 NAN, STEPS = math.nan, 14
@@ -30,10 +30,10 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded(tmp_path_factory.mktemp("recordings"))
 
 
-def recorded(folder: Path, **options: Any) -> Path:
+def recorded(folder: Path) -> Path:
     """Return the recording of step 9, in which the input of SECOND is NaN."""
     model = convert_to_float8_training(Net(layers=2))
-    recorder = record(model, folder, **options).at(7)
+    recorder = record(model, folder).at(7)
 
     def plant(_: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
         return args[0].masked_fill(torch.arange(64) == (5 if recorder.step == 9 else -1), NAN)
@@ -106,15 +106,6 @@ def test_a_recording_saw_it_first(recording: Path, tmp_path: Path) -> None:
     assert replay.main(shlex.split(found.commands[0])[3:]) == 1
 
 
-def test_a_recording_without_tensors(tmp_path: Path) -> None:
-    recorded(tmp_path, max_bytes=1)
-    assert shown(tmp_path) == (
-        f"step 9, rank 0, {SECOND}",
-        "input (for output, grad_weight): a scale that is not finite. Its tensors were not kept: "
-        f"record(model, folder, layers='{SECOND}') keeps those of each step.",
-    )
-
-
 def test_the_page_and_the_command_begin_with_it(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,24 +139,16 @@ def test_metrics_saw_it_first(recording: Path, tmp_path: Path) -> None:
     write_metrics(tmp_path, loss=11, grad_norm=9)
     assert shown(tmp_path) == (
         "step 9",
-        "grad_norm is not finite. No casts of step 9 were recorded. There is no recording of it to "
-        "replay: fp8_dist.debug.record makes one.",
+        "grad_norm is not finite. There is no recording of it to replay: fp8_dist.debug.record makes "
+        "one.",
     )
     write_stats(tmp_path, every=2, first_bad=10)
-    where, what = shown(tmp_path)
-    assert where == "step 9"
-    assert (
-        f"The first bad cast that was seen may be an effect: step 10, rank 1, {FIRST}: input (for"
-        in what
-    )
+    assert shown(tmp_path)[0] == "step 9"
     write_stats(tmp_path, every=3, first_bad=12)
-    assert "The casts of step 9 are finite: look at what is not in float8" in shown(tmp_path)[1]
     write_metrics(tmp_path, every=5, loss=6)
     assert shown(tmp_path) == (
         "step 10",
         "loss is not finite. It may have begun in step 6: metrics show nothing wrong up to step 5. "
-        f"No casts of step 10 were recorded. The first bad cast that was seen may be an effect: step 12, rank 1, {FIRST}"
-        ": input (for output): 12.5 % of the values are NaN or infinite. "
         "There is no recording of it to replay: fp8_dist.debug.record makes one.",
     )
 
@@ -206,7 +189,6 @@ def test_what_is_unusual_leads_where_nothing_is_wrong(tmp_path: Path) -> None:
     assert shown(tmp_path) == (f"step 3, {FIRST}", "input: the amax is high.")
     write_metrics(tmp_path, loss=9)
     assert shown(tmp_path)[0] == "step 9"
-    assert "The casts of step 9 are finite: look at" in shown(tmp_path)[1]
 
 
 def test_recordings_without_a_replay(
@@ -233,17 +215,6 @@ def test_recordings_without_a_replay(
     assert found is not None
     assert found.where == f"step 10, rank 1, {FIRST}"
     assert f"{folder} can't be read" in run.notes[0]
-
-
-def test_a_recording_that_lacks_ranks_and_has_no_other_file(
-    recording: Path, tmp_path: Path
-) -> None:
-    folder = add(tmp_path, recording, "step000009.incomplete")
-    (folder / "rank00000.pt").rename(folder / "rank00001.pt")
-    found = of(tmp_path)
-    assert found is not None
-    assert found.where.startswith("step 9, ")
-    assert str(folder) in found.commands[0]
 
 
 def test_recordings_of_an_earlier_run_are_left_out(recording: Path, tmp_path: Path) -> None:
@@ -286,13 +257,3 @@ def test_delayed_scales_are_late(tmp_path: Path) -> None:
     found = headline.headline(run)
     assert found is not None
     assert "It may have begun before: recordings have no earlier step." in found.what
-
-
-def test_notes_name_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("one", "two"):
-        write_metrics(tmp_path / name, loss=99)
-    with (tmp_path / "two" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 14, "lo')
-    assert page.write(tmp_path / "x.html", [tmp_path / "one", tmp_path / "two"])[1] != []
-    assert command.main([str(tmp_path / "one"), str(tmp_path / "two")]) == 0
-    assert f"note: {tmp_path / 'two' / 'metrics.jsonl'}: 1 " in capsys.readouterr().err

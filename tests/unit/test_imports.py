@@ -61,7 +61,7 @@ from torch.utils.flop_counter import FlopCounterMode
 layer = vars(fp8_dist)["Float8Linear"](32, 48)
 with FlopCounterMode(display=False) as counter:
     layer(torch.ones(16, 32))
-print(counter.get_total_flops(), *sys.modules["fp8_dist.moe.experts"].KINDS)
+print(counter.get_total_flops(), *sys.modules["fp8_dist.moe.experts"].EXPERTS_ADAPTERS)
 print(sys.modules["fp8_dist.fsdp.gathers"].__name__)
 """
 FIRST = {

@@ -3,12 +3,10 @@
 import copy
 import gc
 import pickle
-import warnings
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import WeakMethod
 
 import pytest
 import torch
@@ -292,50 +290,15 @@ def test_layers_whose_forward_was_replaced_are_left_out() -> None:
         del model[6].forward
 
 
-HOLDERS: dict[str, Callable[[nn.Linear], object]] = {
-    "list": lambda layer: [layer.forward],
-    "closure": closure,
-    "partial": lambda layer: partial(layer.forward),
-    "attribute": lambda layer: setattr(model := nn.Module(), "call", layer.forward) or model,
-    "weak": lambda layer: WeakMethod(layer.forward),
-    # As accelerate leaves it when it removes a hook.
-    "its own": lambda layer: setattr(layer, "forward", layer.forward) or [layer.forward],
-}
-
-
-def test_layers_whose_bound_forward_is_held_are_left_out() -> None:
-    layers = [nn.Linear(32, 32) if i % 2 else Named(32, 32) for i in range(8)]
-    model = nn.Sequential(*layers)
-    holders = [hold(model[i]) for i, hold in enumerate(HOLDERS.values())]
-    forward = model[6].forward
-    with pytest.warns(
-        UserWarning, match=r": \* \(7\) \(its bound method forward is held by another obj"
-    ):
-        convert(model)
-    assert list(float8_layers(model)) == ["7"]
-    for row in conversion_summary(model).rows[:7]:
-        assert "its bound method forward is held" in row.reason
-    holders.clear()
-    del forward
-    assert len(float8_layers(convert(model))) == 8
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_forward_that_raised_holds_nothing(hooked: bool) -> None:
-    model, raised_before = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), []
-    if hooked:
-        model[0].register_forward_hook(ignore)
-
-    def call(forward: Callable[..., Any]) -> None:
-        forward(torch.ones(1, 2))
-
-    for call_wrongly in (model, lambda x: model[0](x[0]), lambda x: call(model[0].forward)):
-        with pytest.raises(RuntimeError) as caught:
-            call_wrongly(torch.ones(1, 2))
-        raised_before.append(caught.value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(float8_layers(convert(model))) == 2
+def test_a_bound_forward_of_before_stays_bound_to_the_layer() -> None:
+    layer, x = nn.Linear(32, 32), torch.randn(16, 32)
+    before, expected = layer.forward, layer(x)
+    layer.forward = layer.forward  # as accelerate leaves it when it removes a hook
+    model = convert(nn.Sequential(layer))
+    assert same_bits(before(x), expected)
+    assert before.__self__ is layer
+    assert same_bits(model(x), layer.forward(x))
+    assert not same_bits(model(x), expected)
 
 
 class WithProperty(nn.Linear):

@@ -89,7 +89,6 @@ OPTIONAL = {
     "fp8_dist.report.page": {"jinja2"},
     "fp8_dist.kernels.cuda.triton": {"triton"},
     "fp8_dist.integrations.torchtitan": {"torchtitan"},
-    "fp8_dist.integrations.saving": {"transformers"},
     "fp8_dist.integrations.transformers": {"accelerate", "transformers"},
 }
 

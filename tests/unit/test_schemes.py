@@ -186,23 +186,6 @@ def test_schemes_that_do_not_fit() -> None:
     assert "shard the sequence" in reason_to_move_high(ROW_QUADS, (Shard(-1),), 2)
 
 
-def test_a_class_that_is_defined_again() -> None:
-    def defined() -> type[Scheme]:
-        @dataclass(frozen=True, eq=False)
-        class Again(Quads):
-            family = "again"
-
-        return Again
-
-    first = defined()
-    old = first()
-    assert scheme_named(old.key) is old
-    second = defined()
-    assert type(scheme_named(first(torch.float8_e5m2).key)) is second
-    assert scheme_named(second().key) != old
-    assert old == first()
-
-
 def test_what_a_new_scheme_must_say() -> None:
     def again() -> None:
         class Others(Scheme):

@@ -58,22 +58,3 @@ def test_nothing_that_is_read_is_run() -> None:
         for call in dangerous_calls(ast.parse(path.read_text()))
     }
     assert found == KNOWN
-
-
-def test_what_the_check_finds() -> None:
-    for code in (
-        "import torch; torch.load(f)",
-        "import torch as t; t.load(f, weights_only=False)",
-        "from torch import load; load(f)",
-        "import pickle; pickle.load(f)",
-        "from pickle import loads as read; read(f)",
-        "eval(text)",
-        "exec(text)",
-        "import yaml; yaml.load(f)",
-        "import subprocess; subprocess.run(text, shell=True)",
-        "import os; os.system(text)",
-        "import numpy as np; np.load(f, allow_pickle=True)",
-    ):
-        assert len(list(dangerous_calls(ast.parse(code)))) == 1, code
-    code = "import torch, subprocess; torch.load(f, weights_only=True); subprocess.run(['ls']); m.eval()"
-    assert list(dangerous_calls(ast.parse(code))) == []

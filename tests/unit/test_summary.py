@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fp8_dist import (
-    Float8LinearConfig,
     auto_filter,
     conversion_summary,
     convert_to_float8_training,
@@ -139,28 +138,3 @@ def test_shared_weights_are_counted_once() -> None:
     assert [row.parameters for row in summary.rows] == [256, 0]
     assert summary.parameters == 256
     assert summary.parameter_share == 1
-
-
-def test_models_without_products_and_a_layer_alone() -> None:
-    summary = conversion_summary(nn.ReLU())
-    assert (summary.rows, summary.parameter_share) == ((), 0)
-    assert "0 of 0 weights" in str(summary)
-    layer = convert_to_float8_training(nn.Linear(16, 16))
-    assert conversion_summary(layer).converted[0].name == "(the module itself)"
-
-
-def test_weights_of_four_bits() -> None:
-    named = Float8LinearConfig.from_recipe_name
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
-    four_bits = named("mxfp8", weight_format="mxfp4")
-    convert_to_float8_training(model, config=four_bits, module_filter_fn=lambda _, fqn: fqn != "2")
-    convert_to_float8_training(model, module_filter_fn=lambda _, fqn: fqn == "2")
-    assert_expected_inline(
-        str(conversion_summary(model)),
-        """\
-conversion_summary: 3 of 3 weights in float8, 97.0% of 3,168 parameters
-  weight                            shape            parameters  reason
-  * (2)                             32 x 32  mxfp4        64.6%
-  2                                 32 x 32  float8       32.3%
-  (embeddings, norms, biases, ...)                         3.0%""",
-    )

@@ -22,6 +22,8 @@ from fp8_dist import (
     attach_update,
     auto_filter,
     convert_to_float8_training,
+    convert_to_linear,
+    freeze_to_float8,
     precompute_float8_dynamic_scale,
     skip_head,
 )
@@ -98,6 +100,24 @@ def test_quantized_weights(quantize: Any) -> None:
     model[0].weight = nn.Parameter(model[0].weight.dequantize())
     with all_warnings():
         assert isinstance(convert_to_float8_training(model)[0], Float8Linear)
+
+
+def test_a_converted_layer_refuses_a_quantized_weight() -> None:
+    model = convert_to_float8_training(plain())
+    with pytest.raises(
+        TypeError, match="0: the weight of a float8 layer can't be a Float8Tensor, w"
+    ):
+        quantize_(model, Float8WeightOnlyConfig())
+    quantize_(convert_to_linear(model), Float8WeightOnlyConfig())
+    model(torch.randn(5, 64, dtype=torch.bfloat16))
+
+
+def test_a_weight_that_is_stored_in_float8_is_unfrozen_first() -> None:
+    config = Float8LinearConfig.from_recipe_name("blockwise")
+    model = convert_to_float8_training(plain(), config=config).requires_grad_(False)
+    freeze_to_float8(model)
+    with pytest.raises(NotImplementedError, match=r"or call fp8_dist\.unfreeze_from_float8"):
+        quantize_(model, Float8WeightOnlyConfig())
 
 
 def test_styles() -> None:

@@ -82,11 +82,6 @@ def as_quantized(low: Record) -> Quantized:
     return Quantized(low["qdata"], tuple(low["scales"]), scheme_named(low["scheme"]), (row, column))
 
 
-def as_whole(low: Record) -> Record:
-    """Return the record of a part as that of a whole tensor."""
-    return low | {"pieces": [[[0, n]] for n in low["qdata"].shape]}
-
-
 def _are_zero(qdata: Tensor) -> Tensor:
     return as_bytes(qdata) & 0x7F == 0
 
@@ -184,7 +179,7 @@ def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> _Wron
 
 def find_different_scales(parts: Sequence[Record]) -> _Wrong | None:
     """Find ranks that scale by different amax histories."""
-    known = [p for p in parts if p["delayed"] and not p["own_scale"] and p["high"].numel()]
+    known = [p for p in parts if p["delayed"] and p["high"].numel()]
     groups = _alike(known, lambda part: part["low"]["scales"])
     if len(groups) < 2:
         return None
@@ -202,8 +197,6 @@ def find_different_cast(parts: Sequence[Record], cast: Quantized) -> _Wrong | No
     """Find a part whose cast is not that of one device."""
     for part in parts:
         low, (bad, text) = part["low"], compare(part["low"], cast)
-        if part["own_scale"] and bad.any():  # amax_scope="rank"
-            bad, text = compare(as_whole(low), quantize(part["high"], cast.scheme))
         if bad.any():
             text = f"not the cast of one device: {text}"
             return text, first_element(bad, low), (part["rank"],)
@@ -212,7 +205,7 @@ def find_different_cast(parts: Sequence[Record], cast: Quantized) -> _Wrong | No
 
 def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> _Wrong | None:
     """Find scales that are folded into a gradient and are not those of the other operand's cast."""
-    for part in parts if parts[0]["folds"] is not None and not parts[0]["own_scale"] else ():
+    for part in parts if parts[0]["folds"] is not None else ():
         low, folds, wrong = part["low"], part["folds"], list[Tensor]()
         for cast in others:
             scales, pieces = cast.low.scales[0], [*low["pieces"][:-1], [[0, 1]]]

@@ -14,9 +14,7 @@ from fp8_dist.debug.recording import VERSION, Record, text_of
 from fp8_dist.debug.replay.comparisons import (
     Cast,
     Element,
-    as_quantized,
     as_taken,
-    as_whole,
     cast_again,
     compare,
     compare_rows,
@@ -152,10 +150,6 @@ class Replay:
             own = [cast for cast in casts if rank in cast.parts[0]["low"]["ranks"]]
             if record["groups"] is None or operand == "weight":
                 found = [compare(low, as_taken(cast.low, record, low)) for cast in own]
-                for part in (part for cast in own for part in cast.parts if part["own_scale"]):
-                    cast = as_quantized(part["low"])
-                    if part["rank"] == rank and cast.qdata.shape == low["qdata"].shape:
-                        found.append(compare(as_whole(low), as_taken(cast, record, low)))
             else:
                 found = [compare_rows(record, low, *rows) for rows in sent_rows(record, casts)]
             # Micro-batches have an operand each.

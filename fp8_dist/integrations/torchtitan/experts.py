@@ -94,7 +94,7 @@ class TitanFloat8RoutedExperts(RoutedExperts):
 
 def fields_of(config: Any) -> dict[str, Any]:
     """The fields of a dataclass, for a config of a subclass."""
-    return {each.name: getattr(config, each.name) for each in fields(config)}
+    return {f.name: getattr(config, f.name) for f in fields(config)}
 
 
 class Float8ExpertsConverter(QuantizationConverter):

@@ -17,7 +17,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8_dist.linear.weights import weights_of
 from fp8_dist.moe.dispatch import route
-from fp8_dist.moe.experts import Division, Kind, division_of, experts_config, weight_of
+from fp8_dist.moe.experts import (
+    Division,
+    ExpertsAdapter,
+    division_of,
+    experts_config,
+    weight_of,
+)
 from fp8_dist.moe.functions import combined_product, grouped_product, local_part
 from fp8_dist.moe.operators import add_bias
 from fp8_dist.text import warn_once
@@ -76,7 +82,7 @@ def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole.to_local(grad_placements=[Partial()])
 
 
-class _Kind(Kind):
+class _TransformersExperts(ExpertsAdapter):
     """Experts of transformers' experts interface."""
 
     def weights(self, module: nn.Module) -> tuple[str, ...]:
@@ -123,7 +129,7 @@ class _Kind(Kind):
         return {n: t.clone() for n, t in revert_weight_conversion(model, {name: tensor}).items()}
 
 
-KIND = _Kind()
+ADAPTER = _TransformersExperts()
 
 
 def _warn_if_set(module: Any) -> None:

@@ -45,12 +45,12 @@ def declared_plan(model: nn.Module) -> dict[str, str]:
     """Return the plan that a model, its class or its config declares: style names by pattern."""
     prefix = getattr(model, "base_model_prefix", "")
     config = getattr(model, "config", None)
-    of_base: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    base_plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if prefix in model._modules:
-        of_base = {f"{prefix}.{name}": style for name, style in of_base.items()}
-    of_model: dict[str, str] = getattr(model, "_tp_plan", None) or of_base
+        base_plan = {f"{prefix}.{name}": style for name, style in base_plan.items()}
+    model_plan: dict[str, str] = getattr(model, "_tp_plan", None) or base_plan
     # In transformers 4, the model's plan lacks the entries of the class, such as the head.
-    return (getattr(type(model), "_tp_plan", None) or {}) | of_model
+    return (getattr(type(model), "_tp_plan", None) or {}) | model_plan
 
 
 def without_numbers(names: str) -> str:
@@ -66,7 +66,7 @@ class Structure:
             writers and norms of heads, by their names relative to the block.
         norms: the norms in the layers, outside of blocks.
         routed: the blocks that have routed experts, which every rank computes in full.
-        embedding, last_norm: those before and after the layers; ``""`` if it is not known.
+        embedding, last_norm: before and after the layers; ``""`` if unknown.
         head: the sharded head; None if there is none.
         problems: descriptions of unknown parts of the model, without layer numbers. The value is
             True if a problem affects only sequence parallelism.
@@ -121,22 +121,22 @@ class Structure:
         by_pattern: dict[str, list[str]] = {}
         for name in sorted({*self.modules, *dict(self.model.named_parameters())}):
             by_pattern.setdefault(without_numbers(name), []).append(name)
-        found = {
+        matches = {
             name: style
             for pattern, style in declared.items()
             for name in by_pattern.get(pattern, [])
         }
-        if declared and not found:
+        if declared and not matches:
             self.refuse(f"no module has a name of its plan: {', '.join(declared)}")
-        found = {name: style for name, style in found.items() if not self.is_routed(name)}
-        for name, style in found.items():
+        styles = {name: style for name, style in matches.items() if not self.is_routed(name)}
+        for name, style in styles.items():
             module = self.modules.get(name)
             if style not in _CLASSES:
                 self.refuse(f"{name}: the style {style!r}")
             elif not isinstance(module, _CLASSES[style]):
                 kind = type(module).__name__ if module is not None else "parameter"
                 self.refuse(f"{name}: the style {style!r} of a {kind}")
-        return found
+        return styles
 
     def is_routed(self, name: str) -> bool:
         """Return whether a module belongs to routed experts, or is the router beside them."""
@@ -156,19 +156,19 @@ class Structure:
             if name.startswith(f"{stack}."):
                 block, _, child = name.rpartition(".")
                 blocks.setdefault(block, {})[child] = style
-        for block, of_block in blocks.items():
-            self.check_block(block, of_block)
+        for block, block_styles in blocks.items():
+            self.check_block(block, block_styles)
         return blocks
 
     def check_block(self, block: str, styles: dict[str, str]) -> None:
         """Check the modules of a block, and add the norms of its heads to the styles."""
-        found, gathers = set(styles.values()), _gathers_outputs(styles)
+        kinds, gathers = set(styles.values()), _gathers_outputs(styles)
         allowed = (
             _GATHERING_READER | _SPLITTING_WRITER if gathers else _READER | _WRITER | {_HEAD_NORM}
         )
-        if not found <= allowed or not found & _READERS or not found & _WRITERS:
+        if not kinds <= allowed or not kinds & _READERS or not kinds & _WRITERS:
             self.refuse(
-                f"{block}: the styles {', '.join(sorted(found))} do not make a block, of "
+                f"{block}: the styles {', '.join(sorted(kinds))} do not make a block, of "
                 "layers that read its input and layers that write its output"
             )
         module = self.modules[block]
@@ -191,8 +191,8 @@ class Structure:
         for layer in self.layers:
             if layer in self.blocks:
                 self.refuse(f"{layer}: linear layers of its plan are not in a block")
-            if own := [*self.modules[layer]._parameters]:
-                self.refuse(f"{layer}: parameters of its own: {own}", of_sequences=True)
+            if parameters := [*self.modules[layer]._parameters]:
+                self.refuse(f"{layer}: parameters of its own: {parameters}", of_sequences=True)
             for child, module in self.modules[layer].named_children():
                 name = f"{layer}.{child}"
                 if name in self.blocks or name in self.routed or not [*module.parameters()]:
@@ -209,12 +209,12 @@ class Structure:
         base = stack.rpartition(".")[0]
         children = self.modules[base].named_children()
         siblings = {f"{base}.{child}".removeprefix("."): module for child, module in children}
-        found = getattr(self.model, "get_input_embeddings", lambda: None)()
+        declared = getattr(self.model, "get_input_embeddings", lambda: None)()
         embeddings = [
             name
             for name, module in siblings.items()
             if isinstance(module, nn.Embedding)
-            and (module is found or styles.get(name) == _EMBEDDING)
+            and (module is declared or styles.get(name) == _EMBEDDING)
         ]
         norms = [name for name, module in siblings.items() if _is_norm(module)]
         if len(embeddings) != 1:
@@ -393,12 +393,14 @@ def _block_styles(
     inside = Replicate() if gathers else Shard(-1)
     for name, style in styles.items():
         layer = module.get_submodule(name)
+        path = f"{block}.{name}"
         if style in _READERS:
-            made = colwise_style(layer, output_layouts=inside)
+            plan[path] = colwise_style(layer, output_layouts=inside)
         elif style in _WRITERS:
-            made = residual_style(layer, transport, input_layouts=inside, output_layouts=stream)
+            plan[path] = residual_style(
+                layer, transport, input_layouts=inside, output_layouts=stream
+            )
         else:
             # Dim 2 stands for the heads. Norms see full rows, whatever the order of the dims is.
-            made = SequenceParallel(sequence_dim=2, use_local_output=True)
-        plan[f"{block}.{name}"] = made
+            plan[path] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan

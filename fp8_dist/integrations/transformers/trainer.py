@@ -1,6 +1,5 @@
 """A callback for transformers' Trainer, which converts the model and updates the scales."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     are saved in ``trainer_state.json``, and ``resume_from_checkpoint`` restores them.
 
     A warning is issued once if the Trainer is asked for FSDP where accelerate does not use it (on
-    CPUs), and if torchrun started several ranks but the Trainer sees only one (on CPUs without
-    ``use_cpu=True``).
+    CPUs).
 
     Args:
         config: the config of the layers. Default: the ``tensorwise`` recipe, whose weights FSDP2
@@ -180,7 +178,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
 
 def _check_back_end(args: TrainingArguments) -> None:
-    """Raise for unsupported back ends, which change parameters unnoticed; warn of lone ranks."""
+    """Raise for unsupported back ends, which change parameters unnoticed; warn without FSDP."""
     state = AcceleratorState()
     fsdp = getattr(state, "fsdp_plugin", None)
     if args.fsdp and fsdp is None:
@@ -189,19 +187,12 @@ def _check_back_end(args: TrainingArguments) -> None:
             "Float8Callback: the Trainer was asked for FSDP, but accelerate shards on GPUs only. "
             "Here nothing is gathered, in float8 or otherwise",
         )
-    launched = os.environ.get("WORLD_SIZE") or "1"
-    if launched != "1" and args.world_size == 1:
-        warn_once(
-            "a Trainer of one rank",
-            f"Float8Callback: WORLD_SIZE is {launched}, but the Trainer knows of one rank: each "
-            "rank trains a model of its own. On CPUs, pass TrainingArguments(use_cpu=True)",
-        )
-    found, remedy = "", ""
+    unsupported = ""
     if getattr(state, "deepspeed_plugin", None) is not None:
-        found, remedy = "DeepSpeed", "use FSDP2: fsdp=True, fsdp_config={'version': 2}"
+        unsupported = "DeepSpeed; use FSDP2: fsdp=True, fsdp_config={'version': 2}"
     elif fsdp is not None and fsdp.fsdp_version != 2:
-        found, remedy = "FSDP1", "set fsdp_config={'version': 2}"
+        unsupported = "FSDP1; set fsdp_config={'version': 2}"
     elif args.n_gpu > 1:
-        found, remedy = "nn.DataParallel", "start one process for each GPU with torchrun"
-    if found:
-        raise NotImplementedError(f"Float8Callback: the Trainer uses {found}; {remedy}")
+        unsupported = "nn.DataParallel; start one process for each GPU with torchrun"
+    if unsupported:
+        raise NotImplementedError(f"Float8Callback: the Trainer uses {unsupported}")

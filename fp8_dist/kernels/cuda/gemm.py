@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
 from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
-from fp8_dist.kernels.gemm import block_scaled_mm, gemm_scales, in_tiles, of_same_depth, row_major
+from fp8_dist.kernels.gemm import block_scaled_mm, in_tiles, of_same_depth, row_major
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up
 from fp8_dist.text import warn_once
 
@@ -115,11 +115,22 @@ def _hopper_scaling(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int])
     """
     recipe = recipe_b = ScalingType.BlockWise1x128
     if blocks_b[1] == 1:
-        of_a, of_b = gemm_scales(scales_a, scales_b.t())
+        scales_b = scales_b.t()
     else:
-        of_a, of_b = gemm_scales(scales_a, scales_b, 4)
+        scales_b = padded(scales_b, (0, 0, 0, -len(scales_b) % 4))
         recipe_b = ScalingType.BlockWise128x128
-    return of_a, recipe, of_b, recipe_b, SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE
+    # The product's rows for scales that are not filled in are dropped.
+    scales_a = _column_major(scales_a, rounded_up(len(scales_a)))
+    scales_b = _column_major(scales_b, len(scales_b))
+    return scales_a, recipe, scales_b, recipe_b, SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE
+
+
+def _column_major(scales: Tensor, rows: int) -> Tensor:
+    """Convert scales to fp32 with contiguous columns of ``rows`` values, in one launch."""
+    out = scales.new_empty((scales.shape[1], rows), dtype=torch.float32)
+    values = scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales
+    out[:, : len(scales)].copy_(values.t())
+    return out.t()
 
 
 def _blackwell_scaling(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int]) -> _Scaling:
@@ -128,10 +139,10 @@ def _blackwell_scaling(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[in
     The scales are tiled exponents of rows of ``a`` and of columns of ``b``. The exponents of a
     square block are repeated for each of its columns.
     """
-    of_columns = scales_b.t().repeat_interleave(blocks_b[1], dim=0)
-    of_a, of_b = (in_tiles(each).view(torch.float8_e8m0fnu) for each in (scales_a, of_columns))
+    scales_b = scales_b.t().repeat_interleave(blocks_b[1], dim=0)
+    tiles_a, tiles_b = (in_tiles(s).view(torch.float8_e8m0fnu) for s in (scales_a, scales_b))
     recipe, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    return of_a, recipe, of_b, recipe, swizzle, swizzle
+    return tiles_a, recipe, tiles_b, recipe, swizzle, swizzle
 
 
 def _block_scaled_mm(

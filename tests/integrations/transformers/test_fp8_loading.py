@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -30,11 +29,9 @@ from fp8_dist import (
     load_float8_checkpoint,
     skip_head,
 )
-from fp8_dist.integrations.transformers import Fp8DistConfig, hf_tp_plan
-from fp8_dist.integrations.transformers.quantizer import Fp8DistQuantizer
+from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.linear.weights import float8_weights
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
-from fp8_dist.tensor.stored import StoredFloat8
 from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}  # blocks are cut
@@ -43,7 +40,7 @@ Files = dict[str, torch.Tensor]
 
 
 def config_of(form: str) -> Float8LinearConfig:
-    fp32 = {"scale_format": "fp32", "division": form} if form != "ue8m0" else {}
+    fp32 = {"scale_format": "fp32"} if form != "ue8m0" else {}
     return Float8LinearConfig.from_recipe_name("blockwise", **fp32)
 
 
@@ -145,7 +142,7 @@ def loads(folder: str, form: str, dp: int, tp: int) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("form", "dp", "tp"),
-    [("ue8m0", 2, 1), ("slime", 2, 2)],
+    [("ue8m0", 2, 1), ("vllm", 2, 2)],
 )
 def test_each_rank_loads_its_part(
     ranks: RankPools, tmp_path: Path, form: str, dp: int, tp: int
@@ -226,43 +223,6 @@ def test_exported_experts_of_other_names_and_layouts(tmp_path: Path, kind: str) 
         assert same_bits(found[name].detach(), weight.high_precision()), name
 
 
-@pytest.mark.parametrize(("form", "is_fp8"), [("ue8m0", True), ("vllm", False)])
-def test_from_pretrained(tmp_path: Path, form: str, is_fp8: bool) -> None:
-    source = build("qwen3", **SIZES)
-    if is_fp8:
-        source.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        source.save_pretrained(tmp_path, state_dict=by_reference(form))
-    else:
-        source.save_pretrained(tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
-    config.quantization_config = None
-    scale_format = "ue8m0" if form == "ue8m0" else "fp32"
-    fp8 = Fp8DistConfig("blockwise", scale_format=scale_format, freeze=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, quantization_config=fp8)
-    assert all(isinstance(m.weight, StoredFloat8) for m in float8_layers(model).values())
-    expected = converted(form)
-    expected.load_state_dict(by_reference(form))
-    with torch.no_grad():
-        assert same_bits(model(input_ids=IDS).logits, expected(input_ids=IDS).logits)
-    with pytest.raises(ValueError, match=r"is \[192, 192\], which is not divisible by its blocks"):
-        model.save_pretrained(tmp_path / "again")
-    model.save_pretrained(tmp_path / "again", state_dict=float8_state_dict(model))
-    saved = load_file(tmp_path / "again" / "model.safetensors")
-    assert different(saved, by_reference(form)) == []
-    written_config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert written_config["quantization_config"]["weight_block_size"] == [128, 128]
-
-
-def test_an_expert_model_is_left_to_the_function(tmp_path: Path) -> None:
-    files = float8_state_dict(with_experts("cpu", False))
-    source = build("qwen3_moe")
-    source.save_pretrained(tmp_path)
-    save_file({k: v.contiguous() for k, v in files.items()}, tmp_path / "model.safetensors")
-    fp8 = Fp8DistConfig("mxfp8", experts_recipe="mxfp8", freeze=True)
-    with pytest.raises(NotImplementedError, match="freeze=True can't load the experts"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=fp8)
-
-
 def test_high_precision_entries_are_cast(tmp_path: Path) -> None:
     source = build("qwen3", **SIZES)
     save_file(source.state_dict(), tmp_path / "model.safetensors")
@@ -293,14 +253,6 @@ def test_the_reader_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match="reads safetensors files: pip install"):
         load_float8_checkpoint(converted("ue8m0"), tmp_path)
-
-
-def test_a_distributed_model_is_left_to_the_function() -> None:
-    model = build("qwen3", **SIZES)
-    model.config.distributed_config = object()
-    quantizer = Fp8DistQuantizer(Fp8DistConfig("blockwise", freeze=True))
-    with pytest.raises(NotImplementedError, match="loads models that are not distributed; make"):
-        quantizer._process_model_before_weight_loading(model)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -351,132 +303,3 @@ def test_bad_files(tmp_path: Path) -> None:
     meta = converted("ue8m0", "meta")
     error = raised(ValueError, lambda: load_float8_checkpoint(meta, tmp_path))
     assert "is on the meta device; call model.to_empty first" in error
-
-
-def of_other_names(ending: str, scales: Any) -> Files:
-    """A checkpoint with one scale per weight, and scales of static inference."""
-    files = {}
-    for name, value in build("qwen3").state_dict().items():
-        files[name] = value.clone()
-        if value.ndim == 2 and "layers" in name:
-            scale = value.abs().amax() / 448
-            files[name] = (value / scale).to(torch.float8_e4m3fn)
-            files[f"{name}{ending}"] = scales(scale)
-            files[name.replace("weight", "activation_scale")] = torch.ones(())
-    return files
-
-
-@pytest.mark.parametrize(
-    ("ending", "shape"), [("_scale_inv", ()), ("_scale", (1,)), ("_scale", (1, 1))]
-)
-def test_scales_of_other_names_and_shapes(tmp_path: Path, ending: str, shape: Any) -> None:
-    """As in Ministral's checkpoints (0-dim), and in compressed-tensors' and ModelOpt's."""
-    files, path = of_other_names(ending, lambda scale: scale.view(shape)), tmp_path / "file"
-    build("qwen3").save_pretrained(path)
-    save_file(files, path / "model.safetensors", metadata={"format": "pt"})
-    fp8 = Fp8DistConfig("rowwise_folded", freeze=True)
-    with pytest.raises(ValueError, match="recipe has one scale per row"):
-        AutoModelForCausalLM.from_pretrained(path, quantization_config=fp8)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path, quantization_config=Fp8DistConfig(freeze=True), output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    for name, layer in float8_layers(model).items():
-        codes, scale = files[f"{name}.weight"], files[f"{name}.weight{ending}"]
-        assert same_bits(dequantized(layer), codes.float() * scale.view(()))
-    model.save_pretrained(tmp_path / "again")
-    saved = load_file(tmp_path / "again" / "model.safetensors")
-    assert not [name for name in saved if name.endswith("weight_scale")]
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    for name, layer in float8_layers(model).items():
-        assert same_bits(plain.get_submodule(name).weight, dequantized(layer))
-
-
-SAFE, BIN = "model.safetensors", "pytorch_model.bin"
-
-
-def one_coded(kind: str, dtype: torch.dtype, scales: str, folder: Path, file: str) -> Files:
-    """Write a checkpoint that has codes of one weight of a layer or of an expert."""
-    source: Any = build(kind)
-    source.save_pretrained(folder)
-    entries = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    name = next(name for name, value in entries.items() if "down_proj" in name and value.ndim == 2)
-    scale = entries[name].abs().amax() / 100
-    entries[name] = (entries[name] / scale).to(dtype)
-    entries |= {name.replace("weight", scales): scale, "position_ids": torch.arange(4)}
-    if file.endswith(".bin"):
-        torch.save(entries, folder / file)
-    else:
-        save_file(entries, folder / file, metadata={"format": "pt"})
-    return entries
-
-
-STORED, WITHOUT_DOWN = {"freeze": True}, {"freeze": True, "modules_to_not_convert": ["down_proj"]}
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-INTEGERS = "in the model; codes and integers are not read as values"
-FACTORS = "whether its values are to be multiplied is not known"
-
-
-@pytest.mark.parametrize(
-    ("kind", "file", "dtype", "scales", "options", "text"),
-    [
-        ("llama", SAFE, torch.int8, "SCB", {}, INTEGERS),
-        ("llama_base", SAFE, torch.int16, "scales", STORED, INTEGERS),
-        ("qwen3_moe", SAFE, torch.int8, "scales", {}, INTEGERS),
-        ("llama", BIN, torch.int8, "SCB", STORED, INTEGERS),
-        ("llama_base", SAFE, torch.bfloat16, "weight_scale_inv", {}, FACTORS),
-        ("qwen3_moe", SAFE, torch.bfloat16, "weight_scale", STORED, FACTORS),
-        ("llama", BIN, torch.bfloat16, "weight_scale", {}, FACTORS),
-        ("llama", BIN, E4M3, "SCB", STORED, "is in float8, and the checkpoint has"),
-        ("llama", SAFE, E4M3, "weight_scaling", STORED, "with one tensor of scales"),
-        ("llama", SAFE, E4M3, "weight_scale_2", {}, "with one tensor of scales"),
-        ("llama", SAFE, E4M3, "weight_scale", {}, "loaded without its scales; pass freeze=True"),
-        ("llama", SAFE, E4M3, "weight_scale", WITHOUT_DOWN, "and its layer is not converted"),
-        ("llama", SAFE, E5M2, "weight_scale", STORED, "stores another dtype; call load_float8_ch"),
-    ],
-)
-def test_codes_are_not_loaded_as_values(
-    tmp_path: Path,
-    kind: str,
-    file: str,
-    dtype: torch.dtype,
-    scales: str,
-    options: dict[str, Any],
-    text: str,
-) -> None:
-    """Names are those of the model, of the model without its head, or of single experts."""
-    one_coded(kind, dtype, scales, tmp_path, file)
-    with pytest.raises(ValueError, match=text):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=Fp8DistConfig(**options))
-
-
-def test_float8_of_other_files(tmp_path: Path) -> None:
-    entries = one_coded("llama", torch.float8_e4m3fn, "weight_scale", tmp_path, BIN)
-    fp8 = Fp8DistConfig(freeze=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=fp8)
-    name, scale = next((name, scale) for name, scale in entries.items() if "_scale" in name)
-    codes = entries[name.removesuffix("_scale")]
-    layer = model.get_submodule(name.removesuffix(".weight_scale"))
-    assert same_bits(dequantized(layer), codes.float() * scale)
-
-
-class Counting(LlamaForCausalLM):
-    """A model with integers, some of which have a scale in the model."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.register_buffer("table", torch.arange(4, dtype=torch.int8))
-        self.register_buffer("table_scale", torch.ones(4))
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_integers_of_a_model_are_loaded(tmp_path: Path, safe: bool) -> None:
-    source = Counting(build("llama").config)
-    source.table += 3
-    source.save_pretrained(tmp_path)
-    if not safe:
-        torch.save(load_file(tmp_path / SAFE), tmp_path / BIN)
-        (tmp_path / SAFE).unlink()
-    model = Counting.from_pretrained(tmp_path, quantization_config=Fp8DistConfig())
-    assert torch.equal(model.table, source.table)

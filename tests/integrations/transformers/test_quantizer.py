@@ -1,6 +1,7 @@
 """Fp8DistConfig: from_pretrained makes float8 layers, distributes them, and saves plain models."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from ranks import RankPools
 from reference import raised, same_bits
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from trainer_runs import dataset, launched, llama
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -123,6 +125,16 @@ def test_names_that_are_refused(checkpoint: Path) -> None:
     text = raised(TypeError, lambda: Fp8DistConfig(modules_to_not_convert="mlp"))  # type: ignore[arg-type]
     assert "takes a list of names, got a string: write ['mlp']" in text
     assert "tensorwize" in raised(ValueError, lambda: Fp8DistConfig("tensorwize"))
+
+
+def test_codes_are_not_loaded_as_values(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    entries = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    entries |= {name: entries[name].to(E4M3), f"{name}_scale_inv": torch.ones(())}
+    save_file(entries, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    text = "up_proj.weight is in float8 in the checkpoint, and would be loaded without its scales"
+    assert text in raised(ValueError, lambda: load(tmp_path))
 
 
 def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fake_cuda.counter import KernelCounter
 from fake_cuda.device import FakeCudaMode
 from fake_cuda.inductor import compiled_code_is_counted
 from fake_cuda.world import RANKS, meshes
-from fp8_dist import Float8LinearConfig, convert_to_float8_training, text
+from fp8_dist import convert_to_float8_training, text
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
@@ -43,7 +43,7 @@ class Fusions(NamedTuple):
     warnings: list[str]
 
 
-def count_fusions(recipe: str) -> Fusions:
+def count_fusions() -> Fusions:
     """Compile a block under tensor and sequence parallelism, and count what torch's pass fuses."""
     mesh, mode, found = meshes(tp=RANKS)["tp"], FakeCudaMode(), []
     config = LlamaConfig(512, 1, 16, 8, 1024, vocab_size=256, max_seq_len=32)
@@ -55,14 +55,11 @@ def count_fusions(recipe: str) -> Fusions:
             x = torch.zeros(2, config.max_seq_len // RANKS, config.dim, requires_grad=True)
     finally:
         torch.set_default_dtype(dtype)
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    convert_to_float8_training(model)
     apply_tp_plan(model, mesh, llama_tp_plan(model))
     for parameter in model.parameters():  # a graph takes no fake tensor that holds a real one
         if isinstance(parameter, DTensor):
             set_dtensor_local(parameter, KnownWeight.unwrap(local_tensor(parameter)))
-    for history in (h for m in model.modules() for h in getattr(m, "histories", {}).values()):
-        with mode:
-            history.load(torch.ones(1, device="cuda"))
 
     def count(graph: torch.fx.Graph) -> None:
         names = (_COUNTED.get(node.target) for node in graph.nodes)  # type: ignore[call-overload]

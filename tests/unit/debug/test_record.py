@@ -122,13 +122,18 @@ def test_an_exception_writes(tmp_path: Path, error: BaseException) -> None:
     assert Replay(folder).checked["casts equal those of one device, bit for bit"] == 6 * 3
 
 
+# Forks a process for each folder and end, and prints how it ends.
 PROGRAM = """
 import os, signal, sys, torch
 from fp8_dist import convert_to_float8_training
 from fp8_dist.debug import record
 model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(32, 32)))
-recorder = record(model, sys.argv[1])
-{}
+for folder, end in zip(sys.argv[1::2], sys.argv[2::2]):
+    if not os.fork():
+        recorder = record(model, folder)
+        exec(end)
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 ENDS = {
     "recorder.start(); model(torch.ones(4, 32)); os.kill(os.getpid(), signal.SIGTERM)": 143,
@@ -140,10 +145,11 @@ ENDS = {
 
 def test_the_end_of_a_program_writes(tmp_path: Path) -> None:
     """SIGTERM, within a block or not, and an error; but not after ``stop``."""
-    for i, (program, status) in enumerate(ENDS.items()):
-        command = [sys.executable, "-c", PROGRAM.format(program), str(tmp_path / str(i))]
-        found = subprocess.run(command, capture_output=True, check=False, text=True)
-        assert found.returncode == status, found.stderr
+    arguments = [text for i, end in enumerate(ENDS) for text in (str(tmp_path / str(i)), end)]
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    found = subprocess.run(command, capture_output=True, check=True, text=True)
+    assert [*map(int, found.stdout.split())] == [*ENDS.values()], found.stderr
+    for i, status in enumerate(ENDS.values()):
         assert written(tmp_path / str(i)) == (["step000000"] if status else [])
 
 

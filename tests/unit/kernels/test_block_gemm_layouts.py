@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from reference import same_values
 from torch.nn.functional import scaled_mm
 from torch.utils._pytree import tree_map_only
 
@@ -65,6 +66,17 @@ def test_torch_takes_the_operands(kind: str, sizes: str, monkeypatch: pytest.Mon
         found = block_gemm.block_mm(*given, dtype)
         assert found is not None
         assert (found.shape, found.dtype, len(calls)) == ((m, n), dtype, 1)
+
+
+def test_scales_that_hopper_reads() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(64, 4)
+    for exponents in (every, every.t(), every[:33, 1:]):
+        expected = (2.0 ** (exponents.double() - 127)).float()
+        expected.masked_fill_(exponents == 255, torch.nan)
+        for numbers in (exponents, expected):
+            scales = block_gemm._column_major(numbers, 64)
+            assert (len(scales), scales.t().is_contiguous()) == (64, True)
+            assert same_values(scales[: len(expected)], expected)
 
 
 @pytest.mark.parametrize("kind", ["hopper", "blackwell"])

@@ -11,7 +11,6 @@ from reference import reference_blocks, same_bits, sqnr
 from torch.nn.functional import pad
 
 from fp8_dist.kernels import (
-    amaxes_of_groups,
     block_exponents,
     block_scaled_mm,
     cast_blocks,
@@ -201,41 +200,6 @@ def scale_of_each(exponents: torch.Tensor, shape: Sequence[int], blocks: Blocks)
         byte = int(exponents[(first_row + i) // rows, (first_column + j) // columns])
         out[i, j] = math.nan if byte == 255 else 2.0 ** (byte - 127)
     return out
-
-
-ONES = (1, 1, 0, 0)  # blocks of single values
-
-
-@pytest.mark.parametrize("rule", [None, "ceil"])
-@pytest.mark.parametrize("value", [1.0, math.nan])
-def test_blocks_whose_rows_are_in_several_places(value: float, rule: str | None) -> None:
-    """Each place finds the exponents of what it has of each block; the largest are the block's."""
-    x = of_many_magnitudes(300, 200).float()
-    x[130, 40] = value
-    blocks, rows = (1, 32, 0, 0), 128
-    exponents = block_exponents(x, E4M3, blocks, None)
-    qdata = quantize_blocks(x, exponents, E4M3, blocks)
-    poisoned = torch.zeros(300, 200, dtype=torch.bool)
-    poisoned[128:256, 32:64] = math.isnan(value)
-    for run in implementations(reblock):
-        expected, numbers = run(qdata, exponents, blocks, rows, rule)
-        found = dequantize_blocks(expected, numbers, (rows, 1, 0, 0), torch.float32)
-        assert torch.equal(found.isnan(), poisoned)
-    wide = dequantize_blocks(qdata, exponents, blocks, torch.float32)
-    places = [part.sort().values for part in torch.randperm(300).split([150, 149, 1])]
-    for of_ones, again in product(
-        implementations(block_exponents), implementations(quantize_blocks)
-    ):
-        of_places = [
-            of_ones(amaxes_of_groups(wide[p], p // rows, 3), E4M3, ONES, rule) for p in places
-        ]
-        assert all(each.shape == (3, 200) for each in of_places)
-        largest = torch.stack(of_places).amax(0)
-        assert same_bits(largest, numbers)
-        for place in places:
-            values = dequantize_blocks(qdata[place], exponents[place], blocks, torch.float32)
-            mine = again(values, largest[place // rows], E4M3, ONES)
-            assert same_bits(mine, expected[place])
 
 
 Operand = tuple[torch.Tensor, torch.Tensor, Blocks]

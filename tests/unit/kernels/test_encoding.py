@@ -1,7 +1,6 @@
-"""Numbers as they travel: float8 codes with exponents of blocks, stochastic rounding, rows."""
+"""Numbers as they travel: float8 codes with exponents of blocks, and rows."""
 
 import functools
-import itertools
 import math
 
 import pytest
@@ -11,21 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import float8_grid
 
-from fp8_dist.kernels.encoding import (
-    NEAREST,
-    decode_float8,
-    encode_float8,
-    pack_rows,
-    stochastic_bfloat16,
-    sum_of_rows,
-)
-from fp8_dist.transport import Encoding, Part, decode, encode, runs_of, seed_of
+from fp8_dist.kernels.encoding import decode_float8, encode_float8, pack_rows, sum_of_rows
+from fp8_dist.transport import Encoding, Part, decode, encode, runs_of
 
 INF, NAN = math.inf, math.nan
 
 
-def arrived(x: torch.Tensor, seed: int = NEAREST) -> torch.Tensor:
-    codes, exponents = encode_float8(x, seed)
+def arrived(x: torch.Tensor) -> torch.Tensor:
+    codes, exponents = encode_float8(x)
     assert codes.dtype is exponents.dtype is torch.uint8
     assert codes.shape == x.shape
     assert exponents.shape == (*x.shape[:-1], -(-x.shape[-1] // 128))
@@ -66,78 +58,39 @@ def test_values_between_two_codes_and_the_largest_ones() -> None:
     assert arrived(torch.tensor([limit * (1 - 2.0**-20)])).item() == 240 * 2.0**120
 
 
-@pytest.mark.parametrize("seed", [NEAREST, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_others_than_finite_values_arrive_and_change_no_other_one(
-    dtype: torch.dtype, seed: int
-) -> None:
+def test_others_than_finite_values_arrive_and_change_no_other_one(dtype: torch.dtype) -> None:
     x = torch.randn(3, 300).to(dtype)
     special = x.clone()
     special[0, :4] = torch.tensor([NAN, INF, -INF, -NAN])
     special[2, 299] = INF
     others = special.isfinite()
-    expected = arrived(torch.where(others, special, 0), seed)
-    found = arrived(special, seed)
+    expected = arrived(torch.where(others, special, 0))
+    found = arrived(special)
     assert torch.equal(found[others], expected[others])
     assert found[0, [0, 3]].isnan().all()
     assert [*found[0, 1:3].tolist(), found[2, 299].item()] == [INF, -INF, INF]
 
 
-@pytest.mark.parametrize("seed", [NEAREST, 0])
-def test_zeros_shapes_and_strides(seed: int) -> None:
+def test_zeros_shapes_and_strides() -> None:
     x = torch.zeros(2, 200)
     x[1] = -0.0
-    found = arrived(x, seed)
+    found = arrived(x)
     assert torch.equal(found, torch.zeros(2, 200))
     assert not found.signbit().any()
     tiny = torch.tensor([-1e-30, 448.0])  # what rounds to -0 is no NaN
     assert arrived(tiny).tolist() == [0.0, 448.0]
     for shape in ((0,), (3, 0), (0, 5), (2, 3, 129), (128,)):
-        arrived(torch.randn(shape), seed)
+        arrived(torch.randn(shape))
     x = torch.randn(300, 4).t()
     for view in (x, x[:, 7:290]):
-        assert torch.equal(arrived(view, seed), arrived(view.contiguous(), seed))
-
-
-@pytest.mark.parametrize("value", [1.3, -1.3, 0.013, 440.0, 3e-3])
-def test_stochastic_rounding_is_unbiased(value: float) -> None:
-    x = torch.full((1 << 16,), value)
-    x[::128] = 448.0  # the scale of every block is 1; 3e-3 is among its subnormals
-    found = arrived(x, 5).view(-1, 128)[:, 1:]
-    grid = torch.tensor(float8_grid(torch.float8_e4m3fn))
-    below, above = grid[grid <= abs(value)].max(), grid[grid >= abs(value)].min()
-    assert {*found.abs().unique().tolist()} == {below.item(), above.item()}
-    deviation = ((above - below) / 2 / found.numel() ** 0.5).item()
-    assert abs(found.double().mean().item() - x[1].item()) < 5 * deviation
-
-
-def test_stochastic_rounding_repeats_itself_and_keeps_what_is_exact() -> None:
-    x = torch.randn(1000)
-    rounded = stochastic_bfloat16(x, 1)
-    assert torch.equal(stochastic_bfloat16(rounded, 3), rounded)
-    assert torch.equal(arrived(arrived(x), 1), arrived(x))
-    for run in (arrived, stochastic_bfloat16):
-        assert torch.equal(run(x, 1), run(x, 1))
-        assert not torch.equal(run(x, 1), run(x, 2))
-    # As many as it takes to meet the largest random numbers.
-    for value in (448.0, -56.0, 1.0, 2.0**-9):
-        x = torch.full((1 << 22,), value)
-        x[::128] = 448.0
-        assert torch.equal(arrived(x, 1), x)
-
-
-def test_stochastic_bfloat16_is_unbiased() -> None:
-    found = stochastic_bfloat16(torch.full((1 << 16,), -1.3001), 0).double()
-    assert len(found.unique()) == 2
-    assert abs(found.mean().item() + 1.3001) < 5 * 2.0**-8 / 256  # five standard errors
-    special = torch.tensor([INF, -INF, NAN, 0.0])
-    assert torch.equal(stochastic_bfloat16(special, 1).float().nan_to_num(7), special.nan_to_num(7))
+        assert torch.equal(arrived(view), arrived(view.contiguous()))
 
 
 @pytest.mark.parametrize(("ranks", "own"), [(1, 0), (4, 2), (35, 16), (3, -1)])
 def test_the_sum_is_in_fp32_in_the_order_of_ranks(ranks: int, own: int) -> None:
     x = torch.randn(ranks, 2, 200) * torch.logspace(4, -4, ranks).view(ranks, 1, 1)
-    codes, exponents = encode_float8(x, NEAREST)
+    codes, exponents = encode_float8(x)
     values = [*decode_float8(codes, exponents)]
     if own < 0:
         values.insert(0, x[own])
@@ -150,42 +103,16 @@ def test_the_sum_is_in_fp32_in_the_order_of_ranks(ranks: int, own: int) -> None:
 
 
 def parts_of(*sizes_and_encodings: tuple[int, Encoding]) -> list[Part]:
-    return [Part(number, *each) for number, each in enumerate(sizes_and_encodings)]
+    return [Part(*each) for each in sizes_and_encodings]
 
 
 def test_runs_keep_blocks_inside_of_parts() -> None:
     parts = parts_of((256, "float8"), (128, "float8"), (3, None), (0, "float8"), (5, None))
-    parts += [Part(5, 60, "float8"), Part(6, 128, "float8"), Part(7, 1, "bf16"), Part(8, 2, "bf16")]
-    assert runs_of(parts) == (
-        Part(0, 384, "float8"),
-        Part(2, 8, None),
-        Part(5, 60, "float8"),
-        Part(6, 128, "float8"),
-        Part(7, 3, "bf16"),
-    )
-    rows = [Part(0, 192, "float8", 96), Part(1, 288, "float8", 96), Part(2, 512, "float8", 256)]
-    assert runs_of(rows) == (Part(0, 480, "float8", 96), Part(2, 512, "float8"))
-    assert runs_of(parts, seed=0) == (
-        Part(0, 256, "float8"),
-        Part(1, 128, "float8"),
-        Part(2, 8, None),
-        Part(5, 60, "float8"),
-        Part(6, 128, "float8"),
-        Part(7, 1, "bf16"),
-        Part(8, 2, "bf16"),
-    )
-
-
-@pytest.mark.parametrize("how", ["float8", "bf16"])
-def test_rounding_depends_on_no_other_part(how: Encoding) -> None:
-    x, seed, found = torch.randn(3, 128), 5, []
-    for before in (0, 128, 200):
-        runs = runs_of([Part(0, before, how), Part(1, 128, how)], seed)
-        wire = encode(torch.cat([torch.ones(3, before), x], -1), runs, torch.float32, seed)
-        found.append(decode(wire, runs, torch.float32)[:, before:])
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert not torch.equal(found[0], on_the_wire(x, how))
+    parts += parts_of((60, "float8"), (128, "float8"), (1, "bf16"), (2, "bf16"))
+    expected = (384, "float8"), (8, None), (60, "float8"), (128, "float8"), (3, "bf16")
+    assert runs_of(parts) == tuple(parts_of(*expected))
+    rows = [Part(192, "float8", 96), Part(288, "float8", 96), Part(512, "float8", 256)]
+    assert runs_of(rows) == (Part(480, "float8", 96), Part(512, "float8"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -193,11 +120,11 @@ def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     x = torch.randn(8, 300)
     x[::2] = 0.0
     x[1] = 1.0
-    expected = encode_float8(x, 3)
+    expected = encode_float8(x)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        found = encode_float8(x, 3)
+        found = encode_float8(x)
     finally:
         torch.set_default_dtype(default)
     assert all(map(torch.equal, found, expected))
@@ -234,23 +161,14 @@ def test_rows_of_bytes_that_are_not_aligned_or_of_another_dtype() -> None:
     assert torch.equal(decode(wire, runs, torch.bfloat16)[:, 128:], x[:, 128:].bfloat16().float())
 
 
-def test_seeds_of_other_places() -> None:
-    assert seed_of(NEAREST, 3) == NEAREST
-    chains = itertools.product((0, 1, 2**31 - 1), range(3), range(16), range(16))
-    found = {functools.reduce(seed_of, chain) for chain in chains}
-    assert len(found) == 3 * 3 * 16 * 16
-    assert all(0 <= each < 2**31 for each in found)
-
-
 def test_fake_tensors_have_the_same_shapes() -> None:
     x = torch.randn(3, 200)
-    codes, exponents = encode_float8(x, 1)
+    codes, exponents = encode_float8(x)
     for op, arguments in (
-        (encode_float8, (x, 1)),
+        (encode_float8, (x,)),
         (decode_float8, (codes, exponents)),
         (sum_of_rows, (codes, exponents, x[1], 1)),
         (pack_rows, (codes, [exponents, codes])),
         (sum_of_rows, (x, None, x[1], 1)),
-        (stochastic_bfloat16, (x, 1)),
     ):
         torch.library.opcheck(op.overload, arguments)

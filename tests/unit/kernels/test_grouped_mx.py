@@ -1,43 +1,27 @@
-"""The grouped GEMM of MX blocks, given to torch's operator in torchao's layouts.
+"""The grouped GEMM of MX blocks, given to torch's operator.
 
 A reference of the operator reads the tiles of exponents by their definition.
 """
 
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from reference import same_bits, sqnr
+from reference import sqnr
 from torch import Tensor
-from torch.nn.functional import pad
-from torchao.prototype.moe_training.kernels.mxfp8.quant import (
-    torch_to_blocked_2d_K_groups,
-    torch_to_blocked_2d_M_groups,
-    torch_to_blocked_per_group_3d,
-)
 
-from fp8_dist.kernels import Groups, grouped, grouped_mx_mm, grouped_mx_sums
+from fp8_dist.kernels import Groups, grouped
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.functions import cast_weight, grouped_product
 
 COUNTS = [[125, 3, 0, 256], [0, 0, 7], [128, 32, 160], [1], [300, 0]]
-SIZES = [(96, 160), (32, 32), (256, 512)]
-CASES = pytest.mark.parametrize(("counts", "sizes"), [*product(COUNTS, SIZES)])
 
 
 def groups_of(counts: list[int]) -> Groups:
     sizes = torch.tensor(counts)
     return Groups.of(sizes, sizes, sum(counts))
-
-
-def exponents(*shape: int) -> Tensor:
-    return torch.randint(1, 255, shape, dtype=torch.uint8)
-
-
-def data(*shape: int) -> Tensor:
-    return torch.randint(0, 120, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
 @pytest.fixture
@@ -79,45 +63,6 @@ def by_definition(
             s, of_b = from_tiles(of_b.flatten(), y.shape[1], len(y) // 32)
         found.append((x * t.repeat_interleave(32, 1)) @ (y * s.repeat_interleave(32, 1).t()))
     return (torch.cat if b.ndim == 3 else torch.stack)(found).to(out_dtype)
-
-
-def same_tiles(found: Tensor, expected: Tensor) -> bool:
-    """Whether tiles are torchao's, which has room for more padding after them."""
-    assert found.dtype is torch.float8_e8m0fnu
-    assert found.is_contiguous()
-    flat, expected = found.view(torch.uint8).flatten(), expected.flatten()
-    assert not expected[len(flat) :].any()
-    return same_bits(flat, expected[: len(flat)])
-
-
-@CASES
-def test_tiles_of_products(calls: list[Any], counts: list[int], sizes: tuple[int, int]) -> None:
-    (n, k), experts, groups = sizes, len(counts), groups_of(counts)
-    of_rows, of_weights = exponents(sum(counts), k // 32), exponents(experts, n // 32, k // 32)
-    weights = data(experts, n, k)
-    grouped_mx_mm(data(sum(counts), k), weights.mT, of_rows, of_weights.mT, groups)
-    ((_, b, tiles, of_experts, _),) = calls
-    assert b.stride()[1:] == (1, k)
-    columns = pad(of_rows, (0, -(k // 32) % 4))
-    expected, _ = torch_to_blocked_2d_M_groups(columns, groups.ends)
-    assert same_tiles(tiles, expected)
-    each = of_weights.repeat_interleave(32, dim=1)
-    assert same_tiles(of_experts, torch_to_blocked_per_group_3d(each))
-
-
-@CASES
-def test_tiles_of_sums(calls: list[Any], counts: list[int], sizes: tuple[int, int]) -> None:
-    groups = groups_of(counts)
-    padded = [count + -count % 32 for count in counts]
-    a, b = (data(size, sum(padded)) for size in sizes)
-    of_a, of_b = (exponents(sum(padded) // 32, size) for size in sizes)
-    sums = grouped_mx_sums(a, b, of_a, of_b, groups)
-    assert [bool(each.any()) for each in sums] == [count > 0 for count in counts]
-    ((*_, tiles_a, tiles_b, _),) = calls
-    ends = torch.tensor(padded).cumsum(0) // 32
-    for found, each in ((tiles_a, of_a), (tiles_b, of_b)):
-        expected, _ = torch_to_blocked_2d_K_groups(each.t().contiguous(), ends)
-        assert same_tiles(found, expected)
 
 
 def step(counts: list[int], n: int, k: int, stored_transposed: bool) -> list[Tensor]:

@@ -4,7 +4,6 @@ In Triton's interpreter on CPUs, compiled where there is a GPU.
 """
 
 import math
-from itertools import cycle
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from implementations import implementation
 from reference import same_values
 
 from fp8_dist.kernels import encoding as portable
-from fp8_dist.kernels.encoding import NEAREST
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -36,14 +34,14 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, spread: float, seed: int
     size=st.integers(0, 300),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     spread=st.floats(0, 20),
-    seed=st.integers(-1, 2**31 - 1),
+    seed=st.integers(0, 2**31 - 1),
 )
 def test_codes_and_exponents(
     rows: int, size: int, dtype: torch.dtype, spread: float, seed: int
 ) -> None:
-    x = numbers((rows, size), dtype, spread, abs(seed))
-    expected = portable.encode_float8.portable(x, seed)
-    found = implementation(portable.encode_float8)(x, seed)
+    x = numbers((rows, size), dtype, spread, seed)
+    expected = portable.encode_float8.portable(x)
+    found = implementation(portable.encode_float8)(x)
     assert all(map(same_values, found, expected))
     assert same_values(
         implementation(portable.decode_float8)(*expected),
@@ -54,16 +52,16 @@ def test_codes_and_exponents(
 def test_views() -> None:
     x = numbers((2, 3, 130), torch.float32, 2, 0)
     views = (x[..., 3:100], x.transpose(0, 1), x.transpose(1, 2), x[:, 0], x[0, 0], x[:0])
-    for view, seed in zip(views, cycle((NEAREST, 11))):
-        expected = portable.encode_float8.portable(view, seed)
-        assert all(map(same_values, implementation(portable.encode_float8)(view, seed), expected))
+    for view in views:
+        expected = portable.encode_float8.portable(view)
+        assert all(map(same_values, implementation(portable.encode_float8)(view), expected))
 
 
 @pytest.mark.parametrize("shape", [(1, 200), (3, 2, 129), (4, 5), (3, 0), (3, 0, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = numbers(shape, dtype, 2, 3)
-    codes, exponents = portable.encode_float8.portable(x, NEAREST)
+    codes, exponents = portable.encode_float8.portable(x)
     wire = torch.cat([codes, exponents], -1)
     # As they lie in a row of bytes.
     views = wire.split([codes.shape[-1], exponents.shape[-1]], -1)

@@ -10,6 +10,7 @@ from itertools import cycle, product
 import pytest
 import torch
 from implementations import DEVICE, check_operator, implementation, matrix, note_launches
+from reference import same_bits
 from torch.nn.functional import pad
 
 from fp8_dist import kernels
@@ -39,6 +40,12 @@ COPIES = [
     ([ROW], [0, 0], [False, True]),
     ([COLUMN], [0, 0], [False, True]),
     ([TENSOR], [0, 0], [True, False]),
+]
+# Also such as are transposed first, or have the scales of a tensor beside those of rows.
+MIXED = [
+    ([ROW, COLUMN], [0, 1], [False, True]),
+    ([ROW, TENSOR], [0, 1], [False, True]),
+    ([COLUMN, ROW], [1, 0, 0], [True, False, True]),
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
@@ -238,3 +245,60 @@ def test_groups(used: set[str], counts: list[int]) -> None:
         "_transpose",
         "_transpose_groups",
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(6, 32), (2, 3, 32), (0, 32), (16,)], ids=str)
+def test_amaxes_casts_and_copies(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).mul_(100).to(DEVICE, dtype)
+    for dims in (None, (x.ndim - 1,), tuple(range(x.ndim - 1)), (0,)):
+        check_operator(amax, x, dims)
+        check_operator(scaling_from_amax, amax(x, dims), E4M3, True)
+        m, _ = scaling_from_amax(amax(x, dims), E4M3, True)
+        for fits in (True, False):
+            check_operator(quantize, x, m, E4M3, fits=fits)
+    known = torch.tensor(3.0, device=DEVICE)
+    for covers, of, transposed in MIXED:
+        check_operator(kernels.amaxes, x, covers)
+        amaxes = kernels.amaxes(x, covers)
+        check_operator(cast_copies, x, amaxes, E4M3, True, of, transposed)
+        check_operator(cast_copies, x * 2, amaxes, E4M3, False, of, transposed, saturate=True)
+        layouts = list(dict.fromkeys(transposed))
+        check_operator(cast_rows, x, E4M3, True, layouts)
+        check_operator(cast_and_measure, x, known, E4M3, False, layouts)
+    check_operator(cast_and_measure, x, known, E4M3, True, [True])
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_poisons_a_scale_that_was_known(value: float) -> None:
+    x = torch.ones(4, 32, dtype=torch.bfloat16, device=DEVICE)
+    x[1, 2] = value
+    one = torch.ones((), device=DEVICE)
+    for run in (cast_and_measure.portable, implementation(cast_and_measure)):
+        current, known, scale, qdata = run(x, one, E4M3, False, [False])
+        assert same_bits(current.cpu(), torch.tensor(abs(value)))
+        assert known.isnan()
+        assert scale.isnan()
+        assert (qdata.float() * scale).isnan().all()
+
+
+@pytest.mark.parametrize("rows", [4, 33])
+def test_results_that_graphs_get_are_aligned(rows: int) -> None:
+    x = torch.randn(rows, 32, device=DEVICE)
+    for values in implementation(kernels.amaxes)(x, [ROW, COLUMN]):
+        assert values.storage_offset() * values.itemsize % 16 == 0
+
+
+def test_another_default_dtype() -> None:
+    x, one = torch.randn(8, 32, device=DEVICE), torch.ones((), device=DEVICE)
+    scales = torch.rand(32, device=DEVICE) + 1, torch.rand(8, device=DEVICE) + 1
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for covers, of, transposed in MIXED:
+            check_operator(cast_copies, x, kernels.amaxes(x, covers), E4M3, True, of, transposed)
+        check_operator(kernels.amaxes, x, [ROW, TENSOR])
+        check_operator(cast_and_measure, x, one, E4M3, False, [False, True])
+        check_operator(cast_rows, x, E4M3, True, [False])
+        check_operator(fold_gradient, x, E4M3, *scales, True)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -92,6 +92,7 @@ def test_measuring_the_choices_of_a_kernel_leaves_its_results_as_they_are(
     monkeypatch.setattr(launch.Tuned, "__call__", note)
     for each in several:
         monkeypatch.setattr(each, "_fastest", {})
+        monkeypatch.setattr(each, "configs", each.configs[:2])
     calls = [*operator_calls(DEVICE, odd=True, shape=(34, 40)).values()]
     firsts = {id(call.op): call for call in reversed(calls)}  # which launch almost all
     for call in [*firsts.values(), *calls]:

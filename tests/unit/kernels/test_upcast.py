@@ -45,14 +45,3 @@ def test_every_finite_code_where_subnormal_numbers_are_flushed(dtype: torch.dtyp
         assert same_bits(found, expected)
     upcast(codes, torch.bfloat16).zero_()
     assert torch.equal(codes.view(torch.uint8), before)  # the data stays as it is
-
-
-@pytest.mark.parametrize("code", [0x7F, 0xFF, 0x7C, 0xFC])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_single_nan_or_inf(dtype: torch.dtype, code: int) -> None:
-    data = torch.zeros(100, 100, dtype=torch.uint8)
-    data[7, 9] = code
-    qdata = data.view(dtype)
-    for strided in (qdata, qdata.t(), qdata[:, ::2], qdata.view(4, 50, 50)):
-        found, expected = upcast(strided, torch.float32), strided.to(torch.float32)
-        assert torch.equal(found.nan_to_num(1e9), expected.nan_to_num(1e9))

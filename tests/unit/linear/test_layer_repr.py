@@ -38,15 +38,3 @@ def test_the_recipe_and_what_differs_from_it() -> None:
         (replace(plain, **dict.fromkeys(fields, off)), "recipe=custom, float8_gathers="),
     ):
         assert shown in repr(layer(config))
-
-
-def test_a_layer_that_is_being_made_says_what_nn_linear_does() -> None:
-    seen = []
-
-    class Watched(Float8Linear):
-        def reset_parameters(self) -> None:
-            self.bias = None
-            seen.append(self.extra_repr())
-
-    Watched(16, 32, bias=False)
-    assert seen == ["in_features=16, out_features=32, bias=False"]

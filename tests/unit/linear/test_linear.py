@@ -21,7 +21,6 @@ from fp8_dist import (
     ScalingType,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
-    update_float8_scales,
 )
 
 
@@ -47,18 +46,6 @@ def test_a_gather_that_cannot_happen_is_said(monkeypatch: pytest.MonkeyPatch) ->
         model(torch.randn(2, 16))
 
 
-def test_auto_says_nothing_of_a_model_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_dist.text, "_warned", set())
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
-    assert type(model[0].weight) is nn.Parameter
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        update_float8_scales(model)
-        model(torch.randn(2, 16)).sum().backward()
-    assert model[0].weight.grad is not None
-
-
 def test_inputs_that_are_refused() -> None:
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     text = raised(TypeError, lambda: model(torch.ones(2, 16, dtype=torch.int64)))
@@ -75,13 +62,6 @@ def test_outputs_may_be_modified_in_place() -> None:
         for model in (layer, float8):
             nn.Sequential(model, nn.ReLU(inplace=True))(x).sum().backward()
         assert sqnr(layer.weight.grad, float8.weight.grad) > 15
-
-
-def test_the_constructor_takes_the_arguments_of_linear() -> None:
-    config = Float8LinearConfig(round_scales_to_power_of_2=True)
-    layer = Float8Linear(16, 32, False, dtype=torch.bfloat16, config=config)
-    assert layer(torch.randn(2, 16, dtype=torch.bfloat16)).shape == (2, 32)
-    assert (layer.bias, layer.config) == (None, config)
 
 
 def test_scales_whose_product_exceeds_fp32() -> None:

@@ -1,4 +1,4 @@
-"""Operands of GEMMs with block scales: casts to other blocks, dequantized data, and scales."""
+"""Casts of operands in block scales to other blocks."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.blocks import (
-    dequantize_blocks,
-    empty_reblocked,
-    is_transposed,
-    reblock,
-    transposed_blocks,
-)
+from fp8_dist.kernels.blocks import empty_reblocked, reblock
 from fp8_dist.kernels.cuda.triton.blocks import (
     exponents_of_codes,
     multipliers_by,
-    scales_by,
-    spread,
     takes_size,
 )
 from fp8_dist.kernels.cuda.triton.launch import (
@@ -32,13 +24,10 @@ from fp8_dist.kernels.cuda.triton.launch import (
 )
 from fp8_dist.kernels.cuda.triton.rounding import (
     from_float8,
-    indices,
     magnitude,
     saturated,
     to_float8,
 )
-from fp8_dist.kernels.gemm import gemm_scales
-from fp8_dist.kernels.quantization import rounded_up
 
 
 @triton.jit
@@ -116,82 +105,6 @@ def _reblock(
         tl.store(qdata + (m + i) * K + k + j, code, mask=is_element)
 
 
-@triton.jit
-def _bf16_bits(v: tl.tensor) -> tl.tensor:
-    # Round to nearest even by integers, because the interpreter's conversion changes subnormals.
-    bits = v.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.int16)
-
-
-@tuned(blocks(4, BM=32, BN=128), blocks(4, BM=32, BN=64))
-@triton.jit
-def _dequantize(
-    x: tl.tuple,
-    exponents: tl.tuple,
-    out: tl.tensor,
-    first_row: tl.tensor,
-    first_column: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NARROW: tl.constexpr,
-    BIAS: tl.constexpr,
-    SOFT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: a tile of [BM, BN], widened to whole blocks. Moves 3 bytes per element, 5 for
-    # fp32.
-    TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    data, M, K, stride_m, stride_k = x
-    scales, _, across, stride_r, stride_c = exponents
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), TILE_N) - first_column
-    c = indices(tl.program_id(1), TILE_N // COLUMNS)
-    mask = (i < M)[:, None] & ((j >= 0) & (j < K))[None, :]
-    code = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0)
-    is_block = (i < M)[:, None] & (c < across)[None, :]
-    found = scales + ((first_row + i) // ROWS)[:, None] * stride_r + c[None, :] * stride_c
-    found = tl.load(found, mask=is_block, other=127).to(tl.int32)
-    v = from_float8(code, BIAS, SOFT) * spread(scales_by(found), 1, COLUMNS)
-    if NARROW:
-        v = _bf16_bits(v)
-    tl.store(out + i[:, None] * K + j[None, :], v, mask=mask)
-
-
-@triton.jit
-def _store_scales(
-    exponents: tl.tuple, scales: tl.tensor, padded: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr
-) -> None:
-    # Store BLOCK scales, one column after the other.
-    data, rows, columns, stride_r, stride_c = exponents
-    n = indices(block, BLOCK)
-    r, c = n % padded, n // padded
-    is_stored = n < padded * columns
-    is_block = is_stored & (r < rows)
-    found = tl.load(data + r * stride_r + c * stride_c, mask=is_block, other=0).to(tl.int32)
-    tl.store(scales + n, tl.where(is_block, scales_by(found), 0.0), mask=is_stored)
-
-
-@tuned(blocks(4, BLOCK=1024))
-@triton.jit
-def _gemm_scales(
-    a: tl.tuple,
-    scales_a: tl.tensor,
-    padded_a: tl.tensor,
-    b: tl.tuple,
-    scales_b: tl.tensor,
-    padded_b: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    # One instance: BLOCK scales of one operand. Moves 5 bytes per scale.
-    block, of_a = tl.program_id(0), tl.cdiv(padded_a * a[2], BLOCK)
-    if block < of_a:
-        _store_scales(a, scales_a, padded_a, block, BLOCK)
-    else:
-        _store_scales(b, scales_b, padded_b, block - of_a, BLOCK)
-
-
 @fused(
     reblock,
     lambda qdata, exponents, blocks, rows, *_, **__: (
@@ -227,54 +140,3 @@ def _reblocked(
             **float8_constants(qdata.dtype, qdata.device),
         )
     return result, found
-
-
-@fused(
-    dequantize_blocks,
-    lambda x, scales, blocks, dtype: (
-        scales.dtype is torch.uint8
-        and takes_size(*blocks[:2])
-        and dtype in (torch.bfloat16, torch.float32)
-    ),
-)
-def _dequantized(
-    x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """Dequantize in one launch; 3 bytes per element for bf16, 5 for fp32."""
-    if is_transposed(x):
-        return _dequantized(x.t(), scales.t(), transposed_blocks(blocks), dtype).t()
-    (M, K), (rows, columns, first_row, first_column) = x.shape, blocks
-    out = torch.empty(M, K, dtype=dtype, device=x.device)
-    narrow = dtype is torch.bfloat16
-
-    def grid(chosen: Blocks) -> tuple[int, ...]:
-        across = programs(first_column + K, max(columns, chosen["BN"]))
-        return programs(M, chosen["BM"]), across
-
-    if x.numel():
-        _dequantize(
-            grid,
-            *(matrix(x), matrix(scales), out.view(torch.int16) if narrow else out),
-            *(first_row, first_column),
-            ROWS=rows,
-            COLUMNS=columns,
-            NARROW=narrow,
-            **float8_constants(x.dtype, x.device),
-        )
-    return out
-
-
-@fused(gemm_scales, lambda a, b, multiple=1: a.dtype is torch.uint8)
-def _scales_of_both(
-    a: torch.Tensor, b: torch.Tensor, multiple: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert the exponents of both operands in one launch; 5 bytes per block."""
-    rows_a, rows_b = rounded_up(a.shape[0]), rounded_up(b.shape[0], multiple)
-    of_a = torch.empty(a.shape[1], rows_a, dtype=torch.float32, device=a.device)
-    of_b = torch.empty(b.shape[1], rows_b, dtype=torch.float32, device=a.device)
-    sizes = of_a.numel(), of_b.numel()
-    _gemm_scales(
-        lambda chosen: (-(-sizes[0] // chosen["BLOCK"]) + programs(sizes[1], chosen["BLOCK"]),),
-        *(matrix(a), of_a, rows_a, matrix(b), of_b, rows_b),
-    )
-    return of_a.t(), of_b.t()

@@ -91,13 +91,6 @@ def multipliers_by(exponents: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def scales_by(exponents: tl.tensor) -> tl.tensor:
-    """Convert exponents to scales: fp32, subnormal for 0."""
-    bits = tl.where(exponents == 0, 0x400000, exponents << 23)
-    return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def largest_of_each(bits: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tensor:
     """Compute the maximum of each block of a tile."""
     R: tl.constexpr = bits.shape[0] // ROWS

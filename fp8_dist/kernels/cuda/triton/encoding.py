@@ -34,35 +34,6 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def _logical_shift(h: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
-    return (h >> BITS) & ((1 << (32 - BITS)) - 1)
-
-
-@triton.jit
-def _hash(bits: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """Hash as in fp8_dist.kernels.encoding: int32, products wrap around."""
-    h = bits ^ (place * -1640531535 + seed)
-    h = (h ^ _logical_shift(h, 16)) * -2048144789
-    h = (h ^ _logical_shift(h, 13)) * -1028477387
-    return h ^ _logical_shift(h, 16)
-
-
-@triton.jit
-def _stochastic(v: tl.tensor, scaled: tl.tensor, place: tl.tensor, seed: tl.tensor) -> tl.tensor:
-    """Round ``scaled`` to one of its two neighbors in e4m3fn."""
-    h = _hash(v.to(tl.int32, bitcast=True), place, seed)
-    uniform = (h & 0xFFFFF).to(tl.float32) * (2.0**-20)
-    exponent = ((scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 3
-    exponent = tl.minimum(tl.maximum(exponent, 118), 135)  # 135: not finite; _encode replaces it
-    step = (exponent << 23).to(tl.float32, bitcast=True)
-    steps = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / step
-    number = scaled * steps + uniform
-    down = number.to(tl.int32)  # toward 0; tl.floor would treat subnormals as 0
-    down = tl.where(down.to(tl.float32) > number, down - 1, down)
-    return down.to(tl.float32) * step
-
-
-@triton.jit
 def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
     # Return the indices of this instance's row, blocks and elements. Rows have count blocks.
     of_row = tl.cdiv(count, BB)
@@ -77,8 +48,6 @@ def _encode(
     x: tl.tuple,
     codes: tl.tensor,
     exponents: tl.tensor,
-    seed: tl.tensor,
-    STOCHASTIC: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
     BB: tl.constexpr,
@@ -92,10 +61,7 @@ def _encode(
     largest = tl.max(tl.where(bits < 0x7F800000, bits, 0), 1)
     exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
     multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scaled = v * multiplier[:, None]
-    if STOCHASTIC:
-        scaled = _stochastic(v, scaled, (row * size + j).to(tl.int32), seed)
-    code = to_float8(scaled, BIAS, SOFT).to(tl.int32)
+    code = to_float8(v * multiplier[:, None], BIAS, SOFT).to(tl.int32)
     code = tl.where(code == 0x80, 0, code)
     code = tl.where(bits > 0x7F800000, 0x80, code)
     code = tl.where(bits == 0x7F800000, tl.where(v > 0, 0x7F, 0xFF), code)
@@ -152,8 +118,8 @@ def _sum(
     tl.store(total + row * size + j, found, mask=mask)
 
 
-@fused(encode_float8, lambda x, seed: x.dtype in DTYPES)
-def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+@fused(encode_float8, lambda x: x.dtype in DTYPES)
+def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count = blocks_of(x.shape[-1])
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     exponents = codes.new_empty(*x.shape[:-1], count)
@@ -161,8 +127,7 @@ def _encode_float8(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tens
         rows = _rows(as_matrix(x))
         _encode(
             lambda chosen: (len(rows) * programs(count, chosen["BB"]),),
-            *(matrix(rows), codes, exponents, max(seed, 0)),
-            STOCHASTIC=seed >= 0,
+            *(matrix(rows), codes, exponents),
             **float8_constants(_FLOAT8, x.device),
         )
     return codes, exponents
