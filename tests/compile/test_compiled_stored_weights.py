@@ -9,13 +9,13 @@ from hf_experts import made
 from rank_tests import on_ranks
 from ranks import device_mesh
 from safetensors.torch import save_file
-from stored_weights import CONFIGS, converted, frozen, run, same
+from stored_weights import converted, frozen, run, same
 from torch.distributed.fsdp import fully_shard
 
 from fp8_dist import float8_state_dict, freeze_to_float8, load_float8_checkpoint
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["rowwise_folded", "blockwise", "vllm", "mxfp4"])
 def test_graphs_have_the_bits_of_eager_code_and_cast_no_weights(name: str) -> None:
     graphs, compilations = Graphs(), Compilations()
     net = torch.compile(frozen(name), fullgraph=True, backend=graphs.backend)

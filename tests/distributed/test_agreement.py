@@ -14,7 +14,7 @@ import torch.nn as nn
 from local_nets import LocalMLP
 from nets import Distributed, Net, net_plan
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
+from ranks import device_mesh
 from reference import raised
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -36,14 +36,11 @@ def config_of(difference: str, is_other: bool) -> Float8LinearConfig:
     )
 
 
-def error_of_plan() -> str:
+@on_ranks(2)
+def test_a_plan_is_compared_before_it_is_applied() -> None:
     mesh, net = device_mesh(tp=2)["tp"], convert_to_float8_training(Net())
     plan = net_plan(net, torch.distributed.get_rank() == 1)
-    return raised(ValueError, lambda: apply_tp_plan(net, mesh, plan))
-
-
-def test_a_plan_is_compared_before_it_is_applied(ranks: RankPools) -> None:
-    text = ranks(2).run_same(error_of_plan)
+    text = raised(ValueError, lambda: apply_tp_plan(net, mesh, plan))
     assert "the plan's entry 'layers.0': PrepareFloat8ModuleInput {'input_layouts': (R" in text
 
 
@@ -124,14 +121,6 @@ def converted(difference: str, gather: bool, other_rank: int, net: Net | None = 
     return converted_net
 
 
-def error_of_first_use(
-    axes: dict[str, int], shard: str, run: str, difference: str, gather: bool, other_rank: int
-) -> str:
-    net = converted(difference, gather, other_rank)
-    SHARD[shard](net, device_mesh(**axes))
-    return raised(ValueError, lambda: RUN[run](net))
-
-
 @pytest.mark.parametrize(
     ("axes", "shard", "run", "difference", "gather"),
     [
@@ -148,11 +137,14 @@ def error_of_first_use(
         ({"replicas": 2, "dp": 2}, "all", "update", "config", True),
     ],
 )
+@on_ranks("axes")
 def test_the_first_use_compares(
-    ranks: RankPools, axes: dict[str, int], shard: str, run: str, difference: str, gather: bool
+    axes: dict[str, int], shard: str, run: str, difference: str, gather: bool
 ) -> None:
     size = math.prod(axes.values())
-    error = ranks(size).run_same(error_of_first_use, axes, shard, run, difference, gather, size - 1)
+    net = converted(difference, gather, size - 1)
+    SHARD[shard](net, device_mesh(**axes))
+    error = raised(ValueError, lambda: RUN[run](net))
     assert NAMED[difference] in error
     assert f"on rank {size - 1}" in error
     if size == 4 and difference == "config":
@@ -161,8 +153,13 @@ def test_the_first_use_compares(
         assert "False on ranks 0, 1, 2; True on rank 3. Convert and parallelize it in the" in error
 
 
-def error_on_two_axes(sharded: str, difference: str) -> str:
-    """Of FSDP2 over tensor parallelism by torch's styles, or of it over a part of the layers."""
+@pytest.mark.parametrize(("sharded", "difference"), [("all", "layer"), ("part", "block")])
+@on_ranks(4)
+def test_ranks_of_the_other_axis_are_told(sharded: str, difference: str) -> None:
+    """FSDP2 over tensor parallelism by torch's styles, or over a part of the layers.
+
+    Also where the layer that differs lives on one axis, and so not on the ranks 0 and 2.
+    """
     mesh = device_mesh(dp=2, tp=2)
     net = converted(difference, True, 3)
     column, row = ColwiseParallel(), RowwiseParallel()
@@ -171,13 +168,7 @@ def error_on_two_axes(sharded: str, difference: str) -> str:
     if sharded == "all":
         parallelize_module(net.layers[1], mesh["tp"], first)
     shard_all(net, mesh["dp"])
-    return raised(ValueError, lambda: train(net))
-
-
-@pytest.mark.parametrize(("sharded", "difference"), [("all", "layer"), ("part", "block")])
-def test_ranks_of_the_other_axis_are_told(ranks: RankPools, sharded: str, difference: str) -> None:
-    """Also where the layer that differs lives on one axis, and so not on the ranks 0 and 2."""
-    assert NAMED[difference] in ranks(4).run_same(error_on_two_axes, sharded, difference)
+    assert NAMED[difference] in raised(ValueError, lambda: train(net))
 
 
 def by_torch(net: Net, mesh: DeviceMesh) -> None:
@@ -210,19 +201,6 @@ PARALLELIZE: dict[str, Callable[[Net, DeviceMesh], object]] = {
 }
 
 
-def error_of_tensor_parallelism(how: str, run: str, difference: str) -> str:
-    mesh, net = device_mesh(tp=2)["tp"], Net()
-    if how == "declared":
-        net.layers = nn.ModuleList(LocalMLP(64, 96) for _ in net.layers)
-    converted(difference, False, 1, net)
-
-    def use() -> None:
-        PARALLELIZE[how](net, mesh)
-        RUN[run](net)
-
-    return raised(ValueError, use)
-
-
 @pytest.mark.parametrize(
     ("how", "run", "difference"),
     [
@@ -232,24 +210,30 @@ def error_of_tensor_parallelism(how: str, run: str, difference: str) -> str:
         ("declared", "compiled", "layer"),
     ],
 )
+@on_ranks(2)
 def test_tensor_parallel_layers_are_compared_when_placed_or_first_run(
-    ranks: RankPools, how: str, run: str, difference: str
+    how: str, run: str, difference: str
 ) -> None:
-    error = ranks(2).run_same(error_of_tensor_parallelism, how, run, difference)
-    assert NAMED[difference] in error
+    mesh, net = device_mesh(tp=2)["tp"], Net()
+    if how == "declared":
+        net.layers = nn.ModuleList(LocalMLP(64, 96) for _ in net.layers)
+    converted(difference, False, 1, net)
+
+    def use() -> None:
+        PARALLELIZE[how](net, mesh)
+        RUN[run](net)
+
+    assert NAMED[difference] in raised(ValueError, use)
 
 
-def error_of_loading() -> str:
+@on_ranks(2)
+def test_histories_are_not_loaded_by_ranks_that_differ() -> None:
     length = 4 + torch.distributed.get_rank()
     config = replace(Float8LinearConfig.from_recipe_name("delayed"), amax_history_len=length)
     net = convert_to_float8_training(Net(), config=config)
     state = net.state_dict()
     by_torch(net, device_mesh(tp=2)["tp"])  # type: ignore[arg-type]
-    return raised(ValueError, lambda: net.load_state_dict(state))
-
-
-def test_histories_are_not_loaded_by_ranks_that_differ(ranks: RankPools) -> None:
-    error = ranks(2).run_same(error_of_loading)
+    error = raised(ValueError, lambda: net.load_state_dict(state))
     assert "load_state_dict of layers.0.w1: the ranks of " in error
     assert "layers.0.w1.config.amax_history_len: 4 on rank 0; 5 on rank 1" in error
 
@@ -310,17 +294,14 @@ def test_stages_of_a_pipeline_may_differ(runs_first: bool) -> None:
     update_float8_scales(net)
 
 
-def told_when_another_rank_stays_away() -> str:
+@on_ranks(2)
+def test_a_comparison_that_fails_says_what_it_waited_for() -> None:
     world = Distributed(2, 1)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("timed out")
 
     with patch.object(torch.distributed, "all_reduce", fail):
-        return raised(RuntimeError, lambda: update_float8_scales(world.net))
-
-
-def test_a_comparison_that_fails_says_what_it_waited_for(ranks: RankPools) -> None:
-    text = ranks(2).run_same(told_when_another_rank_stays_away)
+        text = raised(RuntimeError, lambda: update_float8_scales(world.net))
     assert "did not come here, or has ended: all of them must, with a model that was" in text
     assert text.endswith("The communication failed with: timed out")

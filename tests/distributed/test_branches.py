@@ -15,8 +15,6 @@ from ranks import RankPools, device_mesh
 from reference import raised
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -67,12 +65,7 @@ def sharded(
     frozen: torch.dtype = torch.float32,
     **how: Any,
 ) -> Branches:
-    """On a mesh of the data-parallel ranks, or of those and tensor-parallel ones."""
     net = Branches(frozen)
-    if "tp" in (mesh.mesh_dim_names or ()):
-        plan = {"heads.*": ColwiseParallel(output_layouts=Replicate())}
-        parallelize_module(net, mesh["tp"], plan)
-        mesh = mesh["dp"]
     if isinstance(recipe, str):
         recipe = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     if recipe is not None:
@@ -91,15 +84,12 @@ def trained(
     transport: Any,
     recipe: str | None = None,
     policy: Sequence[Any] = (),
-    tp: int = 1,
     frozen: torch.dtype = torch.float32,
     **how: Any,
 ) -> tuple[Weights, list[list[str]]]:
     """The weights after some steps, and the parameters that had no gradient in each of them."""
-    whole = device_mesh(dp=dist.get_world_size() // tp, tp=tp)
-    mesh, unused = whole["dp"], []
-    policy = MixedPrecisionPolicy(*policy)
-    net = sharded(whole if tp > 1 else mesh, recipe, frozen, mp_policy=policy)
+    mesh, unused = device_mesh(dp=dist.get_world_size()), []
+    net = sharded(mesh, recipe, frozen, mp_policy=MixedPrecisionPolicy(*policy))
     sums(net)
     set_gradient_transport(net, transport, **how)
     optimizer = optimizer_of(net)
@@ -131,12 +121,6 @@ def test_weights_do_not_depend_on_the_number_of_ranks(
         for weights, names in ranks(size).run(trained, transport, **options):
             assert differing(expected, weights) == [], size
             assert names == unused, size
-
-
-def test_weights_under_tensor_parallelism(ranks: RankPools) -> None:
-    alone, four = (ranks(size).run(trained, "float8", tp=2)[0] for size in (2, 4))
-    assert not differing(alone[0], four[0])
-    assert alone[1] == four[1]
 
 
 def wrong_histories(config: Float8LinearConfig) -> list[str]:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -228,16 +227,6 @@ def test_wrong_plans_are_named() -> None:
         for text, part in zip(found, shown, strict=True):
             assert part in text, text
         assert "that of 'h.1.drop', summed over ranks, agrees" in found[1]
-
-
-@on_ranks(2)
-def test_summands_agree_where_another_module_adds_them() -> None:
-    model = gpt()
-    whole = PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
-    summed_outside = {"h.1.mlp.proj": RowwiseParallel(output_layouts=Partial())}
-    plan = without(gpt_plan(model, False), "h.1.mlp") | summed_outside
-    check(model, plan | {"h.1.mlp": whole})
-    assert "the output of 'h.1' is the first that differs" in refused(model, plan)
 
 
 @on_ranks(2)

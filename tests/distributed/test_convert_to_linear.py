@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from nets import Net, full_state, net_plan
 from rank_tests import on_ranks
 from ranks import device_mesh
 from reference import all_warnings, raised, same_bits
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -146,45 +145,6 @@ def test_the_way_back_to_float8() -> None:
     again = made()
     again.load_state_dict(net.state_dict())
     assert same_bits(again(x), expected)
-
-
-class Named(nn.Linear):
-    """A subclass with nn.Linear's forward."""
-
-
-@on_ranks(2, returns=([], []))
-def test_subclasses_and_attributes_under_fsdp2() -> tuple[list[str], list[str]]:
-    mesh, wrong = device_mesh(dp=2), []
-    net = nn.Sequential(Named(32, 32), nn.Linear(32, 32))
-    net[0].fqn, net[1].config = "mine", {"of": "the user"}
-    convert_to_float8_training(net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
-    for layer in (*net, net):
-        fully_shard(layer, mesh=mesh)
-    net(torch.ones(16, 32)).sum().backward()
-    convert_to_linear(net)
-    names = [type(layer).__name__ for layer in net]
-    wrong += [] if names == ["FSDPNamed", "FSDPLinear"] else names
-    wrong += [] if isinstance(net[0], Named | FSDPModule) else ["the class"]
-    wrong += [] if (net[0].fqn, net[1].config) == ("mine", {"of": "the user"}) else ["attributes"]
-    net(torch.ones(16, 32)).sum().backward()
-    left = {"histories", "float8_weight", "hidden_attributes"}
-    return wrong, [n for layer in net for n in left if n in vars(layer)]
-
-
-@on_ranks(2, returns=[])
-def test_ddp_reduces_what_was_unfrozen() -> list[str]:
-    torch.manual_seed(0)
-    net = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
-    freeze_to_float8(net.requires_grad_(False))
-    unfreeze_from_float8(net[1])
-    unfreeze_from_float8(net)
-    model = DistributedDataParallel(net.requires_grad_(True))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trained(model, optimizer, torch.full((16, 32), 1.0 + dist.get_rank()), 2)
-    sums = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    for each in sums.values():
-        dist.all_reduce(each)
-    return [n for n, p in net.named_parameters() if not same_bits(sums[n], 2 * p.detach())]
 
 
 def warned_of_ddp(change: Callable[[nn.Module], object], net: nn.Module) -> bool:

@@ -1,6 +1,5 @@
 """Delayed scales on meshes: one all-reduce per step, the passes that count, one device's histories."""
 
-import copy
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training
 from fp8_dist import sync_float8_amax_and_scale_history as sync
@@ -90,18 +88,6 @@ def test_an_input_may_be_prepared_for_plain_weights(ranks: RankPools, shards: bo
     first, *others = ranks(4 if shards else 2).run(prepared_for_plain_weights, shards)
     for outputs in others:
         assert all(map(same_bits, first, outputs))
-
-
-def data_parallel() -> list[Any]:
-    net = DistributedDataParallel(convert_to_float8_training(Net(), config=DELAYED))
-    found = audited_steps(net, torch.randn(2, 8, 64) * (1 + dist.get_rank()), device_mesh(dp=2))
-    return [found["rows"], found["amaxes"]]
-
-
-def test_ranks_of_ddp_have_histories_of_their_own(ranks: RankPools) -> None:
-    first, second = ranks(2).run(data_parallel)
-    assert first[0] == second[0] == []
-    assert first[1] != second[1]
 
 
 INT32 = torch.int32  # an amax travels as the bits of a non-negative float
@@ -188,23 +174,6 @@ def test_a_nan_on_one_rank(where: str) -> None:
     assert all(full(p.grad).isnan().any() for p in world.net.parameters())
     assert all(max(after[n]) == max(v) for n, v in before.items() if v)
     assert world.net(x.nan_to_num()).isfinite().all()
-
-
-@on_ranks(2, returns=[True] * 3)
-def test_copies_of_tensor_parallel_models() -> list[bool]:
-    """A copy of a tensor-parallel model, whose hooks are those of the model."""
-    world = Distributed(1, 2, config=DELAYED)
-    x = world.mine(torch.randn(4, 8, 64))
-    world.net(x).sum().backward()
-    sync(world.net)
-    twin = copy.deepcopy(world.net)
-    before = amaxes(world.net)
-    for _ in range(2):
-        twin(x * 5).sum().backward()
-        sync(twin)
-    found = [h.current is None for h in histories(world.net).values()]
-    prepared = amaxes(twin)["layers.0.w1.prepared_input"]
-    return [all(found), amaxes(world.net) == before, len(prepared) == 3]
 
 
 # Passes that count: those of a step, also where FSDP2 or a pipeline holds its gradients.

@@ -172,24 +172,6 @@ def test_warnings_are_those_of_one_rank(given: bool) -> None:
     )
 
 
-@on_ranks(4)
-def test_a_given_mesh() -> None:
-    """Tensor parallelism inside of data parallelism that no weight shows."""
-    mesh = device_mesh(dp=2, tp=2)
-    net = convert_to_float8_training(Net(), config=Float8LinearConfig())
-    apply_tp_plan(net, mesh["tp"], net_plan(net, True))  # type: ignore[arg-type]
-    text = raised(ValueError, lambda: float8_stats(net, gemms=True))
-    assert "gemms=True compares GEMMs on one device, and layers.0.w1 is on a mesh" in text
-    own, all_ = float8_stats(net), float8_stats(net, mesh=mesh)
-    x = torch.full((2, 4, 64), 1.0 + dist.get_rank())
-    with torch.no_grad(), own, all_:
-        net.layers[0](x)
-    first = [stats.rows[0] for stats in (own, all_)]
-    assert all(isinstance(row, CastStats) and row.operand == "input" for row in first)
-    amaxes = [row.amax for row in first]  # type: ignore[union-attr]
-    assert amaxes == [2.0 if dist.get_rank() < 2 else 4.0, 4.0]
-
-
 @on_ranks(2, returns=["w1 input", "w1 weight", "w3 input", "w3 weight"])
 def test_a_layer_that_some_ranks_do_not_run() -> list[str]:
     """Rank 1 does not run w3, as experts without tokens."""

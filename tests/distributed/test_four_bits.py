@@ -230,8 +230,9 @@ def test_what_is_not_finite_poisons_all_ranks() -> None:
         assert model(torch.randn(4, 64)).isnan().all()
 
 
-def by_the_page() -> float:
-    """The loss that the page's training gains, whose export every rank but the first lacks."""
+@on_ranks(2)
+def test_the_page() -> None:
+    """The loss falls, and rank 0 alone has the export."""
     page = (Path(__file__).parents[2] / "docs" / "four_bits.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
     assert len(code.strip().splitlines()) <= 21
@@ -248,8 +249,4 @@ def by_the_page() -> float:
     run_shown(code, scope)
     is_first = dist.get_rank() == 0
     assert ("layers.0.attention.wq.weight_blocks" in scope["state"]) == is_first
-    return float(losses[0] - losses[-1])
-
-
-def test_the_page(ranks: RankPools) -> None:
-    assert all(gain > 0.5 for gain in ranks(2).run(by_the_page))
+    assert losses[0] - losses[-1] > 0.5

@@ -127,14 +127,6 @@ def test_no_scale_is_stale_after_a_change(dp: int, tp: int, gather: bool) -> dic
     return {change: wrong for change, wrong in found.items() if wrong}
 
 
-@on_ranks(3, returns=[])
-def test_a_first_forward_in_inference_mode() -> list[str]:
-    """FSDP2 then first looks at its parameters."""
-    world = Distributed(3, 1, net_arguments={"hidden": 100})
-    x = world.mine(torch.randn(6, 8, 64))
-    return world.wrong_casts(torch.inference_mode()(lambda: world.net(x)))
-
-
 @pytest.mark.parametrize(("recipe", "dp", "tp"), [("rowwise", 1, 2), ("rowwise_folded", 2, 1)])
 @on_ranks("dp", "tp", returns=[])
 def test_a_layer_that_follows_another_config(recipe: str, dp: int, tp: int) -> list[str]:
@@ -249,20 +241,6 @@ def test_other_changes_after_precompute_warn_once_in_training(dp: int, tp: int) 
                 world.net.layers[0].w1.weight.mul_(2)
                 world.net.train(training)(world.mine(torch.randn(4, 8, 64)))
         counts.append(sum("scale" in text for text in texts))
-    return counts
-
-
-@on_ranks(2, returns=[6, 6])
-def test_a_model_in_eval_may_be_trained() -> list[int]:
-    """All-reduces of scales in the forward and in the backward of a model in ``eval()``."""
-    world = Distributed(2, 1)
-    world.net.eval()
-    counts = []
-    with comm_audit(world.mesh) as audit:
-        loss = world.net(world.mine(torch.randn(4, 8, 64))).sum()
-        counts.append(audit.count("all_reduce"))
-        loss.backward()
-        counts.append(audit.count("all_reduce"))
     return counts
 
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
+from ranks import device_mesh
 from reference import same_bits
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -16,24 +16,19 @@ from fp8_dist.mesh import all_reduce_max, full_tensors, groups_over, make_group
 from fp8_dist.scaling import Dense
 
 
-def meshes_without_a_group() -> list[bool]:
-    """Where no group can be made on all ranks of the world: reductions over one axis at a time."""
+@on_ranks(8)
+def test_meshes_whose_groups_not_all_ranks_can_make() -> None:
+    """They are reduced over one axis at a time."""
     ranks = [[[0, 1], [3, 2]], [[4, 5], [7, 6]]]
     irregular = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b", "c"))
     part = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]])  # made by all ranks, as torch asks for
-    found = []
     for mesh in (irregular["b", "c"], part):
         if mesh.get_coordinate() is not None:
             names = make_group([mesh])
-            found.append(names == groups_over(mesh, (0, 1)) and len(names) == 2)
-            value = all_reduce_max(torch.tensor(float(dist.get_rank())), groups_over(mesh, (0, 1)))
-            found.append(value.item() == mesh.mesh.max().item())
-    return found
-
-
-def test_meshes_whose_groups_not_all_ranks_can_make(ranks: RankPools) -> None:
-    results = ranks(8).run(meshes_without_a_group)
-    assert results == [[True] * 4] * 6 + [[True] * 2] * 2
+            assert names == groups_over(mesh, (0, 1))
+            assert len(names) == 2
+            value = all_reduce_max(torch.tensor(float(dist.get_rank())), names)
+            assert value.item() == mesh.mesh.max().item()
 
 
 @on_ranks(8, returns=[True, True])

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import (
     CastConfig,
@@ -34,28 +34,22 @@ from fp8_dist.mesh.amax import union_of
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
 
-@pytest.mark.parametrize("kind", ["DDP", "FSDP1"])
 @on_ranks(2)
-def test_data_parallel(kind: str) -> None:
-    """DDP and FSDP1: float8 compute, high-precision communication; against one device."""
+def test_fsdp1() -> None:
+    """Float8 compute, high-precision communication; against one device."""
     net, twin = convert_to_float8_training(Net()), convert_to_float8_training(Net())
-    if kind == "DDP":
-        wrapped: nn.Module = DistributedDataParallel(net)
-    else:
-        wrapped = FullyShardedDataParallel(net, use_orig_params=True, device_id="cpu")
+    wrapped = FullyShardedDataParallel(net, use_orig_params=True, device_id="cpu")
     for _ in range(2):
         x = torch.randn(2, 4, 64)
         outputs = [model(x) for model in (twin, wrapped)]
         assert sqnr(*outputs) > 100
         for output, model in zip(outputs, (twin, wrapped), strict=True):
             output.sum().backward()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    if kind == "FSDP1":
-        text = raised(ValueError, lambda: precompute_float8_dynamic_scale(wrapped))
-        assert "flattened shards, as FSDP1 keeps them" in text
-        assert "layers.0.w1" in text
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    text = raised(ValueError, lambda: precompute_float8_dynamic_scale(wrapped))
+    assert "flattened shards, as FSDP1 keeps them" in text
+    assert "layers.0.w1" in text
 
 
 @pytest.mark.parametrize(("tp", "precompute"), [(1, True), (2, False)])
@@ -81,79 +75,54 @@ def test_hybrid_sharding(tp: int, precompute: bool) -> None:
     assert (wrong, reduces, later) == (([], 1, 0) if precompute else ([], 0, 6))
 
 
-@on_ranks(4, returns=[])
-def test_a_mesh_without_names() -> list[str]:
-    net = convert_to_float8_training(Net(), config=GATHERED)
-    masters = {n: p.detach().clone() for n, p in net.state_dict().items()}
-    fully_shard(net, mesh=init_device_mesh("cpu", (4,)))
-    precompute_float8_dynamic_scale(net)
-    with weights_used(net) as used:
-        net(torch.randn(1, 4, 64))
-    return wrong_casts(used, masters)
-
-
-def owner_of_another_kind() -> str:
+@on_ranks(2)
+def test_refusals_on_one_axis() -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.Embedding(16, 16))
     convert_to_float8_training(net, config=GATHERED)
     net[1].weight = net[0].weight
-    return raised(ValueError, lambda: fully_shard(net, mesh=device_mesh(dp=2)))
+    text = raised(ValueError, lambda: fully_shard(net, mesh=device_mesh(dp=2)))
+    assert text.startswith(
+        "0: FSDP2 would gather this weight in float8 for all its users, but it is also the weight "
+        "of a Embedding that is not converted; leave"
+    )
+    late = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
+    fully_shard(late, mesh=device_mesh(dp=2))
+    text = raised(ValueError, lambda: convert_to_float8_training(late))
+    assert "these weights are distributed already: * (2). Convert the model first" in text
+    world = Distributed(2, 1, fsdp_arguments={"reshard_after_forward": False})
+    world.net(world.mine(torch.randn(4, 8, 64)))
+    text = raised(ValueError, lambda: precompute_float8_dynamic_scale(world.net.layers[0].w1))
+    assert "these weights are unsharded float8 copies: layers.0.w1. Call it on the root" in text
 
 
-def irregular_meshes() -> str:
+@on_ranks(4)
+def test_irregular_meshes() -> None:
     net = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
     convert_to_float8_training(net)
     meshes = (DeviceMesh("cpu", [0, 3, 1, 2]), init_device_mesh("cpu", (4,)))
     for layer, mesh in zip(net, meshes, strict=True):
         weight = distribute_tensor(layer.weight.detach(), mesh, [Shard(0)])
         layer.weight = nn.Parameter(weight)
-    return raised(NotImplementedError, lambda: precompute_float8_dynamic_scale(net))
+    text = raised(NotImplementedError, lambda: precompute_float8_dynamic_scale(net))
+    assert "does not enumerate its ranks in ascending, even steps; slice all" in text
 
 
-def resharded_to_a_smaller_mesh(gather: bool) -> str:
-    net = convert_to_float8_training(Net(), config=GATHERED if gather else None)
-    for module in (*net.layers, net):
-        fully_shard(module, mesh=device_mesh(dp=4), reshard_after_forward=2)
+@on_ranks(4)
+def test_resharding_to_a_smaller_mesh() -> None:
+    """It is refused with float8 gathers, unless it is taken back."""
     x = torch.randn(2, 8, 64)
-    if not gather:
+    for gathers in (True, False):
+        net = convert_to_float8_training(Net(), config=GATHERED if gathers else None)
+        for module in (*net.layers, net):
+            fully_shard(module, mesh=device_mesh(dp=4), reshard_after_forward=2)
+        if gathers:
+            text = "layers.0.w1: fully_shard(..., reshard_after_forward=<int>) can't"
+            for call in (precompute_float8_dynamic_scale, lambda net: net(x)):
+                assert raised(ValueError, partial(call, net)).startswith(text)
+            net.set_reshard_after_forward(True)
+            precompute_float8_dynamic_scale(net)
         net(x).sum().backward()
-        return ""
-    texts = [
-        raised(ValueError, lambda: precompute_float8_dynamic_scale(net)),
-        raised(ValueError, lambda: net(x)),
-    ]
-    return "\n".join(texts)
-
-
-def converted_too_late() -> str:
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
-    fully_shard(model, mesh=device_mesh(dp=2))
-    return raised(ValueError, lambda: convert_to_float8_training(model))
-
-
-def precomputed_while_gathered() -> str:
-    world = Distributed(2, 1, fsdp_arguments={"reshard_after_forward": False})
-    world.net(world.mine(torch.randn(4, 8, 64)))
-    return raised(ValueError, lambda: precompute_float8_dynamic_scale(world.net.layers[0].w1))
-
-
-def test_refusals(ranks: RankPools) -> None:
-    two, four = ranks(2).run_same, ranks(4).run_same
-    assert two(owner_of_another_kind).startswith(
-        "0: FSDP2 would gather this weight in float8 for all its users, but it is also the weight "
-        "of a Embedding that is not converted; leave"
-    )
-    assert "these weights are distributed already: * (2). Convert the model first" in two(
-        converted_too_late
-    )
-    assert "these weights are unsharded float8 copies: layers.0.w1. Call it on the root" in two(
-        precomputed_while_gathered
-    )
-    assert "does not enumerate its ranks in ascending, even steps; slice all" in four(
-        irregular_meshes
-    )
-    for text in four(resharded_to_a_smaller_mesh, True).splitlines():
-        assert text.startswith("layers.0.w1: fully_shard(..., reshard_after_forward=<int>) can't")
-    assert four(resharded_to_a_smaller_mesh, False) == ""
+        assert all(p.grad is not None for p in net.parameters())
 
 
 def shared_by_two_configs(*configs: Float8LinearConfig) -> str:
@@ -217,17 +186,6 @@ def test_weights_that_differ_along_two_axes_that_they_lack() -> tuple[int, list[
     mesh = device_mesh(a=2, b=2, c=2)
     place = 2 * mesh.get_local_rank("b") + mesh.get_local_rank("c")
     return right_scales(2.0**place, (mesh["a"], mesh["b", "c"]))
-
-
-@on_ranks(4, returns=True)
-def test_the_last_word_on_resharding_counts() -> bool:
-    net = convert_to_float8_training(Net(), config=GATHERED)
-    for module in (*net.layers, net):
-        fully_shard(module, mesh=device_mesh(dp=4), reshard_after_forward=2)
-    net.set_reshard_after_forward(True)
-    precompute_float8_dynamic_scale(net)
-    net(torch.randn(2, 8, 64)).sum().backward()
-    return all(p.grad is not None for p in net.parameters())
 
 
 @on_ranks(4, timeout=60)
@@ -300,38 +258,6 @@ def test_gradient_clipping(tp: int, alone: bool, norm_type: float) -> None:
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert min(sqnr(b.grad, full(a.grad)) for a, b in pairs) > 100
-
-
-@on_ranks(2, returns=[])
-def test_weights_of_several_dtypes() -> list[str]:
-    """bf16 and fp32 weights, two float8 dtypes, in one precompute."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32).bfloat16(), nn.Linear(32, 32))
-    masters = [layer.weight.detach().clone() for layer in net]
-    e5m2 = CastConfig(target_dtype=torch.float8_e5m2)
-    for name, config in (("0", GATHERED), ("1", GATHERED)):
-        convert_to_float8_training(
-            net, config=config, module_filter_fn=lambda m, fqn, name=name: fqn == name
-        )
-    convert_to_float8_training(
-        net,
-        config=Float8LinearConfig(cast_config_weight=e5m2, enable_fsdp_float8_all_gather=True),
-        module_filter_fn=lambda m, fqn: fqn == "2",
-    )
-    for layer in net:
-        fully_shard(layer, mesh=device_mesh(dp=2))
-    with comm_audit() as audit:
-        precompute_float8_dynamic_scale(net)
-    wrong = [] if audit.count() == 1 else [audit.table()]
-    with weights_used(net) as used:
-        for layer in net:
-            layer(torch.randn(2, 32, dtype=layer.weight.dtype))
-    for i, (master, config) in enumerate(
-        zip(masters, (CastConfig(), CastConfig(), e5m2), strict=True)
-    ):
-        if not same_cast(used[str(i)], cast_to_float8(master, config)):
-            wrong.append(str(i))
-    return wrong
 
 
 @on_ranks(2, returns=[True] * 3)

@@ -27,7 +27,6 @@ from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
     dispatch_linear,
-    grouped_linear,
     linear_combine,
     route,
 )
@@ -128,16 +127,6 @@ experts: FSDP2 gathered a weight as Blocks, and the config has Dense; pass the m
 parallelize_module: the module: the features of a Experts can't be divided; use Float8ExpertParallel
 convert_experts_to_float8_training: the module can't be converted: it has no parameter middle of shape [E, N, K]. Exclude it in module_filter_fn""",
     )
-
-
-def test_without_ranks() -> None:
-    model, (x, _) = converted("rowwise_folded"), batch(0)
-    offs = torch.arange(3, 25, 3)
-    found = grouped_linear(x, model.up, offs, model.float8_experts_config)
-    assert torch.equal(found, grouped_linear(x, Experts().up, offs))
-    found.sum().backward()
-    assert model.up.grad is not None
-    assert model.state_dict().keys() == Experts().state_dict().keys()
 
 
 # Weights [E, N, K] of a module that the library does not know, with one scale per expert.

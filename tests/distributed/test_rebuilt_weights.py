@@ -22,7 +22,6 @@ from fp8_dist import (
     Float8LinearConfig,
     attach_update,
     convert_to_float8_training,
-    float8_layers,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
@@ -56,13 +55,6 @@ def gathers(model: Net) -> tuple[dict[str, int], list[str]]:
 
 
 IN_FLOAT8 = {"torch.float8_e4m3fn": 4}, []
-
-
-def rebuild(model: nn.Module) -> None:
-    """As transformers' loader does: a plain parameter in the place of each."""
-    for layer in float8_layers(model).values():
-        plain = layer.float8_weight.plain(layer.weight)
-        layer._parameters["weight"] = nn.Parameter(plain.clone())
 
 
 def wrapped(dtype: torch.dtype = torch.float32) -> Any:
@@ -149,19 +141,6 @@ def test_an_optimizer_whose_parameters_are_found_by_address() -> tuple[Any, bool
         optimizer.step()
     ours = list(model.parameters())
     return found, all(map(is_, group["params"], ours)), audit.count("all_reduce")
-
-
-@on_ranks(2, returns=(IN_FLOAT8, {torch.float32}))
-def test_new_parameters_are_gathered_in_float8() -> tuple[Any, set[torch.dtype]]:
-    """In a step of a bf16 model that was upcast; and the dtypes of its state after it."""
-    model = net(torch.bfloat16)
-    upcast(model)
-    rebuild(model)
-    shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    found = gathers(model)
-    optimizer.step()
-    return found, {t.dtype for t in model.state_dict().values()}
 
 
 def load(model: nn.Module) -> None:

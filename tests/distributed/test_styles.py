@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from nets import MLP, Distributed, Net, full
 from rank_tests import on_ranks
-from ranks import RankPools, device_mesh
+from ranks import device_mesh
 from reference import raised, same_bits, sqnr
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -262,18 +262,19 @@ FOLLOWS_W1 = {
 }
 
 
-def followed() -> bool:
+@on_ranks(2)
+def test_the_one_to_follow_may_be_named() -> None:
     """The cast of the input is that of w1, though w2's differs."""
     mlp = rounding_to(("w1", "w3"), MLP(32, 32))
     parallelize_module(mlp, device_mesh(tp=2), PrepareFloat8ModuleInput(**FOLLOWS_W1))
     seen: list[Any] = []
     mlp.forward = lambda x: seen.append(x.to_local())
     mlp(torch.randn(2, 4, 32))
-    return torch.frexp(seen[0].scale).mantissa.item() == 0.5
+    assert torch.frexp(seen[0].scale).mantissa.item() == 0.5
 
 
-def another_rounding() -> str:
-    """w1 is followed, w3 takes the same input and rounds scales in another way."""
+@on_ranks(2)
+def test_siblings_of_the_one_to_follow_must_round_alike() -> None:
     net = rounding_to(("w1",), nn.ModuleDict({"mlp": MLP(32, 32)}))
     plan = {
         "mlp": PrepareFloat8ModuleInput(**FOLLOWS_W1),
@@ -282,12 +283,7 @@ def another_rounding() -> str:
         "mlp.w2": Float8RowwiseParallel(output_layouts=Shard(1)),
     }
     apply_tp_plan(net, device_mesh(tp=2), plan)
-    return raised(ValueError, lambda: net["mlp"](torch.randn(2, 4, 32)))  # type: ignore[index]
-
-
-def test_the_one_to_follow_may_be_named_and_its_siblings_must_round_alike(ranks: RankPools) -> None:
-    assert ranks(2).run(followed) == [True, True]
-    text = ranks(2).run_same(another_rounding)
+    text = raised(ValueError, lambda: net["mlp"](torch.randn(2, 4, 32)))  # type: ignore[index]
     cast, taken = text.split(", but the layer takes")
     assert cast.startswith(
         "mlp.w3: the input is float8 already, torch.float8_e4m3fn with one scale"

@@ -28,7 +28,6 @@ from fp8_dist import (
     conversion_summary,
     convert_to_float8_training,
     float8_layers,
-    precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
     update_float8_scales,
 )
@@ -337,26 +336,6 @@ def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[int]:
     world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
     held.step()
     return states(world.net)
-
-
-class Unhooked(AdamW):
-    """Runs no hooks, as it skips ``Optimizer.__init__``; it does not hold an optimizer either."""
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": list(params)}]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            param.data.mul_(2)
-
-
-@on_ranks(2, returns={STALE})
-def test_a_container_of_optimizers_without_hooks_drops_scales() -> set[int]:
-    net = Distributed(2, 1).net
-    held = Container(Unhooked(net.parameters()))
-    precompute_float8_dynamic_scale(net)
-    held.step()
-    return states(net)
 
 
 def made_before_sharding() -> str:

@@ -41,7 +41,7 @@ RUN_BY = {
     ],
     "docs/four_bits.md": [f"{DISTRIBUTED}test_four_bits.py", HERE],
     "docs/from_torchao.md": [HERE],
-    "docs/frozen.md": [f"{INTEGRATIONS}test_frozen_page.py"] * 2,
+    "docs/frozen.md": [f"{INTEGRATIONS}transformers/test_stored_models.py"] * 2,
     "docs/fsdp2.md": [HERE, HERE, f"{DISTRIBUTED}test_one_sum.py", HERE],
     "docs/lightning.md": [f"{INTEGRATIONS}test_lightning.py"] * 2,
     "docs/lora.md": [f"{INTEGRATIONS}test_lora.py"] * 2,
@@ -50,7 +50,7 @@ RUN_BY = {
     "docs/report.md": [f"{INTEGRATIONS}test_reported_loops.py"] * 4,
     "docs/serving.md": [
         f"{DISTRIBUTED}test_export_on_meshes.py",
-        f"{INTEGRATIONS}test_frozen_page.py",
+        f"{INTEGRATIONS}transformers/test_stored_models.py",
         f"{DISTRIBUTED}test_export_on_meshes.py",
     ],
     "docs/state.md": [HERE, HERE],

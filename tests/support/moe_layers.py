@@ -147,16 +147,6 @@ class Layer:
         """The output and the gradients, by name."""
         return results(*self.forward(group, frozen), self.grad)
 
-    def high_precision(self) -> dict[str, Tensor]:
-        """As ``trained``, in fp64 and without the library."""
-        t = {n: each.double().requires_grad_() for n, each in self.tensors.items()}
-        known = (self.ids < len(t["down"])).unsqueeze(-1)
-        of = self.ids.where(known.squeeze(-1), 0)
-        gate, up = (torch.einsum("tk,tsnk->tsn", t["x"], t[n][of]) for n in ("gate", "up"))
-        hidden = (gate + t["gate_bias"][of]) * up
-        slots = torch.einsum("tsn,tskn->tsk", hidden, t["down"][of]) + t["down_bias"][of]
-        return results((slots * known * t["probs"].unsqueeze(-1)).sum(1), t, self.grad.double())
-
 
 def results(output: Tensor, tensors: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
     output.backward(grad)

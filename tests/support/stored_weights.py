@@ -14,7 +14,6 @@ CONFIGS = {
     "rowwise_folded": named("rowwise_folded"),
     "blockwise": named("blockwise"),
     "vllm": named("blockwise", scale_format="fp32"),
-    "bf16": named("blockwise", weight_source="bf16"),
     "mxfp8": named("mxfp8"),
     "mxfp4": named("mxfp8", weight_format="mxfp4"),
     "mxfp4 of blockwise": named("blockwise", weight_format="mxfp4"),
