@@ -2,7 +2,7 @@
 # Runs one of the three calls of a day on a machine with a GPU; docs/gpu.md says what each finds:
 #   bash scripts/gpu_day.sh A FOLDER     is it right? 260 s
 #   bash scripts/gpu_day.sh B FOLDER     how fast is it? 260 s
-#   bash scripts/gpu_day.sh C FOLDER     does it train? 150 s
+#   bash scripts/gpu_day.sh C FOLDER     does it train? 137 s
 # Options of `python -m scripts.bench.gpu_day` may follow; their paths are from the root of the
 # checkout. Results are in FOLDER/results.jsonl as soon as they are found, and FOLDER/log_A.tgz has
 # what was printed. B and C can follow each other on a machine that takes long to start.
@@ -39,11 +39,11 @@ if [ -f "$pack" ]; then
     FP8_DIST_COMMIT="$(cat "$packed/commit")"
     export FP8_DIST_COMMIT
 fi
-if ! "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    "$PY" -c 'import torch; print(f"torch {torch.__version__} finds no CUDA device", end="")' >&2
-    echo ": install torch for CUDA into this environment, or set PY=... to an interpreter that has" \
-        "it" >&2
-    exit 1
-fi
+"$PY" -c '
+import sys, torch
+if not torch.cuda.is_available():
+    found = f"torch {torch.__version__} finds no CUDA device: install torch for CUDA into this"
+    sys.exit(f"{found} environment, or set PY=... to an interpreter that has it")
+' || exit 1
 export PYTHONUNBUFFERED=1
 exec "$PY" -m scripts.bench.gpu_day "$call" "$results" --since "$since" "$@"

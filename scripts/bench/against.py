@@ -35,17 +35,17 @@ def readings(output: str) -> Iterator[tuple[str, float]]:
 
 def measure(commit: str, command: Sequence[str], rounds: int) -> dict[str, list[list[float]]]:
     """Milliseconds by line, of the other commit and of this checkout, a figure per round."""
-    found: dict[str, list[list[float]]] = {}
+    by_line: dict[str, list[list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.check_output(["git", "-C", str(ROOT), "archive", commit])
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         for _ in tqdm(range(rounds), unit="round"):
-            for which, checkout in enumerate((folder, ROOT)):
+            for side, checkout in enumerate((folder, ROOT)):
                 run = [sys.executable, "-m", *command]
                 printed = subprocess.check_output(run, cwd=checkout, text=True)
                 for line, value in readings(printed):
-                    found.setdefault(line, [[], []])[which].append(value)
-    return found
+                    by_line.setdefault(line, [[], []])[side].append(value)
+    return by_line
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,13 +57,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the benchmark and its options")
     args = parser.parse_args(argv)
     lines, worst = [], 0.0
-    found = measure(args.commit, args.command, args.rounds)
-    for name, (before, now) in found.items():
+    by_line = measure(args.commit, args.command, args.rounds)
+    for name, (before, now) in by_line.items():
         if not (before and now):  # a line that one of the commits does not print
             continue
         ratio = statistics.median(b / a for a, b in zip(before, now, strict=True))
         worst = max(worst, ratio)
-        medians = (f"{statistics.median(each):,.3g}" for each in (before, now))
+        medians = (f"{statistics.median(values):,.3g}" for values in (before, now))
         lines.append([name, *medians, f"{ratio:.3f}"])
     print(table(["benchmark", f"{args.commit}, ms", "this checkout, ms", "ratio"], lines, "lrrr"))
     return int(args.asserted is not None and worst > args.asserted)

@@ -12,7 +12,6 @@ memory is a candidate's own, its parameters included.
 - rates: copies, and GEMMs of each kind. They calibrate docs/gpu.md.
 - kernels: each Triton kernel in a layer's step of each recipe, with the block sizes that it chose.
   Bytes are those of the tensors that it takes, each once; the cache has none of them before.
-- trace: a layer's step, as trace.json.gz for chrome://tracing in ``--folder``.
 - layers: forward and backward of the widest layer of Llama 8B, with 8192, 2048 and 8191 rows; the
   weight has changed. Candidates take turns.
 - blocks: eight blocks of Llama 8B with a small vocabulary, one sequence, without FSDP2. "step" is
@@ -23,13 +22,12 @@ memory is a candidate's own, its parameters included.
 """
 
 from importlib import import_module
-from pathlib import Path
 
 from scripts.bench.gpu_results import add_options
 from scripts.common.options import positive
 from scripts.common.report import make_parser, parse, run
 
-PARTS = "versions", "rates", "kernels", "trace", "layers", "blocks", "experts", "nccl", "training"
+PARTS = "versions", "rates", "kernels", "layers", "blocks", "experts", "nccl", "training"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--rows", type=positive, nargs="+", default=every, help="of a layer; %(default)s")
     add("--turns", type=positive, default=3, help="of all candidates for a layer; %(default)s")
     add("--blocks", type=positive, default=8, help="of the model; %(default)s")
-    add("--folder", type=Path, default=Path("runs/gpu_day"), help="for a trace; %(default)s")
     add("--tokens", type=positive, default=8192, help="of the sequence; %(default)s")
     args = parse(parser, argv)
     torch = import_module("torch")

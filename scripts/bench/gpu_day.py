@@ -21,12 +21,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
 from scripts.bench.gpu_results import FAILED, POISONED, Result, append, card, commit, read
-from scripts.common.options import command_parser, positive
+from scripts.common.options import command_parser
 
 POLL = 0.05  # seconds between looks at a process
 PATIENCE = 5.0  # seconds until a process that is killed has ended
@@ -67,8 +67,7 @@ SMOKE, SPEED, TESTS = "gpu_smoke", "gpu", "gpu_tests"
 SHARED = "tests/gpu/test_gpu_shared.py"
 
 START = Group(25, (stage("start", SPEED, "versions"),))
-# The most valuable first. A group that ends early leaves its time to those behind it. FOLDER stands
-# for that of the results.
+# The most valuable first. A group that ends early leaves its time to those behind it.
 CALLS: dict[str, tuple[Group, ...]] = {
     "A": (
         START,
@@ -94,12 +93,11 @@ CALLS: dict[str, tuple[Group, ...]] = {
     "C": (
         START,
         Group(13, (stage("nccl", SPEED, "nccl"),)),
-        Group(13, (stage("trace", SPEED, "trace", "--folder", "FOLDER"),)),
         Group(22, (stage("experts", SPEED, "experts"),)),
         Group(73, (stage("training", SPEED, "training", patience=50),)),
     ),
 }
-SECONDS = {"A": 260, "B": 260, "C": 150}
+SECONDS = {"A": 260, "B": 260, "C": 137}
 
 
 class Day:
@@ -107,7 +105,7 @@ class Day:
 
     Attributes:
         python: the interpreter of the stages.
-        folder: for results.
+        results: the file of results, in the folder that is given.
         logs: for what is printed, and for the names of cases that have begun.
         identity: of this machine and code, in results that no stage can write itself.
         stopped: set when the day is stopped from outside.
@@ -115,7 +113,6 @@ class Day:
 
     def __init__(self, python: str, folder: Path, logs: Path) -> None:
         self.python = python
-        self.folder = folder
         self.results = folder / "results.jsonl"
         self.logs = logs
         self.stopped = Event()
@@ -134,10 +131,10 @@ class Day:
         used = 0.0
         for group in groups:
             used += group.seconds
-            running = [Running(self, each, begin + min(used, seconds)) for each in group.stages]
+            running = [Running(self, stage, begin + min(used, seconds)) for stage in group.stages]
             with ThreadPoolExecutor(len(running)) as pool:
-                for each, outcome in zip(running, pool.map(Running.run, running), strict=True):
-                    print(f"{each.stage.name}: {outcome}", flush=True)
+                for run, outcome in zip(running, pool.map(Running.run, running), strict=True):
+                    print(f"{run.stage.name}: {outcome}", flush=True)
 
 
 class Running:
@@ -150,8 +147,7 @@ class Running:
         file = stage.name.replace(" ", "_")
         self.begun = day.logs / f"{file}.begun"
         self.log = day.logs / f"{file}.log"
-        words = [str(day.folder) if word == "FOLDER" else word for word in stage.words]
-        self.command = [day.python, *words, "--stage", stage.name]
+        self.command = [day.python, *stage.words, "--stage", stage.name]
         self.command += ["--results", str(day.results), "--begun", str(self.begun)]
 
     def run(self) -> str:
@@ -230,27 +226,17 @@ def _ended_by(status: int) -> str:
     return f"ended with {name}"
 
 
-def scaled(group: Group, factor: float) -> Group:
-    """A group with so many times its seconds."""
-    stages = tuple(replace(each, patience=factor * each.patience) for each in group.stages)
-    return Group(factor * group.seconds, stages)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.bench.gpu_day", __doc__)
     add = parser.add_argument
     add("call", choices=[*CALLS])
     add("folder", type=Path)
-    add("--seconds", type=positive, help="for the whole call; default: 260, 260 and 150")
     since = "when the call began, in seconds since 1970; default: now"
     add("--since", type=float, default=time.time(), help=since)
     add("--python", default=sys.executable, help="interpreter of the stages")
     args = parser.parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
     folder = args.folder.resolve()
-    seconds = args.seconds or SECONDS[args.call]
-    factor = seconds / SECONDS[args.call]
-    groups = [scaled(group, factor) for group in CALLS[args.call]]
     with tempfile.TemporaryDirectory() as logs:
         day = Day(args.python, folder, Path(logs))
         before = len(read(day.results))
@@ -258,16 +244,16 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(number, lambda *_: day.stopped.set())
         begin = time.monotonic() - (time.time() - args.since)
         try:
-            day.run(groups, begin, seconds)
+            day.run(CALLS[args.call], begin, SECONDS[args.call])
         finally:
             with tarfile.open(folder / f"log_{args.call}.tgz", "w:gz") as archive:
                 archive.add(logs, f"logs_{args.call}")
-    found = read(day.results)[before:]
-    failed = [result for result in found if result.error]
-    print(f"{len(found)} results, {len(failed)} of them errors")
+    results = read(day.results)[before:]
+    failed = [result for result in results if result.error]
+    print(f"{len(results)} results, {len(failed)} of them errors")
     for result in failed[:SHOWN]:
         print(result.text())
-    return 1 if failed or not found else 0
+    return 1 if failed or not results else 0
 
 
 if __name__ == "__main__":

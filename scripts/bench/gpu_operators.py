@@ -42,9 +42,9 @@ def call(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> Call:
 
 def tuned_kernels() -> list[Tuned]:
     """The kernels of the library."""
-    modules = [each for each in vars(package).values() if isinstance(each, ModuleType)]
-    found = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Tuned)}
-    return list(found.values())
+    modules = [value for value in vars(package).values() if isinstance(value, ModuleType)]
+    tuned = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Tuned)}
+    return list(tuned.values())
 
 
 def copied(x: Tensor, device: torch.device | str | None = None) -> Tensor:
@@ -67,7 +67,7 @@ def operator_calls(
     of_casts = amax_calls, cast_calls, fold_calls, block_calls
     for family in (*of_casts, gemm_calls, message_calls):
         calls |= family(m, k)
-    return {name: moved(each, device) for name, each in calls.items()}
+    return {name: moved(operator_call, device) for name, operator_call in calls.items()}
 
 
 def moved(of: Call, device: torch.device | str | None = None) -> Call:

@@ -1,9 +1,9 @@
-"""Prints the results of a day on a GPU as tables for docs/gpu.md, measured beside derived.
+"""Prints the results of a day on a GPU as tables for docs/gpu.md.
 
     python -m scripts.bench.gpu_report runs/gpu_day/results.jsonl
 
 It needs no GPU. Of a case that was tried several times the last line counts. A time is the median
-of all readings, with the least and the largest. Derived times are those of docs/gpu.md.
+of all readings, with the least and the largest.
 """
 
 import statistics
@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.bench.gpu_results import ROOT, Result, read
+from scripts.bench.gpu_results import Result, read
 from scripts.common.markdown import table
 from scripts.common.options import command_parser
 from scripts.common.recipes import BF16
 
-PAGE = ROOT / "docs/gpu.md"
-DERIVED_SHAPE = "8192 x 4096 x 14336"  # of the page's table of one layer
 AGAIN = ", again"
 
 
@@ -59,12 +57,12 @@ def of_stage(results: Sequence[Result], *stages: str) -> list[Result]:
     return [r for r in results if r.stage.rstrip("0123456789 ") in stages]
 
 
-def spread(readings: Sequence[float], unit: float = 1e3) -> list[str]:
-    """Cells: the median, and the least and the largest reading."""
+def spread(readings: Sequence[float]) -> list[str]:
+    """Cells in milliseconds: the median, and the least and the largest reading."""
     if not readings:
         return ["", ""]
-    middle = statistics.median(readings) * unit
-    return [f"{middle:.3f}", f"{min(readings) * unit:.3f} to {max(readings) * unit:.3f}"]
+    least, middle, largest = min(readings), statistics.median(readings), max(readings)
+    return [f"{1e3 * middle:.3f}", f"{1e3 * least:.3f} to {1e3 * largest:.3f}"]
 
 
 def where(results: Sequence[Result]) -> str:
@@ -82,10 +80,10 @@ def checks(results: Sequence[Result]) -> str:
     for result in results:
         by_stage[result.stage].append(result)
     lines = []
-    for stage, found in by_stage.items():
-        failed = sum(bool(r.error) for r in found)
-        skipped = sum(r.note == "skipped" for r in found)
-        lines.append([stage, str(len(found) - failed - skipped), str(skipped or ""), str(failed)])
+    for stage, group in by_stage.items():
+        failed = sum(bool(r.error) for r in group)
+        skipped = sum(r.note == "skipped" for r in group)
+        lines.append([stage, str(len(group) - failed - skipped), str(skipped or ""), str(failed)])
     text = table(["stage", "went well", "skipped", "errors"], lines, "lr")
     errors = [f"- {r.stage}: {r.name}: {r.error}" for r in results if r.error]
     return "\n".join([text, *([""] if errors else []), *errors])
@@ -118,35 +116,35 @@ def rates(results: Sequence[Result]) -> str:
 
 def candidates(results: Sequence[Result], ending: str = "") -> dict[str, dict[Candidate, Result]]:
     """Pool the turns of candidates: by shape, one result with all readings of each."""
-    found: dict[str, dict[Candidate, Result]] = defaultdict(dict)
+    by_shape: dict[str, dict[Candidate, Result]] = defaultdict(dict)
     for r in results:
         if not (r.readings and r.recipe and r.name.endswith(ending)):
             continue
         who = Candidate(r.recipe, r.compiled, AGAIN in r.name)
-        before = found[r.shape].get(who)
+        before = by_shape[r.shape].get(who)
         pooled = r.readings if before is None else (*before.readings, *r.readings)
         peak = max(r.peak, before.peak if before else 0)
-        found[r.shape][who] = replace(r, readings=pooled, peak=peak)
-    return found
+        by_shape[r.shape][who] = replace(r, readings=pooled, peak=peak)
+    return by_shape
 
 
-def times(of: dict[Candidate, Result], derived: dict[Candidate, float]) -> str:
+def times(of: dict[Candidate, Result]) -> str:
     """One line for each candidate of a shape."""
     bases = [of.get(Candidate(BF16, compiled, False)) for compiled in (False, True)]
     lines = []
     for who, r in of.items():
         ratios = [f"{base.median / r.median:.2f}" if base else "" for base in bases]
-        cells = [who.text, *spread(r.readings), f"{derived[who]:.2f}" if who in derived else ""]
-        cells += [*ratios, f"{r.tokens / r.median:,.0f}" if r.tokens else ""]
-        cells += [f"{r.flops / r.median / 1e12:,.0f}" if r.flops else ""]
-        lines.append([*cells, f"{r.peak / 1e9:.2f}" if r.peak else ""])
-    head = ["candidate", "ms", "least to largest", "derived", "x bf16", "x bf16 compiled"]
+        tokens = f"{r.tokens / r.median:,.0f}" if r.tokens else ""
+        flops = f"{r.flops / r.median / 1e12:,.0f}" if r.flops else ""
+        peak = f"{r.peak / 1e9:.2f}" if r.peak else ""
+        lines.append([who.text, *spread(r.readings), *ratios, tokens, flops, peak])
+    head = ["candidate", "ms", "least to largest", "x bf16", "x bf16 compiled"]
     return table([*head, "tokens/s", "TFLOP/s", "peak GB"], lines, "lr")
 
 
 def blocks(results: Sequence[Result]) -> dict[str, str]:
     """By shape: forward and backward, the optimizer, and the tokens of both per second."""
-    found = {}
+    tables = {}
     optimizers = candidates(results, "optimizer")
     for shape, of in candidates(results, "step").items():
         lines = []
@@ -158,48 +156,30 @@ def blocks(results: Sequence[Result]) -> dict[str, str]:
             lines.append([*cells, rate, f"{step.peak / 1e9:.2f}" if step.peak else ""])
         head = ["blocks", "forward and backward, ms", "least to largest", "optimizer, ms"]
         head += ["least to largest", "tokens/s of both", "peak GB"]
-        found[shape] = table(head, lines, "lr")
-    return found
+        tables[shape] = table(head, lines, "lr")
+    return tables
 
 
-def derived_times(page: str) -> dict[Candidate, float]:
-    """Milliseconds of a layer in the page's table, eager and compiled."""
-    found: dict[Candidate, float] = {}
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
-    heads = [i for i, row in enumerate(rows) if row[0] == "layer" and "all, ms" in row]
-    for row in rows[heads[0] + 2 :] if heads else ():
-        if len(row) != len(rows[heads[0]]):
-            break
-        cells = dict(zip(rows[heads[0]], row, strict=True))
-        name, eager = cells["layer"].strip("`"), float(cells["all, ms"])
-        found[Candidate(name, False, False)] = eager
-        bf16 = found[Candidate(BF16, False, False)]
-        found[Candidate(name, True, False)] = bf16 / float(cells["compiled"])
-    return found
-
-
-def sections(results: Sequence[Result], page: str) -> Iterator[tuple[str, str]]:
+def sections(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
     """Yield titles and texts."""
     yield "The machine", where(results)
     yield "Checks", checks(results)
     yield "Rates", rates(results)
     kernels = [f"- {r.recipe}: {r.note}" for r in of_stage(results, "kernel rates") if r.note]
     yield "Kernels of a layer's step", "\n".join(kernels)
-    derived = derived_times(page)
     timed = of_stage(results, "layers")
     walls = [r for r in timed if r.name.endswith(", wall")]
     on_device = [r for r in timed if not r.name.endswith(", wall")]
-    for title, found in (("Layer", on_device), ("Layer on the host's clock", walls)):
-        for shape, of in candidates(found).items():
-            known = derived if (title, shape) == ("Layer", DERIVED_SHAPE) else {}
-            yield f"{title}, {shape}", times(of, known)
+    for title, timed in (("Layer", on_device), ("Layer on the host's clock", walls)):
+        for shape, of in candidates(timed).items():
+            yield f"{title}, {shape}", times(of)
     for shape, text in blocks(of_stage(results, "blocks")).items():
         yield f"A step of {shape}", text
     for stage, title in (("experts", "Experts"), ("training", "Training"), ("nccl", "NCCL")):
-        found = of_stage(results, stage)
-        for shape, of in candidates(found).items():
-            yield f"{title}, {shape}", times(of, {})
-        notes = [f"- {r.name}: {r.note}" for r in found if r.note]
+        timed = of_stage(results, stage)
+        for shape, of in candidates(timed).items():
+            yield f"{title}, {shape}", times(of)
+        notes = [f"- {r.name}: {r.note}" for r in timed if r.note]
         yield f"{title}: notes", "\n".join(notes)
 
 
@@ -213,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if not results:
         parser.error(f"no results in {', '.join(map(str, args.files))}")
-    for title, text in sections(results, PAGE.read_text()):
+    for title, text in sections(results):
         if text:
             print(f"## {title}\n\n{text}\n")
     return 0

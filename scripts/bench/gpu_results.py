@@ -53,11 +53,8 @@ class Result:
         return statistics.median(self.readings) if self.readings else float("nan")
 
     def line(self) -> str:
-        """JSON on one line, with the median, the least and the largest reading."""
-        found = dataclasses.asdict(self)
-        if self.readings:
-            found |= {"median": self.median, "min": min(self.readings), "max": max(self.readings)}
-        return json.dumps(found)
+        """JSON on one line."""
+        return json.dumps(dataclasses.asdict(self))
 
     def text(self) -> str:
         """The line that people read while the day goes on."""
@@ -94,15 +91,13 @@ def read(path: Path) -> list[Result]:
     Raises:
         ValueError: another line is no result; names it.
     """
-    names = {field.name for field in dataclasses.fields(Result)}
     results = []
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         if not line.endswith("}"):
             continue
         try:
-            found = json.loads(line)
-            kept = {name: value for name, value in found.items() if name in names}
-            results.append(Result(**kept | {"readings": tuple(found["readings"])}))
+            fields = json.loads(line)
+            results.append(Result(**fields | {"readings": tuple(fields["readings"])}))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"{path}, line {number}, is no result: {line[:80]!r}") from None
     return results
@@ -190,10 +185,10 @@ def commit() -> str:
     """The commit of this checkout; FP8_DIST_COMMIT, where a copy has no repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        found = os.environ.get("FP8_DIST_COMMIT", "")
-    return found or "unknown"
+        text = os.environ.get("FP8_DIST_COMMIT", "")
+    return text or "unknown"
 
 
 def _synchronize() -> None:

@@ -19,11 +19,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from fp8_dist.kernels.cuda.gemm import block_mm
@@ -32,9 +29,10 @@ from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.bench import gpu_results
 from scripts.bench.gpu_results import Result, shown
 from scripts.bench.layers import Experts, Layer, Shape, layer_of, shape_text
+from scripts.bench.step_run import parts_of_step
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, Llama
-from scripts.common.models import after_step, build
+from scripts.common.models import build
 from scripts.common.recipes import BF16, OURS
 from scripts.train import train
 
@@ -73,7 +71,6 @@ EXPERTS = 2048, 1536  # features of a layer of experts
 COPIED = 2**30  # bytes, more than a cache holds
 SHAPES: tuple[Shape, ...] = ((ROWS, D, FFN), (ROWS, FFN, D), (2048, D, FFN))
 E4M3 = torch.float8_e4m3fn
-LONGEST = 12  # kernels of a trace that are named
 
 
 def event_seconds(
@@ -121,17 +118,13 @@ def free() -> None:
     torch.cuda.empty_cache()
 
 
-def case(
-    name: str, known: Result, measure: Callable[[], Found], failed: set[str] | None = None
-) -> Case:
-    """A case whose line says of what it is though it fails; its name is then among the failed."""
+def case(name: str, known: Result, measure: Callable[[], Found]) -> Case:
+    """A case whose line says of what it is though it fails."""
 
     def function() -> Result:
         try:
             return replace(known, **measure())
         except Exception as error:  # torch, Triton and the compiler raise many types
-            if failed is not None:
-                failed.add(name)
             return replace(known, error=shown(error))
 
     return name, function
@@ -140,7 +133,7 @@ def case(
 def versions(args: argparse.Namespace) -> Iterator[Case]:
     """The GPU, and the releases of what is installed."""
 
-    def found() -> Result:
+    def measure() -> Result:
         gpu, texts = torch.cuda.get_device_properties(0), []
         for name in ("torch", "triton", "torchao"):
             with suppress(importlib.metadata.PackageNotFoundError):
@@ -148,7 +141,7 @@ def versions(args: argparse.Namespace) -> Iterator[Case]:
         gigabytes = f"{gpu.total_memory / 1e9:.0f} GB"
         return Result(note=", ".join([gpu.name, gigabytes, f"Python {sys.version[:6]}", *texts]))
 
-    yield "versions", found
+    yield "versions", measure
 
 
 def rate_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -254,30 +247,14 @@ def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], 
     """The block sizes that a launch chooses, its time and its rate."""
     cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # more than it holds
     run = partial(tuned, *args, **constants)
-    with patch.object(tuned, "_fastest", {}) as found:
+    with patch.object(tuned, "_fastest", {}) as fastest:
         readings(run, WARM_UP)
         seconds = statistics.median(readings(run, repeat, cache.zero_))
-    (chosen,) = found.values()
+    (chosen,) = fastest.values()
     sizes = [f"{name}={size}" for name, size in chosen.items() if name.isupper()]
     rate = sum(x.numel() * x.itemsize for x in tensors_of(args)) / seconds
     words = [tuned.kernel.__name__, *sizes, f"warps={chosen['num_warps']}"]
     return " ".join([*words, f"{1e6 * seconds:.1f} us", f"{rate / 1e9:,.0f} GB/s"])
-
-
-def traced(recipe: str, folder: Path) -> Result:
-    """Write a trace of a recipe's step, and note its longest kernels."""
-    layer = layer_of(recipe, (ROWS, D, FFN), "cuda")
-    readings(layer.run, WARM_UP, layer.change_weight)
-    layer.change_weight()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        layer.run()
-        torch.cuda.synchronize()
-    folder.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(folder / "trace.json.gz"))
-    every = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA]
-    every.sort(key=lambda e: -e.self_device_time_total)
-    longest = [f"{e.key[:70]} {e.self_device_time_total:.0f} us" for e in every[:LONGEST]]
-    return Result(recipe=recipe, note="; ".join(longest))
 
 
 def label(variant: Variant) -> str:
@@ -291,33 +268,32 @@ def layer_variants(rows: int) -> list[Variant]:
     both = [(name, kind) for name in (BF16, *OURS) for kind in (False, True)]
     every = [*both[:6], *((name, True) for name in TORCHAO[:2]), *both[6:]]
     few = (BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1])
-    return every if rows == ROWS else [each for each in every if each[0] in few]
+    return every if rows == ROWS else [variant for variant in every if variant[0] in few]
 
 
 def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Turns of all candidates on each shape, then the host's times of each."""
-    failed: set[str] = set()
     # The graphs of many candidates are of one function.
     torch._dynamo.config.recompile_limit = 64
     for rows in args.rows:
         m, k, n = shape = rows, D, FFN
-        ready: dict[Variant, Ready] = {}
+        ready: dict[Variant, Ready | None] = {}  # None: it failed
         for turn in (*(f"turn {1 + turn}" for turn in range(args.turns)), "wall"):
             again = [] if turn == "wall" else [((BF16, False), ", again")]
             for variant, suffix in [*((variant, "") for variant in layer_variants(rows)), *again]:
-                candidate = f"{shape_text(shape)}, {label(variant)}{suffix}"
-                if any(name.rpartition(", ")[0] == candidate for name in failed):
+                if ready.get(variant, True) is None:
                     continue
+                name = f"{shape_text(shape)}, {label(variant)}{suffix}, {turn}"
                 about = {"tokens": m, "flops": 6.0 * m * k * n, "shape": shape_text(shape)}
                 known = Result(recipe=variant[0], compiled=variant[1], **about)
                 measure = partial(measured_layer, ready, shape, variant, turn == "wall", args)
-                yield case(f"{candidate}, {turn}", known, measure, failed)
+                yield case(name, known, measure)
         ready.clear()
         free()
 
 
 def measured_layer(
-    ready: dict[Variant, Ready],
+    ready: dict[Variant, Ready | None],
     shape: Shape,
     variant: Variant,
     wall: bool,
@@ -325,13 +301,15 @@ def measured_layer(
 ) -> Found:
     """A candidate's turn: forward and backward. It stays ready for the next one."""
     others = None
-    if variant not in ready:
+    candidate = ready.setdefault(variant, None)
+    if candidate is None:
         others = allocated()
-        ready[variant] = layer_run(shape, variant)
+        candidate = layer_run(shape, variant)
         for _ in range(WARM_UP):
-            event_seconds(ready[variant][1], before=ready[variant][0].change_weight)
+            event_seconds(candidate[1], before=candidate[0].change_weight)
         allocated()
-    layer, forward_and_backward = ready[variant]
+        ready[variant] = candidate
+    layer, forward_and_backward = candidate
 
     def step() -> None:
         layer.change_weight()
@@ -339,10 +317,10 @@ def measured_layer(
 
     if wall:
         return {"readings": tuple(wall_seconds(step) for _ in range(3))}
-    found: Found = {"readings": readings(forward_and_backward, args.repeat, layer.change_weight)}
+    fields: Found = {"readings": readings(forward_and_backward, args.repeat, layer.change_weight)}
     if others is not None:  # later, the gradients of others come and go
-        found["peak"] = torch.cuda.max_memory_allocated() - others
-    return found
+        fields["peak"] = torch.cuda.max_memory_allocated() - others
+    return fields
 
 
 def layer_run(shape: Shape, variant: Variant) -> Ready:
@@ -358,7 +336,7 @@ def layer_run(shape: Shape, variant: Variant) -> Ready:
 
 def block_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Each candidate's step and optimizer, and bf16 again."""
-    variants = [each for each in BLOCKS if each[0] in (BF16, *OURS, *TORCHAO)]
+    variants = [variant for variant in BLOCKS if variant[0] in (BF16, *OURS, *TORCHAO)]
     for variant, again in [*((variant, "") for variant in variants), ((BF16, False), ", again")]:
         about = {"tokens": args.tokens, "shape": f"{args.blocks} blocks x {args.tokens} tokens"}
         known = Result(recipe=variant[0], compiled=variant[1], **about)
@@ -379,7 +357,7 @@ def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[fl
         MODELS["8b"], n_layers=args.blocks, vocab_size=VOCABULARY, max_seq_len=args.tokens
     )
     model = build(name, sizes, device="cuda", compiled=compiled)
-    step, update = parts_of_step(name, model, args.tokens, sharded=False)
+    step, update = parts_of_step(name, model, sequence(model, args.tokens), sharded=False)
     for _ in range(WARM_UP):
         event_seconds(step, update)
     allocated()
@@ -393,27 +371,12 @@ def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[fl
     }
 
 
-def parts_of_step(
-    name: str, model: Llama, tokens: int, sharded: bool
-) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
-    """Forward and backward on a sequence, which return the loss; and the optimizer's step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    after = after_step(name, sharded)
-    generator = torch.Generator().manual_seed(0)  # the same tokens for all candidates
+def sequence(model: Llama, tokens: int) -> tuple[Tensor, Tensor]:
+    """A sequence and the tokens that follow, the same ones for all candidates."""
+    generator = torch.Generator().manual_seed(0)
     batch = torch.randint(model.config.vocab_size, (2, 1, tokens), generator=generator)
-    batch = batch.to(model.cos.device)
-
-    def step() -> torch.Tensor:
-        loss = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-        loss.backward()
-        return loss.detach()
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-        after(model)
-
-    return step, update
+    first, second = batch.to(model.cos.device)
+    return first, second
 
 
 def linear_flops(model: nn.Module, tokens: int) -> float:
@@ -440,8 +403,8 @@ def measured_experts(name: str, groups: Sequence[int], repeat: int) -> Found:
     experts = Experts(name, groups, EXPERTS, "cuda")
     readings(experts.run, WARM_UP, experts.clear)
     allocated()
-    found = readings(experts.run, repeat, experts.clear)
-    return {"readings": found, "peak": torch.cuda.max_memory_allocated() - others}
+    seconds = readings(experts.run, repeat, experts.clear)
+    return {"readings": seconds, "peak": torch.cuda.max_memory_allocated() - others}
 
 
 def training_cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -491,7 +454,8 @@ def measured_alone(name: str, device: torch.device, repeat: int) -> Found:
         dist.all_reduce(ones)
         mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "tp"))
         model = build(name, MODELS["debug"], mesh, device, shard=True)
-        step, update = parts_of_step(name, model, MODELS["debug"].max_seq_len, sharded=True)
+        batch = sequence(model, MODELS["debug"].max_seq_len)
+        step, update = parts_of_step(name, model, batch, sharded=True)
         seconds = [sum(event_seconds(step, update)) for _ in range(WARM_UP + repeat)]
         note = f"the mean of a sum of ones is {ones.mean().item():g}, loss {step().item():.4f}"
         return {"readings": tuple(seconds[WARM_UP:]), "note": note}
@@ -503,7 +467,6 @@ PARTS = {
     "versions": versions,
     "rates": rate_cases,
     "kernels": kernel_cases,
-    "trace": lambda args: iter([("trace", partial(traced, "tensorwise", args.folder))]),
     "layers": layer_cases,
     "blocks": block_cases,
     "experts": expert_cases,

@@ -34,25 +34,25 @@ def comparable(x: Tensor) -> Tensor:
     return bits.masked_fill(x.float().isnan(), -1) if x.is_floating_point() else bits
 
 
-def difference(found: Tensor, expected: Tensor) -> str:
+def difference(actual: Tensor, expected: Tensor) -> str:
     """How a tensor differs from the expected one; empty if it has the same bits."""
-    kinds = [f"{short_name(x.dtype)} {tuple(x.shape)}" for x in (found, expected)]
+    kinds = [f"{short_name(x.dtype)} {tuple(x.shape)}" for x in (actual, expected)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} instead of {kinds[1]}"
-    mine, theirs = comparable(found), comparable(expected.to(found.device))
+    mine, theirs = comparable(actual), comparable(expected.to(actual.device))
     if torch.equal(mine, theirs):
         return ""
     places = (mine != theirs).nonzero()
     first = tuple(places[0].tolist())
-    values = " instead of ".join(str(x[first].float().item()) for x in (found, expected))
-    return f"{len(places)} of {found.numel()} elements differ, the first at {first}: {values}"
+    values = " instead of ".join(str(x[first].float().item()) for x in (actual, expected))
+    return f"{len(places)} of {actual.numel()} elements differ, the first at {first}: {values}"
 
 
-def check_same(found: Named, expected: Named, where: str = "") -> None:
+def check_same(actual: Named, expected: Named, where: str = "") -> None:
     """Raise an error that says which tensors differ in which bits."""
-    assert found.keys() == expected.keys(), f"{[*found]} instead of {[*expected]}"
-    each = {name: difference(found[name], expected[name]) for name in found}
-    problems = [f"{where}{name}: {problem}" for name, problem in each.items() if problem]
+    assert actual.keys() == expected.keys(), f"{[*actual]} instead of {[*expected]}"
+    differences = {name: difference(actual[name], expected[name]) for name in actual}
+    problems = [f"{where}{name}: {problem}" for name, problem in differences.items() if problem]
     assert not problems, "; ".join(problems)
 
 
@@ -123,8 +123,8 @@ def side_stream() -> Iterator[None]:
 def check_choice(call: Call, expected: Callable[[], Named], index: int, aside: bool) -> Result:
     """Check one choice of block sizes."""
     with choice(index) as chosen, side_stream() if aside else nullcontext():
-        found = launched(call)
-    check_same(found, expected())
+        actual = launched(call)
+    check_same(actual, expected())
     return Result(note=", ".join(chosen))
 
 
@@ -177,24 +177,24 @@ def casts(x: Tensor, y: Tensor, dtype: torch.dtype, saturates: bool, fused: bool
     largest = high[1:] if saturates else high
     if fused and stores_transposed(x.device):
         known = kernels.fusible_amax(largest)
-        made = kernels.fusible_copies(high, known, dtype, BOTH, saturate=saturates)
+        copies = kernels.fusible_copies(high, known, dtype, BOTH, saturate=saturates)
     else:
         known, of = kernels.amax(largest), [0, 0]
-        made = kernels.cast_copies(high, [known], dtype, False, of, BOTH, saturate=saturates)
-    return {"scale": made[0], "rows": made[1], "transposed": made[2]}
+        copies = kernels.cast_copies(high, [known], dtype, False, of, BOTH, saturate=saturates)
+    return {"scale": copies[0], "rows": copies[1], "transposed": copies[2]}
 
 
 @contextmanager
 def launchers() -> Iterator[list[tuple[CachingAutotuner, list[Any]]]]:
     """Inductor's kernels take their first launch config; yields them, each with all of its own."""
-    found: list[tuple[CachingAutotuner, list[Any]]] = []
+    kernels: list[tuple[CachingAutotuner, list[Any]]] = []
 
     def first(kernel: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
-        found.append((kernel, kernel.launchers))
+        kernels.append((kernel, kernel.launchers))
         kernel.launchers = kernel.launchers[:1]
 
     with patch.object(CachingAutotuner, "autotune_to_one_config", first):
-        yield found
+        yield kernels
 
 
 def check_casts(
@@ -209,10 +209,10 @@ def check_casts(
     expected, index = casts(x, y, dtype, saturates, fused=False), 0
     options = {"max_autotune_pointwise": True, "autotune_local_cache": False}
     compiled = torch.compile(casts, fullgraph=True, dynamic=False, options=options)
-    with launchers() as found:
-        while index < max((len(each) for _, each in found), default=1):
-            for kernel, each in found:
-                kernel.launchers = [each[index % len(each)]]
+    with launchers() as kernels:
+        while index < max((len(configs) for _, configs in kernels), default=1):
+            for kernel, configs in kernels:
+                kernel.launchers = [configs[index % len(configs)]]
             check_same(compiled(x, y, dtype, saturates, fused=True), expected, f"config {index}, ")
             index += 1
     return Result(compiled=True, note=f"launch configs: {index}")

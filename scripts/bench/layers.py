@@ -81,9 +81,9 @@ class Experts:
         if self.config is None:
             output = F.grouped_mm(self.x, self.weight.mT, offs=self.offs)
         else:
-            found = grouped_linear(self.x, self.weight, self.offs, self.config)
-            assert isinstance(found, torch.Tensor)
-            output = found
+            product = grouped_linear(self.x, self.weight, self.offs, self.config)
+            assert isinstance(product, torch.Tensor)
+            output = product
         output.backward(self.grad)
 
     def clear(self) -> None:
@@ -107,5 +107,5 @@ def measure(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = {f"linear {shape_text(shape)}": measure(shape, args) for shape in args.shapes}
-    return timing.finish(args, found)
+    by_title = {f"linear {shape_text(shape)}": measure(shape, args) for shape in args.shapes}
+    return timing.finish(args, by_title)

@@ -4,14 +4,13 @@
     python -m scripts.bench.step --compile --assert 1
     python -m scripts.bench.step --stats --model 1b --layers 1 --batch-size 8
 
-A step is what follows the optimizer's step before (precompute, or the sync of delayed scales),
-forward, backward and an AdamW step (fused). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp",
-with sequence parallelism) axes, whose ranks this script starts on this machine, bound to cores;
-"none" is one process. `--compile` compiles each transformer block. `--stats` times our recipes with
-the statistics of `float8_stats`, too: "entered" (but this step is not recorded), "recorded", and
-"with GEMMs" (recorded with the SQNR of each GEMM; on no mesh); and in a block of `record` without
-named layers ("watched"). `--stats watched` times that alone. The first command takes 20 minutes on
-two cores.
+A step is forward, backward, an AdamW step (fused) and what follows it (precompute, or the sync of
+delayed scales). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp", with sequence parallelism)
+axes, whose ranks this script starts on this machine, bound to cores; "none" is one process.
+`--compile` compiles each transformer block. `--stats` times our recipes with the statistics of
+`float8_stats`, too: "entered" (but this step is not recorded), "recorded", and "with GEMMs"
+(recorded with the SQNR of each GEMM; on no mesh); and in a block of `record` without named layers
+("watched"). `--stats watched` times that alone. The first command takes 20 minutes on two cores.
 
 The smaller the batch, the more of a step is Python and the latency of collectives. Statistics cost
 a time per element of an operand: the wider the model, the less of a step they are.

@@ -28,25 +28,42 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 ATTENTION = {"cpu": torch.float32}
 
 
+def parts_of_step(
+    name: str, model: Llama, batch: Batch, sharded: bool
+) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
+    """Forward and backward, which return the loss; and the optimizer's step and what follows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    after = after_step(name, sharded)
+    tokens, targets = batch
+
+    def step() -> torch.Tensor:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        after(model)
+
+    return step, update
+
+
 def step_of(
     name: str, sizes: LlamaConfig, mesh: DeviceMesh | None, args: argparse.Namespace, batch: Batch
 ) -> tuple[Llama, Callable[[], None]]:
-    """A candidate's model and training step; it starts with what follows the step before."""
+    """A candidate's model and training step."""
     model = build(name, sizes, mesh, args.device, compiled=args.compile)
     for block in model.layers:
         block.attention.dtype = ATTENTION.get(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    after = after_step(name, sharded=mesh is not None and mesh["dp"].size() > 1)
-    tokens, targets = batch
+    sharded = mesh is not None and mesh["dp"].size() > 1
+    step, update = parts_of_step(name, model, batch, sharded)
 
-    def step() -> None:
-        after(model)
-        logits = model(tokens)
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def run() -> None:
+        step()
+        update()
 
-    return model, step
+    return model, run
 
 
 def with_statistics(
@@ -79,25 +96,25 @@ def measure(args: argparse.Namespace, axes: Mesh) -> dict[str, dict[str, float]]
     generator = torch.Generator().manual_seed(0 if mesh is None else mesh.get_local_rank("dp"))
     tokens = torch.randint(256, (2, args.batch_size, args.seq_len), generator=generator)
     inputs, targets = tokens.to(args.device)
-    found = {}
+    by_model = {}
     for model in args.model:
         sizes = MODELS[model]
         if args.layers is not None:
             sizes = replace(sizes, n_layers=args.layers, vocab_size=256)
         timed = {}
         for name in args.candidates or timing.CANDIDATES:
-            made, step = step_of(name, sizes, mesh, args, (inputs, targets))
+            llama, step = step_of(name, sizes, mesh, args, (inputs, targets))
             timed[name] = Timed(step)
             if args.stats is not None and name in OURS:
-                ways = with_statistics(made, step, mesh)
+                ways = with_statistics(llama, step, mesh)
                 kinds = [kind for kind in ways if kind in (args.stats or ways)]
                 timed |= {f"{name}, {kind}": ways[kind] for kind in kinds}
-        found[model] = timing.medians(timed, args, warm_up=3, description=model)
-    return found
+        by_model[model] = timing.medians(timed, args, warm_up=3, description=model)
+    return by_model
 
 
 def run(args: argparse.Namespace) -> int:
-    found = {}
+    by_title = {}
     for mesh in args.mesh:
         ranks, task = math.prod(mesh.values()), partial(measure, args, mesh)
         options = {"device": args.device, "threads": args.threads}
@@ -105,5 +122,5 @@ def run(args: argparse.Namespace) -> int:
         layers = "" if args.layers is None else f" x {args.layers}"
         for model, seconds in by_model.items():
             title = f"step {model}{layers} {mesh_text(mesh)}{' compiled' * args.compile}"
-            found[title] = seconds
-    return timing.finish(args, found)
+            by_title[title] = seconds
+    return timing.finish(args, by_title)

@@ -103,7 +103,8 @@ def _slowest(mine: dict[str, list[float]]) -> dict[str, list[float]]:
     everyone: list[dict[str, list[float]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     return {
-        name: list(map(max, zip(*(each[name] for each in everyone), strict=True))) for name in mine
+        name: list(map(max, zip(*(theirs[name] for theirs in everyone), strict=True)))
+        for name in mine
     }
 
 

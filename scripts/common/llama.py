@@ -78,7 +78,7 @@ class Attention(nn.Module):
         )
         given, dtype = v.dtype, self.dtype or v.dtype
         q, k, v = apply_rope(q.to(dtype), cos, sin), apply_rope(k.to(dtype), cos, sin), v.to(dtype)
-        heads = [each.transpose(1, 2) for each in (q, k, v)]
+        heads = [projected.transpose(1, 2) for projected in (q, k, v)]
         grouped = self.n_kv_heads != self.n_heads
         out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=grouped)
         return self.wo(out.transpose(1, 2).flatten(2).to(given))
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         k, v = kv.split([content, value], dim=-1)
         k = torch.cat((k, shared.expand(*k.shape[:3], -1)), dim=-1)
         q = torch.cat((q[..., :content], apply_rope(q[..., content:], cos, sin)), dim=-1)
-        heads = [each.transpose(1, 2) for each in (q, k, v)]
+        heads = [projected.transpose(1, 2) for projected in (q, k, v)]
         out = F.scaled_dot_product_attention(*heads, is_causal=True)
         return self.wo(out.transpose(1, 2).flatten(2))
 

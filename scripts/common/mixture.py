@@ -120,8 +120,8 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.experts(x.flatten(0, 1), *self.router(x)).view_as(x)
-        return found if self.shared is None else found + self.shared(x)
+        routed = self.experts(x.flatten(0, 1), *self.router(x)).view_as(x)
+        return routed if self.shared is None else routed + self.shared(x)
 
 
 class GatherSequence(ParallelStyle):

@@ -21,7 +21,7 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
     held = [getattr(tensor, name) for name in names]  # a DTensor's mesh is among them
     return [
-        plain for each in held if isinstance(each, torch.Tensor) for plain in plain_tensors(each)
+        plain for part in held if isinstance(part, torch.Tensor) for plain in plain_tensors(part)
     ]
 
 

@@ -44,7 +44,7 @@ model = LlamaForCausalLM(CONFIG)
 config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
 convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-starts = torch.randint(len(TEXT) - 64, (320,))
+starts = torch.randint(len(TEXT) - 64, (160,))
 batches = DataLoader([TEXT[start : start + 64] for start in starts], batch_size=8)
 model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights

@@ -55,7 +55,7 @@ for module in (*model.model.layers, model):
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 
-for step in range(20):
+for step in range(10):
     generator = torch.Generator().manual_seed(step * mesh.size() + dist.get_rank())
     starts = torch.randint(len(TEXT) - 64, (8,), generator=generator)
     ids = torch.stack([TEXT[start : start + 64] for start in starts]).to(device)

@@ -26,7 +26,7 @@ for module in (*model.blocks, model):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 attach_update(optimizer, model)  # after each step: one all-reduce for the scales of all weights
 
-for step in range(20):
+for step in range(10):
     with comm_audit(mesh) as audit:
         loss = loss_of(model, seed=step * mesh.size() + mesh.get_rank(), device=device)
         loss.backward()

@@ -57,10 +57,10 @@ class Engine(Model):
 def send(name: str | None, tensors: list[torch.Tensor | None], group: dist.ProcessGroup) -> int:
     """Broadcast tensors from rank 0, and return their bytes; no name is the end."""
     sent = [tensor.contiguous() for tensor in tensors if tensor is not None]
-    dist.broadcast_object_list([name, [(each.shape, each.dtype) for each in sent]], 0, group)
-    for each in sent:
-        dist.broadcast(each.view(torch.uint8), 0, group)
-    return sum(each.nbytes for each in sent)
+    dist.broadcast_object_list([name, [(tensor.shape, tensor.dtype) for tensor in sent]], 0, group)
+    for tensor in sent:
+        dist.broadcast(tensor.view(torch.uint8), 0, group)
+    return sum(tensor.nbytes for tensor in sent)
 
 
 def received(group: dist.ProcessGroup, device: str) -> tuple[str | None, list[torch.Tensor]]:

@@ -54,14 +54,14 @@ def train() -> None:
         fully_shard(module, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     attach_update(optimizer, model)
-    for step in range(20):
+    for step in range(10):
         loss = loss_of(model, seed=2 * step + mesh.get_local_rank("dp"), device=device)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {step} loss {loss.item():.3f}", flush=True)
-        if step % 10 == 9:
+        if step % 5 == 4:
             sync(model)
 
 

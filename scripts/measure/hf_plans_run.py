@@ -71,8 +71,8 @@ def every_model() -> dict[str, tuple[str, str]]:
     configs = configuration_auto.CONFIG_MAPPING_NAMES
     # Of a type with several classes, the last one is tried.
     kinds = ("MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
-    found = [getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds]
-    classes = {kind: name for each in found for kind, name in each.items() if kind in configs}
+    mappings = [getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds]
+    classes = {kind: name for m in mappings for kind, name in m.items() if kind in configs}
     # A class that serves several types of model is tried once.
     by_class = {name if isinstance(name, str) else name[0]: k for k, name in classes.items()}
     return {kind: (name, configs[kind]) for name, kind in sorted(by_class.items())}
@@ -94,27 +94,27 @@ def build(model: str, config: str, converted: bool = False, device: str = "cpu")
     """A small model, always with the same weights; vectors are random as matrices are."""
     make, settings = getattr(transformers, model), small(getattr(transformers, config))
     with torch.device("meta"):
-        made: nn.Module = make(settings)
-    size = sum(p.numel() for p in made.parameters())
+        small_model: nn.Module = make(settings)
+    size = sum(p.numel() for p in small_model.parameters())
     if size > LARGEST:
         raise ValueError(f"it has {size:,} parameters")
     if device == "cpu":
         torch.manual_seed(0)
-        made = make(settings)
-        for parameter in made.parameters():
+        small_model = make(settings)
+        for parameter in small_model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     if converted:
-        convert_to_float8_training(made, module_filter_fn=skip_head(made))
-    return made
+        convert_to_float8_training(small_model, module_filter_fn=skip_head(small_model))
+    return small_model
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     """Gradients of a loss on some tokens, whole; zeros for parameters without one."""
     ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, labels=ids).loss.backward()
-    found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
-    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
 def refusal(names: tuple[str, str], mesh: DeviceMesh, sequence: bool) -> Found | None:
@@ -142,14 +142,14 @@ def parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> nn.Module:
 def compare(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any) -> Found:
     """One plan of a model on ranks, against `twins`: gradients of the same on one device."""
     plain, float8 = twins
-    found = [
+    on_ranks = [
         gradients(parallel(build(*names, converted), mesh, sequence)) for converted in (False, True)
     ]
     # (Of parameters whose gradient is 0, but for rounding, nothing is told: biases of keys.)
     least = 1e-6 * max(a.norm().item() for a in plain)
-    pairs = zip(plain, found[0], strict=True)
+    pairs = zip(plain, on_ranks[0], strict=True)
     worst = min(sqnr(a, b) for a, b in pairs if a.norm().item() > least)
-    close = sqnr(*(torch.cat([g.flatten() for g in each]) for each in (float8, found[1])))
+    close = sqnr(*(torch.cat([g.flatten() for g in grads]) for grads in (float8, on_ranks[1])))
     kind = "right" if worst >= RIGHT and close >= CLOSE else "wrong"
     return Found(kind, f"{worst:.0f} / {close:.0f} dB")
 
@@ -185,7 +185,7 @@ def try_all(kinds: Sequence[str]) -> dict[str, list[Found] | str]:
             build(*names, device="meta")
             refusals = [refusal(names, mesh, sequence) for sequence in (True, False)]
             if all(refusals):
-                results[kind] = [each for each in refusals if each]
+                results[kind] = [refused for refused in refusals if refused]
                 continue
             twins = [gradients(build(*names, converted)) for converted in (False, True)]
         except Exception as error:
@@ -199,14 +199,14 @@ def try_all(kinds: Sequence[str]) -> dict[str, list[Found] | str]:
 def blocks(results: dict[str, list[Found] | str]) -> dict[str, str]:
     """The table of models that have a plan; lists of those that have none, or were not tried."""
     every, rows, without, untried = every_model(), [], [], []
-    for kind, found in results.items():
+    for kind, outcomes in results.items():
         name = every[kind][0]
-        if isinstance(found, str):
+        if isinstance(outcomes, str):
             untried.append(name)
-        elif all(f.kind == "refused" and "declares no plan" in f.text for f in found):
+        elif all(f.kind == "refused" and "declares no plan" in f.text for f in outcomes):
             without.append(name)
         else:
-            cells = [f.text if f.kind == "right" else f"{f.kind}: {f.text}" for f in found]
+            cells = [f.text if f.kind == "right" else f"{f.kind}: {f.text}" for f in outcomes]
             rows.append([name, cells[0], cells[1] if cells[1] != cells[0] else "the same"])
     return {
         "models with a plan": table(["model", "with sequence parallelism", "without"], rows),
@@ -218,7 +218,7 @@ def blocks(results: dict[str, list[Found] | str]) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     results, others = run_on_ranks(2, try_all, args.only, threads=args.threads)
     tried = {kind: found for kind, found in results.items() if not isinstance(found, str)}
-    bad = [kind for kind, each in tried.items() if any(f.kind in ("wrong", "failed") for f in each)]
+    bad = [k for k, o in tried.items() if any(f.kind in ("wrong", "failed") for f in o)]
     checks = [
         Check("both ranks find the same", results == others),
         Check(f"{len(tried)} models: no plan is wrong, none fails {bad or ''}".strip(), not bad),

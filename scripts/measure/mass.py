@@ -3,8 +3,7 @@
     python -m scripts.measure.mass
 
 Code of the library, by room: lines with a token, without docstrings, comments and blank lines. Of
-tests, scripts and documents: all lines. And the functions of the library that take many arguments,
-without Triton's kernels.
+tests, scripts and documents: all lines.
 """
 
 import ast
@@ -16,7 +15,6 @@ from scripts.common.options import command_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ("fp8_dist", "fsdp", "tensor_parallel")
-MANY = 8  # arguments
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
@@ -31,18 +29,6 @@ def code_lines(path: Path) -> int:
         ):
             lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return len(lines)
-
-
-def long_signatures(path: Path) -> list[str]:
-    """The functions of a file with `MANY` arguments or more beside self."""
-    functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
-    names = {f: [a.arg for a in ast.walk(f.args) if isinstance(a, ast.arg)] for f in functions}
-    counts = {f: len({*each} - {"self", "cls", "ctx"}) for f, each in names.items()}
-    return [
-        f"{path.relative_to(ROOT)}:{f.lineno} {f.name} ({n})"
-        for f, n in counts.items()
-        if n >= MANY
-    ]
 
 
 def files(folder: str, pattern: str = "*.py") -> list[Path]:
@@ -65,9 +51,7 @@ def main() -> None:
     kinds["docs"] = files("docs", "*.md")
     counts = {k: sum(len(p.read_text().splitlines()) for p in ps) for k, ps in kinds.items()}
     rows = [[kind, f"{count:,}"] for kind, count in counts.items()]
-    print(table(["", "lines"], rows, "lr"), end="\n\n")
-    print(f"functions with {MANY} arguments or more:")
-    print("\n".join(n for p in library if "triton" not in p.parts for n in long_signatures(p)))
+    print(table(["", "lines"], rows, "lr"))
 
 
 if __name__ == "__main__":

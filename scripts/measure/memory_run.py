@@ -152,16 +152,16 @@ def block_table(kept: Mapping[str, Mapping[str, Held]]) -> str:
 
 def checks(layers: Mapping[str, Held], models: Mapping[str, tuple[Held, Held]]) -> list[Check]:
     """The conditions of `--assert` on the library's recipes."""
-    found = []
+    conditions = []
     for name in OURS:
         share = layers[name][OTHER] / layers[BF16][OTHER]
         if name != HIGH_PRECISION_INPUT:
             sentence = f"{name}: a layer keeps {share:.3f} of bf16, at most {LIMIT}"
-            found.append(Check(sentence, share <= LIMIT))
+            conditions.append(Check(sentence, share <= LIMIT))
         weights = models[name][1][WEIGHT]
         sentence = f"{name}: {weights:,} B of unsharded weights outlive their layer, at most 0"
-        found.append(Check(sentence, weights == 0))
-    return found
+        conditions.append(Check(sentence, weights == 0))
+    return conditions
 
 
 def run(args: argparse.Namespace) -> int:

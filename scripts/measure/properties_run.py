@@ -33,7 +33,7 @@ def run_cases(
     count: int, seed: int, max_ranks: int, pools: RankPools
 ) -> list[tuple[TrainCase, Verdict]]:
     """The verdicts on so many cases, drawn from a seed; on fewer after Ctrl-C."""
-    found: list[tuple[TrainCase, Verdict]] = []
+    verdicts: list[tuple[TrainCase, Verdict]] = []
     progress = tqdm(total=count, unit="case")
     for turn, start in enumerate(range(0, count, TURN)):
 
@@ -50,7 +50,7 @@ def run_cases(
             verdict = verdict_of(case, pools)
             if verdict.kind == "FAILED":
                 progress.write(f"{to_json(case)}\n  {verdict.name}")
-            found.append((case, verdict))
+            verdicts.append((case, verdict))
             progress.update()
 
         try:
@@ -58,7 +58,7 @@ def run_cases(
         except KeyboardInterrupt:
             break
     progress.close()
-    return found
+    return verdicts
 
 
 def simplest(case: TrainCase, verdict: Verdict, pools: RankPools) -> tuple[TrainCase, Verdict]:
@@ -74,16 +74,16 @@ def simplest(case: TrainCase, verdict: Verdict, pools: RankPools) -> tuple[Train
     return case, verdict
 
 
-def counts(found: Sequence[tuple[TrainCase, Verdict]]) -> str:
+def counts(verdicts: Sequence[tuple[TrainCase, Verdict]]) -> str:
     """Numbers of cases that were right, a documented error, or failed."""
-    by_kind = Counter(verdict.kind for _, verdict in found)
+    by_kind = Counter(verdict.kind for _, verdict in verdicts)
     numbers = [str(by_kind[kind]) for kind in ("right", "error", "FAILED")]
     return table(["right", "documented error", "failed"], [numbers])
 
 
-def errors(found: Sequence[tuple[TrainCase, Verdict]]) -> str:
+def errors(verdicts: Sequence[tuple[TrainCase, Verdict]]) -> str:
     """The documented errors by kind, with their numbers of cases."""
-    by_name = Counter(verdict.name for _, verdict in found if verdict.kind == "error")
+    by_name = Counter(verdict.name for _, verdict in verdicts if verdict.kind == "error")
     lines = [[name.replace("|", r"\|"), str(count)] for name, count in by_name.most_common()]
     return table(["documented error", "cases"], lines)
 
@@ -96,13 +96,13 @@ def run(args: argparse.Namespace) -> int:
             verdict = verdict_of(from_json(json.dumps(args.case)), pools)
             print(f"{verdict.kind}: {verdict.text}" if verdict.text else verdict.kind)
             return int(verdict.kind == "FAILED")
-        found = run_cases(args.cases, args.seed, args.ranks, pools)
-        print(f"{counts(found)}\n\n{errors(found)}")
+        verdicts = run_cases(args.cases, args.seed, args.ranks, pools)
+        print(f"{counts(verdicts)}\n\n{errors(verdicts)}")
         failed: dict[str, list[tuple[TrainCase, Verdict]]] = {}
-        for case, verdict in found:
+        for case, verdict in verdicts:
             if verdict.kind == "FAILED":
                 failed.setdefault(verdict.name, []).append((case, verdict))
         for name, alike in list(failed.items())[:SHOWN]:
             case, verdict = simplest(*alike[0], pools)
             print(f"\n{len(alike)} cases: {name}\n--case '{to_json(case)}'\n{verdict.text}")
-        return int(bool(failed) or len(found) < args.cases)
+        return int(bool(failed) or len(verdicts) < args.cases)

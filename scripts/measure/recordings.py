@@ -16,7 +16,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("scripts.measure.recordings", __doc__)
     add = parser.add_argument
     add("--cases", type=positive, default=20, help="clean, and with a fault; default: %(default)s")
-    add("--kind", choices=("clean", "fault"), help="only these; default: both")
     add("--seed", type=int, default=0, help="of the drawing; default: %(default)s")
     add("--case", help="SEED:NUMBER:FAULT, run this case alone, as a report shows it")
     args = parser.parse_args(argv)

@@ -38,14 +38,14 @@ def run_cases(cases: int, seed: int, has_fault: bool, pools: RankPools) -> tuple
         if right.total() + wrong == cases:
             break
         case = drawn(number, seed, has_fault)
-        found = judged(case, pools)
-        if found in ("refused", "no fault"):
+        outcome = judged(case, pools)
+        if outcome in ("refused", "no fault"):
             continue
         progress.update()
-        right[case.fault or "none"] += found == "right"
-        if found != "right":
+        right[case.fault or "none"] += outcome == "right"
+        if outcome != "right":
             wrong += 1
-            progress.write(f"--case {seed}:{number}:{int(has_fault)} {case}\n  {found}")
+            progress.write(f"--case {seed}:{number}:{int(has_fault)} {case}\n  {outcome}")
     progress.close()
     return right, wrong
 
@@ -55,13 +55,13 @@ def run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     with closing(RankPools()) as pools:
         if args.case is not None:
-            seed, number, has_fault = map(int, args.case.split(":"))
-            found = judged(drawn(number, seed, bool(has_fault)), pools)
-            print(found)
-            return int(found != "right")
+            seed, number, fault = map(int, args.case.split(":"))
+            outcome = judged(drawn(number, seed, bool(fault)), pools)
+            print(outcome)
+            return int(outcome != "right")
         failures, lines = 0, []
-        for kind in ("clean", "fault") if args.kind is None else (args.kind,):
-            right, wrong = run_cases(args.cases, args.seed, kind == "fault", pools)
+        for has_fault in (False, True):
+            right, wrong = run_cases(args.cases, args.seed, has_fault, pools)
             lines += [[fault, str(right[fault])] for fault in sorted(right)]
             failures += wrong
         print(f"{table(['fault', 'right'], lines)}\n\n{failures} wrong")

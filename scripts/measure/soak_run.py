@@ -48,7 +48,7 @@ class Usage:
 
 def table_sizes() -> dict[str, int]:
     """The number of entries of each table at the level of a module or a class of the library."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "fp8_dist":
             continue
@@ -57,16 +57,16 @@ def table_sizes() -> dict[str, int]:
                 if key.startswith("__"):
                     continue
                 if isinstance(value, TABLES):
-                    found[f"{name}.{owner}{key}"] = len(value)
+                    sizes[f"{name}.{owner}{key}"] = len(value)
                 elif callable(getattr(value, "cache_info", None)) and value.__module__ == name:
-                    found[f"{name}.{owner}{key} (cache)"] = value.cache_info().currsize
-    return found
+                    sizes[f"{name}.{owner}{key} (cache)"] = value.cache_info().currsize
+    return sizes
 
 
 def _classes(name: str, module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for key, value in vars(module).items():
-        own = isinstance(value, type) and value.__module__ == name
-        if own and not issubclass(value, Enum | tuple):  # whose tables are Python's
+        is_defined_here = isinstance(value, type) and value.__module__ == name
+        if is_defined_here and not issubclass(value, Enum | tuple):  # whose tables are Python's
             yield f"{key}.", dict(vars(value))
 
 
@@ -78,7 +78,7 @@ def usage() -> Usage:
     # (isinstance asks some objects for their class, which makes them import something or fail.)
     return Usage(
         rss=pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
-        tensors=sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
+        tensors=sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
         entries=sum(table_sizes().values()),
         works=torch._C._distributed_c10d._get_work_registry_size(),
     )
@@ -119,40 +119,40 @@ def soak(
         if (sizes := mesh_type(text.partition(", ")[0]))
     }
     turns = list(product(range(2), recipes, MESHES))
-    each = max(6, steps // len(turns))
-    found: list[Turn] = []
+    steps_of_turn = max(6, steps // len(turns))
+    turns_done: list[Turn] = []
     kept: dict[int, dict[str, int]] = {}
-    progress = tqdm(total=each * len(turns), unit="step", disable=dist.get_rank() != 0)
+    progress = tqdm(total=steps_of_turn * len(turns), unit="step", disable=dist.get_rank() != 0)
     for number, recipe, text in turns:
         model = build(recipe, SIZES, meshes[text])
         if "checkpointed" in text:
             model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
         # Twice: FSDP2 keeps buffers of its last gradients from the second on.
-        train(model, recipe, range(each // 6), progress)
-        train(model, recipe, range(each // 6, each // 3), progress)
+        train(model, recipe, range(steps_of_turn // 6), progress)
+        train(model, recipe, range(steps_of_turn // 6, steps_of_turn // 3), progress)
         early = usage()
-        train(model, recipe, range(each // 3, each), progress)
-        found.append((recipe, text, early, usage()))
+        train(model, recipe, range(steps_of_turn // 3, steps_of_turn), progress)
+        turns_done.append((recipe, text, early, usage()))
         del model
         gc.collect()
         kept[number] = table_sizes()
     progress.close()
-    return found, {name: (kept[0].get(name, 0), last) for name, last in kept[1].items()}
+    return turns_done, {name: (kept[0].get(name, 0), last) for name, last in kept[1].items()}
 
 
-def soak_table(found: Sequence[Turn]) -> str:
+def soak_table(turns: Sequence[Turn]) -> str:
     """A line per turn: each figure after a third of it and at its end."""
     head = ["recipe", "mesh", "RSS in MB", "live tensors", "table entries", "works"]
     lines = []
-    for recipe, mesh, early, late in found:
+    for recipe, mesh, early, late in turns:
         figures = zip(astuple(early), astuple(late), strict=True)
         lines.append([recipe, mesh, *(f"{a} / {b}" for a, b in figures)])
     return table(head, lines)
 
 
-def checks_of(found: Sequence[Turn], kept: dict[str, tuple[int, int]]) -> list[Check]:
+def checks_of(turns: Sequence[Turn], kept: dict[str, tuple[int, int]]) -> list[Check]:
     """The verdicts on one rank."""
-    ends = [(f"{recipe} on {mesh}", early, late) for recipe, mesh, early, late in found]
+    ends = [(f"{recipe} on {mesh}", early, late) for recipe, mesh, early, late in turns]
     broken = {
         "no growth of resident memory": [n for n, a, b in ends if b.rss > a.rss + ALLOWED_MB],
         "no growth of live tensors": [n for n, a, b in ends if b.tensors > a.tensors],
@@ -165,9 +165,9 @@ def checks_of(found: Sequence[Turn], kept: dict[str, tuple[int, int]]) -> list[C
 
 def run(args: argparse.Namespace) -> int:
     results = run_on_ranks(2, soak, args.steps)
-    found, kept = results[0]
+    turns, kept = results[0]
     lines = [[f"`{name}`", str(a), str(b)] for name, (a, b) in sorted(kept.items())]
     tables = table(["table", "after round 1", "after round 2"], lines)
     by_rank = [checks_of(*result) for result in results]
     checks = [check for checks in zip(*by_rank, strict=True) for check in dict.fromkeys(checks)]
-    return finish(args, {"soak": soak_table(found), "tables": tables}, checks)
+    return finish(args, {"soak": soak_table(turns), "tables": tables}, checks)

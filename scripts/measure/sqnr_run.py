@@ -103,13 +103,13 @@ def measure(operands: Operands) -> Figures:
     """The SQNR of the three GEMMs and of their `PARTS`, by config."""
     x, w, g = (tensor.double() for tensor in operands)
     exact = dict(zip(GEMMS, (x @ w.t(), g @ w, g.t() @ x), strict=True))
-    found = {}
+    figures = {}
     for name, config in configs().items():
         results = products(operands, config)
-        found[name] = {gemm: sqnr(exact[gemm], results[gemm]) for gemm in GEMMS}
+        figures[name] = {gemm: sqnr(exact[gemm], results[gemm]) for gemm in GEMMS}
         for part, (gemm, dim) in PARTS.items():
-            found[name][part] = sqnr_of_worst(exact[gemm], results[gemm], dim)
-    return found
+            figures[name][part] = sqnr_of_worst(exact[gemm], results[gemm], dim)
+    return figures
 
 
 def sqnr_of_worst(expected: Tensor, actual: Tensor, dim: int) -> float:
@@ -222,16 +222,16 @@ def matrices(path: Path) -> list[Tensor]:
         content = import_module("safetensors.torch").load_file(path)
     else:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    found = []
+    weights = []
     for key, leaf in tree_leaves_with_path(content):
         wanted = isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.dtype in WEIGHTS
         if wanted and not any(word in keystr(key).lower() for word in ("embed", "optim")):
             matrix = leaf.detach().flatten(1).float()
             rows, columns = (size - size % 128 for size in matrix.shape)
-            found.append(matrix[:rows, :columns].contiguous())
-    if not (found := [matrix for matrix in found if matrix.any()]):
+            weights.append(matrix[:rows, :columns].contiguous())
+    if not (weights := [matrix for matrix in weights if matrix.any()]):
         raise SystemExit(f"{path} has no matrix of 128 x 128 or more")
-    return found
+    return weights
 
 
 def weights_table(weights: Sequence[Tensor]) -> str:
@@ -243,21 +243,21 @@ def weights_table(weights: Sequence[Tensor]) -> str:
     lines = []
     for name, pair in casts.items():
         values = ([sqnr(w, cast_to_float8(w, c).dequantize()) for w in weights] for c in pair)
-        lines.append([name, *(f"{fmean(each):.2f} ({min(each):.2f})" for each in values)])
+        lines.append([name, *(f"{fmean(row):.2f} ({min(row):.2f})" for row in values)])
     return table(["weights in", "32 x 32 (mxfp8)", "128 x 128 (blockwise)"], lines)
 
 
 def checks(by_place: Mapping[Place, Figures]) -> list[Check]:
     """The conditions of `--assert`, on the layer that is closest to breaking each; a NaN does."""
-    found = []
+    conditions = []
     for recipe in ONE_COPY:
         behind = [
             row[TWO_CASTS][gemm] - row[recipe][gemm] for row in by_place.values() for gemm in GEMMS
         ]
-        worst = max(behind, key=lambda each: (math.isnan(each), each))
+        worst = max(behind, key=lambda difference: (math.isnan(difference), difference))
         sentence = f"{recipe} behind {TWO_CASTS}: {worst:.4f} dB, at most {TOLERANCE:g}"
-        found.append(Check(sentence, worst <= TOLERANCE))
-    return found
+        conditions.append(Check(sentence, worst <= TOLERANCE))
+    return conditions
 
 
 def decibels(value: float) -> str:
@@ -270,7 +270,7 @@ def recorded_table(by_place: Mapping[Place, Figures]) -> str:
     lines = []
     for config in configs():
         values = ([row[config][gemm] for row in by_place.values()] for gemm in GEMMS)
-        cells = (f"{decibels(fmean(each))} ({decibels(min(each))})" for each in values)
+        cells = (f"{decibels(fmean(row))} ({decibels(min(row))})" for row in values)
         lines.append([f"`{config}`", *cells])
     return table(["config", *GEMMS], lines)
 
@@ -292,9 +292,9 @@ def run(args: argparse.Namespace) -> int:
         return finish(args, {str(path): weights_table(matrices(path)) for path in args.weights})
     recorded = record(STEPS, seed=0)
     progress = tqdm(recorded.items(), desc="multiplying", unit="layer")
-    by_place = {place: measure(each) for place, each in progress}
-    by_case = {case: measure(each) for case, each in stress_cases(seed=0).items()}
+    by_place = {place: measure(operands) for place, operands in progress}
+    by_case = {case: measure(operands) for case, operands in stress_cases(seed=0).items()}
     tables = {"recorded": recorded_table(by_place), "made up": stress_table(by_case)}
-    trained = [each.weight for place, each in recorded.items() if place.step == STEPS[-1]]
+    trained = [operands.weight for place, operands in recorded.items() if place.step == STEPS[-1]]
     tables["weights of the last step"] = weights_table(trained)
     return finish(args, tables, checks(by_place))

@@ -40,8 +40,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("scripts.plan", __doc__)
     add = parser.add_argument
     named = f"MODULE:FUNCTION or one of {', '.join(MODELS)}"
-    made = f"{named}; a function makes a model; default: %(default)s"
-    add("--model", default="405b", metavar="MODEL", help=made)
+    text = f"{named}; a function makes a model; default: %(default)s"
+    add("--model", default="405b", metavar="MODEL", help=text)
     axes = partial(mesh_type, axes=("dp", "ep", "tp"))
     add("--mesh", type=axes, default="dp=2048,tp=8", help=f"up to {MOST_RANKS:,} ranks")
     add("--layers", type=positive, help="blocks of the model; default: all")

@@ -15,7 +15,7 @@ def collectives_table(runs: Runs) -> str:
         {(r.phase, r.axis, r.op, r.dtype, not r.count): r for r in step.collectives}
         for _, step in runs
     ]
-    keys = sorted({key for each in by_key for key in each}, key=lambda k: (PHASES.index(k[0]), *k))
+    keys = sorted({key for row in by_key for key in row}, key=lambda k: (PHASES.index(k[0]), *k))
     lines = [[*key[:4], *(_cell([e[key]] if key in e else []) for e in by_key)] for key in keys]
     for phase in PHASES:
         inside = [[r for r in step.collectives if r.phase == phase] for _, step in runs]

@@ -55,17 +55,17 @@ def last_loss(run: dict[str, Any]) -> float:
 
 def problems(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
     """Returns what is wrong with `run`. (Conditions are such that a NaN is a problem too.)"""
-    found = []
+    wrong = []
     if not abs(loss_difference(baseline, run)) <= MAX_DIFFERENCE:
-        found.append(f"the losses differ by more than {MAX_DIFFERENCE:.0%}")
-    for each in (baseline, run):
-        if not last_loss(each) < MAX_FRACTION_OF_FIRST * each["losses"][0]:
+        wrong.append(f"the losses differ by more than {MAX_DIFFERENCE:.0%}")
+    for compared in (baseline, run):
+        if not last_loss(compared) < MAX_FRACTION_OF_FIRST * compared["losses"][0]:
             below = f"{MAX_FRACTION_OF_FIRST:.0%} of its first loss"
-            found.append(f"{each['name']} did not get below {below}")
+            wrong.append(f"{compared['name']} did not get below {below}")
     # A run that gathers anything gathers float8, if its recipe can.
     if run["gathers_float8"] and run["all_gather_bytes"] and not run["float8_bytes"]:
-        found.append(f"{run['name']} communicated nothing in float8")
-    return found
+        wrong.append(f"{run['name']} communicated nothing in float8")
+    return wrong
 
 
 def loss_difference(baseline: dict[str, Any], run: dict[str, Any]) -> float:
@@ -80,15 +80,15 @@ def report(baseline: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     head += [f"mean of last {LAST_STEPS}", f"above {baseline['name']}'s", "tokens/s"]
     rows = [
         [
-            each["name"],
-            *share(each["all_gather_bytes"], baseline["all_gather_bytes"]),
-            *share(each["bytes"], baseline["bytes"]),
-            f"{each['losses'][0]:.4f}",
-            f"{last_loss(each):.4f}",
-            f"{loss_difference(baseline, each):+.2%}",
-            f"{each['tokens_per_second']:,.0f}",
+            compared["name"],
+            *share(compared["all_gather_bytes"], baseline["all_gather_bytes"]),
+            *share(compared["bytes"], baseline["bytes"]),
+            f"{compared['losses'][0]:.4f}",
+            f"{last_loss(compared):.4f}",
+            f"{loss_difference(baseline, compared):+.2%}",
+            f"{compared['tokens_per_second']:,.0f}",
         ]
-        for each in (baseline, *runs)
+        for compared in (baseline, *runs)
     ]
     return "\n".join([table(head, rows, "lr"), *(verdict(baseline, run) for run in runs)])
 
@@ -119,9 +119,9 @@ def main(argv: list[str] | None = None) -> int:
         "--assert", dest="strict", action="store_true", help="fail when a verdict is bad"
     )
     args = parser.parse_args(argv)
-    baseline, *runs = found = [read_run(folder) for folder in (args.baseline, *args.runs)]
-    if len({run["name"] for run in found}) < len(found):
-        parser.error(f"runs are alike: {', '.join(run['name'] for run in found)}")
+    baseline, *runs = every = [read_run(folder) for folder in (args.baseline, *args.runs)]
+    if len({run["name"] for run in every}) < len(every):
+        parser.error(f"runs are alike: {', '.join(run['name'] for run in every)}")
     args.out.mkdir(parents=True, exist_ok=True)
     print(report(baseline, runs))
     page = import_module("fp8_dist.report.page")

@@ -200,7 +200,7 @@ def differences(losses: Losses, variant: str, reference: str) -> list[float]:
 def standard_error(percent: Sequence[float]) -> float:
     """The standard error of the mean of differences. (statistics.stdev fails where one is NaN.)"""
     mean, count = statistics.fmean(percent), len(percent)
-    return math.sqrt(sum((each - mean) ** 2 for each in percent) / (count - 1) / count)
+    return math.sqrt(sum((value - mean) ** 2 for value in percent) / (count - 1) / count)
 
 
 def results_table(losses: Losses) -> str:
@@ -220,21 +220,21 @@ def results_table(losses: Losses) -> str:
 
 def checks(losses: Losses, limits: Sequence[Limit]) -> list[Check]:
     """The conditions of `--assert`. (Written so that a NaN breaks them.)"""
-    found = []
+    conditions = []
     for variant, reference, most in limits:
         if variant in losses and reference in losses:
             percent = differences(losses, variant, reference)
             most, mean = max(most, 2 * standard_error(percent)), statistics.fmean(percent)
             sentence = f"{variant} to {reference}: {mean:+.3f} %, at most {most:.3g} %"
-            found.append(Check(sentence, bool(abs(mean) <= most)))
-    return found
+            conditions.append(Check(sentence, bool(abs(mean) <= most)))
+    return conditions
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     losses = losses_of(args)
-    found = checks(losses, COMPARISONS[args.of].limits)
-    return finish(args, {f"losses by {args.of}": results_table(losses)}, found)
+    conditions = checks(losses, COMPARISONS[args.of].limits)
+    return finish(args, {f"losses by {args.of}": results_table(losses)}, conditions)
 
 
 if __name__ == "__main__":

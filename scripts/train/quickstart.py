@@ -48,12 +48,12 @@ def parse_args(argv: list[str]) -> Namespace:
 
 def runs_of(args: Namespace) -> list[Namespace]:
     """The options of each run; the bf16 run reduces as torch does."""
-    own: dict[str, dict[str, Any]] = {BF16: NO_TRANSPORTS | {"recipe": BF16}, args.recipe: {}}
+    changes: dict[str, dict[str, Any]] = {BF16: NO_TRANSPORTS | {"recipe": BF16}, args.recipe: {}}
     given = args.gradient_transport or args.reduce_transport
     if not given and args.model != "moe" and args.dp > 1 and args.tp > 1:
         sums = {"gradient_transport": "float8", "reduce_transport": "float8"}
-        own[f"{args.recipe}-float8-sums"] = sums
-    return [Namespace(**vars(args) | each | {"out": args.out / n}) for n, each in own.items()]
+        changes[f"{args.recipe}-float8-sums"] = sums
+    return [Namespace(**vars(args) | c | {"out": args.out / n}) for n, c in changes.items()]
 
 
 def main(argv: list[str]) -> int:

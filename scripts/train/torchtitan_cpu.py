@@ -136,16 +136,11 @@ def llama3_debugmodel_encoded() -> Any:
     return on_cpu(with_float8(config, "tensorwise", **encoded))
 
 
-def qwen3_moe_debug() -> Any:
-    """A smaller one of torchtitan's mixtures of experts."""
+def qwen3_moe_debug_float8() -> Any:
+    """A small mixture of experts, whose experts and linear layers are in float8."""
     config = qwen3_registry.qwen3_moe_debug()
     config.model_spec.model.layers[2:] = []
-    return on_cpu(config)
-
-
-def qwen3_moe_debug_float8() -> Any:
-    """The same, experts and linear layers in float8."""
-    return with_float8(qwen3_moe_debug(), "rowwise_folded", experts_recipe="rowwise_folded")
+    return with_float8(on_cpu(config), "rowwise_folded", experts_recipe="rowwise_folded")
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

@@ -82,20 +82,6 @@ def test_a_captured_step(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", DYNAMIC)
-def test_graphed_callables(recipe: str) -> None:
-    model = layers(recipe)
-    twin = copy.deepcopy(model)
-    graphed = torch.cuda.make_graphed_callables(model, (batch(0).requires_grad_(),))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (model, twin)]
-    for i in range(4):
-        assert_same_step(a_step(graphed, model, i), a_step(twin, twin, i), i)
-        for optimizer, each in zip(optimizers, (model, twin), strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            update_float8_scales(each)
-
-
-@pytest.mark.parametrize("recipe", DYNAMIC)
 def test_eager_code_after_a_capture(recipe: str) -> None:
     """What is computed while a graph is captured is not used outside of it."""
     model = layers(recipe)

@@ -28,7 +28,7 @@ HERE = "tests/integrations/test_documented.py"
 DISTRIBUTED, INTEGRATIONS = "tests/distributed/", "tests/integrations/"
 # By page: the test that runs each block, or why none can.
 RUN_BY = {
-    "README.md": ["tests/scripts/test_readme.py"] * 2,
+    "README.md": ["tests/scripts/test_examples.py"] * 2,
     "docs/communication.md": ["tests/unit/test_docs.py"],
     "docs/debugging.md": ["tests/unit/test_docs.py"] * 5,
     "docs/experts.md": [f"{INTEGRATIONS}transformers/test_experts_on_ranks.py"] * 4,
@@ -76,7 +76,7 @@ def test_every_block_has_a_test() -> None:
     for page, tests in RUN_BY.items():
         for test in {test for test in tests if not test.startswith("GPUs alone")}:
             text = (ROOT / test).read_text()
-            assert "run_shown(" in text or test == "tests/scripts/test_readme.py", test
+            assert "run_shown(" in text or test == "tests/scripts/test_examples.py", test
             assert Path(page).name in text, (page, test)
 
 

@@ -163,10 +163,9 @@ def train(model: nn.Module, steps: int = 50, rank: int = 0) -> list[float]:
     return found
 
 
-STORED = [("tensorwise", 1), ("mxfp8", 2), ("rowwise_folded", 4), ("mxfp4", 4)]
-
-
-@pytest.mark.parametrize(("recipe", "size"), STORED)
+@pytest.mark.parametrize(
+    ("recipe", "size"), [("tensorwise", 1), ("mxfp8", 2), ("rowwise_folded", 4), ("mxfp4", 4)]
+)
 @pytest.mark.filterwarnings("ignore")
 @on_ranks("size")
 def test_a_stored_base_trains_the_same_adapters(recipe: str, size: int) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -65,13 +66,12 @@ def trained(name: str, float8_gather: bool, steps: int = 3) -> tuple[list[torch.
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * ("8bit" in n)) for n in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_training(name: str) -> None:
-    ours, reduced = trained(name, float8_gather=True)
-    theirs, _ = trained(name, float8_gather=False)
+    with mock.patch.object(torch, "compile", lambda function, **_: function):  # by torchao's
+        ours, reduced = trained(name, float8_gather=True)
+        theirs, _ = trained(name, float8_gather=False)
     assert all(map(same_bits, ours, theirs))
     # The first step finds no scales: one all-reduce per weight, and precompute's.
     assert reduced == [7, 1, 1]

@@ -1,23 +1,20 @@
-"""The benchmarks: real runs at their smallest sizes, what they count, and what they refuse."""
+"""The benchmarks: real runs at their smallest sizes, and what they count."""
 
 import argparse
 import re
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ranks import RankPools
 
-from scripts.bench import gpu, linear, precompute_run, step, step_run, timing
+from scripts.bench import against, linear, precompute_run, step, step_run, timing
 from scripts.bench.timing import Timed
 from scripts.common import report
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS
 from scripts.common.recipes import BF16
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = [BF16, "tensorwise", "delayed"]
 SMALL = ["--batch-size", "2", "--seq-len", "16", "--repeat", "1", "--candidates", *NAMES]
 SMALL += ["--device", "cpu"]
@@ -130,26 +127,19 @@ def test_precompute(ranks: RankPools) -> None:
     assert list(first) == ["tensorwise", *TORCHAO[:1]]
 
 
-@pytest.mark.parametrize(
-    ("run", "words", "message"),
-    [
-        (linear.main, ["--shapes", "16x40x16"], "positive multiples of 16"),
-        (linear.main, ["--candidates", "tensor"], "invalid choice: 'tensor'"),
-        (step.main, ["--mesh", "pp=2"], "'pp=2' is not dp=SIZE or tp=SIZE"),
-        (step.main, ["--mesh", "tp=2", "--compile"], "--compile is for --mesh none"),
-        (step.main, ["--device", "cuda", "--clock", "cpu"], "--clock cpu does not see"),
-        (gpu.main, ["layers"], "there is no CUDA device"),
-    ],
-)
-def test_options(
-    run: Any,
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as info:
-        run(words)
-    assert info.value.code == 2
-    assert message in capsys.readouterr().err
+PRINTED = """\
+`python -m scripts.bench.linear` on a CPU
+
+linear 16 x 16 x 16
+
+| candidate  |    ms | x bf16 |
+| ---------- | ----: | -----: |
+| bf16       | 0.040 |  1.00x |
+| tensorwise | 1,200 | 30000x |
+"""
+
+
+def test_readings_of_what_another_commit_prints() -> None:
+    title = "linear 16 x 16 x 16"
+    expected = {f"{title}: bf16": 0.04, f"{title}: tensorwise": 1200.0}
+    assert dict(against.readings(PRINTED)) == expected

@@ -4,15 +4,16 @@ import atexit
 import dataclasses
 import os
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from ranks import RankPools, device_mesh
+from ranks import RankPools
+from reference import Watching, same_bits
 from torch.multiprocessing import ProcessRaisedException
 
-from fp8_dist.debug import comm_audit
 from scripts.common import models, report
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import LlamaConfig
@@ -99,32 +100,6 @@ def test_reports(
     assert f"{'holds' if holds else 'BROKEN'}: second\n" in printed
 
 
-def gathered(name: str, dp: int, tp: int) -> dict[str, int]:
-    """Bytes of the all-gathers of a candidate's forward, by dtype."""
-    mesh = device_mesh(dp=dp, tp=tp)
-    model = models.build(name, TINY, mesh)
-    with comm_audit(mesh) as audit:
-        models.after_step(name, dp > 1)(model)
-        loss = model(torch.randint(256, (2, 16))).square().mean()
-    loss.backward()
-    found: dict[str, int] = {}
-    for row in audit.rows:
-        if row.op == "all_gather":
-            dtype = "float8" if "float8" in str(row.dtype) else str(row.dtype).rpartition(".")[2]
-            found[dtype] = found.get(dtype, 0) + row.bytes
-    return found
-
-
-@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", ["tensorwise", *TORCHAO[:1]])
-def test_models_gather_float8(ranks: RankPools, name: str, dp: int, tp: int) -> None:
-    """torchao's too: by its own styles and hooks, over gloo."""
-    bf16, found = (ranks(2).run(gathered, each, dp, tp)[0] for each in (BF16, name))
-    assert set(bf16) == {"bfloat16"}
-    assert found["float8"] > 0
-    assert found["bfloat16"] == bf16["bfloat16"] - 2 * found["float8"]
-
-
 def test_models_have_the_same_parameters() -> None:
     expected = dict(models.build(BF16, TINY, seed=3).named_parameters())
     for name in (*OURS, *PACKED, *TORCHAO):
@@ -138,3 +113,16 @@ def test_models_on_the_meta_device() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert model.layers[0].attention.wq.config.emulate
     assert type(model.output) is torch.nn.Linear
+
+
+def test_a_layer_in_bf16_multiplies_in_fp32_where_bf16_is_slow() -> None:
+    layer = torch.nn.Linear(64, 48, bias=False).bfloat16()
+    with mock.patch.object(models, "has_bf16_instructions", return_value=False):
+        models.multiply_in_fp32(layer)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    with Watching() as operators:
+        output = layer(x)
+    assert operators.seen.count("aten._to_copy.default") == 3  # two operands, and the result
+    assert same_bits(output, (x.float() @ layer.weight.float().t()).bfloat16())
+    output.backward(gradient := torch.randn_like(output))
+    assert same_bits(x.grad, (gradient.float() @ layer.weight.float()).bfloat16())

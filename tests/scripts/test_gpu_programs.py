@@ -123,8 +123,7 @@ def test_a_group_ends_at_its_time_and_its_results_are_kept(tmp_path: Path) -> No
 
 def test_a_call(tmp_path: Path) -> None:
     python, results = interpreter(tmp_path, PYTHON), tmp_path / "results"
-    options = ["--seconds", "3000"]
-    done = bash("gpu_day.sh", "A", str(results), *options, PY=python, GPU_PACK=f"{tmp_path}/none")
+    done = bash("gpu_day.sh", "A", str(results), PY=python, GPU_PACK=f"{tmp_path}/none")
     assert done.returncode == 0, (done.stdout, done.stderr)
     stages = [stage.name for group in CALLS["A"] for stage in group.stages]
     assert [line.split(": ")[0] for line in done.stdout.splitlines()[:-1]] == stages
@@ -186,7 +185,7 @@ def test_cases_that_can_not_be_made_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Medians of all turns, the baseline again, shares of the copy, and what is derived beside."""
+    """Medians of all turns, and the baseline again."""
     path, shape = tmp_path / "results.jsonl", "8192 x 4096 x 14336"
     ident = {"card": "NVIDIA H100", "commit": "abc"}
     of_layer = {"shape": shape, "tokens": 8192, "flops": 2.9e12, **ident}
@@ -218,9 +217,9 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
         r"- tests: test_gemms: RuntimeError: refused",
         r"| copy | 3.00 TB/s | 4 TB/s | 1.000 to 3.000 |",
         r"- tensorwise: _cast BM=64 2 us",
-        r"| bf16 | 5.000 | 4.000 to 9.000 | 3.65 | 1.00 | 1,638,400 | 580 | |",
-        r"| bf16, again | 6.000 | 6.000 to 6.000 | | 0.83 |",
-        r"| tensorwise, compiled | 2.500 | 2.500 to 2.500 | 2.6",
+        r"| bf16 | 5.000 | 4.000 to 9.000 | 1.00 | 1,638,400 | 580 | |",
+        r"| bf16, again | 6.000 | 6.000 to 6.000 | 0.83 |",
+        r"| tensorwise, compiled | 2.500 | 2.500 to 2.500 | 2.00 |",
         r"| bf16 | 300.000 | 300.000 to 300.000 | 100.000 | 100.000 to 100.000 | 20,480 |",
         r"- bf16: loss 3.2",
     ):
@@ -359,7 +358,6 @@ gpu_run.BLOCKS = (("tensorwise", False), ("no such", False))
 assert run(["versions", *words]) == 0
 assert run(["rates", *words, "--only", "copy", "2048 x 4096"]) == 0
 assert run(["kernels", *words]) == 3
-assert run(["trace", *words, "--folder", {str(tmp_path)!r}]) == 0
 only = ["--rows", "2048", "--turns", "1", "--only", ", bf16", ", tensorwise,", ", rowwise_f"]
 assert run(["layers", *words, *only]) == 3
 small = ["--blocks", "1", "--tokens", "64", "--only", "tensorwise"]
@@ -386,7 +384,6 @@ for part in ("kernels", "inductor"):
     assert re.search(
         r"_cast BM=\d+ BN=\d+ warps=\d 1000.0 us [\d,]+ GB/s", lines["kernels"][1].note
     )
-    assert (tmp_path / "trace.json.gz").read_bytes()[:2] == b"\x1f\x8b"
     candidates = ["bf16", "bf16 compiled", "tensorwise"]
     turn = [f"{LAYER}, {name}, turn 1" for name in [*candidates, "bf16, again"]]
     assert names(lines["layers"]) == [*turn, *(f"{LAYER}, {name}, wall" for name in candidates)]

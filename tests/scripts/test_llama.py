@@ -1,14 +1,12 @@
 """The reference model: shapes, attention, rotary positions, sizes, initialization."""
 
-from dataclasses import replace
-
 import torch
 from expecttest import assert_expected_inline
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from scripts.common.llama import MODELS, Attention, Llama, LlamaConfig, apply_rope, rope_tables
+from scripts.common.llama import MODELS, Llama, LlamaConfig, apply_rope, rope_tables
 
 TINY = LlamaConfig(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=64, max_seq_len=16
@@ -27,27 +25,6 @@ def test_a_position_sees_only_itself_and_the_past():
     before, after = model(text), model(changed)
     assert torch.equal(before[0, :7], after[0, :7])
     assert all(not torch.equal(before[0, i], after[0, i]) for i in range(7, 16))
-
-
-def test_grouped_queries_equal_repeated_key_value_heads():
-    grouped = Attention(TINY)
-    full = Attention(replace(TINY, n_kv_heads=TINY.n_heads))
-    full.load_state_dict(grouped.state_dict() | repeat_heads(grouped, TINY))
-    x = torch.randn(2, 16, TINY.dim)
-    cos, sin = rope_tables(TINY)
-    torch.testing.assert_close(grouped(x, cos=cos, sin=sin), full(x, cos=cos, sin=sin))
-
-
-def repeat_heads(attention: Attention, config: LlamaConfig) -> dict[str, torch.Tensor]:
-    """The weights of `wk` and `wv` with every head repeated for each of its query heads."""
-    repeats = config.n_heads // config.n_kv_heads
-    return {
-        f"{name}.weight": getattr(attention, name)
-        .weight.unflatten(0, (config.n_kv_heads, config.head_dim))
-        .repeat_interleave(repeats, dim=0)
-        .flatten(0, 1)
-        for name in ("wk", "wv")
-    }
 
 
 def test_a_rotation_is_a_complex_product():
@@ -99,18 +76,3 @@ def test_shards_are_initialized_alike_on_any_mesh(ranks):
     for weights in ranks(4).run(initial_weights, (2, 2)):
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_a_shard_of_the_heads_gives_their_part_of_the_attention():
-    """What tensor parallelism relies on: local head counts come from the projections."""
-    attention = Attention(TINY)
-    x = torch.randn(2, 16, TINY.dim)
-    cos, sin = rope_tables(TINY)
-    parts = []
-    for rank in range(2):
-        local = Attention(TINY)
-        for name, dim in (("wq", 0), ("wk", 0), ("wv", 0), ("wo", 1)):
-            weight = getattr(attention, name).weight.detach().chunk(2, dim=dim)[rank]
-            getattr(local, name).weight = torch.nn.Parameter(weight)
-        parts.append(local(x, cos=cos, sin=sin))
-    torch.testing.assert_close(parts[0] + parts[1], attention(x, cos=cos, sin=sin))

@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from ranks import RankPool, RankPools, device_mesh
 from safetensors.torch import save_file
 
-from fp8_dist import CastConfig, cast_to_float8
 from scripts.common.models import build
 from scripts.common.recipes import BF16, OURS
-from scripts.common.saved_bytes import OTHER, saved_bytes
+from scripts.common.saved_bytes import OTHER
 from scripts.measure import (
     communication_run,
     hf_plans,
@@ -126,52 +124,6 @@ def test_weights_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 # Memory
 
 
-def test_what_autograd_saves() -> None:
-    parameter = torch.ones(4, 2, requires_grad=True)
-    leaf = torch.ones(3, 4, requires_grad=True)
-    freed: list[torch.Tensor] = []
-
-    def forward() -> torch.Tensor:
-        x = leaf * 1
-        y = (x @ parameter).exp()  # saves x, the parameter, and its result
-        same = y.view(6).sin()  # y again
-        gathered = torch.ones(6)
-        freed.append(gathered)
-        return same * gathered  # and this
-
-    saved = saved_bytes(forward, {12: WEIGHT})
-    x, y = 4 * 12, 4 * 6
-    assert saved == {WEIGHT: x, OTHER: 4 * 8 + y + y}
-    assert saved_bytes(forward, {}, [parameter]) == {OTHER: x + y + y}
-
-    def freeing() -> torch.Tensor:
-        output = forward()
-        freed[-1].untyped_storage().resize_(0)  # as FSDP2 frees what it gathered
-        return output
-
-    assert saved_bytes(freeing, {}, [parameter]) == {OTHER: x + y}
-    copies = [torch.ones(8, dtype=torch.uint8), freed[0]]
-    cached = saved_bytes(freeing, {8: WEIGHT}, [parameter], lambda: copies)
-    assert cached == {OTHER: x + y + y, WEIGHT: 8}
-
-
-def test_wrappers_are_what_they_hold() -> None:
-    leaf = torch.ones(4, 16, requires_grad=True)
-
-    class Saves(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(cast_to_float8(x, CastConfig()))
-            return x.sum()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise NotImplementedError
-
-    saved = saved_bytes(lambda: Saves.apply(leaf), {64: WEIGHT})
-    assert saved == {WEIGHT: 64, OTHER: 4}  # bytes, and a scale
-
-
 def test_memory_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_run, "ROWS", 128)
     monkeypatch.setattr(memory_run, "FEATURES", 256)
@@ -187,18 +139,16 @@ def test_memory_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_checkpointed_blocks() -> None:
-    for name in (BF16, "tensorwise"):
-        plain, selective, full = (
-            memory_run.of_block(name, mode)[OTHER] for mode in memory_run.MODES
-        )
-        assert plain > 1.5 * selective > 1.5 * full
+    plain, selective, full = (
+        memory_run.of_block("tensorwise", mode)[OTHER] for mode in memory_run.MODES
+    )
+    assert plain > 1.5 * selective > 1.5 * full
 
 
 def test_memory_of_models(ranks: RankPools) -> None:
-    found = ranks(2).run_same(memory_run.of_models, (BF16, "tensorwise"))
-    for models in found.values():
-        assert memory_run.per_block(models) > 0
-        assert all(held[WEIGHT] == 0 for held in models)
+    (models,) = ranks(2).run_same(memory_run.of_models, ["tensorwise"]).values()
+    assert memory_run.per_block(models) > 0
+    assert all(held[WEIGHT] == 0 for held in models)
 
 
 def kept_unsharded() -> Held:

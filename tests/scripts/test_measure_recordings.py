@@ -12,6 +12,7 @@ CLEAN = {
     "TP of 90": RecordedCase("TP x4", "rowwise_folded", dim=50, hidden=90, accumulation=2),
     "SP of 50": RecordedCase("TP + SP x3", "blockwise", dim=90, hidden=50, checkpointing=True),
     "FSDP2 of 3": RecordedCase("FSDP2 x3", "mxfp8", dim=50, hidden=50, named=False, compiled=True),
+    "experts": RecordedCase("FSDP2 2 x EP 2", "rowwise_folded", gather=False),
     "idle experts": RecordedCase("EP x3", "tensorwise", experts=2, accumulation=2),
     "freed weights": RecordedCase(
         "FSDP2 2 x TP 2", "rowwise_with_gw_hp", gather=False, hidden=50, named=False
@@ -25,6 +26,7 @@ FAULTS = [
     replace(TP, fault="operand scale", target=("layers.0.w2", "grad_input weight")),
     replace(TP, fault="scale", target=("layers.0.w2", "input")),
     RecordedCase("HSDP 2 x 2", fault="replica", faulty=3, target=("layers.0.w3", "weight")),
+    replace(EP, fault="byte", target=(DOWN, "weight"), recipe="rowwise_folded"),
     replace(EP, fault="rows swapped", target=(UP, "input")),
     replace(EP, fault="row twice", target=(DOWN, "grad_output"), checkpointing=True),
     replace(EP, fault="routing", target=(UP, "input")),

@@ -1,10 +1,7 @@
-"""The README's examples run as they stand, under torchrun; public names are what they claim to be."""
+"""The README's table and size; public names are what they claim to be."""
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,73 +19,6 @@ from scripts.plan.world import fake_world
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-FSDP2, TENSOR_PARALLEL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SHARDING = "for block in model.layers:\n    fully_shard(block)\nfully_shard(model)\n"
-
-# What the README calls the reader's.
-YOURS = """
-import os
-import torch.nn.functional as F
-from scripts.common.llama import Llama, LlamaConfig
-
-torch.manual_seed(0)
-model = Llama(LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32))
-tokens = torch.randint(0, 64, (4, 33))
-batches = [(tokens[:, :-1], tokens[:, 1:])] * 20
-losses = []
-device, ranks = "cpu", int(os.environ["WORLD_SIZE"])
-
-def loss_of(logits, targets):
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-    losses.append(loss.item())
-    return loss
-"""
-# A step more, counted by what the README says about counting.
-COUNTED = """
-import fp8_dist
-with fp8_dist.debug.comm_audit() as audit:
-    loss_of(model(inputs), targets).backward()
-    optimizer.step()
-dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
-gathers = [audit.count("all_gather", dtype=dtype) for dtype in dtypes]
-scales = audit.count("all_reduce", dtype=torch.int32)
-if torch.distributed.get_rank() == 0:
-    print("RESULT", losses[0] > losses[-1] + 0.5, gathers, scales)
-torch.distributed.destroy_process_group()
-"""
-
-
-def result(code: str, ranks: int, folder: Path) -> str:
-    """What rank 0 prints about a program, which torchrun runs."""
-    program = folder / "program.py"
-    program.write_text(f"import torch\n{YOURS}\n{code}\n{COUNTED}")
-    run = f"-m forking_torchrun --nproc-per-node {ranks}"
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests/support")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, *run.split(), str(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = re.findall("^RESULT (.*)$", done.stdout, re.MULTILINE)
-    return line
-
-
-def test_the_example_begins_the_page_and_trains(tmp_path: Path) -> None:
-    assert README.index(FSDP2) < README.index("## ")
-    # Two blocks are gathered for the forward and again for the backward; one update of all scales.
-    assert result(FSDP2, 2, tmp_path) == "True [4, 0] 1"
-
-
-def test_with_tensor_parallelism(tmp_path: Path) -> None:
-    assert SHARDING in FSDP2
-    code = FSDP2.replace(SHARDING, TENSOR_PARALLEL)
-    # Per block: the weights twice and two inputs (e4m3), two output gradients (e5m2).
-    assert result(code, 4, tmp_path).startswith("True [8, 4] ")
 
 
 def planned(commands: list[str]) -> list[list[tuple[str, ...]]]:
@@ -129,14 +59,11 @@ def test_the_table_has_the_figures_of_its_commands() -> None:
     assert found == [ours, bf16, *peers, encoded]
 
 
-def test_the_example_is_short() -> None:
-    for example in (FSDP2, TENSOR_PARALLEL):
+def test_the_page_and_its_examples_are_short() -> None:
+    assert len(README.splitlines()) <= 100
+    for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         lines = [line for line in example.splitlines() if line and "import" not in line]
         assert len(lines) <= 12
-
-
-def test_the_readme_is_a_page() -> None:
-    assert len(README.splitlines()) <= 100
 
 
 def test_the_alias_of_torchao() -> None:

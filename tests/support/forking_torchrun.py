@@ -2,18 +2,22 @@
 
 python -m forking_torchrun --nproc-per-node 2 PROGRAM
 
-Warnings that the library gives are errors there. Their gloo groups have one thread each (``scripts/common/gloo.py`` says why). They end without
-finalizing the interpreter, which gloo's threads may disturb (docs/support.md).
+Warnings that the library gives are errors there. Their gloo groups have one thread each
+(``scripts/common/gloo.py`` says why).
 """
 
 import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 from unittest.mock import patch
 
+import torch
 from documented import own_warnings_raise
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
@@ -36,11 +40,34 @@ def run_program(path: str) -> None:
 
 
 def launch(*words: str) -> None:
-    args = parse_args([*OPTIONS, *words])
-    elastic_launch(config_from_args(args)[0], run_program)(args.training_script)
+    fork(parse_args([*OPTIONS, *words]), run_program)
 
 
-def launch_in(folder: Path, variables: dict[str, str], *words: str) -> tuple[bool, str, str]:
+def fork(args: Any, run: Callable[[str], None]) -> None:
+    elastic_launch(config_from_args(args)[0], run)(args.training_script)
+
+
+def run_as_on_gpus(path: str) -> None:
+    trainer_runs = import_module("trainer_runs")
+    with trainer_runs.as_on_gpus():
+        run_program(path)
+
+
+def accelerate_launch(*words: str) -> None:
+    """Run `accelerate launch`, for which ranks on CPUs have GPUs."""
+    command = import_module("accelerate.commands.launch")
+
+    def run(args: Any) -> None:
+        args.start_method = START_METHOD
+        fork(args, run_as_on_gpus)
+
+    with patch.object(torch.distributed.run, "run", run):
+        command.launch_command(command.launch_command_parser().parse_args(words))
+
+
+def launch_in(
+    folder: Path, variables: dict[str, str], launch: Callable[..., None], *words: str
+) -> tuple[bool, str, str]:
     """Launch in a folder; return whether all went well, and what was written to both streams."""
     good, streams, kept = True, (sys.stdout, sys.stderr), [os.dup(1), os.dup(2)]
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err, patch.dict(os.environ, variables):

@@ -23,14 +23,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "llama_tied": ("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
     "llama_base": ("LlamaModel", "LlamaConfig", {}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", HEADS),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", HEADS),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GEMMA),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", GEMMA),
     "phi": ("PhiForCausalLM", "PhiConfig", {}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {}),
-    "eurobert": ("EuroBertForMaskedLM", "EuroBertConfig", {}),
     "mixtral": (
         "MixtralForCausalLM",
         "MixtralConfig",
@@ -41,11 +38,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm4MoeForCausalLM",
         "Glm4MoeConfig",
         HEADS | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1},
-    ),
-    "qwen2_moe": (
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 64},
     ),
     "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": (

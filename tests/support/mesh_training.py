@@ -1,6 +1,5 @@
 """Training on a mesh, of any device, beside the same training on one device."""
 
-import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training, update_float8_scales
 from fp8_dist.tensor_parallel import apply_tp_plan
-
-# Where ranks are threads: modules are initialized from one generator, which they share.
-_SERIAL = threading.Lock()
 
 
 def trained(
@@ -44,7 +40,7 @@ def trained(
         rank = mesh.get_local_rank("tp") if parts > 1 else 0
         return x.chunk(parts, dim=1)[rank].contiguous()
 
-    with _SERIAL, torch.device("cpu") if offload else nullcontext():
+    with torch.device("cpu") if offload else nullcontext():
         net, twin = Net(hidden=hidden), Net(hidden=hidden)
     twin.to(device)
     if not offload:

@@ -99,11 +99,8 @@ def test_one_device_follows_torchtitan() -> None:
 
 def test_training(tmp_path: Path) -> None:
     extra = "--parallelism.expert_parallel_degree", "2"
-    expected, _ = train(tmp_path, "qwen3_moe_debug", 2, 1, "partial_dtensor", *extra)
     losses, table = train(tmp_path, "qwen3_moe_debug_float8", 2, 1, "partial_dtensor", *extra)
     assert losses[-1] < losses[0] - 1
-    # A token that is routed otherwise changes the loss more than its rounding does.
-    assert max(abs(a - b) for a, b in zip(expected, losses, strict=True)) < 0.5
     counts, *rows = [row.split() for row in re.findall("all_to_all.*", table)]
     assert counts[2:] == ["int64", "2", "128", "1,024"]
     # Two layers send 4 x 64 tokens to 8 experts each, in the forward and in the backward.

@@ -1,19 +1,15 @@
-"""Fp8DistConfig: from_pretrained makes float8 layers, distributes them, and saves plain models."""
+"""Fp8DistConfig: from_pretrained makes float8 layers, and saves plain models."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
-from ranks import RankPools
 from reference import raised, same_bits
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
-from trainer_runs import dataset, launched, llama
+from trainer_runs import dataset, llama
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -25,11 +21,8 @@ from fp8_dist import (
     float8_layers,
     skip_head,
 )
-from fp8_dist.debug import comm_audit
-from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.integrations.transformers import Fp8DistConfig
 from fp8_dist.integrations.transformers.quantizer import Fp8DistQuantizer
-from fp8_dist.mesh import local_tensor
 
 E4M3 = torch.float8_e4m3fn
 
@@ -43,32 +36,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path | str, *args: Any, **kwargs: Any) -> LlamaForCausalLM:
-    distributed = kwargs.pop("distributed_config", None)
     config = Fp8DistConfig(*args, **kwargs)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=config, distributed_config=distributed
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert isinstance(model, LlamaForCausalLM)
     return model
 
 
-def steps(model: LlamaForCausalLM, parts: tuple[int, ...], count: int = 20) -> list[float]:
-    """Losses of training on the given halves of each batch, of which other ranks may take one."""
+def steps(model: LlamaForCausalLM, count: int) -> list[float]:
+    """Losses of training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     attach_update(optimizer, model)
     texts = torch.stack([text["input_ids"] for text in dataset(8 * count)])
     model.train()
     losses = []
-    for batch in texts.split(8):
-        total = 0.0
-        for part in parts:
-            x = batch.chunk(2)[part]
-            loss = model(input_ids=x, labels=x).loss / len(parts)
-            loss.backward()
-            total += loss.item()
+    for x in texts.split(8):
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total)
+        losses.append(loss.item())
     return losses
 
 
@@ -88,7 +74,7 @@ def test_loaded_as_if_converted(checkpoint: Path, recipe: str) -> None:
     assert state.keys() == expected.keys()
     assert all(same_bits(state[key], expected[key]) for key in state)
     assert all(weight.requires_grad for weight in model.parameters())
-    assert steps(model, (0, 1), 2) == steps(other, (0, 1), 2)
+    assert steps(model, 2) == steps(other, 2)
 
 
 def test_the_model_is_an_ordinary_one_and_saved_as_that(checkpoint: Path, tmp_path: Path) -> None:
@@ -98,7 +84,7 @@ def test_the_model_is_an_ordinary_one_and_saved_as_that(checkpoint: Path, tmp_pa
     assert getattr(model, "hf_quantizer", None) is None
     assert not hasattr(model, "quantization_method")
     model.to(torch.bfloat16).float()  # transformers refuses that for quantized models
-    steps(model, (0, 1), 3)
+    steps(model, 3)
     model.save_pretrained(tmp_path)
     plain.save_pretrained(tmp_path / "plain")
     assert (tmp_path / "config.json").read_text() == (tmp_path / "plain/config.json").read_text()
@@ -142,40 +128,6 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     model = load(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(float8_layers(model)) == 14
-
-
-def distributed(checkpoint: str, folder: str, count: int) -> dict[str, Any]:
-    with launched():
-        model = load(checkpoint, distributed_config=DistributedConfig(fsdp_size=2))
-        weights = [layer.weight for layer in float8_layers(model).values()]
-        assert all(isinstance(weight, DTensor) for weight in weights)
-        parts = (dist.get_rank(),)
-        losses = torch.tensor(steps(model, parts, count))
-        assert all(isinstance(local_tensor(weight), Float8AllGatherWeight) for weight in weights)
-        dist.all_reduce(losses)
-        with comm_audit() as audit:
-            steps(model, parts, 1)
-        loss = evaluated(model)
-        model.save_pretrained(folder)
-    return {
-        "losses": (losses / dist.get_world_size()).tolist(),
-        "float8": sum(row.bytes for row in audit.rows if row.dtype is E4M3),
-        "evaluated": loss,
-    }
-
-
-def test_distributed_by_transformers(ranks: RankPools, checkpoint: Path, tmp_path: Path) -> None:
-    found = ranks(2).run_same(distributed, str(checkpoint), str(tmp_path), 5)
-    one = steps(load(checkpoint), (0, 1), 5)
-    difference = (torch.tensor(found["losses"]) - torch.tensor(one)).abs()
-    assert difference.max() < 1e-2
-    assert difference.mean() < 2e-3
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not float8_layers(again)
-    assert evaluated(again) == pytest.approx(found["evaluated"], abs=3e-3)
-    # Weights are gathered twice, in two layers of 36,864.
-    assert found["float8"] == 4 * 36_864
 
 
 def test_transformers_own_tensor_parallelism_is_refused() -> None:

@@ -201,8 +201,7 @@ def check(kind: str, found: Step) -> None:
     ("kind", "dp"),
     [
         *(("llama", 1), ("phi", 1), ("phi3", 1), ("glm4_moe", 1), ("llama4", 1), ("llama_tied", 2)),
-        *(long("qwen3", 2), long("mixtral", 2)),
-        *(long(kind, 1) for kind in ("gemma2", "gemma3", "eurobert")),
+        *(long("mixtral", 2), long("gemma3", 1)),
     ],
 )
 def test_sequence_parallel(ranks: RankPools, kind: str, dp: int) -> None:
@@ -211,7 +210,7 @@ def test_sequence_parallel(ranks: RankPools, kind: str, dp: int) -> None:
         assert found.gathers == gathers_of(kind)
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3", long("glm4_moe")])
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_without_sequence_parallelism(ranks: RankPools, kind: str) -> None:
     for found in ranks(2).run(step, kind, sequence_parallel=False):
         check(kind, found)
@@ -219,7 +218,7 @@ def test_without_sequence_parallelism(ranks: RankPools, kind: str) -> None:
         assert set(found.moved) == {"all_reduce", "all_gather"}
 
 
-@pytest.mark.parametrize(("kind", "length"), [("llama", 15), ("glm4_moe", 3), long("gemma3", 3)])
+@pytest.mark.parametrize(("kind", "length"), [("llama", 15), ("glm4_moe", 3)])
 def test_sequences_that_ranks_cannot_share_evenly(ranks: RankPools, kind: str, length: int) -> None:
     with uneven_sequence_viewed():  # of the head
         for found in ranks(2).run(step, kind, length=length):
@@ -262,8 +261,7 @@ def generate(kind: str, sequence_parallel: bool) -> tuple[list[list[int]], list[
 
 
 @pytest.mark.parametrize(
-    ("kind", "sequence_parallel"),
-    [("llama", True), ("phi", True), ("gemma3", False), long("mixtral", True)],
+    ("kind", "sequence_parallel"), [("llama", True), ("gemma3", False), long("mixtral", True)]
 )
 def test_generate(ranks: RankPools, kind: str, sequence_parallel: bool) -> None:
     with uneven_sequence_viewed() if kind == "mixtral" else nullcontext():
@@ -271,7 +269,7 @@ def test_generate(ranks: RankPools, kind: str, sequence_parallel: bool) -> None:
             assert found == expected
 
 
-@pytest.mark.parametrize(("kind", "reentrant"), [("llama", True), ("gemma2", False)])
+@pytest.mark.parametrize(("kind", "reentrant"), [("llama", True), ("gemma3", False)])
 def test_gradient_checkpointing(ranks: RankPools, kind: str, reentrant: bool) -> None:
     for found in ranks(2).run(step, kind, reentrant=reentrant):
         check(kind, found)
@@ -444,8 +442,7 @@ def test_heads_that_ranks_cannot_share(fake_world: DeviceMesh) -> None:
     assert torch.equal(model(input_ids=batch(0)).logits, forward)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("kind", ["qwen2", "glm4_moe"])
+@pytest.mark.parametrize(("kind", "sequence_parallel"), [("qwen2", True), ("glm4_moe", False)])
 @on_ranks(2)
 def test_plans_pass_the_check(kind: str, sequence_parallel: bool) -> None:
     model = converted(kind)
