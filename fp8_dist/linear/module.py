@@ -307,11 +307,17 @@ class Float8Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
+        self.float8_weight.bind(self._parameters.get("weight"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is Float8Linear or "plain_class" not in vars(type(self)):
             return super().__reduce_ex__(protocol)
         return _new_layer, (self.plain_class,), self.__getstate__()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
+        super()._apply(fn, recurse)
+        self.float8_weight.bind(self._parameters.get("weight"))
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

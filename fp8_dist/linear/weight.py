@@ -23,6 +23,7 @@ activation checkpointing a custom op looks up or measures (``runtime_ops``).
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -341,6 +342,26 @@ class Float8Weight:
         """Take the parameters of a stored weight, which another layer may have too."""
         self.module.register_parameter(self.scales_name, scales)
         self.replace(data)
+        self.bind(self.parameter())
+
+    def bind(self, parameter: torch.Tensor | None) -> None:
+        """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
+        local = None if parameter is None else local_tensor(parameter)
+        if isinstance(local, StoredFloat8):
+            local.write = partial(Float8Weight._add, weakref.proxy(self))
+
+    def _add(self, func: Any, *args: Any, **kwargs: Any) -> None:
+        warn_once(
+            "merged into float8",
+            f"{self.fqn}: a sum with a weight that is stored in float8 is cast to float8 again, "
+            "and so is the difference when it is taken back: merging and unmerging an adapter "
+            "does not restore the weight's bits",
+        )
+        stored = self.stored()
+        assert stored is not None
+        total = stored.dequantized()
+        func(local_tensor(total), *args, **kwargs)
+        stored.write(total)
 
     def place_scales(self, scales: torch.Tensor, mesh: DeviceMesh) -> None:
         """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.
@@ -358,6 +379,7 @@ class Float8Weight:
             placement = Replicate()
         placed = distribute_tensor(scales.detach(), mesh, [placement])
         self.module.register_parameter(self.scales_name, nn.Parameter(placed, requires_grad=False))
+        self.bind(self.parameter())
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -621,6 +643,8 @@ class Float8Weight:
         self.unsharded = None
         if new is not None and self.fsdp is not None and new is self.fsdp.unsharded:
             self.note_unsharded(new)
+        else:
+            self.bind(new)
 
     def check_sharded(self) -> None:
         """Raise ValueError if FSDP2 has sharded the parameter in a way that does not work."""

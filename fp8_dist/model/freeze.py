@@ -42,8 +42,9 @@ def freeze_to_float8(
     ``model.to(dtype)`` changes neither data nor scales. With gloo, a distributed model can't take
     a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
 
-    Operators that change the parameters are errors, such as merges of adapters, and so is a forward
-    if they require gradients. FSDP2 calls ``shard_placement_fn`` for the scales too;
+    A sum in place is cast again, as when PEFT merges adapters (without ``safe_merge``); taking it
+    back does not restore the bits. Other operators on the parameters are errors, and so is a
+    forward if they require gradients. FSDP2 calls ``shard_placement_fn`` for the scales too;
     ``Shard(0)`` fits all of them. A model on the meta device may be frozen, sharded, and then
     loaded (:func:`fp8_dist.load_float8_checkpoint`).
 

@@ -6,7 +6,7 @@ under ``NAME_scale_inv``, as in FP8 checkpoints. FSDP2 and tensor parallelism sh
 and offload them like all parameters, without a conversion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -37,17 +37,21 @@ _ON_BYTES = {
 }
 # Operators, besides views, whose result is the same parameter.
 _SAME = MOVES | _ON_BYTES | {aten.new_empty.default}
+_ADDITIONS = {aten.add_.Tensor, aten.sub_.Tensor}
 
 
 class Stored(WrapperParameter):
     """Base class of parameters that are moved without a conversion.
 
     Attributes:
+        write: runs an in-place addition on the weight in high precision and casts it again, given
+            the operator and its other arguments; None if this is not the whole weight of a layer.
         payload: the dtype of FSDP2's all-gather input; None: that of ``plain``.
     """
 
+    write: Callable[..., None] | None
     payload: ClassVar[torch.dtype | None] = None
-    __slots__ = ()
+    __slots__ = ("write",)
 
     @staticmethod
     def __new__(
@@ -64,6 +68,7 @@ class Stored(WrapperParameter):
                 )
             return nn.Parameter(plain, requires_grad)
         self = cls.made(plain, static[0], cls.shape_of(plain, *static))
+        self.write = None
         for name, value in zip(cls.static[1:], static[1:], strict=True):
             setattr(self, name, value)
         return self
@@ -106,6 +111,9 @@ class Stored(WrapperParameter):
         if func.is_view and func is not aten.detach.default and isinstance(stored, PackedFloat8):
             return stored.views(func, args[1:], kwargs)
         if not (func.is_view or func in _SAME):
+            if func in _ADDITIONS and args[0] is stored and stored.write is not None:
+                stored.write(func, *args[1:], **kwargs)
+                return stored
             raise NotImplementedError(f"{func} on a weight that is stored in float8; {_REMEDY}")
         dtype = kwargs.pop("dtype", None) if func is aten._to_copy.default else None
         if func is aten.copy_.default:
@@ -126,7 +134,9 @@ class Stored(WrapperParameter):
         if func is aten.copy_.default:
             return args[0]
         if func is aten.detach.default:
-            return stored.like(out)
+            detached = stored.like(out)
+            detached.write = stored.write  # ``weight.data += update`` casts the sum (PEFT's merges)
+            return detached
         inner_dtype = stored.plain.dtype
         return tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
 

@@ -22,7 +22,7 @@ from stored_weights import CONFIGS, converted, freeze, frozen, run, same
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -369,6 +369,24 @@ def test_broadcasts_to_entries() -> None:
             if in_background:
                 work.wait()
         assert same(run(net), run(other(name)))
+
+
+# Changes of a distributed model
+
+
+@on_ranks(4)
+def test_sums_on_meshes() -> None:
+    """A sum is cast with the scales of the whole; ``data`` is a DTensor's own."""
+    whole, update = frozen("tensorwise"), torch.randn(320, 512).bfloat16()
+    whole[0].weight.data += update  # type: ignore[operator]
+    for tp in (False, True):
+        net = meshed(frozen("tensorwise"), tp)
+        weight = net[0].weight  # type: ignore[index]
+        layout = weight.device_mesh, weight.placements
+        with torch.no_grad():
+            part = distribute_tensor(update.float(), *layout).bfloat16()
+            weight.data += part
+        assert wrong_entries(net.state_dict(), whole.state_dict()) == []
 
 
 @on_ranks(2)

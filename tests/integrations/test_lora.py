@@ -32,6 +32,7 @@ from fp8_dist import (
     Float8LinearConfig,
     attach_update,
     convert_to_float8_training,
+    dequantized,
     float8_layers,
     unfreeze_from_float8,
 )
@@ -178,14 +179,58 @@ def test_a_stored_base_trains_the_same_adapters(recipe: str, size: int) -> None:
     assert plain[-1] < plain[0]
 
 
-def test_a_stored_base_is_unfrozen_before_a_merge() -> None:
-    base, peft = adapted("blockwise", "after")
+@pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8"])
+def test_merges_into_a_stored_base(recipe: str) -> None:
+    """The sum is cast again, like the sum of weights in high precision."""
+    base, peft = adapted(recipe, "after")
+    plain, plain_peft = adapted(recipe, "")
     trained = train(peft)[-1]
+    train(plain_peft)
+
+    def loss(of: nn.Module) -> float:
+        return (of(X) - TARGET).square().mean().item()
+
+    peft.merge_adapter()
+    plain_peft.merge_adapter()
+    assert loss(base) == pytest.approx(loss(plain), rel=0.02)
+    # The same as to freeze the sum of the values that were stored.
+    weight = dequantized(base.up.base_layer)  # type: ignore[union-attr]
+    peft.unmerge_adapter()
+    assert not torch.equal(dequantized(base.up.base_layer), weight)  # type: ignore[union-attr]
+    assert loss(base) == pytest.approx(trained, rel=0.15)
+    peft.add_adapter("other", LoraConfig(r=4, target_modules=["up"]))
+    peft.set_adapter("other")
+    assert loss(peft) > 0.9  # of a new adapter
+    peft.set_adapter("default")
+    with peft.disable_adapter():
+        assert loss(peft) > 0.9
     with pytest.raises(NotImplementedError, match=r"call fp8_dist\.unfreeze_from_float8"):
-        peft.merge_adapter()
-    unfreeze_from_float8(base)
+        peft.merge_adapter(safe_merge=True)
     assert peft.merge_and_unload() is base
-    assert (base(X) - TARGET).square().mean().item() == pytest.approx(trained, rel=0.15)
+    assert list(dict(base.named_parameters())) == [
+        f"{name}.{part}" for name in ("up", "down") for part in ("weight", "weight_scale_inv")
+    ]
+    assert loss(base) == pytest.approx(loss(plain), rel=0.05)
+    unfreeze_from_float8(base)
+    assert loss(base) == pytest.approx(loss(plain), rel=0.05)
+
+
+def merged_on_ranks(size: int) -> list[float]:
+    base, peft = adapted("tensorwise", "after", size)
+    train(peft, 6)
+    found = []
+    for change in (peft.merge_adapter, peft.unmerge_adapter, peft.merge_and_unload):
+        if isinstance(base, FSDPModule):
+            base.reshard()
+        change()
+        found.append((base(X) - TARGET).square().mean().item())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_merges_into_a_stored_base_on_ranks(ranks: RankPools) -> None:
+    expected = merged_on_ranks(1)
+    assert ranks(4).run_same(merged_on_ranks, 4) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])

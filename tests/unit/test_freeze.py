@@ -371,6 +371,7 @@ def test_values_that_no_stored_weight_has() -> None:
     assert same(run(net), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*is cast to float8 again")
 @pytest.mark.parametrize("form", [state_of, in_e8m0, by_dcp])
 @pytest.mark.parametrize("assign", [False, True])
 @every_config
@@ -379,8 +380,9 @@ def test_states_load_as_they_were_saved(name: str, assign: bool, form: Any) -> N
         return  # scales that are not powers of two
     state, expected = form(frozen(name)), run(converted(name))
     net = frozen(name)
-    net[0].weight.plain.zero_()  # type: ignore[union-attr, operator]
-    assert not same(run(net), expected)
+    with torch.no_grad():
+        net[0].weight.data += 1.0  # type: ignore[operator]
+        assert not same(run(net), expected)
     net.load_state_dict(state, assign=assign)
     assert same(run(net), expected)
     again = form(net) if form is by_dcp else net.state_dict()
@@ -472,6 +474,25 @@ def test_some_layers_of_a_model() -> None:
     layer = converted()[0]
     assert freeze_to_float8(layer) == ["weight"]
     assert freeze_to_float8(layer) == ["weight"]
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp4"])
+def test_a_sum_is_cast_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8_dist.text._warned", set())
+    net, twin = frozen(name), converted(name)
+    update = torch.randn(320, 512).bfloat16()
+    with pytest.warns(UserWarning, match="does not restore the weight's bits"):
+        net[0].weight.data += update  # type: ignore[operator]
+    unfreeze_from_float8(net)
+    freeze(net)
+    values = dequantized(frozen(name)[0]) + update
+    twin[0].weight.copy_(values)
+    assert same(run(net), run(twin))
+    with torch.no_grad():
+        net = frozen(name)
+        net[0].weight.add_(update, alpha=-1)
+        twin[0].weight.copy_(dequantized(frozen(name)[0]) - update)
+    assert same(run(net), run(twin))
 
 
 # Errors
