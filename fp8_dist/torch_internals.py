@@ -235,7 +235,7 @@ def make_wrapper(
 
     ``shape``: another size, and strides.
     """
-    if is_plain(inner) and shape is None and dtype is inner.dtype:
+    if type(inner) in (torch.Tensor, nn.Parameter) and shape is None and dtype is inner.dtype:
         return _make_subclass(cls, inner)
     size, strides = shape or (inner.size(), inner.stride())
     tensor = _make_wrapper_subclass(
