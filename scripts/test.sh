@@ -45,10 +45,10 @@ kernel_tests() {
         echo "--kernel takes an operator with Triton kernels:" $names >&2
         return 2
     fi
+    echo "tests/unit/kernels/test_triton_compiles.py::test_kernels_keep_their_bounds"
     for file in $(grep -lw -- "$1" tests/unit/kernels/test_triton_*.py); do
         case "$file" in *_compiles.py) ;; *) echo "$file" ;; esac
     done
-    echo "tests/unit/kernels/test_triton_compiles.py::test_kernels_keep_their_bounds"
 }
 
 all=""

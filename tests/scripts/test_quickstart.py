@@ -107,7 +107,7 @@ def test_the_tests_of_one_kernel(tmp_path: Path, name: str) -> None:
     done = script("test.sh", "--kernel", name, "-x", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (tests,) = re.findall(r"-m pytest (.*) -n 2 -x$", done.stdout, re.MULTILINE)
-    compared, compiled = tests.split()
+    compiled, compared = tests.split()
     file, function = compiled.split("::")
     assert f"\ndef {function}(" in (ROOT / file).read_text()
     assert re.search(rf"\b{name}\b", (ROOT / compared).read_text())
