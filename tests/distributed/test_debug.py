@@ -123,7 +123,7 @@ def step_of_fsdp_and_tp() -> tuple[str, str, str]:
     with comm_audit() as audit:
         model(tokens).float().square().mean().backward()
     head, *rows = audit.table(by_module=True).splitlines()
-    first = [row for row in rows if " layers.0" in row]
+    first = [row for row in rows if " layers.0" in row and " tp " in row]
     return audit.table(), repr(audit), "\n".join([head, *first])
 
 
@@ -148,13 +148,15 @@ total                              61            922,112
         first_layer,
         """\
 op              axis  dtype     count  elements    bytes  module
-all_gather      dp    bfloat16      1    20,608   41,216  layers.0
-all_gather      tp    bfloat16      2     8,192   16,384  layers.0.attention
-reduce_scatter  tp    bfloat16      2     8,192   16,384  layers.0.attention
-all_gather      tp    bfloat16      2     8,192   16,384  layers.0.feed_forward
-reduce_scatter  tp    bfloat16      2     8,192   16,384  layers.0.feed_forward
-all_reduce      tp    bfloat16      2       128      256  layers.0
-reduce_scatter  dp    bfloat16      1    20,608   41,216  layers.0""",
+all_gather      tp    bfloat16      1     4,096    8,192  layers.0.attention
+reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.attention.wo
+all_gather      tp    bfloat16      1     4,096    8,192  layers.0.feed_forward
+reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.feed_forward.w2
+all_gather      tp    bfloat16      1     4,096    8,192  layers.0.feed_forward.w2
+reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.feed_forward
+all_gather      tp    bfloat16      1     4,096    8,192  layers.0.attention.wo
+reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.attention
+all_reduce      tp    bfloat16      2       128      256  layers.0""",
     )
 
 
