@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParalle
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from torch.utils.module_tracker import ModuleTracker
 
 
 def _missing(owner: Any, names: str) -> list[str]:
@@ -115,7 +114,6 @@ try:
         *_missing(Optimizer, "_optimizer_step_post_hooks"),
         *_missing(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn"),
         *_missing(PrepareModuleInput, "_apply _prepare_input_arg"),
-        *_missing(ModuleTracker, "_fw_pre_hook _fw_post_hook"),
     ]:
         raise AttributeError(f"it has no {', '.join(_renamed)}")
 except (ImportError, AttributeError) as error:
@@ -526,26 +524,6 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
         and not _len_torch_dispatch_stack()
         and not tensor.is_meta
     )
-
-
-class EagerModuleTracker(ModuleTracker):
-    """ModuleTracker that ignores compiled code and leaves.
-
-    Its hooks of leaves would raise in ``torch.autograd.grad``, and without gradients.
-    """
-
-    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super()._fw_pre_hook(mod, _without_leaves(input))
-
-    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super()._fw_post_hook(mod, input, _without_leaves(output))
-
-
-def _without_leaves(values: Any) -> list[torch.Tensor]:
-    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-    return [tensor for tensor in tensors if not tensor.is_leaf]
 
 
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:

@@ -8,7 +8,6 @@ The parts of a message, such as float8 rows and their scales (``pack_rows``), co
 dtypes.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,19 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8_dist.debug.collectives import Collective, read_collective
+from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.device import is_float8
 from fp8_dist.kernels import E2M1_X2
 from fp8_dist.kernels.encoding import encode_float8, pack_rows
 from fp8_dist.linear.runtime_ops import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.text import aligned, without_wrappers
-from fp8_dist.torch_internals import (
-    STAND_INS,
-    EagerModuleTracker,
-    OpOverload,
-    TorchDispatchMode,
-    storage_address,
-)
+from fp8_dist.text import aligned
+from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode, storage_address
 
 
 @dataclass(frozen=True)
@@ -46,9 +40,8 @@ class CommRow:
         axis: the mesh axis of the process group; ``"world"`` for the default group,
             ``"group NAME"`` for a group of no mesh, ``"unknown"`` if the op does not name a group.
         dtype: the payload dtype; float4_e2m1fn_x2 for packed values of MXFP4.
-        module: the FQN of the innermost module that was running, in forward or backward, as torch's
-            ``ModuleTracker`` follows them; ``""`` for the outermost module and for code outside of
-            modules. A module ends before its forward hooks run. Submodules of a compiled module
+        module: the FQN of the innermost module that was running, in forward or backward; ``""`` for
+            the outermost module and for code outside of modules. Submodules of a compiled module
             count as the compiled module.
         in_mixed_gather: whether the row of another dtype counts the messages that contained these
             elements (FSDP2's gathers, packed rows, encoded summands).
@@ -171,7 +164,8 @@ class CommAudit(CommTable):
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self._axes = {} if mesh is None else _axes_by_group_name(mesh)
-        self._tracker: EagerModuleTracker | None = None  # while it is recording
+        self._path = ModulePath()
+        self._is_recording = False
         self._recorder = _Recorder(self)
         # The payload dtypes of storages that were viewed as uint8, by the storage's address. The
         # weak references keep an address from being reused.
@@ -181,21 +175,19 @@ class CommAudit(CommTable):
         self._messages: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
 
     def __enter__(self) -> Self:
-        if self._tracker is not None:
+        if self._is_recording:
             raise RuntimeError(
                 "this comm_audit is already recording; use a new one for a nested block"
             )
-        self._tracker = EagerModuleTracker().__enter__()
-        # Graphs leave the tracker's hooks out.
-        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+        self._is_recording = True
+        self._path.__enter__()
         self._recorder.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._recorder.__exit__(*error)
-        if self._tracker is not None:
-            self._tracker.__exit__(*error)
-        self._tracker = None
+        self._path.__exit__()
+        self._is_recording = False
         self._payload_dtypes.clear()
         self._messages.clear()
 
@@ -224,7 +216,7 @@ class CommAudit(CommTable):
         by_dtype = sorted(shares, key=lambda item: not _is_low(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
-        op, axis, module = collective.op, self._axis(collective.group), self._module()
+        op, axis, module = collective.op, self._axis(collective.group), self._path.current
         for position, (dtype, share) in enumerate(by_dtype):
             is_first, nbytes = position == 0, share * collective.factor
             elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize
@@ -247,14 +239,6 @@ class CommAudit(CommTable):
                 else:
                     sizes[viewed if part.dtype == torch.uint8 else part.dtype] += part.nbytes
         return sizes
-
-    def _module(self) -> str:
-        """Return the FQN of the innermost module that is running."""
-        assert self._tracker is not None
-        # The names begin with the class of the outermost module. In the backward, modules that
-        # share an input run until all of its gradient is known.
-        name = max(sorted(self._tracker.parents), key=lambda name: name.count("."))
-        return without_wrappers(name.partition(".")[2])
 
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
@@ -279,12 +263,11 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     barriers, waits and signals, which move no data, and the comparison of a model's layers between
     ranks (16 bytes per axis, when a plan is applied and at the first update of scales).
 
-    Code that was compiled before the block is not recompiled; a graph that is made inside of it
-    serves this block alone. Collectives of compiled code, including those of submodules, are
-    recorded under the compiled module. Float8 that this library sends is shown as float8. Float8
-    that other code sends as uint8 is shown as uint8 if inductor fuses the view into a kernel. Three
-    things are not recorded: communication inside the kernel of a custom op, graphs that run without
-    Python (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
+    Compiled code is not recompiled. Its collectives, including those of submodules, are recorded
+    under the compiled module. Float8 that this library sends is shown as float8. Float8 that other
+    code sends as uint8 is shown as uint8 if inductor fuses the view into a kernel. Three things are
+    not recorded: communication inside the kernel of a custom op, graphs that run without Python
+    (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
 
     The bytes are the sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends
     on the algorithm and on the size of the group.

@@ -121,13 +121,15 @@ def test_a_step_of_fsdp_and_tp(ranks: RankPools) -> None:
         first_layer,
         """\
 op              axis  dtype     count  elements    bytes  module
-all_gather      dp    bfloat16      1    20,608   41,216  layers.0
-all_gather      tp    bfloat16      2     8,192   16,384  layers.0.attention
-reduce_scatter  tp    bfloat16      2     8,192   16,384  layers.0.attention
-all_gather      tp    bfloat16      2     8,192   16,384  layers.0.feed_forward
-reduce_scatter  tp    bfloat16      2     8,192   16,384  layers.0.feed_forward
-all_reduce      tp    bfloat16      2       128      256  layers.0
-reduce_scatter  dp    bfloat16      1    20,608   41,216  layers.0""",
+all_gather      tp    bfloat16      1     4,096    8,192  layers.0.attention
+reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.attention.wo
+all_gather      tp    bfloat16      1     4,096    8,192  layers.0.feed_forward
+reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.feed_forward.w2
+all_gather      tp    bfloat16      1     4,096    8,192  layers.0.feed_forward.w2
+reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.feed_forward
+all_gather      tp    bfloat16      1     4,096    8,192  layers.0.attention.wo
+reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.attention
+all_reduce      tp    bfloat16      2       128      256  layers.0""",
     )
 
 
