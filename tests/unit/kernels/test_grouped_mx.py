@@ -48,19 +48,19 @@ def from_tiles(tiles: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def by_definition(
-    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, ends: Tensor, out_dtype: torch.dtype
+    a: Tensor, b: Tensor, a_tiles: Tensor, b_tiles: Tensor, ends: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    of_a, left, right = of_a.flatten(), a.double(), b.double()
+    a_tiles, left, right = a_tiles.flatten(), a.double(), b.double()
     found = []
     for group, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
         if b.ndim == 3:
             x, y = left[begin:end], right[group]
-            t, of_a = from_tiles(of_a, len(x), x.shape[1] // 32)
-            s, _ = from_tiles(of_b[group], y.shape[1], len(y) // 32)
+            t, a_tiles = from_tiles(a_tiles, len(x), x.shape[1] // 32)
+            s, _ = from_tiles(b_tiles[group], y.shape[1], len(y) // 32)
         else:
             x, y = left[:, begin:end], right[begin:end]
-            t, of_a = from_tiles(of_a, len(x), x.shape[1] // 32)
-            s, of_b = from_tiles(of_b.flatten(), y.shape[1], len(y) // 32)
+            t, a_tiles = from_tiles(a_tiles, len(x), x.shape[1] // 32)
+            s, b_tiles = from_tiles(b_tiles.flatten(), y.shape[1], len(y) // 32)
         found.append((x * t.repeat_interleave(32, 1)) @ (y * s.repeat_interleave(32, 1).t()))
     return (torch.cat if b.ndim == 3 else torch.stack)(found).to(out_dtype)
 
