@@ -74,8 +74,8 @@ def compiled_steps(
     for compiled in (False, True):
         world = Distributed(dp, tp, shard=False, config=config)
         if model_is == LOCAL:
-            of_gathers = world.net.layers[0].w1.config  # with float8 gathers, where FSDP2 shards
-            world.net = local_net(world.mesh["tp"], of_gathers, True)
+            gather_config = world.net.layers[0].w1.config  # with float8 gathers, where FSDP2 shards
+            world.net = local_net(world.mesh["tp"], gather_config, True)
         graphs, model = Graphs(world.mesh), blocks(world)
         if sharded_first:
             world.fully_shard(model, model)
@@ -269,9 +269,9 @@ def test_casts_in_a_graph_have_the_bits_of_the_operators(
         each.append(weight)
         found = []
         for x in each:
-            of_x = fusible_amax(x)
-            own = fusible_copies(x, of_x, float8, both)
-            found.append((x, of_x, *own, *fusible_copies(x, c, float8, both, saturate=True)))
+            x_amax = fusible_amax(x)
+            own = fusible_copies(x, x_amax, float8, both)
+            found.append((x, x_amax, *own, *fusible_copies(x, c, float8, both, saturate=True)))
         return found
 
     def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -284,9 +284,9 @@ def test_casts_in_a_graph_have_the_bits_of_the_operators(
         a[3, 5] = value
         known = torch.rand(())  # of which some values are larger
         weight = nn.Parameter(a, requires_grad=False)
-        for x, of_x, *copies in made(a, b, known, weight):
+        for x, x_amax, *copies in made(a, b, known, weight):
             expected = amax(x)
-            assert is_same(of_x, expected)
+            assert is_same(x_amax, expected)
             each = cast_copies(x, [expected], float8, False, [0, 0], both)
             each += cast_copies(x, [known], float8, False, [0, 0], both, saturate=True)
             assert all(map(is_same, copies, each))

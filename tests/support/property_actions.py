@@ -154,8 +154,8 @@ def scaled_step(world: World, overflow: bool = False) -> None:
     scaler.scale(torch.ones(()))  # the scaler makes its state here
     world.run(training=True, overflow=overflow)
     before = whole_state(world.net)
-    of_net = [p.grad for p in world.net.parameters()]
-    skips = not all_finite(full(grad) for grad in of_net if grad is not None)
+    grads = [p.grad for p in world.net.parameters()]
+    skips = not all_finite(full(grad) for grad in grads if grad is not None)
     scaler.step(world.optimizer)
     scaler.update()
     after = whole_state(world.net)

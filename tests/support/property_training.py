@@ -217,7 +217,7 @@ class World:
                 # That these gradients are gone is not noticed where weights are frozen.
                 self.both(invalidate_float8_scales)
             self.spoiled = False
-            self.of_twin: list[list[torch.Tensor | None]] = []
+            self.twin_grads: list[list[torch.Tensor | None]] = []
             self.tokens: list[torch.Tensor] = []
         own = self.rank // self.tp
         with torch.set_grad_enabled(training):
@@ -227,18 +227,18 @@ class World:
                     mine.backward(self.part(self.grad(own)))
             for replica in range(self.replicas) if training else [own]:
                 # With None, what the twin records for other replicas would be of gradients thrown away.
-                self.twin.zero_grad(set_to_none=not self.of_twin)
+                self.twin.zero_grad(set_to_none=not self.twin_grads)
                 with record_gemms() as records, inputs_of(self.twin.layers[-1].w2) as inputs:
                     theirs = self.forward(self.twin, self.batch(replica))
                     if training:
                         theirs.backward(self.grad(replica))
                 self.spoiled |= self.is_local(records)
-                self.of_twin.append(gradients(self.twin))
+                self.twin_grads.append(gradients(self.twin))
                 self.tokens.append(self.grad(replica).abs().sum())
                 if replica == own:
                     expected, output, summed = records, theirs, inputs
-        of_net = [(name, p.grad) for name, p in self.net.named_parameters()]
-        whole = [(name, full(grad) if grad is not None else None) for name, grad in of_net]
+        net_grads = [(name, p.grad) for name, p in self.net.named_parameters()]
+        whole = [(name, full(grad) if grad is not None else None) for name, grad in net_grads]
         finite = self.of_ranks(bool(local_tensor(mine).isfinite().all()))
         if self.spoiled:
             outputs = (output, all(finite[own * self.tp : (own + 1) * self.tp]))
@@ -265,20 +265,20 @@ class World:
     def check_not_lost(
         self,
         outputs: tuple[torch.Tensor, bool],
-        of_net: list[tuple[str, torch.Tensor | None]],
+        net_grads: list[tuple[str, torch.Tensor | None]],
     ) -> None:
         """What is not finite in the twin is not finite on the ranks.
 
         Args:
             outputs: of the twin; and whether those of the ranks are finite.
-            of_net: the gradients of the model.
+            net_grads: the gradients of the model.
         """
         theirs, finite = outputs
         if finite and not theirs.isfinite().all():
             raise WrongResult(f"the output is finite, and is not in the twin: {theirs}")
-        of_twin = [grad for grads in self.of_twin for grad in grads if grad is not None]
-        mine = [grad for _, grad in of_net if grad is not None]
-        if mine and all_finite(mine) and not all_finite(of_twin):
+        twin_grads = [grad for grads in self.twin_grads for grad in grads if grad is not None]
+        mine = [grad for _, grad in net_grads if grad is not None]
+        if mine and all_finite(mine) and not all_finite(twin_grads):
             raise WrongResult("all gradients are finite, and are not in the twin")
 
     def of_ranks(self, value: Any) -> list[Any]:
@@ -363,8 +363,8 @@ class World:
         terms = [a.double().abs() @ b.double().abs(), theirs]
         check_near("output", mine, theirs, terms, self.compute_dtype)
 
-    def check_gradients(self, of_net: list[tuple[str, torch.Tensor | None]]) -> None:
-        for (name, mine), theirs in zip(of_net, zip(*self.of_twin, strict=True), strict=True):
+    def check_gradients(self, net_grads: list[tuple[str, torch.Tensor | None]]) -> None:
+        for (name, mine), theirs in zip(net_grads, zip(*self.twin_grads, strict=True), strict=True):
             summed = [grad for grad in theirs if grad is not None]
             if (mine is None) is bool(summed):
                 raise WrongResult(f"gradient of {name}: {mine}, twin {summed}")

@@ -86,9 +86,11 @@ def test_parts_are_cast_as_the_whole(scheme: Scheme) -> None:
         assert same_bits(whole, known[0])
         own = place.part(whole)
         assert same_bits(own, scheme.local_part(known, at)[0])
-        _, found, (data, turned) = scheme.cast(x[part], (own,), start, [False, True])
+        _, found, (data, transposed) = scheme.cast(x[part], (own,), start, [False, True])
         assert same_bits(data, qdata[part])
-        assert same_bits(turned, pad(data.t().contiguous().view(torch.uint8), (0, 13)).view(E4M3))
+        assert same_bits(
+            transposed, pad(data.t().contiguous().view(torch.uint8), (0, 13)).view(E4M3)
+        )
         assert same_bits(found[0], scheme.local_part(scales, at)[0])
         values = scheme.dequantize(data, found, start)
         assert same_bits(values, scheme.dequantize(qdata, scales)[part])

@@ -125,6 +125,7 @@ def test_an_exception_writes(tmp_path: Path, error: BaseException) -> None:
 # Forks a process for each folder and end, and prints how it ends.
 PROGRAM = """
 import os, signal, sys, torch
+import torch._dynamo  # which a recorder imports
 from fp8_dist import convert_to_float8_training
 from fp8_dist.debug import record
 model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(32, 32)))

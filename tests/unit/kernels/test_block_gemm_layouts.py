@@ -82,7 +82,7 @@ def test_scales_that_hopper_reads() -> None:
 @pytest.mark.parametrize("kind", ["hopper", "blackwell"])
 def test_what_the_devices_do_not_multiply(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_gemm, "device_kind", lambda device: kind)
-    a, b, of_a, of_b, blocks_a, blocks_b = operands(kind, "output", (64, 320, 64, 0))
+    a, b, a_exponents, b_exponents, blocks_a, blocks_b = operands(kind, "output", (64, 320, 64, 0))
     for left, right, blocks, dtype in (
         (a, b[:, :9], blocks_a, torch.bfloat16),
         (a[:0], b, blocks_a, torch.bfloat16),
@@ -91,7 +91,10 @@ def test_what_the_devices_do_not_multiply(kind: str, monkeypatch: pytest.MonkeyP
         (a, b, blocks_a, torch.float16),
         (a.view(torch.float8_e5m2), b, blocks_a, torch.bfloat16),
     ):
-        assert block_gemm.block_mm(left, right, of_a, of_b, blocks, blocks_b, dtype) is None
+        assert (
+            block_gemm.block_mm(left, right, a_exponents, b_exponents, blocks, blocks_b, dtype)
+            is None
+        )
 
 
 def zeros(like: torch.Tensor) -> torch.Tensor:

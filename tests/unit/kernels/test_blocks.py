@@ -46,7 +46,7 @@ CASES: list[tuple[tuple[int, ...], Blocks]] = [
 RULES = pytest.mark.parametrize("rule", [None, "ceil", "floor"])
 
 
-def of_many_magnitudes(*shape: int) -> torch.Tensor:
+def many_magnitudes(*shape: int) -> torch.Tensor:
     """fp64, with rows of zeros, and some values that are subnormal in float8."""
     x = torch.randn(shape, dtype=torch.float64)
     x *= torch.logspace(-5, 1, shape[-1], dtype=torch.float64)[torch.randperm(shape[-1])]
@@ -79,7 +79,7 @@ def check_cast(
 @RULES
 def test_a_cast_equals_the_reference(rule: str | None) -> None:
     for dtype, target, (shape, blocks) in product(DTYPES, (E4M3, E5M2), CASES):
-        check_cast(of_many_magnitudes(*shape).to(dtype), target, blocks, rule)
+        check_cast(many_magnitudes(*shape).to(dtype), target, blocks, rule)
     x = torch.randn(9, 20)
     for view in (x.t(), x[:, ::2], x[1:, 3:], x[:, :1].expand(9, 20)):
         for blocks in ((1, 4, 0, 0), (4, 4, 0, 0), (4, 4, 1, 3)):
@@ -158,7 +158,7 @@ LARGE: list[tuple[tuple[int, ...], list[Blocks]]] = [
 def test_large_tensors_on_cpus_have_the_portable_bits(
     shape: tuple[int, ...], each: list[Blocks]
 ) -> None:
-    x = of_many_magnitudes(*shape).float()
+    x = many_magnitudes(*shape).float()
     x[..., 0, 2] = torch.inf
     for blocks, view in product(each, (x, x.bfloat16(), x.mT.contiguous().mT)):
         exponents = block_exponents(view, E4M3, blocks, None)
@@ -179,12 +179,12 @@ def test_large_tensors_on_cpus_have_the_portable_bits(
 
 @RULES
 def test_blocks_along_the_rows_equal_the_reference(rule: str | None) -> None:
-    of_matrices = [case for case in CASES if len(case[0]) == 2]
-    for target, (shape, blocks) in product((E4M3, E5M2), of_matrices):
-        exponents, values = reference_blocks(of_many_magnitudes(*shape), target, blocks, rule)
+    matrix_cases = [case for case in CASES if len(case[0]) == 2]
+    for target, (shape, blocks) in product((E4M3, E5M2), matrix_cases):
+        exponents, values = reference_blocks(many_magnitudes(*shape), target, blocks, rule)
         qdata = values.to(target)
         wide = dequantize_blocks(qdata, exponents, blocks, torch.float32)
-        assert torch.equal(wide.double(), values * scale_of_each(exponents, shape, blocks))
+        assert torch.equal(wide.double(), values * element_scales(exponents, shape, blocks))
         numbers, expected = reference_blocks(wide, target, (4, 1, 0, 0), rule)
         for run in implementations(reblock):
             again, found = run(qdata, exponents, blocks, 4, rule)
@@ -192,7 +192,7 @@ def test_blocks_along_the_rows_equal_the_reference(rule: str | None) -> None:
             assert torch.equal(again.double(), expected)
 
 
-def scale_of_each(exponents: torch.Tensor, shape: Sequence[int], blocks: Blocks) -> torch.Tensor:
+def element_scales(exponents: torch.Tensor, shape: Sequence[int], blocks: Blocks) -> torch.Tensor:
     """fp64, for each element of a matrix."""
     rows, columns, first_row, first_column = blocks
     out = torch.empty(*shape, dtype=torch.float64)
@@ -212,25 +212,31 @@ def operand(m: int, k: int, blocks: Blocks) -> Operand:
     return quantize_blocks(x, exponents, E4M3, blocks), exponents, blocks
 
 
-def turned(x: Operand) -> Operand:
+def transpose(x: Operand) -> Operand:
     data, exponents, (rows, columns, first_row, first_column) = x
     return data.t(), exponents.t(), (columns, rows, first_column, first_row)
 
 
 def wide(x: Operand) -> torch.Tensor:
     """fp64."""
-    return x[0].double() * scale_of_each(x[1], x[0].shape, x[2])
+    return x[0].double() * element_scales(x[1], x[0].shape, x[2])
 
 
 PAIRS: dict[str, Callable[[], tuple[Operand, Operand]]] = {
-    "output": lambda: (operand(33, 40, (1, 8, 0, 0)), turned(operand(17, 40, (8, 8, 0, 0)))),
+    "output": lambda: (operand(33, 40, (1, 8, 0, 0)), transpose(operand(17, 40, (8, 8, 0, 0)))),
     "grad_input": lambda: (operand(33, 17, (1, 8, 0, 0)), operand(17, 40, (8, 8, 0, 0))),
-    "grad_weight": lambda: (turned(operand(33, 17, (8, 1, 0, 0))), operand(33, 40, (8, 1, 0, 0))),
-    "parts": lambda: (operand(33, 40, (1, 8, 0, 5)), turned(operand(17, 40, (8, 8, 3, 5)))),
+    "grad_weight": lambda: (
+        transpose(operand(33, 17, (8, 1, 0, 0))),
+        operand(33, 40, (8, 1, 0, 0)),
+    ),
+    "parts": lambda: (operand(33, 40, (1, 8, 0, 5)), transpose(operand(17, 40, (8, 8, 3, 5)))),
     "other blocks": lambda: (operand(32, 64, (1, 16, 0, 0)), operand(64, 32, (8, 4, 0, 0))),
-    "one row": lambda: (operand(1, 40, (1, 8, 0, 0)), turned(operand(17, 40, (8, 8, 0, 0)))),
-    "no rows": lambda: (operand(0, 40, (1, 8, 0, 0)), turned(operand(17, 40, (8, 8, 0, 0)))),
-    "nothing to add": lambda: (operand(33, 0, (1, 8, 0, 0)), turned(operand(17, 0, (8, 8, 0, 0)))),
+    "one row": lambda: (operand(1, 40, (1, 8, 0, 0)), transpose(operand(17, 40, (8, 8, 0, 0)))),
+    "no rows": lambda: (operand(0, 40, (1, 8, 0, 0)), transpose(operand(17, 40, (8, 8, 0, 0)))),
+    "nothing to add": lambda: (
+        operand(33, 0, (1, 8, 0, 0)),
+        transpose(operand(17, 0, (8, 8, 0, 0))),
+    ),
 }
 
 
@@ -255,9 +261,9 @@ def test_products(pair: str) -> None:
 
 @pytest.mark.parametrize("pair", ["output", "grad_input", "grad_weight", "parts"])
 def test_nan_reaches_the_rows_and_the_columns_of_its_block(pair: str) -> None:
-    for out_dtype, of_a in product((torch.float32, torch.bfloat16), (True, False)):
+    for out_dtype, poisons_a in product((torch.float32, torch.bfloat16), (True, False)):
         a, b = PAIRS[pair]()
-        exponents = a[1] if of_a else b[1]
+        exponents = a[1] if poisons_a else b[1]
         exponents[exponents.shape[0] // 2, 1] = 255
         exact = wide(a) @ wide(b)
         found = block_scaled_mm(a[0], b[0], a[1], b[1], a[2], b[2], out_dtype, False)
@@ -288,8 +294,8 @@ def test_operators_describe_their_results() -> None:
             if x.ndim == 2:
                 calls.append((reblock, (qdata, exponents, blocks, 4, "ceil", transposed[-1])))
         if x.ndim == 2:
-            b, of_b, blocks_b = turned((qdata, exponents, blocks))
-            given = (qdata, b, exponents, of_b, blocks, blocks_b, torch.bfloat16, True)
+            b, b_exponents, blocks_b = transpose((qdata, exponents, blocks))
+            given = (qdata, b, exponents, b_exponents, blocks, blocks_b, torch.bfloat16, True)
             calls.append((block_scaled_mm, given))
     for op, arguments in calls:
         torch.library.opcheck(op.overload, arguments, test_utils="test_faketensor")

@@ -65,16 +65,16 @@ def check_cast(x: torch.Tensor, blocks: Blocks, rule: str) -> torch.Tensor:
     exponents = exponents.view(*x.shape[:-2], *exponents.shape[1:])
     data = values.masked_fill(values.isnan(), 0.0).view(x.shape).to(E4M3)
     rows = data.view(-1, x.shape[-1])
-    turned = torch.zeros(x.shape[-1], len(rows) + -len(rows) % 16).to(E4M3)
-    turned[:, : len(rows)] = rows.t()
+    transposed = torch.zeros(x.shape[-1], len(rows) + -len(rows) % 16).to(E4M3)
+    transposed[:, : len(rows)] = rows.t()
     operators = block_exponents, cast_blocks, quantize_block_copies, pack_blocks
     for measure, cast, copies, pack in zip(*map(implementations, operators), strict=True):
         results = cast(x, E2M1_X2, blocks, rule, [False, True])
-        for found, expected in zip(results, (exponents, data, turned), strict=True):
+        for found, expected in zip(results, (exponents, data, transposed), strict=True):
             assert same_bits(found, expected)
             assert found.is_contiguous()
         (found,) = copies(x, exponents, E2M1_X2, blocks, [True])
-        assert same_bits(found, turned)
+        assert same_bits(found, transposed)
         assert same_bits(measure(x, E2M1_X2, blocks, rule), exponents)
         if x.shape[-1] % 2 == 0:
             assert same_bits(pack(x, exponents, blocks), packed_of(data))
@@ -96,9 +96,9 @@ def test_every_midpoint_and_its_neighbors(rule: str) -> None:
     midpoints = [(low + high) / 2 for low, high in itertools.pairwise(VALUES)]
     x = torch.tensor([*midpoints, *VALUES, 7.0, 7.5])
     near = torch.cat([x, x.nextafter(torch.tensor(torch.inf)), x.nextafter(torch.tensor(-1.0))])
-    of_both_signs = torch.cat([near, -near]).view(2, -1)
+    both_signs = torch.cat([near, -near]).view(2, -1)
     for exponent in (-140, -126, -3, 0, 100, 124):
-        check_cast(torch.ldexp(of_both_signs, torch.tensor(exponent)), (32, 128, 0, 0), rule)
+        check_cast(torch.ldexp(both_signs, torch.tensor(exponent)), (32, 128, 0, 0), rule)
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,5 @@ def test_all_packed_bytes() -> None:
             unpack(given, out)
             assert same_bits(out, data_of(codes))
         assert same_bits(pack(out), packed)
-        turned = out.mT.contiguous().mT
-        assert same_bits(pack(turned), packed)
+        transposed = out.mT.contiguous().mT
+        assert same_bits(pack(transposed), packed)

@@ -23,7 +23,7 @@ def config_of(form: str, source: str = "master") -> Float8LinearConfig:
     )
 
 
-def of_many_magnitudes(*shape: int) -> torch.Tensor:
+def many_magnitudes(*shape: int) -> torch.Tensor:
     return torch.randn(shape) * torch.linspace(-9, 4, shape[-1]).exp()
 
 
@@ -33,7 +33,7 @@ def of_many_magnitudes(*shape: int) -> torch.Tensor:
 def test_weights_have_the_bits_of_the_engine(
     form: str, source: str, shape: tuple[int, int]
 ) -> None:
-    weight, (scheme,) = of_many_magnitudes(*shape), config_of(form, source).recipe.schemes["weight"]
+    weight, (scheme,) = many_magnitudes(*shape), config_of(form, source).recipe.schemes["weight"]
     made = quantize(weight, scheme)
     sent = weight.bfloat16() if source == "bf16" else weight
     codes, scales = engine_cast(sent, form, 128, 128)
@@ -44,7 +44,7 @@ def test_weights_have_the_bits_of_the_engine(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_activations_have_the_bits_of_the_engine(form: str, dtype: torch.dtype) -> None:
-    x, scheme = of_many_magnitudes(70, 512).to(dtype), config_of(form).recipe.schemes["input"][0]
+    x, scheme = many_magnitudes(70, 512).to(dtype), config_of(form).recipe.schemes["input"][0]
     made = quantize(x, scheme)
     codes, scales = engine_cast(x, form)
     assert same_bits(made.qdata, codes)
@@ -99,7 +99,7 @@ RECIPES = {
 @pytest.mark.parametrize("operand", ["input", "grad_output"])
 def test_a_row_alone_is_cast_as_in_a_batch(name: str, operand: str) -> None:
     scheme: Scheme = RECIPES[name].recipe.schemes[operand][0]
-    batch = of_many_magnitudes(33, 256).bfloat16()
+    batch = many_magnitudes(33, 256).bfloat16()
     whole = quantize(batch, scheme)
     for row in (0, 17, 32):
         alone = quantize(batch[row : row + 1], scheme)
@@ -111,15 +111,15 @@ def test_a_row_alone_is_cast_as_in_a_batch(name: str, operand: str) -> None:
 def test_a_row_alone_is_multiplied_as_in_a_batch(name: str) -> None:
     layer = nn.Sequential(nn.Linear(256, 192, bias=False)).bfloat16()
     convert_to_float8_training(layer, config=RECIPES[name])
-    batch = of_many_magnitudes(33, 256).bfloat16().requires_grad_()
+    batch = many_magnitudes(33, 256).bfloat16().requires_grad_()
     grad = torch.randn(33, 192).bfloat16()
     y = layer(batch)
     y.backward(grad)
     for row in (0, 17, 32):
         alone = batch[row : row + 1].detach().requires_grad_()
-        of_row = layer(alone)
-        of_row.backward(grad[row : row + 1])
-        assert same_bits(of_row, y[row : row + 1])
+        output = layer(alone)
+        output.backward(grad[row : row + 1])
+        assert same_bits(output, y[row : row + 1])
         assert alone.grad is not None
         assert batch.grad is not None
         assert same_bits(alone.grad, batch.grad[row : row + 1])

@@ -80,9 +80,9 @@ def check_casts(
             check_operator(pack_blocks, x, exponents.mT.contiguous().mT, blocks)
     elif x.ndim == 2:
         qdata = quantize_blocks.portable(x, exponents, dtype, blocks)
-        turned = qdata.t().contiguous().t(), exponents.t().contiguous().t()
+        as_columns = qdata.t().contiguous().t(), exponents.t().contiguous().t()
         check_operator(reblock, qdata, exponents, blocks, rows, rule, False)
-        check_operator(reblock, *turned, blocks, rows, rule, True)
+        check_operator(reblock, *as_columns, blocks, rows, rule, True)
 
 
 @pytest.mark.full

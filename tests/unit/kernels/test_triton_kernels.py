@@ -160,10 +160,10 @@ def test_one_tensor_and_many(used: set[str], of: torch.dtype) -> None:
     tensors[2][1, :4] = torch.tensor([-math.nan, math.nan, math.inf, -math.inf])
     tensors[0][3], tensors[4][0] = -0.0, -math.nan
     parts = (slice(None), slice(1), slice(1, 2), slice(0, None, 2))
-    for of_rows, part in product((False, True), parts):
+    for by_row, part in product((False, True), parts):
         first, *others = tensors[part]
-        check_operator(amax_of_each, first, others, of_rows)
-        values = implementation(amax_of_each)(first, others, of_rows)
+        check_operator(amax_of_each, first, others, by_row)
+        values = implementation(amax_of_each)(first, others, by_row)
         assert (values.view(torch.int32) >= 0).all()
     assert used == {"_tiles", "_many"}
 
@@ -190,7 +190,7 @@ def test_long_rows_are_left_to_the_portable_code(used: set[str]) -> None:
     assert not used
 
 
-def scales_of_rows(rows: int) -> torch.Tensor:
+def row_scales(rows: int) -> torch.Tensor:
     x = matrix((rows, 8), torch.float32) * 8.0 ** torch.randn(rows, 1, device=DEVICE)
     return scaling_from_amax.portable(amax.portable(x, (1,)), E4M3, True)[1].view(-1)
 
@@ -200,9 +200,9 @@ def test_folded_casts(used: set[str]) -> None:
     shapes = [(34, 130)] * 3 + [(1, 1), (0, 5)]
     for (rows, columns), (of, dtype) in zip(shapes, cycle(dtypes)):
         grad = matrix((rows, columns), of)
-        for s, t in product((scales_of_rows(columns), None), (scales_of_rows(rows), None)):
+        for s, t in product((row_scales(columns), None), (row_scales(rows), None)):
             check_operator(fold_gradient, grad, dtype, s, t, True)
-    s, t = scales_of_rows(20), scales_of_rows(10)
+    s, t = row_scales(20), row_scales(10)
     for value in (math.nan, math.inf, 0.0, 1e-30, 1e30):
         grad = matrix((20, 10), torch.float32).t()
         grad[3, 5] = value
@@ -211,7 +211,7 @@ def test_folded_casts(used: set[str]) -> None:
     # The first fold saturates: g0 is 1.25, 9 % more than g, whose product with this scale is just
     # within the range.
     grad = torch.full((4, 20), 1.140625, device=DEVICE)
-    s, t = torch.full((20,), 1.526, device=DEVICE), scales_of_rows(4)
+    s, t = torch.full((20,), 1.526, device=DEVICE), row_scales(4)
     check_operator(fold_gradient, grad, E5M2, s, t, True)
     found = implementation(fold_gradient)(grad, E5M2, s, t, True)[0]
     assert (found.float() == torch.finfo(E5M2).max).all()
@@ -226,16 +226,18 @@ def test_groups(used: set[str], counts: list[int]) -> None:
     _, scale, qdata = cast_rows.portable(grad, E4M3, True, [False])
     for source in (groups.padded(16).source, groups.padded(16).source.flip(0)):
         check_operator(transposed_groups, qdata, source)
-    s, t = (scales_of_rows(n) for n in (experts * columns, rows))
-    s, of_row = s.view(experts, columns), groups.of_row
+    s, t = (row_scales(n) for n in (experts * columns, rows))
+    s, row_groups = s.view(experts, columns), groups.of_row
     for place, value in ((None, 0.0), ((2, 0), math.nan), ((1, 0), math.inf), ((3, 0), 0.0)):
         if place is not None:
             scale[place] = value
-        check_operator(fold_groups, qdata, scale, s, t, of_row, experts, groups.padded(16).source)
         check_operator(
-            fold_groups, qdata, scale, None, t, of_row, experts, groups.padded(16).source
+            fold_groups, qdata, scale, s, t, row_groups, experts, groups.padded(16).source
         )
-        check_operator(fold_groups, qdata, scale, s, None, of_row, experts)
+        check_operator(
+            fold_groups, qdata, scale, None, t, row_groups, experts, groups.padded(16).source
+        )
+        check_operator(fold_groups, qdata, scale, s, None, row_groups, experts)
     matrices = qdata.view(torch.uint8)[: rows // 2 * 2].view(2, -1, columns).view(E4M3)
     check_operator(transposed_copy, matrices)
     assert used == {

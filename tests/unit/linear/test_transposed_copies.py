@@ -47,9 +47,9 @@ def test_the_same_bits(
 ) -> None:
     plain, expected = step(recipe, ndim, weight_grad, length)
     monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
-    turned, found = step(recipe, ndim, weight_grad, length)
+    transposed, found = step(recipe, ndim, weight_grad, length)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
-    for mine, theirs in zip(turned, plain, strict=True):
+    for mine, theirs in zip(transposed, plain, strict=True):
         assert same_but_for_zeros(mine.a.qdata, theirs.a.qdata)
         assert same_but_for_zeros(mine.b.qdata, theirs.b.qdata)
         if mine.a.scale.dtype is torch.uint8:
@@ -75,10 +75,10 @@ def test_blocks_that_are_cast_in_one_pass(
         return cast_blocks(*args)
 
     monkeypatch.setattr(blocks, "cast_blocks", counted)
-    turned, found = step(recipe, ndim, True)
+    transposed, found = step(recipe, ndim, True)
     assert calls == [[False, True], [False], [False]]  # of the weight, the input, the gradient
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
-    for mine, theirs in zip(turned, plain, strict=True):
+    for mine, theirs in zip(transposed, plain, strict=True):
         assert same_but_for_zeros(mine.a.qdata, theirs.a.qdata)
         assert same_but_for_zeros(mine.b.qdata, theirs.b.qdata)
         assert mine.a.qdata.is_contiguous()

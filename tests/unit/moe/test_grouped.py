@@ -93,11 +93,11 @@ def test_weights_that_share_an_input(recipe: str) -> None:
     grads = [g, torch.randn(14, 32)]
     config = Float8ExpertsConfig.from_recipe_name(recipe)
     together = grouped_linear(x, weights, offs, config)
-    of_x, *of_weights = torch.autograd.grad(together, (x, *weights), grads)
+    x_grad, *weight_grads = torch.autograd.grad(together, (x, *weights), grads)
     alone = [products(x, *each, offs, recipe) for each in zip(weights, grads, strict=True)]
     assert all(same_bits(a.detach(), b[0]) for a, b in zip(together, alone, strict=True))
-    assert all(same_bits(a, b[2]) for a, b in zip(of_weights, alone, strict=True))
-    assert same_bits(of_x, alone[0][1] + alone[1][1])
+    assert all(same_bits(a, b[2]) for a, b in zip(weight_grads, alone, strict=True))
+    assert same_bits(x_grad, alone[0][1] + alone[1][1])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -107,14 +107,14 @@ def test_what_is_needed_does_not_change_what_is_computed(recipe: str) -> None:
     output, grad_input, grad_weight = products(x, w, g, offs, recipe)
     x.requires_grad_()
     w.requires_grad_()
-    (of_x,) = torch.autograd.grad(grouped_linear(x, w.detach(), offs, config), x, g)
+    (x_grad,) = torch.autograd.grad(grouped_linear(x, w.detach(), offs, config), x, g)
     again = grouped_linear(x.detach(), w, offs, config)
-    of_w = [torch.autograd.grad(again, w, g, retain_graph=keep)[0] for keep in (True, False)]
-    assert same_bits(of_x, grad_input)
-    assert all(same_bits(each, grad_weight) for each in of_w)
+    w_grads = [torch.autograd.grad(again, w, g, retain_graph=keep)[0] for keep in (True, False)]
+    assert same_bits(x_grad, grad_input)
+    assert all(same_bits(each, grad_weight) for each in w_grads)
     # Strides are of no consequence.
-    turned = [x.t().contiguous().t(), w.mT.contiguous().mT, g.t().contiguous().t(), offs]
-    for a, b in zip(products(*turned, recipe), (output, grad_input, grad_weight), strict=True):
+    by_column = [x.t().contiguous().t(), w.mT.contiguous().mT, g.t().contiguous().t(), offs]
+    for a, b in zip(products(*by_column, recipe), (output, grad_input, grad_weight), strict=True):
         assert same_bits(a, b)
     with torch.inference_mode():
         assert same_bits(grouped_linear(x, w, offs, config).clone(), output)

@@ -40,19 +40,19 @@ def values(*shape: int) -> torch.Tensor:
     return torch.randn(shape) * (3 * torch.randn(shape)).exp()
 
 
-def of_rows() -> Float8Tensor:
+def row_blocks() -> Float8Tensor:
     return cast(values(10, 14), 1, 4)
 
 
-def of_squares() -> Float8Tensor:
+def square_blocks() -> Float8Tensor:
     return cast(values(10, 14), 4, 4)
 
 
-def of_3_dims() -> Float8Tensor:
+def deep_blocks() -> Float8Tensor:
     return cast(values(2, 3, 14), 1, 4)
 
 
-KINDS = {"rows": of_rows, "squares": of_squares, "3 dims": of_3_dims}
+KINDS = {"rows": row_blocks, "squares": square_blocks, "3 dims": deep_blocks}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -83,11 +83,11 @@ def test_casts_of_any_number_of_dims(dtype: torch.dtype, rule: str | None) -> No
 @pytest.mark.parametrize("kind", ["rows", "squares"])
 def test_a_transposed_matrix(kind: str) -> None:
     x = KINDS[kind]()
-    for turned in (x.t(), x.mT, x.transpose(0, 1), x.permute(1, 0)):
-        check(turned, x.dequantize().t())  # type: ignore[arg-type]
-        assert turned.qdata.data_ptr() == x.qdata.data_ptr()
-        assert same_cast(turned.t(), x)
-        assert turned.t().scheme == x.scheme
+    for transposed in (x.t(), x.mT, x.transpose(0, 1), x.permute(1, 0)):
+        check(transposed, x.dequantize().t())  # type: ignore[arg-type]
+        assert transposed.qdata.data_ptr() == x.qdata.data_ptr()
+        assert same_cast(transposed.t(), x)
+        assert transposed.t().scheme == x.scheme
     assert x.t().scheme == Blocks(E4M3, 4, 1 if kind == "rows" else 4)
 
 
@@ -129,7 +129,7 @@ def test_parts_are_put_together_along_the_edges_of_blocks(kind: str) -> None:
 
 
 def test_rows_move_whole_and_zeros_are_added_where_the_last_block_has_room() -> None:
-    x, squares, deep = of_rows(), of_squares(), of_3_dims()
+    x, squares, deep = row_blocks(), square_blocks(), deep_blocks()
     moves: list[tuple[Any, Callable[[Any], Any]]] = [
         (x, lambda x: x.view(2, 5, 14)),
         (x, lambda x: x.unsqueeze(0)),
@@ -150,7 +150,7 @@ def test_rows_move_whole_and_zeros_are_added_where_the_last_block_has_room() -> 
 
 
 def test_what_no_scales_of_blocks_fit_is_refused() -> None:
-    x, squares, deep = of_rows(), of_squares(), of_3_dims()
+    x, squares, deep = row_blocks(), square_blocks(), deep_blocks()
     calls: list[Callable[[], object]] = [
         lambda: x[:, ::2],
         lambda: x[:, 0],
@@ -203,7 +203,7 @@ def test_copies(kind: str) -> None:
 
 
 def test_products_of_matrices() -> None:
-    x, w = of_rows(), cast(values(6, 14), 4, 4)
+    x, w = row_blocks(), cast(values(6, 14), 4, 4)
     expected = x.dequantize().double() @ w.dequantize().double().t()
     assert sqnr(expected, x @ w.t()) > 120
     assert sqnr(expected, torch.mm(x, w.t())) > 120
@@ -213,7 +213,7 @@ def test_products_of_matrices() -> None:
 
 
 def test_errors() -> None:
-    x, one = of_rows(), cast_to_float8(torch.randn(14, 6), CastConfig())
+    x, one = row_blocks(), cast_to_float8(torch.randn(14, 6), CastConfig())
     blocks, data = Blocks(E4M3, 1, 4), torch.zeros(2, 8).to(E4M3)
     exponents = torch.zeros(2, 2, dtype=torch.uint8)
     config = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(4, 4))
