@@ -5,6 +5,7 @@ a forward in float8. ``fp8_dist.integrations`` registers adapters in ``EXPERTS_A
 """
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -180,12 +181,17 @@ def check_arguments(caller: str, module: nn.Module, module_filter_fn: FilterFn |
     """Raise TypeError if the arguments that conversions share have another type."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: pass the model, an nn.Module, got {module!r}")
-    if module_filter_fn is not None and not callable(module_filter_fn):
+    try:
+        if module_filter_fn is not None:
+            signature(module_filter_fn).bind(None, "")
+    except TypeError as error:  # no function, or one with other arguments
         raise TypeError(
             f"{caller}: module_filter_fn must be a function (module, fqn) -> bool, got "
             f"{module_filter_fn!r}; skip_head(model) makes one, and so does lambda module, fqn: "
             "'NAME' not in fqn"
-        )
+        ) from error
+    except ValueError:  # a function of C may have no signature
+        pass
 
 
 def convert_experts_to_float8_training(

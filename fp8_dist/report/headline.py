@@ -74,6 +74,9 @@ def headline(run: Run) -> Headline | None:
         same = [f for f in faults if (f.step, f.fqn, f.is_wrong) == (first.step, first.fqn, True)]
         first = dataclasses.replace(first, ranks=next((f.ranks for f in same if f.ranks), ()))
     sentences = [f"{first.text}.", *_gap(first, run)]
+    if first.fqn is None:
+        located = next((f for f in faults if f.fqn is not None and f.is_wrong), None)
+        sentences += _casts_behind(first, located, run)
     recorded = [row["folder"] for row in run.recordings if row["step"] >= first.step]
     folder = first.folder or next(iter(recorded), None)
     commands = []
@@ -100,6 +103,22 @@ def _gap(fault: Fault, run: Run) -> Iterator[str]:
     elif fault.before < fault.step - 1:
         begin = f"It may have begun in step {fault.before + 1}"
         yield f"{begin}: {fault.source} show nothing wrong up to step {fault.before}."
+
+
+def _casts_behind(first: Fault, located: Fault | None, run: Run) -> Iterator[str]:
+    """Say what casts show of a step whose metrics are not finite."""
+    steps = {row["step"] for row in run.stats}
+    steps |= {row["step"] for recording in run.recordings for row in recording["rows"]}
+    if first.step in steps:
+        yield (
+            f"The casts of step {first.step} are finite: look at what is not in float8, such as "
+            "the head and the loss."
+        )
+    else:
+        yield f"No casts of step {first.step} were recorded."
+    if located is not None:
+        seen = f"{_where(located)}: {located.text}"
+        yield f"The first bad cast that was seen may be an effect: {seen}."
 
 
 def _of_metrics(run: Run) -> Iterator[Fault]:

@@ -139,16 +139,24 @@ def test_metrics_saw_it_first(recording: Path, tmp_path: Path) -> None:
     write_metrics(tmp_path, loss=11, grad_norm=9)
     assert shown(tmp_path) == (
         "step 9",
-        "grad_norm is not finite. There is no recording of it to replay: fp8_dist.debug.record makes "
-        "one.",
+        "grad_norm is not finite. No casts of step 9 were recorded. There is no recording of it to "
+        "replay: fp8_dist.debug.record makes one.",
     )
     write_stats(tmp_path, every=2, first_bad=10)
-    assert shown(tmp_path)[0] == "step 9"
+    where, what = shown(tmp_path)
+    assert where == "step 9"
+    assert (
+        f"The first bad cast that was seen may be an effect: step 10, rank 1, {FIRST}: input (for"
+        in what
+    )
     write_stats(tmp_path, every=3, first_bad=12)
+    assert "The casts of step 9 are finite: look at what is not in float8" in shown(tmp_path)[1]
     write_metrics(tmp_path, every=5, loss=6)
     assert shown(tmp_path) == (
         "step 10",
         "loss is not finite. It may have begun in step 6: metrics show nothing wrong up to step 5. "
+        f"No casts of step 10 were recorded. The first bad cast that was seen may be an effect: step 12, rank 1, {FIRST}"
+        ": input (for output): 12.5 % of the values are NaN or infinite. "
         "There is no recording of it to replay: fp8_dist.debug.record makes one.",
     )
 
@@ -189,6 +197,7 @@ def test_what_is_unusual_leads_where_nothing_is_wrong(tmp_path: Path) -> None:
     assert shown(tmp_path) == (f"step 3, {FIRST}", "input: the amax is high.")
     write_metrics(tmp_path, loss=9)
     assert shown(tmp_path)[0] == "step 9"
+    assert "The casts of step 9 are finite: look at" in shown(tmp_path)[1]
 
 
 def test_recordings_without_a_replay(
